@@ -1,0 +1,20 @@
+"""Long-context adaptation for any Hugging Face RoPE model: perturb RoPE indices or rescale RoPE frequencies in place."""
+
+from .adapters import load_adapter
+from .describe import describe
+from .methods import list_methods
+from .patch import native_rope, patch_model, rope_view, unpatch_model
+from .rescalings import RESCALINGS
+from .views import VIEWS
+
+__all__ = [
+    "RESCALINGS",
+    "VIEWS",
+    "describe",
+    "list_methods",
+    "load_adapter",
+    "native_rope",
+    "patch_model",
+    "rope_view",
+    "unpatch_model",
+]

@@ -1,0 +1,91 @@
+"""What a model's RoPE is, in words."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .rotary import find_core, find_decoder, named_rotary_modules
+from .state import state_of
+
+
+@dataclass(frozen=True)
+class RopeDescription:
+    """What `describe` found. `print` it.
+
+    Args:
+        model: class of the model.
+        patched: whether any patch is on.
+        rope_parameters: schedule in force, as Transformers writes it.
+        native_rope_parameters: schedule that the model came with.
+        rescaling: the rescaling in force, or None.
+        view: the view that is sampled, or None.
+        when: in which forwards.
+        modules: names of the rotary modules.
+        trained_window: positions that the model came with.
+        target_window: positions that its config now promises.
+        adapters: names of PEFT adapters, which are saved with the RoPE specification beside them.
+    """
+
+    model: str
+    patched: bool
+    rope_parameters: dict[str, Any]
+    native_rope_parameters: dict[str, Any]
+    rescaling: str | None
+    view: str | None
+    when: str | None
+    modules: tuple[str, ...]
+    trained_window: int
+    target_window: int
+    adapters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model}: {'patched' if self.patched else 'not patched'}",
+            f"  schedule        {_schedule(self.rope_parameters)}",
+            f"  rescaling       {self.rescaling or 'none'}",
+            f"  view            {f'{self.view}, sampled in {_WHEN[self.when]}' if self.view else 'none'}",
+            f"  trained window  {self.trained_window} positions",
+            f"  target window   {self.target_window} positions",
+            f"  rotary modules  {', '.join(self.modules)}",
+        ]
+        if self.rescaling:
+            lines.insert(2, f"  native          {_schedule(self.native_rope_parameters)}")
+        if self.adapters:
+            kept = "saved with RoPE beside them" if self.patched else "saved without RoPE"
+            lines.append(f"  adapters        {', '.join(self.adapters)} ({kept})")
+        return "\n".join(lines)
+
+
+_WHEN = {"train": "training forwards", "always": "every forward", None: ""}
+
+
+def describe(model: nn.Module) -> RopeDescription:
+    """The schedule and the view in force on `model`, what was patched, its trained and its target window."""
+    decoder = find_decoder(model)
+    state = state_of(decoder)
+    config = decoder.config
+    view = None if state is None or state.source is None else state.source.view
+    return RopeDescription(
+        model=type(find_core(model)).__name__,
+        patched=state is not None,
+        rope_parameters=config.rope_parameters,
+        native_rope_parameters=config.rope_parameters if state is None else state.native.rope_parameters,
+        rescaling=None if state is None or state.rescaling is None else str(state.rescaling),
+        view=None if view is None else repr(view),
+        when=None if state is None or view is None else state.when,
+        modules=tuple(name for name, _ in named_rotary_modules(decoder)),
+        trained_window=config.max_position_embeddings if state is None else state.native.max_position_embeddings,
+        target_window=config.max_position_embeddings,
+        adapters=tuple(getattr(find_core(model), "peft_config", {})),
+    )
+
+
+def _schedule(rope_parameters: dict[str, Any]) -> str:
+    """`rope_parameters` in one line, long lists shortened."""
+    if "rope_type" not in rope_parameters:
+        return "; ".join(f"{layers}: {_schedule(p) if p else 'no RoPE'}" for layers, p in rope_parameters.items())
+    rest = ", ".join(
+        f"{k} {f'({len(v)} values)' if isinstance(v, list) else v}" for k, v in rope_parameters.items() if k != "rope_type"
+    )
+    return f"{rope_parameters['rope_type']} ({rest})"

@@ -1,0 +1,92 @@
+"""Where documents begin and end in a batch: views are drawn per document and never cross a boundary."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The document of each token. All fields are int64, [batch, 1] if every row is one document, else [batch, seq_len].
+
+    Args:
+        start: position of the document's first token, as in `position_ids`.
+        length: number of tokens of the document that are not padding, at least 1.
+        ordinal: 0, 1, ... over the documents of the batch, row by row.
+    """
+
+    start: torch.Tensor
+    length: torch.Tensor
+    ordinal: torch.Tensor
+
+    def last_column(self) -> "Documents":
+        """The document that each row ends with, [batch, 1]: the one that decoding with a cache continues."""
+        return Documents(self.start[:, -1:], self.length[:, -1:], self.ordinal[:, -1:])
+
+
+def locate_documents(
+    batch: int,
+    seq_len: int,
+    device: torch.device,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> Documents:
+    """Find the documents of a batch from what a Transformers decoder was called with.
+
+    A document begins at each token whose position is not its predecessor's plus one: the rule by which Transformers
+    builds the mask of a packed row (`masking_utils.find_packed_sequence_indices`). Padding belongs to no document of
+    its own: it takes the values of the document before it, on the left of a row of the one after it.
+
+    Args:
+        batch: number of rows.
+        seq_len: tokens in a row.
+        device: where the result lives.
+        position_ids: [1 or batch, seq_len], or None for 0..seq_len-1.
+        attention_mask: [batch, seq_len], nonzero where a token is real, or None. Masks of other ranks say nothing
+            about padding and count as None.
+    """
+    valid = attention_mask.bool() if attention_mask is not None and attention_mask.ndim == 2 else None
+    if position_ids is None:
+        return _rows_as_documents(batch, seq_len, device, valid)
+    positions = position_ids.expand(batch, seq_len)
+    token = torch.arange(seq_len, device=device).expand(batch, seq_len)
+    begins = torch.ones(batch, seq_len, dtype=torch.bool, device=device)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    if valid is not None:
+        after_padding = torch.zeros_like(begins)
+        after_padding[:, 0] = True
+        after_padding[:, 1:] = ~valid[:, :-1]
+        first_real = valid & (valid.cumsum(1) == 1)
+        # the one row start that padding must not hide, also in a row without any real token
+        begins = (valid & (begins | after_padding)) | first_real | ((token == 0) & ~valid.any(1, keepdim=True))
+    number = begins.cumsum(1).clamp(min=1)  # left padding joins the first document
+    first = torch.where(begins, token, seq_len).flip(1).cummin(1).values.flip(1)  # next beginning at or after a token
+    first = torch.where(begins.cumsum(1) == 0, first, torch.where(begins, token, 0).cummax(1).values)
+    real = torch.ones_like(begins) if valid is None else valid
+    length = (
+        torch.zeros(batch, seq_len + 1, dtype=torch.int64, device=device)
+        .scatter_add_(1, number, real.long())
+        .gather(1, number)
+        .clamp(min=1)
+    )
+    before = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    before[1:] = begins.sum(1, keepdim=True).cumsum(0)[:-1]
+    return Documents(start=positions.gather(1, first), length=length, ordinal=before + number - 1)
+
+
+def _rows_as_documents(batch: int, seq_len: int, device: torch.device, valid: torch.Tensor | None) -> Documents:
+    ordinal = torch.arange(batch, device=device)[:, None]
+    if valid is None:
+        start = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        return Documents(start, torch.full_like(start, seq_len), ordinal)
+    start = valid.long().argmax(1, keepdim=True)  # positions are token indices here
+    return Documents(start, valid.sum(1, keepdim=True).clamp(min=1), ordinal)
+
+
+def count_documents(batch: dict[str, torch.Tensor]) -> int:
+    """Number of documents in a batch as a TRL collator made it: what `Documents.ordinal` runs over."""
+    rows, seq_len = batch["input_ids"].shape
+    documents = locate_documents(
+        rows, seq_len, batch["input_ids"].device, batch.get("position_ids"), batch.get("attention_mask")
+    )
+    return int(documents.ordinal.max()) + 1

@@ -1,0 +1,86 @@
+"""Keyed random numbers: what is drawn depends on (seed, step, sample) and on nothing else.
+
+Resuming, accumulating gradients and adding ranks therefore give the same draw for the same sample, and torch's own
+generators are left alone. Everything is tensor arithmetic on the device of the key, so a draw neither waits for the
+GPU nor breaks a `torch.compile` graph.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox4x32(
+    counter: tuple[torch.Tensor | int, torch.Tensor | int, torch.Tensor | int, torch.Tensor | int],
+    key: tuple[int, int],
+) -> tuple[torch.Tensor | int, torch.Tensor | int, torch.Tensor | int, torch.Tensor | int]:
+    """Philox4x32-10: four words of 32 random bits for each 128-bit counter.
+
+    A round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), with the key
+    raised by the Weyl constants between rounds. int64 products wrap modulo 2**64 and keep the bits of the unsigned
+    product, so both halves are exact.
+
+    Args:
+        counter: four words in [0, 2**32), ints or int64 tensors that broadcast together.
+        key: two words in [0, 2**32).
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+@dataclass(frozen=True)
+class DrawKey:
+    """What a draw depends on. Equal keys give equal draws on every device, rank and micro-step.
+
+    Args:
+        seed: any integer; its low 64 bits count.
+        step: optimizer step, int64 tensor of shape [].
+        sample: ordinal of the document within the step, int64, [batch, 1] or [batch, seq_len].
+        stream: tells apart several views that draw for the same sample.
+    """
+
+    seed: int
+    step: torch.Tensor
+    sample: torch.Tensor
+    stream: int = 0
+
+    def per_step(self) -> "DrawKey":
+        """The key of the whole optimizer step: the same for every sample of it."""
+        return replace(self, sample=torch.zeros_like(self.step))
+
+    def substream(self, stream: int) -> "DrawKey":
+        """The key of the `stream`-th part of a composed view."""
+        return replace(self, stream=self.stream * 64 + stream + 1)
+
+    def uniform(self, slot: int) -> torch.Tensor:
+        """U[0, 1) with 53 random bits, float64, in the shape of `sample`. Each `slot` is an independent draw."""
+        high, low = self._words(slot)
+        return ((high << 21) + (low >> 11)).double() * 2.0**-53
+
+    def integers(self, low: torch.Tensor | int, high: torch.Tensor | int, slot: int) -> torch.Tensor:
+        """U{low..high}, both included, int64, high - low < 2**31. Its bias is below (high - low) / 2**32."""
+        return low + ((self._words(slot)[0] * (high - low + 1)) >> 32)
+
+    def _words(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        counter = (self.step & _MASK, self.sample & _MASK, self.stream & _MASK, slot)
+        key = (self.seed & _MASK, (self.seed >> 32) & _MASK)
+        first, second, _, _ = philox4x32(counter, key)
+        assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+        return first, second

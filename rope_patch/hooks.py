@@ -1,0 +1,135 @@
+"""The hooks that carry a view from the call of the decoder to its rotary modules.
+
+All are picklable objects. Only what a rotary module receives changes: `position_ids` stay what the caller made them,
+since Transformers reads a jump in them as the border of a packed document and masks across it.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from .rotary import RotaryState, rope_types
+from .state import Batch, RopeState
+
+
+class DecoderEntry:
+    """Forward pre-hook of the decoder: draws the view of this forward."""
+
+    def __init__(self, state: RopeState, decoder: nn.Module) -> None:
+        self.state = state
+        self.parameters = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.state.active(decoder.training) is None:
+            self.state.bound = None
+            return
+        call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if tokens is None:
+            return  # the decoder itself raises for this call
+        position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
+        if position_ids is not None and position_ids.ndim != 2:
+            raise ValueError(
+                "a RoPE view needs position_ids of shape [batch, seq_len] or None, got "
+                f"{tuple(position_ids.shape)}: positions with several axes (mRoPE) are not supported."
+            )
+        if self.state.layers_call_rotary and torch.is_grad_enabled() and _is_checkpointing(decoder):
+            raise ValueError(
+                f"{type(decoder).__name__} applies RoPE inside its layers, which gradient checkpointing runs again in "
+                "backward, when the view has ended: gradients would be wrong. Switch gradient checkpointing off."
+            )
+        cache = call.get("past_key_values")
+        self.state.enter(
+            Batch(
+                rows=tokens.shape[0],
+                seq_len=tokens.shape[1],
+                device=tokens.device,
+                position_ids=position_ids,
+                attention_mask=attention_mask if isinstance(attention_mask, torch.Tensor) else None,
+                cached=0 if cache is None else int(cache.get_seq_length()),
+                training=decoder.training,
+            )
+        )
+
+
+class DecoderExit:
+    """Forward hook of the decoder, also called when it raises: ends the view of this forward."""
+
+    def __init__(self, state: RopeState) -> None:
+        self.state = state
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.state.leave(finished=output is not None)
+
+
+class RotaryEntry:
+    """Forward pre-hook of a rotary module: gives it the RoPE indices of the view instead of the true positions."""
+
+    def __init__(self, state: RopeState, name: str) -> None:
+        self.state = state
+        self.name = name
+        self.frozen_type: Any = None
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if RotaryState.of(module).is_degraded():
+            self.state.current.rotary[self.name].write(module)
+        bound = self.state.bound
+        if bound is None:
+            return None
+        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        x = kwargs["x"] if "x" in kwargs else args[0]
+        if any("dynamic" in t or t == "longrope" for t in rope_types(module)):
+            # these pick frequencies by the largest index: let them see the true ones, then hold on to the choice
+            module.forward(*args, **kwargs)
+            rope_type = module.rope_type
+            self.frozen_type = rope_type
+            module.rope_type = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
+        self.state.applied = True
+        rope_index = bound(position_ids).to(x.device)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": rope_index}
+        return (args[0], rope_index, *args[2:]), kwargs
+
+
+class RotaryExit:
+    """Forward hook of a rotary module, also called when it raises: lets go of the schedule type held by the entry."""
+
+    def __init__(self, entry: RotaryEntry) -> None:
+        self.entry = entry
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.entry.frozen_type is not None:
+            module.rope_type = self.entry.frozen_type
+            self.entry.frozen_type = None
+
+
+def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState) -> None:
+    """Register the hooks of a model that has none."""
+    decoder.register_forward_pre_hook(DecoderEntry(state, decoder), with_kwargs=True)
+    decoder.register_forward_hook(DecoderExit(state), always_call=True)
+    for name, module in rotary.items():
+        entry = RotaryEntry(state, name)
+        module.register_forward_pre_hook(entry, with_kwargs=True)
+        module.register_forward_hook(RotaryExit(entry), always_call=True)
+
+
+def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module]) -> None:
+    """Take them off again. Found by class, as handles do not survive a copy of the model."""
+    ours = (DecoderEntry, DecoderExit, RotaryEntry, RotaryExit)
+    for module in (decoder, *rotary.values()):
+        for hooks, companions in (
+            (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
+            (module._forward_hooks, [module._forward_hooks_always_called, module._forward_hooks_with_kwargs]),
+        ):
+            for handle in [h for h, hook in hooks.items() if isinstance(hook, ours)]:
+                del hooks[handle]
+                for companion in companions:
+                    companion.pop(handle, None)
+
+
+def _is_checkpointing(decoder: nn.Module) -> bool:
+    return decoder.training and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())

@@ -1,0 +1,206 @@
+"""The public calls: patch a model, take the patch off, put a view or the native schedule in force for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .hooks import attach_hooks, detach_hooks
+from .methods import resolve_method, resolve_view
+from .rescale import RopeSchedule, healed, rescaled
+from .rescalings import Rescaling
+from .rotary import find_core, find_decoder, named_rotary_modules, rope_types
+from .sidecar import forget_adapters, watch_adapters
+from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, state_of
+from .views import View
+from .views.base import MAX_INDEX
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def patch_model(
+    model: M, method: str | View | Rescaling, *, seed: int = 0, when: When = "train", **options: Any
+) -> M:
+    """Patch a loaded model in place: rescale its RoPE frequencies, or sample a view of its RoPE indices.
+
+    A rescaling takes effect at once and is written into the config, so that `save_pretrained` gives a plain checkpoint
+    that loads to the same logits without this package. A second rescaling replaces the first: both start from the
+    schedule that the model came with. A view is drawn anew in every training forward and leaves no trace in what is
+    saved; a second view replaces the first. A rescaling and a view compose.
+
+    Args:
+        model: any Transformers causal LM with RoPE, in any dtype or quantised, bare or wrapped by PEFT.
+        method: a name from `list_methods()`, or an instance such as `Skip(max_skip=4096)`.
+        seed: of a view's draws, which depend on (seed, step, sample) alone.
+        when: "train" samples a view in forwards of a model in training mode only, "always" in all.
+        **options: arguments of the method, if it is given by name.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: unknown method or option, an option out of its range, or a model that cannot be patched this way.
+            The model is as it was.
+    """
+    chosen = resolve_method(method, options)
+    if when not in get_args(When):
+        raise ValueError(f"when must be one of {get_args(When)}, got {when!r}.")
+    if isinstance(chosen, Rescaling) and (seed, when) != (0, "train"):
+        raise ValueError(f"seed and when belong to views; rescaling {chosen.name!r} is always in force and draws nothing.")
+    decoder = find_decoder(model)
+    state = state_of(decoder) or _new_state(decoder)
+    if isinstance(chosen, Rescaling):
+        schedule = rescaled(decoder, state.native, chosen)
+        if state.source is not None:
+            _refuse_dynamic({schedule.rope_parameters.get("rope_type", "")}, state.source.view)
+        state.rescaling, state.current = chosen, schedule
+        schedule.write(decoder)
+    else:
+        _refuse_dynamic({t for _, m in named_rotary_modules(decoder) for t in rope_types(m)}, chosen)
+        state.source, state.when = ViewSource(chosen, seed), when
+    _install(model, decoder, state)
+    return model
+
+
+def unpatch_model(model: M) -> M:
+    """Take every patch off: config, frequencies and forward are bit for bit what they were before the first.
+
+    Returns:
+        The same object, also if it was not patched.
+    """
+    decoder = find_decoder(model)
+    state = state_of(decoder)
+    if state is not None:
+        if state.overrides:
+            raise ValueError("unpatch_model was called inside rope_view: leave the block first.")
+        state.original.write(decoder)
+        _uninstall(model, decoder)
+    return model
+
+
+def view_source(model: nn.Module) -> ViewSource | None:
+    """The view that `patch_model` put on `model`, with the clock that keys its draws and its last draws."""
+    state = state_of(find_decoder(model))
+    return None if state is None else state.source
+
+
+@contextmanager
+def rope_view(
+    model: nn.Module, view: str | View | None = None, *, index: torch.Tensor | None = None, seed: int = 0
+) -> Iterator[View | None]:
+    """Give the forwards inside the block a view, or explicit RoPE indices, in training and in evaluation.
+
+    Causality, padding and packing stay those of the tokens: only the index that RoPE sees changes. A view that draws
+    does so once a forward; tokens decoded with a cache keep the draws of the forward that filled it. Blocks nest, the
+    innermost decides. Backward may run after the block.
+
+    Args:
+        model: a model with RoPE, patched or not.
+        view: a view or its name.
+        index: instead of a view, RoPE indices [batch, seq_len], int or float, for the tokens of the forward; with a
+            cache, for all tokens since it was empty.
+        seed: of the view's draws.
+
+    Raises:
+        ValueError: neither or both of view and index, or an index that the forward's tokens or float32 cannot take.
+    """
+    if (view is None) == (index is None):
+        raise ValueError("rope_view needs a view or index=..., and not both.")
+    chosen: View | None = None
+    source: ViewSource | TableSource
+    if index is None:
+        assert view is not None
+        chosen = resolve_view(view)
+        source = ViewSource(chosen, seed)
+    else:
+        source = TableSource(_checked_index(index))
+    decoder = find_decoder(model)
+    if decoder.training:
+        _refuse_dynamic({t for _, m in named_rotary_modules(decoder) for t in rope_types(m)}, chosen)
+    state = state_of(decoder)
+    temporary = state is None
+    if state is None:
+        state = _new_state(decoder)
+        _install(model, decoder, state)
+    state.overrides.append(source)
+    try:
+        yield chosen
+    finally:
+        state.overrides.remove(source)
+        if temporary and not state.overrides and state.source is None and state.rescaling is None:
+            state.original.write(decoder)
+            _uninstall(model, decoder)
+
+
+@contextmanager
+def native_rope(model: nn.Module) -> Iterator[None]:
+    """Put the schedule that the model was trained with in force for the block, whatever rescaling is applied.
+
+    Views stay in force; the config, and so what would be saved, stays rescaled. Run passes inside it under
+    `torch.no_grad()` (a teacher), or run their backward inside it too: a family that folds YaRN's factor into its
+    softmax scale reads that scale again when a checkpointed layer is recomputed.
+    """
+    decoder = find_decoder(model)
+    state = state_of(decoder)
+    if state is None:  # an unpatched model has no other schedule
+        yield
+        return
+    rescaled_schedule = state.current
+    # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
+    in_force = RopeSchedule.of(decoder)
+    state.native.write_modules(decoder)
+    state.current = state.native
+    try:
+        yield
+    finally:
+        state.current = rescaled_schedule
+        in_force.write_modules(decoder)
+
+
+def _new_state(decoder: PreTrainedModel) -> RopeState:
+    original = RopeSchedule.of(decoder)
+    native = healed(original, decoder)
+    layers = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    inside = {id(m) for group in layers for _, m in named_rotary_modules(group)}
+    owners = {id(m) for group in layers for m in group}
+    return RopeState(original, native, native, layers_call_rotary=bool(inside - owners))
+
+
+def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
+    if state_of(decoder) is None:
+        state.current.write_modules(decoder)
+        setattr(decoder, STATE_ATTRIBUTE, state)
+        attach_hooks(decoder, dict(named_rotary_modules(decoder)), state)
+    watch_adapters(model, find_core(model), state)
+
+
+def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:
+    detach_hooks(decoder, dict(named_rotary_modules(decoder)))
+    forget_adapters(model, find_core(model))
+    delattr(decoder, STATE_ATTRIBUTE)
+
+
+def _refuse_dynamic(types: set[str], view: View | None) -> None:
+    if any("dynamic" in rope_type for rope_type in types) and (view is None or view.perturbs):
+        raise ValueError(
+            "rope type 'dynamic' picks its frequencies by the longest row so far and keeps them for the next forward, so "
+            "a training view on top of it would change more than positions. Rescale with 'ntk' or 'yarn' instead."
+        )
+
+
+def _checked_index(index: torch.Tensor) -> torch.Tensor:
+    if not isinstance(index, torch.Tensor) or index.ndim != 2 or index.dtype in (torch.bool, torch.bfloat16, torch.half):
+        what = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, torch.Tensor) else repr(type(index))
+        raise ValueError(
+            "index must be a tensor [batch, seq_len] of integers, float32 or float64 (16-bit floats hold no position "
+            f"beyond 2048 exactly), got {what}."
+        )
+    if not torch.isfinite(index).all() or index.abs().max() > MAX_INDEX:
+        raise ValueError(
+            f"index must be finite and within +-{MAX_INDEX} (2**24), beyond which float32 is not exact, "
+            f"got values in [{index.min()}, {index.max()}]."
+        )
+    return index.detach()

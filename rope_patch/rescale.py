@@ -1,0 +1,161 @@
+"""Rescaling a loaded model in place, so that what is saved is what was run.
+
+Changing `config.rope_parameters` after loading does nothing in Transformers: frequencies are built once. Here the config
+is edited and every rotary module takes over the state of one that Transformers builds from the edited config.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .rescalings import NativeRope, Rescaling
+from .rotary import RotaryState, attention_scales, fresh_state, named_rotary_modules
+from .views.base import MAX_INDEX
+
+# what `rope_parameters` says about scaling; other keys (partial_rotary_factor, mrope_section) belong to the model
+_SCALING_KEYS = frozenset(
+    "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
+    "truncate short_factor long_factor low_freq_factor high_freq_factor short_mscale long_mscale".split()
+)
+
+# layers that never look further than their window gain nothing from other frequencies
+_LOCAL_LAYERS = ("sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class RopeSchedule:
+    """One schedule of one model: all that differs between two schedules.
+
+    Args:
+        rope_parameters: of the text config; of each rotary module's own config, by module name, if it has one.
+        max_position_embeddings: window written in the config, in positions.
+        rotary: state of each rotary module, by its name below the decoder.
+        attention_scales: softmax scales, by (module name below the decoder, attribute).
+    """
+
+    rope_parameters: dict[str, Any]
+    own_rope_parameters: dict[str, dict[str, Any]]
+    max_position_embeddings: int
+    rotary: dict[str, RotaryState]
+    attention_scales: dict[tuple[str, str], float]
+
+    @classmethod
+    def of(cls, decoder: PreTrainedModel) -> "RopeSchedule":
+        """The schedule in force."""
+        rotary = dict(named_rotary_modules(decoder))
+        return cls(
+            rope_parameters=decoder.config.rope_parameters,
+            own_rope_parameters={
+                n: m.config.rope_parameters for n, m in rotary.items() if m.config is not decoder.config
+            },
+            max_position_embeddings=decoder.config.max_position_embeddings,
+            rotary={name: RotaryState.of(module) for name, module in rotary.items()},
+            attention_scales=attention_scales(decoder),
+        )
+
+    def write(self, decoder: PreTrainedModel) -> None:
+        """Put the schedule into force: config, rotary modules and softmax scales."""
+        decoder.config.rope_parameters = self.rope_parameters
+        decoder.config.max_position_embeddings = self.max_position_embeddings
+        rotary = dict(named_rotary_modules(decoder))
+        for name, parameters in self.own_rope_parameters.items():
+            rotary[name].config.rope_parameters = parameters
+        self.write_modules(decoder)
+
+    def write_modules(self, decoder: PreTrainedModel) -> None:
+        """Put it into force in the modules alone; what would be saved stays."""
+        for name, module in named_rotary_modules(decoder):
+            self.rotary[name].write(module)
+        modules = dict(decoder.named_modules())
+        for (name, attribute), value in self.attention_scales.items():
+            setattr(modules[name], attribute, value)
+
+
+def healed(schedule: RopeSchedule, decoder: PreTrainedModel) -> RopeSchedule:
+    """The same schedule with frequencies in float32 where a cast of the model had rounded them."""
+    modules = dict(named_rotary_modules(decoder))
+    rotary = {
+        name: fresh_state(modules[name], modules[name].config) if state.is_degraded() else state
+        for name, state in schedule.rotary.items()
+    }
+    return RopeSchedule(
+        schedule.rope_parameters,
+        schedule.own_rope_parameters,
+        schedule.max_position_embeddings,
+        rotary,
+        schedule.attention_scales,
+    )
+
+
+def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescaling) -> RopeSchedule:
+    """The schedule that `rescaling` makes of the native one. Changes nothing.
+
+    Raises:
+        ValueError: the rescaling cannot start from the native schedule, or leaves what float32 can index.
+    """
+    config = copy.deepcopy(decoder.config)
+    window = native.max_position_embeddings
+    target = rescaling.target_window(window)
+    if target is not None:
+        if target > MAX_INDEX:
+            raise ValueError(
+                f"rescaling {rescaling.name!r}: the target window would be {target} positions; at most {MAX_INDEX} "
+                f"(2**24) are exact in float32. Use a smaller factor than the one that makes {target} of {window}."
+            )
+        config.max_position_embeddings = target
+    nested = config.nested_rope_parameter_keys(native.rope_parameters)
+    if nested:
+        config.rope_parameters = {
+            layer_type: _merged(parameters, rescaling, native, window, f"{layer_type}_inv_freq")
+            if parameters is not None and layer_type not in _LOCAL_LAYERS
+            else copy.deepcopy(parameters)
+            for layer_type, parameters in native.rope_parameters.items()
+        }
+    else:
+        config.rope_parameters = _merged(native.rope_parameters, rescaling, native, window, "inv_freq")
+    config.standardize_rope_params()
+    config.validate_rope()
+
+    modules = dict(named_rotary_modules(decoder))
+    own: dict[str, dict[str, Any]] = {}
+    rotary: dict[str, RotaryState] = {}
+    for name, module in modules.items():
+        module_config = config
+        if name in native.own_rope_parameters:
+            own[name] = _merged(native.own_rope_parameters[name], rescaling, native, window, "inv_freq")
+            module_config = copy.deepcopy(module.config)
+            module_config.rope_parameters = own[name]
+        rotary[name] = fresh_state(module, module_config)
+    return RopeSchedule(
+        config.rope_parameters,
+        own,
+        config.max_position_embeddings,
+        rotary,
+        _scales_of_twin(decoder, config) if native.attention_scales else {},
+    )
+
+
+def _merged(
+    parameters: dict[str, Any], rescaling: Rescaling, native: RopeSchedule, window: int, buffer: str
+) -> dict[str, Any]:
+    """`parameters` with their scaling replaced by that of `rescaling`."""
+    frequencies = next(
+        (state.buffers[buffer][0] for state in native.rotary.values() if buffer in state.buffers),
+        None,
+    )
+    if frequencies is None:
+        raise ValueError(f"rescaling {rescaling.name!r}: this model's rotary modules hold no {buffer!r} to rescale.")
+    start = NativeRope(parameters, window, 2 * frequencies.numel())
+    kept = {k: copy.deepcopy(v) for k, v in parameters.items() if k not in _SCALING_KEYS}
+    return {**kept, **copy.deepcopy(rescaling.rope_parameters(start))}
+
+
+def _scales_of_twin(decoder: PreTrainedModel, config: Any) -> dict[tuple[str, str], float]:
+    """Softmax scales of a decoder built from `config`, without its weights."""
+    with torch.device("meta"):
+        twin = type(decoder)(config)
+    present = attention_scales(decoder)
+    return {place: scale for place, scale in attention_scales(twin).items() if place in present}

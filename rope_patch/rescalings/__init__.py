@@ -1,0 +1,10 @@
+"""Rescalings: how frequencies are stretched to a longer window. Each is a frozen dataclass, found by name."""
+
+from .base import RESCALINGS, NativeRope, Rescaling
+from .base_change import ABF, NTK
+from .interpolation import PI, DynamicNTK
+from .llama3 import Llama3
+from .longrope import LongRope
+from .yarn import Yarn
+
+__all__ = ["ABF", "NTK", "PI", "RESCALINGS", "DynamicNTK", "Llama3", "LongRope", "NativeRope", "Rescaling", "Yarn"]

@@ -1,0 +1,130 @@
+"""What a rescaling is: how the frequencies of a model are stretched to a longer window."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ..registry import Registry
+from ..views.base import MAX_INDEX
+
+RESCALINGS = Registry("rescaling")
+
+
+@dataclass(frozen=True)
+class NativeRope:
+    """The schedule that a model was trained with, for one set of frequencies.
+
+    Args:
+        rope_parameters: Transformers' dictionary: rope_type, rope_theta (base B) and what the type needs.
+        window: trained window, in positions.
+        rotary_dim: d, twice the number of frequencies.
+    """
+
+    rope_parameters: Mapping[str, Any]
+    window: int
+    rotary_dim: int
+
+    @property
+    def rope_type(self) -> str:
+        """Transformers' name of the schedule."""
+        return self.rope_parameters["rope_type"]
+
+    @property
+    def rope_theta(self) -> float:
+        """Base B of the frequencies theta_j = B^(-2j/d), j = 0..d/2-1."""
+        return self.rope_parameters["rope_theta"]
+
+
+class Rescaling:
+    """Base of all rescalings; subclasses are frozen dataclasses registered in `RESCALINGS`.
+
+    The formulas themselves are Transformers' own (`transformers.modeling_rope_utils`): a rescaling says which
+    `rope_parameters` and which window to write, so that what is saved loads anywhere.
+    """
+
+    name: ClassVar[str]
+
+    def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        """Entries of Transformers' `rope_parameters` that replace the scaling entries of `native`.
+
+        Raises:
+            ValueError: this rescaling cannot start from the native schedule.
+        """
+        raise NotImplementedError
+
+    def target_window(self, native_window: int) -> int | None:
+        """Window after rescaling, in positions: `max_position_embeddings` to write. None leaves it as it is."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(f'{name} {value}' for name, value in self.options().items())})"
+
+    def options(self) -> dict[str, Any]:
+        """The arguments that were given: those that make an equal rescaling."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}  # type: ignore[arg-type]
+
+
+def given(**entries: Any) -> dict[str, Any]:
+    """The entries that are not None: Transformers treats a missing key and None differently."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in entries.items() if v is not None}
+
+
+def stretched(window: int, factor: float) -> int:
+    """A window of `window * factor` positions as the integer that Transformers requires."""
+    return round(window * factor)
+
+
+def require_factor(owner: Rescaling, factor: object) -> None:
+    """Raise unless `factor` is a finite number of at least 1."""
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < float("inf"):
+        raise ValueError(
+            f"rescaling {owner.name!r}: factor must be a finite number of at least 1 (target window / trained window), "
+            f"got {factor!r}."
+        )
+
+
+def require_positive(owner: Rescaling, **values: float | None) -> None:
+    """Raise unless every value is None or a finite number above 0."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"rescaling {owner.name!r}: {name} must be a finite number above 0, got {value!r}.")
+
+
+def require_window(owner: Rescaling, name: str, window: int | None) -> None:
+    """Raise unless `window` is None or an integer in [1, MAX_INDEX]."""
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window <= MAX_INDEX:
+        raise ValueError(
+            f"rescaling {owner.name!r}: {name} must be an integer in [1, {MAX_INDEX}] (float32 holds no larger "
+            f"position exactly), got {window!r}."
+        )
+
+
+def require_native(owner: Rescaling, native: NativeRope, allowed: Sequence[str], instead: str) -> None:
+    """Raise unless the native schedule is one of `allowed`: replacing another in silence would lose it."""
+    if native.rope_type not in allowed:
+        raise ValueError(
+            f"rescaling {owner.name!r} starts from a schedule of type {' or '.join(allowed)}; this model was trained "
+            f"with {native.rope_type!r} ({dict(native.rope_parameters)}), which it would throw away. {instead}"
+        )
+
+
+def origin(owner: Rescaling, native: NativeRope, original_max_position_embeddings: int | None) -> int:
+    """The window that a new schedule stretches: the native one, or what the caller names.
+
+    A model that was trained with a schedule of its own (Llama 3.1, say) is only rescaled anew when the caller names the
+    window, since the new schedule replaces the old one.
+    """
+    if original_max_position_embeddings is not None:
+        return original_max_position_embeddings
+    require_native(
+        owner,
+        native,
+        ("default",),
+        "Give original_max_position_embeddings to say from which window the new schedule starts, or use 'abf' or "
+        "'ntk', which keep the schedule and raise its base.",
+    )
+    return native.window

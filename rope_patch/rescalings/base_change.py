@@ -1,0 +1,72 @@
+"""Another base: every frequency changes, the fastest least and the slowest most."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .base import (
+    RESCALINGS,
+    NativeRope,
+    Rescaling,
+    require_factor,
+    require_native,
+    require_positive,
+    require_window,
+    stretched,
+)
+
+
+def _with_base(native: NativeRope, rope_theta: float) -> dict[str, Any]:
+    """The native schedule, whatever its type, over another base."""
+    return {**native.rope_parameters, "rope_theta": rope_theta}
+
+
+@RESCALINGS.register("ntk")
+@dataclass(frozen=True)
+class NTK(Rescaling):
+    """theta'_j = B'^(-2j/d) with B' = B factor^(d/(d-2)): the slowest frequency is divided by factor, the fastest kept.
+
+    Args:
+        factor: target window / trained window, at least 1.
+
+    Source: NTK-aware scaled RoPE; YaRN, arXiv:2309.00071, eq. 16. Saved as a plain base, which every program reads.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        require_factor(self, self.factor)
+
+    def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        require_native(self, native, ("default", "linear", "llama3"), "Use 'abf' with the base that you want.")
+        d = native.rotary_dim
+        return _with_base(native, native.rope_theta * float(self.factor) ** (d / (d - 2)))
+
+    def target_window(self, native_window: int) -> int:
+        return stretched(native_window, self.factor)
+
+
+@RESCALINGS.register("abf")
+@dataclass(frozen=True)
+class ABF(Rescaling):
+    """theta'_j = theta^(-2j/d): the base is replaced, the rest of the schedule stays.
+
+    Args:
+        theta: new base, above 0.
+        max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
+            since a base alone does not say how far it reaches.
+
+    Source: adjusted base frequency, arXiv:2309.16039, section 2.1.
+    """
+
+    theta: float
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, theta=self.theta)
+        require_window(self, "max_position_embeddings", self.max_position_embeddings)
+
+    def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        return _with_base(native, float(self.theta))
+
+    def target_window(self, native_window: int) -> int | None:
+        return self.max_position_embeddings

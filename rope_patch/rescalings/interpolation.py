@@ -1,0 +1,64 @@
+"""All frequencies divided by one number: position interpolation, and its kind that grows with the sequence."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .base import RESCALINGS, NativeRope, Rescaling, given, require_factor, require_native, require_positive, stretched
+
+
+@RESCALINGS.register("pi")
+@dataclass(frozen=True)
+class PI(Rescaling):
+    """theta'_j = theta_j / factor: position t turns as t / factor did.
+
+    Args:
+        factor: target window / trained window, at least 1.
+        rope_theta: another base B for theta_j; None keeps the model's.
+
+    Source: Position Interpolation, arXiv:2306.15595, eq. 3; rope_type "linear".
+    """
+
+    factor: float
+    rope_theta: float | None = None
+
+    def __post_init__(self) -> None:
+        require_factor(self, self.factor)
+        require_positive(self, rope_theta=self.rope_theta)
+
+    def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        require_native(self, native, ("default", "linear"), "Use 'abf' or 'ntk', which keep the schedule.")
+        factor = float(self.factor) * native.rope_parameters.get("factor", 1.0)
+        return {"rope_type": "linear", "factor": factor, **given(rope_theta=self.rope_theta)}
+
+    def target_window(self, native_window: int) -> int:
+        return stretched(native_window, self.factor)
+
+
+@RESCALINGS.register("dynamic-ntk")
+@dataclass(frozen=True)
+class DynamicNTK(Rescaling):
+    """theta'_j = B'^(-2j/d), B' = B ((factor n / L0) - (factor - 1))^(d/(d-2)), n = largest position so far + 1.
+
+    Up to n = L0 nothing changes. The frequencies of a forward depend on its longest row and stay for the next one, so
+    no view can be sampled in training on top of it. `max_position_embeddings` stays: the formula reads it as L0.
+
+    Args:
+        factor: at least 1.
+        rope_theta: another base B; None keeps the model's.
+
+    Source: NTK-aware scaled RoPE, dynamic form; YaRN, arXiv:2309.00071, section 3.3; rope_type "dynamic".
+    """
+
+    factor: float
+    rope_theta: float | None = None
+
+    def __post_init__(self) -> None:
+        require_factor(self, self.factor)
+        require_positive(self, rope_theta=self.rope_theta)
+
+    def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        require_native(self, native, ("default",), "Use 'abf' or 'ntk', which keep the schedule.")
+        return {"rope_type": "dynamic", "factor": float(self.factor), **given(rope_theta=self.rope_theta)}
+
+    def target_window(self, native_window: int) -> None:
+        return None

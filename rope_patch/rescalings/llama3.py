@@ -1,0 +1,69 @@
+"""The schedule of Llama 3.1: slow frequencies divided, fast ones kept, a ramp between."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .base import (
+    RESCALINGS,
+    NativeRope,
+    Rescaling,
+    given,
+    origin,
+    require_factor,
+    require_positive,
+    require_window,
+    stretched,
+)
+
+
+@RESCALINGS.register("llama3")
+@dataclass(frozen=True)
+class Llama3(Rescaling):
+    """theta'_j = theta_j for wavelengths below L0/high, theta_j / factor above L0/low, interpolated between.
+
+    Between, with wavelength w_j = 2 pi / theta_j and m = (L0 / w_j - low) / (high - low):
+    theta'_j = (1 - m) theta_j / factor + m theta_j.
+
+    Args:
+        factor: divisor of the slow frequencies, at least 1; target window / L0.
+        low_freq_factor: low, above 0.
+        high_freq_factor: high, above low.
+        original_max_position_embeddings: L0, in positions; None means the trained window.
+        rope_theta: another base B; None keeps the model's.
+
+    Source: The Llama 3 herd of models, arXiv:2407.21783, and Meta's release of Llama 3.1; rope_type "llama3".
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+    rope_theta: float | None = None
+
+    def __post_init__(self) -> None:
+        require_factor(self, self.factor)
+        require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
+        require_positive(
+            self,
+            low_freq_factor=self.low_freq_factor,
+            high_freq_factor=self.high_freq_factor,
+            rope_theta=self.rope_theta,
+        )
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                "rescaling 'llama3': low_freq_factor must be below high_freq_factor, "
+                f"got {self.low_freq_factor} and {self.high_freq_factor}."
+            )
+
+    def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "factor": float(self.factor),
+            "low_freq_factor": float(self.low_freq_factor),
+            "high_freq_factor": float(self.high_freq_factor),
+            "original_max_position_embeddings": origin(self, native, self.original_max_position_embeddings),
+            **given(rope_theta=self.rope_theta),
+        }
+
+    def target_window(self, native_window: int) -> int:
+        return stretched(self.original_max_position_embeddings or native_window, self.factor)

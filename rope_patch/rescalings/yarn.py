@@ -1,0 +1,82 @@
+"""YaRN: fast frequencies kept, slow ones interpolated, logits sharpened."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .base import (
+    RESCALINGS,
+    NativeRope,
+    Rescaling,
+    given,
+    origin,
+    require_factor,
+    require_positive,
+    require_window,
+    stretched,
+)
+
+
+@RESCALINGS.register("yarn")
+@dataclass(frozen=True)
+class Yarn(Rescaling):
+    """theta'_j = (1 - g_j) theta_j / factor + g_j theta_j, and cos, sin times 0.1 ln(factor) + 1.
+
+    g_j = 1 - clamp((j - lo) / (hi - lo), 0, 1) with lo = floor(c(beta_fast)), hi = ceil(c(beta_slow)), both clamped to
+    [0, d-1], and c(b) = d ln(L0 / (2 pi b)) / (2 ln B) the index whose frequency turns b times within the window L0.
+
+    Args:
+        factor: s = target window / L0, at least 1.
+        original_max_position_embeddings: L0, in positions; None means the trained window.
+        rope_theta: another base B; None keeps the model's. YaRN after ABF: the ABF base, and L0 the window trained with it.
+        attention_factor: what cos and sin are multiplied by; None means 0.1 ln(factor) + 1.
+        beta_fast: turns within L0 from which on a frequency is kept; None means 32.
+        beta_slow: turns below which a frequency is fully interpolated; None means 1.
+        mscale: DeepSeek's numerator of the attention factor.
+        mscale_all_dim: DeepSeek's denominator of the attention factor, and its scale of the softmax.
+        truncate: whether lo and hi are rounded; None means yes.
+
+    Source: YaRN, arXiv:2309.00071, eqs. 23-25; rope_type "yarn".
+    """
+
+    factor: float
+    original_max_position_embeddings: int | None = None
+    rope_theta: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        require_factor(self, self.factor)
+        require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
+        require_positive(
+            self,
+            rope_theta=self.rope_theta,
+            attention_factor=self.attention_factor,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            mscale=self.mscale,
+            mscale_all_dim=self.mscale_all_dim,
+        )
+
+    def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        return {
+            "rope_type": "yarn",
+            # float: Transformers warns of an int, as it does for the betas
+            "factor": float(self.factor),
+            "original_max_position_embeddings": origin(self, native, self.original_max_position_embeddings),
+            **given(
+                rope_theta=self.rope_theta,
+                attention_factor=self.attention_factor,
+                beta_fast=self.beta_fast,
+                beta_slow=self.beta_slow,
+                mscale=self.mscale,
+                mscale_all_dim=self.mscale_all_dim,
+                truncate=self.truncate,
+            ),
+        }
+
+    def target_window(self, native_window: int) -> int:
+        return stretched(self.original_max_position_embeddings or native_window, self.factor)

@@ -1,0 +1,120 @@
+"""Where RoPE lives in a Transformers model: its rotary modules, the decoder that calls them, and their state."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+_ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
+_OTHER_MODALITIES = ("vision", "visual", "audio")
+
+_NO_ROTARY_MODULE = {
+    "gptj": "it gathers sines from a table of n_positions rows inside attention, which holds no other index",
+    "codegen": "it gathers sines from a table of n_positions rows inside attention, which holds no other index",
+    "roformer": "it rotates by token index and never looks at positions",
+}
+
+
+def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every rotary module of the text decoder with its name, found by class and signature.
+
+    Attribute names differ between families (`rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`), the class
+    name pattern and the `position_ids` argument do not.
+    """
+    for name, module in model.named_modules():
+        if any(part in name for part in _OTHER_MODALITIES) or isinstance(module, PreTrainedModel):
+            continue
+        if not _ROTARY_CLASS.search(type(module).__name__) or getattr(module, "config", None) is None:
+            continue
+        if "position_ids" in inspect.signature(type(module).forward).parameters:
+            yield name, module
+
+
+def find_decoder(model: nn.Module) -> PreTrainedModel:
+    """The innermost Transformers model that holds all rotary modules, e.g. the `LlamaModel` of a `LlamaForCausalLM`.
+
+    It is where the view is decided: PEFT calls the inner model directly in some versions, and every wrapper around the
+    whole model (DDP, compile, PEFT) leaves it in place.
+
+    Raises:
+        ValueError: no Transformers model, or none with RoPE.
+    """
+    rotary = [module for _, module in named_rotary_modules(model)]
+    candidates = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    if not candidates:
+        raise ValueError(
+            f"model must be or wrap a transformers.PreTrainedModel, got {type(model).__name__}, which holds none."
+        )
+    if not rotary:
+        family = getattr(candidates[0].config, "model_type", type(candidates[0]).__name__)
+        reason = _NO_ROTARY_MODULE.get(family, "no rotary module was found in it")
+        raise ValueError(f"model type {family!r} has no RoPE that can be patched: {reason}.")
+    holders = [m for m in candidates if set(rotary) <= {module for _, module in named_rotary_modules(m)}]
+    return holders[-1]  # modules() lists parents before children
+
+
+def find_core(model: nn.Module) -> PreTrainedModel:
+    """The outermost Transformers model inside any wrapper (PEFT, DDP, compile)."""
+    return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+
+
+def rope_types(module: nn.Module) -> set[str]:
+    """Schedule types of a rotary module; families with several layer types hold a dictionary."""
+    rope_type = getattr(module, "rope_type", "default")
+    return set(rope_type.values() if isinstance(rope_type, dict) else [rope_type]) - {None}
+
+
+@dataclass(frozen=True)
+class RotaryState:
+    """Everything in a rotary module that depends on its schedule.
+
+    Args:
+        attributes: plain attributes such as `rope_type`, `attention_scaling`, `max_seq_len_cached`.
+        buffers: `inv_freq` and its relatives, float32, radians per position, and whether each is persistent.
+    """
+
+    attributes: dict[str, Any]
+    buffers: dict[str, tuple[torch.Tensor, bool]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "RotaryState":
+        """The state of `module`, holding the same tensors."""
+        attributes = {n: v for n, v in vars(module).items() if not n.startswith("_") and n not in ("training", "config")}
+        buffers = {
+            n: (b, n not in module._non_persistent_buffers_set) for n, b in module._buffers.items() if b is not None
+        }
+        return cls(attributes, buffers)
+
+    def write(self, module: nn.Module) -> None:
+        """Put this state into `module`, whose identity, hooks and config stay."""
+        device = next((b.device for b in module.buffers()), torch.device("cpu"))
+        for name in set(RotaryState.of(module).attributes) - set(self.attributes):
+            delattr(module, name)
+        for name, value in self.attributes.items():
+            setattr(module, name, value)
+        for name, (buffer, persistent) in self.buffers.items():
+            module.register_buffer(name, buffer.to(device), persistent=persistent)
+
+    def is_degraded(self) -> bool:
+        """Whether a frequency was rounded: `model.to(torch.bfloat16)` casts buffers, cos errors reach 1.8."""
+        return any(b.is_floating_point() and b.dtype != torch.float32 for b, _ in self.buffers.values())
+
+
+def fresh_state(module: nn.Module, config: Any) -> RotaryState:
+    """The state that Transformers itself builds for this kind of rotary module from `config`, on the CPU."""
+    return RotaryState.of(type(module)(config))
+
+
+def attention_scales(decoder: nn.Module) -> dict[tuple[str, str], float]:
+    """Softmax scales of all modules, by (module name, attribute): 14 families fold YaRN's factor into them."""
+    return {
+        (name, attribute): getattr(module, attribute)
+        for name, module in decoder.named_modules()
+        for attribute in ("scaling", "softmax_scale")
+        if isinstance(getattr(module, attribute, None), float)
+    }

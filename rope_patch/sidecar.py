@@ -1,0 +1,108 @@
+"""An adapter does not record RoPE: what it was trained with is written beside it, and put back when it is loaded.
+
+`adapter_config.json` has no key for it, so a plain reload on the base model silently gives another model.
+"""
+
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from .state import RopeState
+
+SIDECAR_NAME = "rope_patch.json"
+_FORMAT = 1
+
+
+def specification(state: "RopeState") -> dict[str, Any]:
+    """What an adapter of this model needs to know about RoPE, as JSON values."""
+    rescaling, source = state.rescaling, state.source
+    return {
+        "format": _FORMAT,
+        "rescaling": None if rescaling is None else {"method": rescaling.name, "options": rescaling.options()},
+        "view": None if source is None else {"method": source.view.name, "repr": repr(source.view), "when": state.when},
+        "rope_parameters": state.current.rope_parameters,
+        "max_position_embeddings": state.current.max_position_embeddings,
+        "native_rope_parameters": state.native.rope_parameters,
+        "native_max_position_embeddings": state.native.max_position_embeddings,
+        "rope_patch_version": version("rope-patch"),
+    }
+
+
+class _SaveWithSidecar:
+    """Stands in for `save_pretrained` of one `PeftConfig`, which PEFT calls with the folder of its adapter."""
+
+    def __init__(self, peft_config: Any, state: "RopeState") -> None:
+        self.peft_config = peft_config
+        self.state = state
+
+    def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        type(self.peft_config).save_pretrained(self.peft_config, save_directory, **kwargs)
+        text = json.dumps(specification(self.state), indent=2, sort_keys=True)
+        (Path(save_directory) / SIDECAR_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+class AdapterWatch:
+    """Forward pre-hook of the model that PEFT wraps: finds adapters that were added after the patch."""
+
+    def __init__(self, state: "RopeState") -> None:
+        self.state = state
+
+    def __call__(self, core: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.compiler.is_compiling():
+            _cover(core, self.state)
+
+
+def watch_adapters(model: nn.Module, core: nn.Module, state: "RopeState") -> None:
+    """Let every adapter on `model` write the sidecar when it is saved, also one that is added later."""
+    for module in model.modules():
+        _cover(module, state)
+    if not any(isinstance(hook, AdapterWatch) for hook in core._forward_pre_hooks.values()):
+        core.register_forward_pre_hook(AdapterWatch(state))
+
+
+def forget_adapters(model: nn.Module, core: nn.Module) -> None:
+    """Undo `watch_adapters`."""
+    for handle in [h for h, hook in core._forward_pre_hooks.items() if isinstance(hook, AdapterWatch)]:
+        del core._forward_pre_hooks[handle]
+    for module in model.modules():
+        for peft_config in _adapter_configs(module):
+            if isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
+                del peft_config.save_pretrained
+
+
+def _cover(module: nn.Module, state: "RopeState") -> None:
+    for peft_config in _adapter_configs(module):
+        if not isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
+            peft_config.save_pretrained = _SaveWithSidecar(peft_config, state)
+
+
+def _adapter_configs(module: nn.Module) -> list[Any]:
+    """PEFT leaves the adapters' configs on its wrapper and on the model that it wraps."""
+    configs = vars(module).get("peft_config")
+    return list(configs.values()) if isinstance(configs, dict) else []
+
+
+def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The specification beside an adapter.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is of another format.
+    """
+    path = Path(directory) / SIDECAR_NAME
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: this adapter was not saved from a model patched by rope_patch, so what RoPE it was "
+            "trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model yourself if "
+            "you know it."
+        )
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise ValueError(f"{path} must be of format {_FORMAT}, got {found!r:.200}. Update rope-patch to read it.")
+    return found

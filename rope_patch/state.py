@@ -1,0 +1,235 @@
+"""What is in force on a patched model, and which RoPE indices the forward in flight gets.
+
+One `RopeState` per model hangs on its decoder and is shared by the hooks. Only modules outside the checkpointed layers
+read it, so a recompute in backward never sees a later state. It holds tensors and plain values: it can be copied,
+pickled and traced.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from .documents import Documents, locate_documents
+from .draws import DrawKey
+from .views.base import Parameters, View
+
+if TYPE_CHECKING:
+    from .rescale import RopeSchedule
+    from .rescalings import Rescaling
+
+When = Literal["train", "always"]
+
+
+@dataclass
+class Batch:
+    """What a decoder was called with, as far as positions go."""
+
+    rows: int
+    seq_len: int
+    device: torch.device
+    position_ids: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    cached: int  # tokens that the KV cache already holds
+    training: bool
+
+
+class BoundIndex(Protocol):
+    """The RoPE indices of one forward."""
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """RoPE indices in the shape that `position_ids` broadcasts to."""
+        ...
+
+
+@dataclass(frozen=True)
+class BoundView:
+    """A view with its draws: a function of the true positions, elementwise."""
+
+    view: View
+    documents: Documents
+    parameters: Parameters
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """start + r(position - start) for each document; padding gets some index, which nothing attends to."""
+        start = self.documents.start
+        return start + self.view.rope_index(position_ids - start, self.parameters)
+
+
+@dataclass(frozen=True)
+class BoundTable:
+    """Explicit indices for the tokens of this forward, [batch, seq_len]."""
+
+    index: torch.Tensor
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
+        if position_ids.shape[-1] != self.index.shape[-1]:
+            raise ValueError(
+                f"index holds {self.index.shape[-1]} RoPE indices a row, but a rotary module of this model asked for "
+                f"{position_ids.shape[-1]}. Use a view, which is a function of positions, instead."
+            )
+        return self.index
+
+
+class DrawClock:
+    """Which optimizer step, and which sample of it, the next forward draws for.
+
+    Args:
+        seed: of all draws.
+
+    Without a trainer every forward that draws is a step of its own. `set` takes over: draws then depend on what the
+    caller says alone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        # tensors, as a Python counter would make torch.compile trace every step anew
+        self.step = torch.zeros((), dtype=torch.int64)
+        self.first_sample = torch.zeros((), dtype=torch.int64)
+        self.is_set = False
+
+    def set(self, step: int, first_sample: int) -> None:
+        """Let the next forward draw for documents first_sample, first_sample + 1, ... of optimizer step `step`."""
+        self.step.fill_(step)
+        self.first_sample.fill_(first_sample)
+        self.is_set = True
+
+    def key(self, documents: Documents) -> DrawKey:
+        """The key of these documents."""
+        device = documents.ordinal.device
+        sample = documents.ordinal + self.first_sample.to(device)
+        return DrawKey(self.seed, self.step.to(device, copy=True), sample)
+
+    def tick(self) -> None:
+        """Move on after a forward, unless somebody sets the clock."""
+        if not self.is_set:
+            self.step += 1
+
+
+class ViewSource:
+    """A view in force with its clock; gives each forward its RoPE indices."""
+
+    def __init__(self, view: View, seed: int) -> None:
+        self.view = view
+        self.clock = DrawClock(seed)
+        self.last: BoundView | None = None  # of the last forward: for logging, and for tokens decoded after it
+
+    def bind(self, batch: Batch) -> BoundIndex:
+        """Draw for a forward; one that continues a cache in inference keeps the draws that filled it."""
+        if batch.cached and not batch.training and self.last is not None:
+            return self._continued(self.last, batch)
+        documents = locate_documents(
+            batch.rows, batch.seq_len, batch.device, batch.position_ids, _current(batch.attention_mask, batch)
+        )
+        if batch.cached and batch.position_ids is None:
+            # tokens behind a prefix that was not run under this view, e.g. of prefix tuning
+            documents = Documents(documents.start, documents.length + batch.cached, documents.ordinal)
+        self.view.check_length(_longest(documents, batch))
+        parameters = self.view.draw(documents.length, self.clock.key(documents))
+        self.clock.tick()
+        self.last = BoundView(self.view, documents, parameters)
+        return self.last
+
+    def _continued(self, last: BoundView, batch: Batch) -> BoundView:
+        rows = last.documents.start.shape[0]
+        if rows != batch.rows:
+            raise ValueError(
+                f"decoding under a view goes on with the {rows} rows that filled the cache, got {batch.rows} rows. "
+                "Start generation from an empty cache inside the view."
+            )
+        parameters = {n: p[:, -1:] if p.ndim == 2 else p for n, p in last.parameters.items()}
+        return BoundView(last.view, last.documents.last_column(), parameters)
+
+
+class TableSource:
+    """Explicit RoPE indices in force, [batch, total tokens]."""
+
+    def __init__(self, index: torch.Tensor) -> None:
+        self.index = index
+
+    def bind(self, batch: Batch) -> BoundTable:
+        """The part of the table for the tokens of this forward: those after what the cache holds."""
+        rows, tokens = self.index.shape
+        end = batch.cached + batch.seq_len
+        if rows not in (1, batch.rows) or end > tokens or (not batch.cached and end != tokens and batch.training):
+            raise ValueError(
+                f"index must be [batch, seq_len] for the forward that it is used in, got {tuple(self.index.shape)} "
+                f"for {batch.rows} rows and tokens {batch.cached} to {end}."
+            )
+        part = self.index[:, batch.cached : end].to(batch.device)
+        return BoundTable(part.expand(batch.rows, -1))
+
+
+def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
+    """The mask of this forward's own tokens: with a cache it also covers those before."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    return attention_mask[:, -batch.seq_len :]
+
+
+def _longest(documents: Documents, batch: Batch) -> int:
+    """Tokens of the longest document; a traced graph, which cannot branch on data, takes the length of the row."""
+    if torch.compiler.is_compiling() or (batch.position_ids is None and batch.attention_mask is None):
+        return batch.cached + batch.seq_len
+    return int(documents.length.max())
+
+
+@dataclass
+class RopeState:
+    """All that was done to a model. Lives at `decoder._rope_patch`.
+
+    Args:
+        original: schedule of the model before the first patch, bit for bit.
+        native: the same with frequencies in float32: what the model was trained with.
+        current: the schedule in force.
+        rescaling: the rescaling that made `current` from `native`, if any.
+        source: the view of `patch_model`, if any.
+        when: in which forwards that view is sampled.
+        overrides: sources of the `rope_view` blocks that are open, innermost last.
+        bound: indices of the forward in flight.
+        applied: whether a rotary module has used them.
+        layers_call_rotary: a rotary module sits inside a layer, so that checkpointing runs it again in backward.
+    """
+
+    original: "RopeSchedule"
+    native: "RopeSchedule"
+    current: "RopeSchedule"
+    rescaling: "Rescaling | None" = None
+    source: ViewSource | None = None
+    when: When = "train"
+    overrides: list[ViewSource | TableSource] = field(default_factory=list)
+    bound: BoundIndex | None = None
+    applied: bool = False
+    layers_call_rotary: bool = False
+
+    def active(self, training: bool) -> ViewSource | TableSource | None:
+        """The source that decides the next forward's indices; None for true positions."""
+        if self.overrides:
+            return self.overrides[-1]
+        if self.source is not None and (training or self.when == "always"):
+            return self.source
+        return None
+
+    def enter(self, batch: Batch) -> None:
+        """Begin a forward of the decoder."""
+        source = self.active(batch.training)
+        self.applied = False
+        self.bound = None if source is None else source.bind(batch)
+
+    def leave(self, finished: bool) -> None:
+        """End it; a view that no rotary module has used would be lost in silence."""
+        missed = finished and self.bound is not None and not self.applied
+        self.bound = None
+        if missed:
+            raise RuntimeError(
+                "A RoPE view was in force but the model called none of its rotary modules in this forward, so it had no "
+                "effect. Either its config switches RoPE off or this model computes positions elsewhere."
+            )
+
+
+STATE_ATTRIBUTE = "_rope_patch"
+
+
+def state_of(decoder: Any) -> RopeState | None:
+    """The state of a patched decoder, None if it is not patched."""
+    return getattr(decoder, STATE_ATTRIBUTE, None)

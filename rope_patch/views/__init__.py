@@ -1,0 +1,12 @@
+"""Views: rules from token index to RoPE index. Each is a frozen dataclass, found by name in `VIEWS`."""
+
+from .base import VIEWS, View
+from .compose import Compose
+from .cyclic import Cyclic
+from .dilation import Dilation
+from .nope import NoPE
+from .posaug import PosAug
+from .skip import Skip
+from .standard import Standard
+
+__all__ = ["VIEWS", "Compose", "Cyclic", "Dilation", "NoPE", "PosAug", "Skip", "Standard", "View"]

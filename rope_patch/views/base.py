@@ -1,0 +1,88 @@
+"""What a view is: a rule from token index to RoPE index, drawn anew for each document."""
+
+from dataclasses import fields
+from typing import ClassVar
+
+import torch
+
+from ..draws import DrawKey
+from ..registry import Registry
+
+VIEWS = Registry("view")
+
+Parameters = dict[str, torch.Tensor]
+
+MAX_INDEX = 2**24
+"""Largest RoPE index: Transformers multiplies it in float32, which holds no larger integer exactly."""
+
+
+class View:
+    """Base of all views; subclasses are frozen dataclasses registered in `VIEWS`.
+
+    A view acts on t = 0, 1, ..., the index of a token within its document, and has two parts: `draw` gives the
+    parameters of each document, `rope_index` maps t with them. The second is elementwise, so that it is right for a
+    whole row, for a packed row, for one token that is decoded with a cache and for a shard of a row.
+    """
+
+    name: ClassVar[str]
+    perturbs: ClassVar[bool] = True  # False: `rope_index` is t whatever is drawn
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        """Parameters of each document.
+
+        Args:
+            length: tokens of the document, int64, [batch, 1] or [batch, seq_len] (one value a token in packed rows).
+            key: source of randomness, in the same shape.
+
+        Returns:
+            Tensors that broadcast with `length`.
+        """
+        raise NotImplementedError
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """RoPE index minus that of the document's first token, int64 or float64, for t (int64 or float64)."""
+        raise NotImplementedError
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if rows of `length` tokens cannot be viewed this way."""
+
+    def options(self) -> dict[str, object]:
+        """The arguments that make an equal view."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+def require_int(owner: object, name: str, value: int | None, low: int, high: int = MAX_INDEX) -> None:
+    """Raise unless `value` is None or an integer in [low, high]."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{_title(owner)}: {name} must be an integer or None, got {value!r}.")
+    if not low <= value <= high:
+        raise ValueError(
+            f"{_title(owner)}: {name} must be in [{low}, {high}], got {value}. "
+            f"RoPE indices beyond {MAX_INDEX} are not exact in float32."
+            if value > high
+            else f"{_title(owner)}: {name} must be at least {low}, got {value}."
+        )
+
+
+def require_range(owner: object, low: float, high: float) -> None:
+    """Raise unless 0 < low <= high and both are finite numbers."""
+    for name, value in (("low", low), ("high", high)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"{_title(owner)}: {name} must be a finite number above 0, got {value!r}.")
+    if low > high:
+        raise ValueError(f"{_title(owner)}: low must not exceed high, got low={low} and high={high}.")
+
+
+def require_indexable(owner: object, largest: float) -> None:
+    """Raise if a RoPE index of `largest` would not be exact in float32."""
+    if largest > MAX_INDEX:
+        raise ValueError(
+            f"{_title(owner)}: RoPE indices would reach {largest:.0f}; at most {MAX_INDEX} (2**24) are exact in "
+            "float32. Use shorter rows or a smaller range."
+        )
+
+
+def _title(owner: object) -> str:
+    return f"view {getattr(owner, 'name', type(owner).__name__)!r}"

@@ -1,0 +1,60 @@
+"""Several views, one after the other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View
+
+
+@VIEWS.register("compose")
+@dataclass(frozen=True)
+class Compose(View):
+    """r(t) = v_n(... v_2(v_1(t))), each view with its own draws.
+
+    Example: `Compose([Skip(), PosAug()])` moves the suffix away and then scales all positions, the gap included.
+
+    Args:
+        views: the views in the order in which they act, at least one; in a recipe `{view: skip, max_skip: 4096}` stands
+            for `Skip(max_skip=4096)`.
+    """
+
+    views: Sequence[View]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or not self.views:
+            raise ValueError(f"view 'compose': views must be a list of at least one view, got {self.views!r}.")
+        # a tuple is hashable, and safe from later changes by the caller
+        object.__setattr__(self, "views", tuple(_as_view(entry) for entry in self.views))
+
+    @property
+    def perturbs(self) -> bool:  # type: ignore[override]
+        """Whether any of the views does."""
+        return any(view.perturbs for view in self.views)
+
+    def check_length(self, length: int) -> None:
+        for view in self.views:
+            view.check_length(length)
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        return {
+            f"{i}.{name}": value
+            for i, view in enumerate(self.views)
+            for name, value in view.draw(length, key.substream(i)).items()
+        }
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        for i, view in enumerate(self.views):
+            own = {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
+            t = view.rope_index(t, own)
+        return t
+
+
+def _as_view(entry: object) -> View:
+    if isinstance(entry, dict) and "view" in entry:
+        return VIEWS[entry["view"]](**{name: value for name, value in entry.items() if name != "view"})
+    if not isinstance(entry, View):
+        raise ValueError(f"view 'compose': views must hold views such as Skip(), got {entry!r}.")
+    return entry

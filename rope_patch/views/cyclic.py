@@ -1,0 +1,45 @@
+"""The document is read from another starting index."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View, require_int
+
+
+@VIEWS.register("cyclic")
+@dataclass(frozen=True)
+class Cyclic(View):
+    """r(t) = (t + shift) mod L for a document of L tokens; attention stays causal in token order.
+
+    Up to a constant, which RoPE does not see, this is a skip with split L - shift and skip -L. Tokens that are decoded
+    after the L tokens of the first forward go on where the suffix stopped: r(t) = t + shift - L.
+
+    Args:
+        shift: u, in positions, 0 <= u < L; None draws u ~ U{0..L-1} for each document.
+
+    Source: RPSD, arXiv:2604.14339, the cyclic view q(u).
+    """
+
+    shift: int | None = None
+
+    def __post_init__(self) -> None:
+        require_int(self, "shift", self.shift, 0)
+
+    def check_length(self, length: int) -> None:
+        if self.shift is not None and self.shift >= length:
+            raise ValueError(
+                f"view 'cyclic': shift must be below the number of tokens in the sequence, got shift={self.shift} for "
+                f"{length} tokens. Use a smaller shift, or None to draw one within each document."
+            )
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        if self.shift is None:
+            return {"shift": key.integers(0, length - 1, slot=0), "length": length}
+        # a document shorter than the shift turns by the remainder, as the formula's modulus says
+        return {"shift": self.shift % length, "length": length}
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        turned = t + parameters["shift"]
+        return torch.where(turned < parameters["length"], turned, turned - parameters["length"])

@@ -1,0 +1,38 @@
+"""Positions stretched or squeezed by a factor per document."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View, require_indexable, require_range
+
+
+@VIEWS.register("dilation")
+@dataclass(frozen=True)
+class Dilation(View):
+    """r(t) = c t, real-valued, with c ~ U[low, high] drawn for each document.
+
+    No rounding: for c < 1 it would give neighbouring tokens the same index.
+
+    Args:
+        low: smallest factor, above 0.
+        high: largest factor, at least low; low = high fixes c.
+
+    Source: RPSD, arXiv:2604.14339, the random dilation of its view ablation.
+    """
+
+    low: float = 0.5
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        require_range(self, self.low, self.high)
+
+    def check_length(self, length: int) -> None:
+        require_indexable(self, self.high * (length - 1))
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        return {"factor": self.low + (self.high - self.low) * key.uniform(slot=0)}
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return t * parameters["factor"]

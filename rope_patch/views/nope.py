@@ -1,0 +1,23 @@
+"""No position information at all."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View
+
+
+@VIEWS.register("nope")
+@dataclass(frozen=True)
+class NoPE(View):
+    """r(t) = 0: every pair of tokens is at distance 0, only the causal mask tells their order.
+
+    Source: RPSD, arXiv:2604.14339, the NoPE view of its ablation.
+    """
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        return {}
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return torch.zeros_like(t)

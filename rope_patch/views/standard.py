@@ -1,0 +1,22 @@
+"""The view that changes nothing."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View
+
+
+@VIEWS.register("standard")
+@dataclass(frozen=True)
+class Standard(View):
+    """r(t) = t: the positions that the model was trained with."""
+
+    perturbs = False
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        return {}
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return t

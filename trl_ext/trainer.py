@@ -1,0 +1,168 @@
+"""TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+from trl import SFTTrainer
+
+from rope_patch import patch_model, unpatch_model
+from rope_patch.documents import count_documents
+from rope_patch.methods import resolve_rescaling, resolve_view
+from rope_patch.patch import view_source
+from rope_patch.rescalings import ABF, Rescaling
+from rope_patch.rotary import find_decoder
+from rope_patch.state import state_of
+
+from .config import RopeSFTConfig
+
+logger = logging.get_logger(__name__)
+
+_FIRST_SAMPLE = "rope_first_sample"
+
+
+class RopeSFTTrainer(SFTTrainer):
+    """A drop-in for [`~trl.SFTTrainer`]: same arguments, same datasets, same callbacks.
+
+    The model is rescaled and its view is put on after TRL has loaded it and added adapters. Training forwards run under
+    the view, with draws that depend on (seed, optimizer step, document) alone: resuming, accumulating gradients and
+    adding ranks change none of them. Evaluation runs under true positions, so `eval_loss` is plain cross-entropy. With
+    `view="standard"` and no rescaling, losses are SFTTrainer's own, bit for bit.
+
+    Logged beside TRL's metrics: `view/NAME`, the mean of each drawn parameter over the step's tokens, and
+    `tokens_per_second`.
+
+    Args:
+        model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others.
+        args: a [`RopeSFTConfig`].
+        **kwargs: as in TRL: train_dataset, eval_dataset, processing_class, peft_config, callbacks, ...
+    """
+
+    _tag_names = ["trl", "sft", "rope-patch"]
+    _name = "RoPE-SFT"
+
+    def __init__(self, model: str | nn.Module, args: RopeSFTConfig | None = None, **kwargs: Any) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "model")
+            args = RopeSFTConfig(output_dir=f"{str(name).rstrip('/').split('/')[-1]}-RoPE-SFT")
+        if not isinstance(args, RopeSFTConfig):
+            raise TypeError(f"args must be a RopeSFTConfig, which has all fields of SFTConfig, got {type(args).__name__}.")
+        if isinstance(model, nn.Module):
+            find_decoder(model)  # a model without RoPE stops here, before the dataset is prepared
+        elif "dtype" not in (args.model_init_kwargs or {}):
+            logger.warning(
+                "TRL loads a model given by name in float32. Pass model_init_kwargs={'dtype': 'bfloat16'} to halve its "
+                "memory."
+            )
+        super().__init__(model, args, **kwargs)
+        self._patch(args)
+        self._source = view_source(self.model)
+        self._perturbs = self._source is not None and self._source.view.perturbs
+        if self._perturbs:
+            self._refuse_sharded_sequences()
+        self._rate_since: tuple[float, float] | None = None
+
+    def _patch(self, args: RopeSFTConfig) -> None:
+        """Apply what `args` names; if it cannot be, leave the model as it came."""
+        rescaling = None if args.rescale is None else resolve_rescaling(args.rescale, args._options("rescale_args"))
+        view = resolve_view(args.view, args._options("view_args"))
+        was_patched = state_of(find_decoder(self.model)) is not None
+        try:
+            if rescaling is not None:
+                patch_model(self.model, _with_window(rescaling, args, find_decoder(self.model)))
+            # "standard" is the default: it does not take off a view that the user has put on
+            if view.perturbs:
+                patch_model(self.model, view, seed=args.seed if args.view_seed is None else args.view_seed)
+        except Exception:
+            if not was_patched:
+                unpatch_model(self.model)
+            raise
+
+    def _refuse_sharded_sequences(self) -> None:
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        for kind in ("cp", "sp"):
+            if getattr(parallelism, f"{kind}_size", 1) > 1:
+                raise ValueError(
+                    f"view {self.args.view!r} draws for whole documents, and {kind}_size > 1 gives each rank a part of "
+                    "them: not supported yet. Use FSDP2 or DeepSpeed ZeRO without sequence sharding."
+                )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """All micro-batches of an optimizer step, each with the ordinal of its first document within the step."""
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._perturbs and batches:
+            for batch in batches:
+                self._require_borders(batch)
+            counts = torch.tensor([[count_documents(batch) for batch in batches]], device=device)
+            counts = self.accelerator.gather(counts)  # [ranks, micro-steps]
+            # micro-steps first, then ranks: the order in which the sampler hands documents out
+            before = (counts.T.flatten().cumsum(0) - counts.T.flatten()).view(counts.T.shape)
+            for batch, first in zip(batches, before[:, self.accelerator.process_index].tolist(), strict=True):
+                batch[_FIRST_SAMPLE] = first
+        return batches, num_items
+
+    def _require_borders(self, batch: dict[str, Any]) -> None:
+        packs_documents = self.args.packing and self.args.packing_strategy != "wrapped"
+        if (packs_documents or self.args.padding_free) and "position_ids" not in batch:
+            raise ValueError(
+                "data_collator must keep position_ids when rows hold several documents: without them views would cross "
+                f"document borders. Got a batch with {sorted(batch)}. Use TRL's own collator."
+            )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """SFTTrainer's loss of a forward whose view is keyed by optimizer step and document."""
+        first_sample = inputs.pop(_FIRST_SAMPLE, 0)
+        training = self.model.training
+        if self._source is not None:
+            # evaluation draws only for a view that is always on, and then the same ones every time
+            self._source.clock.set(self.state.global_step if training else -1, first_sample)
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
+        if training and not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss became {loss.item()} at optimizer step {self.state.global_step}. Lower the learning rate, use "
+                "bf16 or float32 instead of fp16, or look for bad rows in the dataset."
+            )
+        if training and self._perturbs:
+            self._log_draws()
+        return result
+
+    def _log_draws(self) -> None:
+        assert self._source is not None and self._source.last is not None
+        parameters = {n: p for n, p in self._source.last.parameters.items() if n.rpartition(".")[2] != "length"}
+        if not parameters:
+            return
+        means = torch.stack([p.double().mean() for p in parameters.values()])
+        means = self.accelerator.gather(means[None]).mean(0)
+        for name, mean in zip(parameters, means.tolist(), strict=True):
+            self._metrics["train"][f"view/{name}"].append(mean)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's log, with the rate since the last one."""
+        if self.model.training and "loss" in logs:
+            tokens, now = float(self._total_train_tokens), time.perf_counter()
+            if self._rate_since is not None and tokens > self._rate_since[0]:
+                rate = (tokens - self._rate_since[0]) / (now - self._rate_since[1])
+                self._metrics["train"]["tokens_per_second"].append(rate)
+            self._rate_since = tokens, now
+        super().log(logs, start_time)
+
+
+def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedModel) -> Rescaling:
+    """A new base does not say how far it reaches: promise at least the rows that it is trained on."""
+    if isinstance(rescaling, ABF) and rescaling.max_position_embeddings is None and args.max_length is not None:
+        window = max(args.max_length, decoder.config.max_position_embeddings)
+        return ABF(theta=rescaling.theta, max_position_embeddings=window)
+    return rescaling
