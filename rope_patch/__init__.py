@@ -5,11 +5,13 @@ from .describe import describe
 from .methods import list_methods
 from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
+from .version import __version__
 from .views import VIEWS
 
 __all__ = [
     "RESCALINGS",
     "VIEWS",
+    "__version__",
     "describe",
     "list_methods",
     "load_adapter",

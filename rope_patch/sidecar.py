@@ -5,12 +5,13 @@
 
 import json
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from .version import __version__
 
 if TYPE_CHECKING:
     from .state import RopeState
@@ -30,7 +31,7 @@ def specification(state: "RopeState") -> dict[str, Any]:
         "max_position_embeddings": state.current.max_position_embeddings,
         "native_rope_parameters": state.native.rope_parameters,
         "native_max_position_embeddings": state.native.max_position_embeddings,
-        "rope_patch_version": version("rope-patch"),
+        "rope_patch_version": __version__,
     }
 
 

@@ -1,0 +1,110 @@
+"""Time of a forward under each view over that of the unpatched model, both in one run.
+
+Run:   python benchmarks/view_overhead.py [--lengths 8192 32768] [--layers 32] [--out FILE.json]
+Shape: Llama-3-8B with random weights in bf16, batch 1, no KV cache, no gradients; logits of the last token only.
+Each round times unpatched and patched forwards in turn, so that a drift of the clock meets both; the median over rounds
+of the ratio of neighbours is what counts.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import rope_patch
+from rope_patch import patch_model, unpatch_model
+
+VIEWS = ["standard", "skip", "cyclic", "dilation", "posaug", "nope", "compose"]
+
+
+def llama3_8b(layers: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    with torch.device("cuda"):
+        return LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).eval()
+
+
+def milliseconds(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
+    """Wall time of one forward until the GPU is done, in ms: the work of the hooks on the CPU counts."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    model(ids, use_cache=False, logits_to_keep=1)
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+@torch.no_grad()
+def measure(model: LlamaForCausalLM, seq_len: int, rounds: int) -> list[dict[str, object]]:
+    ids = torch.randint(0, model.config.vocab_size, (1, seq_len), device="cuda")
+    rows = []
+    for view in VIEWS:
+        options = {"views": [{"view": "skip"}, {"view": "posaug"}]} if view == "compose" else {}
+        plain: list[float] = []
+        patched: list[float] = []
+        for round_number in range(rounds + 2):
+            times = milliseconds(unpatch_model(model), ids)
+            patch_model(model, view, when="always", **options)
+            times_patched = milliseconds(model, ids)
+            if round_number >= 2:  # the first rounds warm up
+                plain.append(times)
+                patched.append(times_patched)
+        unpatch_model(model)
+        ratios = [b / a for a, b in zip(plain, patched, strict=True)]
+        # what the unpatched model differs by from itself: the noise that the ratio is to be read against
+        null = [b / a for a, b in zip(plain, plain[1:], strict=False)]
+        rows.append(
+            {
+                "view": view,
+                "seq_len": seq_len,
+                "unpatched_ms": statistics.median(plain),
+                "patched_ms": statistics.median(patched),
+                "overhead_percent": 100 * (statistics.median(ratios) - 1),
+                "noise_percent": 100 * (statistics.quantiles(null, n=4)[2] - statistics.quantiles(null, n=4)[0]) / 2,
+                "rounds": rounds,
+            }
+        )
+        print(
+            f"{view:9} {seq_len:6} tokens  unpatched {rows[-1]['unpatched_ms']:8.2f} ms  patched "
+            f"{rows[-1]['patched_ms']:8.2f} ms  overhead {rows[-1]['overhead_percent']:+.3f} %  "
+            f"(noise +-{rows[-1]['noise_percent']:.3f} %)",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    model = llama3_8b(args.layers)
+    rows = [row for seq_len in args.lengths for row in measure(model, seq_len, args.rounds)]
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "shape": f"Llama-3-8B, {args.layers} layers, batch 1, bf16, sdpa, random weights, forward without gradients",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "rope_patch": rope_patch.__version__,
+        "rows": rows,
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

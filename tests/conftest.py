@@ -1,0 +1,40 @@
+"""What every test starts from: offline, seeded, on as many threads as it may use, with no luck in fresh memory."""
+
+import os
+
+# before anything imports huggingface_hub, which reads these once
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", CI="1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS warns in deterministic mode without it
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when triton is imported, which is in the tests at the earliest
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_CUDA:
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan():
+    """Deterministic mode fills `torch.empty` with NaN, so that a value nobody wrote shows."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,293 @@
+"""A patched model through what people do to models: copies, pickles, PEFT, compile, generation, undo."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from peft import LoraConfig, PeftModel, get_peft_model
+from support import oracle
+from support.tiny import WINDOW, tiny, tokens
+from transformers import AutoModelForCausalLM
+
+from rope_patch import describe, list_methods, load_adapter, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch.patch import view_source
+from rope_patch.views import Cyclic, PosAug, Skip
+
+L = 20
+
+
+def lora(**kwargs):
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **kwargs)
+
+
+def test_list_methods_names_everything():
+    names = set(list_methods())
+    assert {"pi", "ntk", "dynamic-ntk", "abf", "yarn", "longrope", "llama3"} <= names
+    assert {"standard", "skip", "cyclic", "dilation", "posaug", "nope", "compose"} <= names
+
+
+def test_patching_returns_the_same_object_and_twice_is_once():
+    model = tiny()
+    assert patch_model(model, "skip") is model and patch_model(model, PosAug()) is model
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    patch_model(patch_model(model, "skip"), "yarn", factor=2.0)
+    assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()] == hooks
+    assert describe(model).view == repr(Skip())
+    assert unpatch_model(model) is model and unpatch_model(model) is model
+
+
+def test_patching_keeps_the_keys_of_the_state_dict():
+    model = tiny()
+    keys = list(model.state_dict())
+    assert list(patch_model(patch_model(model, "skip"), "yarn", factor=2.0).state_dict()) == keys
+
+
+def test_describe_says_what_is_in_force():
+    model = tiny()
+    assert str(describe(model)).startswith("LlamaForCausalLM: not patched")
+    patch_model(patch_model(model, "yarn", factor=4.0), "skip", max_skip=99)
+    text = str(describe(model))
+    for part in (
+        "LlamaForCausalLM: patched",
+        f"yarn (rope_theta 10000.0, factor 4.0, original_max_position_embeddings {WINDOW})",
+        "native          default (rope_theta 10000.0)",
+        "yarn (factor 4.0)",
+        "Skip(split=None, skip=None, max_skip=99), sampled in training forwards",
+        f"trained window  {WINDOW} positions",
+        f"target window   {4 * WINDOW} positions",
+        "rotary_emb",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_goes_on_alone(how):
+    model = patch_model(patch_model(tiny(), "yarn", factor=2.0), "skip").train()
+    ids = tokens(2, L)
+    model(ids, use_cache=False)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert view_source(twin) is not view_source(model)
+    assert all(torch.equal(model(ids, use_cache=False).logits, twin(ids, use_cache=False).logits) for _ in range(2))
+    unpatch_model(twin)
+    assert describe(model).patched and not describe(twin).patched
+    model(ids, use_cache=False)
+
+
+@pytest.mark.parametrize("order", ["patch, then PEFT", "PEFT, then patch"])
+def test_peft_before_and_after(order):
+    ids = tokens(2, L)
+    bare = tiny()
+    torch.manual_seed(1)
+    if order == "patch, then PEFT":
+        patch_model(bare, "yarn", factor=2.0)
+        wrapped = get_peft_model(bare, lora())
+        patch_model(wrapped, "skip")
+    else:
+        wrapped = get_peft_model(bare, lora())
+        patch_model(patch_model(wrapped, "skip"), "yarn", factor=2.0)
+    assert len(wrapped.base_model.model.model.rotary_emb._forward_pre_hooks) == 1
+    with rope_view(wrapped, Skip(split=8, skip=30)), torch.no_grad():
+        seen = wrapped(ids, use_cache=False).logits
+        merged = copy.deepcopy(wrapped).merge_and_unload()(ids, use_cache=False).logits
+    torch.testing.assert_close(merged, seen, rtol=1e-4, atol=1e-4)
+    plain = copy.deepcopy(unpatch_model(wrapped)).merge_and_unload()
+    weights = oracle.weights_of(plain)
+    expected = oracle.logits(weights, plain.config, ids, torch.arange(L).expand(2, L), oracle.causal(L).expand(2, L, L))
+    torch.testing.assert_close(wrapped(ids).logits.double(), expected, rtol=1e-3, atol=1e-3)
+    assert not describe(wrapped).patched
+
+
+@pytest.mark.parametrize("order", ["patch, then PEFT", "PEFT, then patch"])
+@torch.no_grad()
+def test_an_adapter_carries_its_rope(order, tmp_path):
+    ids = tokens(2, L)
+    torch.manual_seed(1)
+    if order == "patch, then PEFT":
+        model = get_peft_model(patch_model(tiny(), "yarn", factor=2.0, beta_fast=8), lora())
+        model(ids)  # the patch finds out about the adapter in the next forward
+    else:
+        model = patch_model(get_peft_model(tiny(), lora()), "yarn", factor=2.0, beta_fast=8)
+    logits = model.eval()(ids).logits
+    model.save_pretrained(tmp_path)
+    sidecar = json.loads((tmp_path / "rope_patch.json").read_text())
+    assert sidecar["rescaling"] == {"method": "yarn", "options": {"factor": 2.0, "beta_fast": 8}}
+    assert sidecar["native_rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    silent = PeftModel.from_pretrained(tiny(), tmp_path)
+    assert not torch.equal(silent(ids).logits, logits)  # why the sidecar is there
+    assert torch.equal(load_adapter(tiny(), tmp_path)(ids).logits, logits)
+    assert "saved with RoPE beside them" in str(describe(model))
+
+
+def test_load_adapter_refuses_what_does_not_fit(tmp_path):
+    model = patch_model(get_peft_model(tiny(), lora()), "yarn", factor=2.0)
+    model.save_pretrained(tmp_path / "ours")
+    unpatch_model(model)
+    model.save_pretrained(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "rope_patch.json").exists()
+    with pytest.raises(FileNotFoundError, match="was not saved from a model patched by rope_patch"):
+        load_adapter(tiny(), tmp_path / "plain")
+    with pytest.raises(ValueError, match="call unpatch_model first"):
+        load_adapter(patch_model(tiny(), "skip"), tmp_path / "ours")
+    other = tiny(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    with pytest.raises(ValueError, match="was trained on a base model with RoPE .* this model has"):
+        load_adapter(other, tmp_path / "ours")
+    assert not describe(other).patched
+    (tmp_path / "ours" / "rope_patch.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="must be of format 1, got {'format': 99}"):
+        load_adapter(tiny(), tmp_path / "ours")
+
+
+def test_adapters_off_and_native_rope_give_the_original_model():
+    model = patch_model(get_peft_model(tiny(), lora()), "yarn", factor=2.0).eval()
+    ids = tokens(2, L)
+    with torch.no_grad(), model.disable_adapter(), native_rope(model):
+        assert torch.equal(model(ids).logits, tiny()(ids).logits)
+
+
+def test_compile_takes_new_draws_without_tracing_again():
+    ids = tokens(2, L)
+    eager, compiled = (patch_model(tiny(), "skip").train() for _ in range(2))
+    frames = CompileCounter()
+    run = torch.compile(compiled, backend=frames, fullgraph=True)
+    losses = []
+    for model in (eager, run):
+        losses.append([model(ids, labels=ids, use_cache=False).loss.item() for _ in range(4)])
+    assert len(set(losses[0])) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert frames.frame_count == 1
+
+
+def test_compiled_gradients_under_checkpointing():
+    ids = tokens(2, L)
+    gradients = []
+    for compiled in (False, True):
+        model = patch_model(tiny(), "posaug").train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        run(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("view", [Skip(split=5, skip=30), Cyclic(shift=3), PosAug(low=0.5, high=0.5)], ids=lambda v: v.name)
+@torch.no_grad()
+def test_generation_sees_the_same_view_with_and_without_cache(view, cache):
+    model = tiny()
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0  # left padding
+    settings = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    with rope_view(model, view):
+        fast = model.generate(ids, cache_implementation=cache, **settings)
+        grown, index = ids, None
+        for _ in range(6):  # the reference: no cache, indices by hand
+            n = grown.shape[1]
+            rows = []
+            for pad in (3, 0):
+                t = torch.arange(n - pad)
+                real = 9 - pad
+                r = {
+                    "skip": torch.where(t >= 5, t + 30, t).double(),
+                    "cyclic": torch.where(t + 3 < real, t + 3, t + 3 - real).double(),
+                    "posaug": 0.5 * t.double(),
+                }[view.name]
+                rows.append(torch.cat([torch.zeros(pad).double(), r]))
+            index = torch.stack(rows)
+            full = torch.cat([mask, torch.ones(2, n - 9, dtype=mask.dtype)], 1)
+            with rope_view(model, index=index):
+                logits = model(grown, attention_mask=full, use_cache=False).logits[:, -1]
+            grown = torch.cat([grown, logits.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(fast, grown)
+
+
+@torch.no_grad()
+def test_decoding_keeps_the_draws_that_filled_the_cache():
+    model = tiny()
+    ids = tokens(2, 12)
+    with rope_view(model, Skip(), seed=4):
+        whole = model(ids, use_cache=False).logits
+    with rope_view(model, Skip(max_skip=12), seed=4):
+        out = model(ids[:, :11], use_cache=True)
+        source = model.model._rope_patch.overrides[-1]
+        drawn = source.last.parameters["skip"].clone()
+        model(ids[:, 11:], past_key_values=out.past_key_values, use_cache=True)
+        assert torch.equal(source.last.parameters["skip"], drawn)
+        with pytest.raises(ValueError, match="goes on with the 2 rows that filled the cache, got 1 rows"):
+            model(ids[:1, 11:], past_key_values=out.past_key_values, use_cache=True)
+    assert whole.shape == (2, 12, 101)
+
+
+@torch.no_grad()
+def test_explicit_index_covers_the_tokens_that_are_decoded():
+    model = tiny()
+    ids = tokens(1, 6)
+    index = torch.tensor([[0, 1, 2, 40, 41, 42]])
+    with rope_view(model, index=index):
+        whole = model(ids, use_cache=False).logits
+        out = model(ids[:, :4], use_cache=True)
+        rest = model(ids[:, 4:], past_key_values=out.past_key_values, use_cache=True).logits
+        torch.testing.assert_close(torch.cat([out.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
+        with pytest.raises(ValueError, match="index must be \\[batch, seq_len\\] .* got \\(1, 6\\) for 1 rows and tokens 0 to 7"):
+            model(tokens(1, 7), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs a view or index=..., and not both"),
+        ({"view": "skip", "index": torch.zeros(1, 2)}, "needs a view or index=..., and not both"),
+        ({"view": "yarn"}, "'yarn'"),
+        ({"view": "pi"}, "'pi'"),
+        ({"index": torch.zeros(5)}, "index must be a tensor \\[batch, seq_len\\]"),
+        ({"index": torch.zeros(1, 5, dtype=torch.bfloat16)}, "16-bit floats hold no position beyond 2048 exactly"),
+        ({"index": [[0, 1]]}, "index must be a tensor"),
+        ({"index": torch.full((1, 2), float("nan"))}, "index must be finite"),
+        ({"index": torch.full((1, 2), 2**24 + 1)}, "within \\+-16777216"),
+    ],
+)
+def test_what_rope_view_cannot_take_is_said(arguments, message):
+    model = tiny()
+    with pytest.raises(ValueError, match=message), rope_view(model, **arguments):
+        pass
+    assert not describe(model).patched
+
+
+def test_undo_inside_a_block_is_refused():
+    model = tiny()
+    with rope_view(model, "nope"), pytest.raises(ValueError, match="leave the block first"):
+        unpatch_model(model)
+
+
+@torch.no_grad()
+def test_a_view_leaves_no_trace_in_what_is_saved(tmp_path):
+    model = patch_model(tiny(), "posaug", when="always")
+    ids = tokens(1, L)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, tiny()(ids).logits)
+
+
+def test_quantised_linear_layers_do_not_matter():
+    """The patch touches rotary modules alone: any replacement of linear layers is left as it is."""
+    model = tiny()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    ids = tokens(1, L)
+    with torch.no_grad():
+        plain = quantised(ids, use_cache=False).logits
+        with rope_view(quantised, "standard"):
+            assert torch.equal(quantised(ids, use_cache=False).logits, plain)
+        with rope_view(quantised, Skip(split=8, skip=30)):
+            assert not torch.equal(quantised(ids, use_cache=False).logits, plain)

@@ -1,0 +1,88 @@
+"""A decoder written from the formulas, in float64, that takes RoPE indices and visibility as they should be.
+
+Independent of Transformers and of rope_patch: it only reads weights and sizes. Covers Llama, Qwen2, Qwen3 and Mistral.
+"""
+
+import math
+
+import torch
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights_of(model: torch.nn.Module) -> Weights:
+    """Leaf copies in float64 that take gradients."""
+    return {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+
+
+def default_frequencies(config) -> torch.Tensor:
+    """theta_j = B^(-2j/d)."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    j = torch.arange(head_dim // 2, dtype=torch.float64)
+    return config.rope_parameters["rope_theta"] ** (-2 * j / head_dim)
+
+
+def causal(seq_len: int, window: int | None = None) -> torch.Tensor:
+    """visible[i, j]: key j is at most i and, with a window, less than `window` tokens away."""
+    i, j = torch.arange(seq_len)[:, None], torch.arange(seq_len)[None]
+    return (j <= i) & (i - j < (window or seq_len + 1))
+
+
+def logits(
+    weights: Weights,
+    config,
+    input_ids: torch.Tensor,
+    rope_index: torch.Tensor,
+    visible: torch.Tensor,
+    frequencies: torch.Tensor | None = None,
+    attention_factor: float = 1.0,
+) -> torch.Tensor:
+    """Logits [batch, seq_len, vocab], float64.
+
+    Args:
+        weights: from `weights_of`.
+        config: of the model.
+        input_ids: [batch, seq_len].
+        rope_index: [batch, seq_len].
+        visible: [batch, seq_len, seq_len] bool, query by key. Rows that see nothing come out as zeros.
+        frequencies: [head_dim / 2]; None means the config's base.
+        attention_factor: multiplies cos and sin.
+    """
+    frequencies = default_frequencies(config) if frequencies is None else frequencies.double()
+    head_dim = 2 * len(frequencies)
+    n_heads, n_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    angle = rope_index.double()[..., None] * frequencies  # [batch, seq_len, head_dim / 2]
+    cos, sin = angle.cos()[:, None] * attention_factor, angle.sin()[:, None] * attention_factor
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weights[name]
+
+    def project(x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = weights.get(f"{name}.bias")
+        return x @ weights[f"{name}.weight"].T + (0 if bias is None else bias)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x[..., : head_dim // 2], x[..., head_dim // 2 :]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    h = weights["model.embed_tokens.weight"][input_ids]
+    batch, seq_len = input_ids.shape
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}"
+        x = norm(h, f"{at}.input_layernorm.weight")
+        q = project(x, f"{at}.self_attn.q_proj").view(batch, seq_len, n_heads, head_dim)
+        k = project(x, f"{at}.self_attn.k_proj").view(batch, seq_len, n_kv_heads, head_dim)
+        v = project(x, f"{at}.self_attn.v_proj").view(batch, seq_len, n_kv_heads, head_dim).transpose(1, 2)
+        if f"{at}.self_attn.q_norm.weight" in weights:
+            q, k = norm(q, f"{at}.self_attn.q_norm.weight"), norm(k, f"{at}.self_attn.k_norm.weight")
+        q, k = rotate(q.transpose(1, 2)), rotate(k.transpose(1, 2))
+        k, v = (t.repeat_interleave(n_heads // n_kv_heads, 1) for t in (k, v))
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(head_dim)).masked_fill(~visible[:, None], -torch.inf)
+        probabilities = scores.softmax(-1).nan_to_num(0.0)
+        out = (probabilities @ v).transpose(1, 2).reshape(batch, seq_len, n_heads * head_dim)
+        h = h + project(out, f"{at}.self_attn.o_proj")
+        x = norm(h, f"{at}.post_attention_layernorm.weight")
+        gate = torch.nn.functional.silu(project(x, f"{at}.mlp.gate_proj"))
+        h = h + project(gate * project(x, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return norm(h, "model.norm.weight") @ head.T

@@ -1,0 +1,61 @@
+"""Tiny random models of the families that the tests go through."""
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 101
+WINDOW = 64
+SLIDING_WINDOW = 7
+
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": WINDOW,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "mistral-sliding": (MistralForCausalLM, MistralConfig, {"sliding_window": SLIDING_WINDOW}),
+}
+
+
+def tiny(
+    family: str = "llama", attention: str = "sdpa", dtype: torch.dtype = torch.float32, **config
+) -> PreTrainedModel:
+    """A random model in eval mode whose positions matter: weights large enough that attention is not uniform."""
+    model_class, config_class, special = FAMILIES[family]
+    shape = {**_SHAPE, **special, **config}
+    if family == "qwen2":
+        shape.pop("head_dim")  # Qwen2 takes hidden_size / n_heads
+    torch.manual_seed(0)
+    model = model_class._from_config(config_class(**shape), attn_implementation=attention)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.to(dtype).eval()
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    """Random token ids without special ones."""
+    return torch.randint(3, VOCAB, shape)

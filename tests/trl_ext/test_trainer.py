@@ -1,0 +1,272 @@
+"""RopeSFTTrainer with objective clm: TRL's own numbers, keyed draws, exact resume, errors."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.tiny import WINDOW, tiny
+from support.training import documents, logged, tokenizer, trainer
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from rope_patch import describe, load_adapter, patch_model
+from rope_patch.patch import view_source
+from rope_patch.views import PosAug, Skip
+from trl_ext import RopeSFTConfig, RopeSFTTrainer
+
+BATCHES = {
+    "padded": {},
+    "packed": {"packing": True},
+    "padding-free": {"padding_free": True, "max_length": None},
+}
+
+
+def lora():
+    return LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def weights(run):
+    return {n: p.detach().clone() for n, p in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_standard_view_is_sft_bit_for_bit(batch, peft, tmp_path):
+    runs = []
+    for trainer_class, config_class in ((SFTTrainer, SFTConfig), (RopeSFTTrainer, RopeSFTConfig)):
+        torch.manual_seed(0)
+        run = trainer(
+            tmp_path, trainer_class, config_class, peft_config=lora() if peft else None, eval_dataset=documents(4, seed=9),
+            **BATCHES[batch],
+        )  # fmt: skip
+        run.train()
+        runs.append((logged(run, "loss", "grad_norm", "mean_token_accuracy"), run.evaluate()["eval_loss"], weights(run)))
+    (losses, evaluated, ours), (other_losses, other_evaluated, theirs) = runs
+    assert losses == other_losses and evaluated == other_evaluated
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("view", ["skip", "cyclic", "dilation"])
+def test_draws_belong_to_documents_however_they_are_batched(view, tmp_path):
+    """Padded, padding-free, accumulated: the same documents in a step give the same draws and so the same loss."""
+    ways = [
+        {"per_device_train_batch_size": 4},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 4, "padding_free": True, "max_length": None},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "padding_free": True, "max_length": None},
+    ]
+    losses = []
+    for way in ways:
+        run = trainer(tmp_path, view=view, **way)
+        run.train()
+        losses.append([entry["loss"] for entry in logged(run, "loss")])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=2e-5)
+    plain = trainer(tmp_path, **ways[0])
+    plain.train()
+    assert abs(logged(plain, "loss")[0]["loss"] - losses[0][0]) > 1e-4
+
+
+def test_packed_documents_draw_one_by_one_and_views_stay_inside(tmp_path):
+    """A packed row under a fixed skip is the mean over its documents, each skipped at its own start."""
+    from support import oracle
+
+    data = documents(6)
+    run = trainer(tmp_path, train_dataset=data, packing=True, per_device_train_batch_size=1, max_steps=1,
+                  view="skip", view_args={"split": 5, "skip": 30}, learning_rate=0.0)  # fmt: skip
+    model = tiny()
+    total, count = 0.0, 0
+    batch = next(iter(run.get_train_dataloader()))
+    ids, positions = batch["input_ids"][0], batch["position_ids"][0]
+    starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+    assert len(starts) > 2
+    for begin, end in zip(starts, starts[1:]):
+        document = ids[begin:end][None]
+        t = torch.arange(end - begin)
+        index = torch.where(t >= 5, t + 30, t)[None]
+        logits = oracle.logits(oracle.weights_of(model), model.config, document, index, oracle.causal(end - begin)[None])
+        losses = torch.nn.functional.cross_entropy(logits[0, :-1], document[0, 1:], reduction="sum")
+        total, count = total + losses.item(), count + end - begin - 1
+    run.train()
+    assert logged(run, "loss")[0]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_one_alpha_per_optimizer_step(tmp_path):
+    seen = []
+
+    class Watched(RopeSFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            result = super().compute_loss(*args, **kwargs)
+            seen.append(view_source(self.model).last.parameters["alpha"].item())
+            return result
+
+    run = trainer(tmp_path, Watched, view="posaug", gradient_accumulation_steps=3, max_steps=3)
+    run.train()
+    steps = [seen[i : i + 3] for i in range(0, 9, 3)]
+    assert all(len(set(step)) == 1 for step in steps) and len(set(seen)) == 3
+    assert [entry["view/alpha"] for entry in logged(run, "view/")] == pytest.approx([step[0] for step in steps])
+    other = trainer(tmp_path, view="posaug", view_seed=7, max_steps=1)
+    other.train()
+    assert logged(other, "view/")[0]["view/alpha"] != pytest.approx(seen[0])
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_resume_is_exact(peft, tmp_path):
+    options = {"view": "skip", "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "rescale": "yarn",
+               "rescale_args": {"factor": 2.0}, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}  # fmt: skip
+
+    def fresh():
+        torch.manual_seed(0)
+        return trainer(tmp_path, peft_config=lora() if peft else None, **options)
+
+    whole = fresh()
+    whole.train()
+    resumed = fresh()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    names = ("loss", "view/split", "view/skip")
+    assert logged(resumed, *names) == logged(whole, *names)
+    assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(resumed).items())
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    options = {"view": "posaug", "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    first = trainer(tmp_path / "parts", **options)
+    first.add_callback(Stop())
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    second = trainer(tmp_path / "parts", **options)
+    second.train(resume_from_checkpoint=True)
+    assert logged(second, "view/alpha")[-2:] == logged(whole, "view/alpha")[-2:]
+    assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(second).items())
+
+
+def test_evaluation_runs_under_true_positions(tmp_path):
+    held_out = documents(4, seed=9)
+    plain = trainer(tmp_path, eval_dataset=held_out)
+    viewed = trainer(tmp_path, eval_dataset=held_out, view="nope")
+    assert plain.evaluate()["eval_loss"] == viewed.evaluate()["eval_loss"]
+
+
+def test_a_view_that_is_always_on_is_evaluated_the_same_every_time(tmp_path):
+    model = patch_model(tiny(), "skip", when="always")
+    run = trainer(tmp_path, model=model, eval_dataset=documents(4, seed=9))
+    assert run.evaluate()["eval_loss"] == run.evaluate()["eval_loss"]
+
+
+def test_rates_and_draws_are_logged(tmp_path):
+    run = trainer(tmp_path, view="skip")
+    run.train()
+    assert all({"view/split", "view/skip"} <= set(entry) for entry in logged(run, "view/"))
+    assert all(entry["tokens_per_second"] > 0 for entry in logged(run, "tokens_per_second")[1:])
+
+
+def test_the_rescaled_model_is_what_is_saved(tmp_path):
+    run = trainer(tmp_path / "run", rescale="pi", rescale_args={"factor": 4.0}, view="posaug", max_steps=1)
+    run.train()
+    run.save_model(str(tmp_path / "saved"))
+    ids = torch.randint(3, 90, (1, 30))
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert reloaded.config.max_position_embeddings == 4 * WINDOW
+    with torch.no_grad():
+        assert torch.equal(reloaded(ids).logits, run.model.eval()(ids).logits)
+
+
+def test_every_checkpoint_of_an_adapter_carries_its_rope(tmp_path):
+    run = trainer(tmp_path, rescale="yarn", rescale_args={"factor": 2.0}, view="skip", peft_config=lora(), max_steps=2,
+                  save_strategy="steps", save_steps=1)  # fmt: skip
+    run.train()
+    ids = torch.randint(3, 90, (1, 30))
+    run.save_model(str(tmp_path / "last"))
+    with torch.no_grad():
+        assert torch.equal(load_adapter(tiny(), tmp_path / "last").eval()(ids).logits, run.model.eval()(ids).logits)
+    assert all((tmp_path / f"checkpoint-{step}" / "rope_patch.json").is_file() for step in (1, 2))
+
+
+def test_abf_promises_the_rows_that_it_is_trained_on(tmp_path):
+    run = trainer(tmp_path, rescale="abf", rescale_args={"theta": 1e6}, max_length=3 * WINDOW)
+    assert run.model.config.max_position_embeddings == 3 * WINDOW
+
+
+def test_a_patched_model_keeps_its_patches(tmp_path):
+    model = patch_model(patch_model(tiny(), "yarn", factor=2.0), "posaug", seed=5)
+    run = trainer(tmp_path, model=model)
+    assert view_source(run.model).view == PosAug() and view_source(run.model).clock.seed == 5
+    assert describe(trainer(tmp_path, model=model, view="skip").model).view == repr(Skip())
+    assert describe(model).rescaling == "yarn (factor 2.0)"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"view": "skp"}, "Unknown method 'skp'. Did you mean 'skip'"),
+        ({"view": "yarn", "view_args": {"factor": 2.0}}, "'yarn' is a rescaling; a view is one of compose, cyclic"),
+        ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, dynamic-ntk"),
+        ({"view": "skip", "view_args": {"maxskip": 3}}, "Unknown option of 'skip' 'maxskip'. Did you mean 'max_skip'"),
+        ({"rescale_args": {"factor": 2.0}}, "rescale_args needs rescale"),
+        ({"objective": "dpo"}, "objective must be 'clm', got 'dpo'"),
+        ({"view": "skip", "view_args": "[1]"}, "view_args must be a JSON object"),
+    ],
+)
+def test_a_wrong_config_stops_before_a_model_is_loaded(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_options_come_as_json_from_a_command_line(tmp_path):
+    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, view="skip", view_args='{"max_skip": 9}')
+    assert args.view_args == {"max_skip": 9} and args.max_length is None
+
+
+def test_a_patch_that_fails_leaves_the_model_as_it_came(tmp_path):
+    model = tiny()
+    before = model.config.to_dict()["rope_parameters"]
+    with pytest.raises(ValueError, match="rope type 'dynamic'"):
+        trainer(tmp_path, model=model, rescale="dynamic-ntk", rescale_args={"factor": 2.0}, view="skip")
+    assert model.config.rope_parameters == before and not describe(model).patched
+
+
+def test_plain_sft_arguments_are_refused_with_the_way_out(tmp_path):
+    with pytest.raises(TypeError, match="args must be a RopeSFTConfig, which has all fields of SFTConfig, got SFTConfig"):
+        RopeSFTTrainer(tiny(), SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_a_collator_that_drops_document_borders_is_refused(tmp_path):
+    run = trainer(tmp_path, view="skip", packing=True)
+    inner = run.data_collator
+    run.data_collator = lambda rows: {k: v for k, v in inner(rows).items() if k in ("input_ids", "labels")}
+    with pytest.raises(ValueError, match="data_collator must keep position_ids when rows hold several documents"):
+        run.train()
+
+
+def test_a_split_beyond_every_document_is_refused_at_the_first_step(tmp_path):
+    run = trainer(tmp_path, view="skip", view_args={"split": 500})
+    with pytest.raises(ValueError, match="split must be below the number of tokens in the sequence, got split=500"):
+        run.train()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match="the loss became nan at optimizer step 0"):
+        trainer(tmp_path, model=model).train()
+
+
+def test_a_model_by_name_loads_from_a_folder(tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    run = RopeSFTTrainer(
+        str(tmp_path / "model"),
+        RopeSFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, max_steps=1, report_to=[], view="skip",
+                      rescale="yarn", rescale_args={"factor": 2.0}, max_length=32, disable_tqdm=True),
+        train_dataset=documents(),
+    )  # fmt: skip
+    run.train()
+    assert run.model.config.max_position_embeddings == 2 * WINDOW
