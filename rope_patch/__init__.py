@@ -1,4 +1,4 @@
-"""Long-context adaptation for any Hugging Face RoPE model: perturb RoPE indices or rescale RoPE frequencies in place."""
+"""Long-context adaptation for any Hugging Face RoPE model: perturb its RoPE indices or rescale its frequencies."""
 
 from .adapters import load_adapter
 from .describe import describe

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from .rescale import is_nested
 from .rotary import find_core, find_decoder, named_rotary_modules
 from .state import state_of
 
@@ -83,9 +84,11 @@ def describe(model: nn.Module) -> RopeDescription:
 
 def _schedule(rope_parameters: dict[str, Any]) -> str:
     """`rope_parameters` in one line, long lists shortened."""
-    if "rope_type" not in rope_parameters:
+    if is_nested(rope_parameters):
         return "; ".join(f"{layers}: {_schedule(p) if p else 'no RoPE'}" for layers, p in rope_parameters.items())
     rest = ", ".join(
-        f"{k} {f'({len(v)} values)' if isinstance(v, list) else v}" for k, v in rope_parameters.items() if k != "rope_type"
+        f"{k} {f'({len(v)} values)' if isinstance(v, list) else v}"
+        for k, v in rope_parameters.items()
+        if k != "rope_type"
     )
     return f"{rope_parameters['rope_type']} ({rest})"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .rotary import RotaryState, rope_types
+from .rotary import rope_types
 from .state import Batch, RopeState
 
 
@@ -73,10 +73,11 @@ class RotaryEntry:
         self.frozen_type: Any = None
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if RotaryState.of(module).is_degraded():
-            self.state.current.rotary[self.name].write(module)
+        current = self.state.current.rotary[self.name]
+        if current.was_rounded_in(module):
+            current.write(module)
         bound = self.state.bound
         if bound is None:
             return None
@@ -101,7 +102,7 @@ class RotaryExit:
     def __init__(self, entry: RotaryEntry) -> None:
         self.entry = entry
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         if self.entry.frozen_type is not None:
             module.rope_type = self.entry.frozen_type
             self.entry.frozen_type = None

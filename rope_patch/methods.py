@@ -22,7 +22,9 @@ def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | Non
     options = options or {}
     if isinstance(method, View | Rescaling):
         if options:
-            raise ValueError(f"options {sorted(options)} go with a method's name; {method!r} has its arguments already.")
+            raise ValueError(
+                f"options {sorted(options)} go with a method's name; {method!r} has its arguments already."
+            )
         return method
     known: dict[str, type] = {**RESCALINGS, **VIEWS}
     if not isinstance(method, str) or method not in known:

@@ -21,9 +21,7 @@ from .views.base import MAX_INDEX
 M = TypeVar("M", bound=nn.Module)
 
 
-def patch_model(
-    model: M, method: str | View | Rescaling, *, seed: int = 0, when: When = "train", **options: Any
-) -> M:
+def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when: When = "train", **options: Any) -> M:
     """Patch a loaded model in place: rescale its RoPE frequencies, or sample a view of its RoPE indices.
 
     A rescaling takes effect at once and is written into the config, so that `save_pretrained` gives a plain checkpoint
@@ -49,7 +47,9 @@ def patch_model(
     if when not in get_args(When):
         raise ValueError(f"when must be one of {get_args(When)}, got {when!r}.")
     if isinstance(chosen, Rescaling) and (seed, when) != (0, "train"):
-        raise ValueError(f"seed and when belong to views; rescaling {chosen.name!r} is always in force and draws nothing.")
+        raise ValueError(
+            f"seed and when belong to views; rescaling {chosen.name!r} is always in force and draws nothing."
+        )
     decoder = find_decoder(model)
     state = state_of(decoder) or _new_state(decoder)
     if isinstance(chosen, Rescaling):
@@ -186,13 +186,17 @@ def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:
 def _refuse_dynamic(types: set[str], view: View | None) -> None:
     if any("dynamic" in rope_type for rope_type in types) and (view is None or view.perturbs):
         raise ValueError(
-            "rope type 'dynamic' picks its frequencies by the longest row so far and keeps them for the next forward, so "
-            "a training view on top of it would change more than positions. Rescale with 'ntk' or 'yarn' instead."
+            "rope type 'dynamic' picks its frequencies by the longest row so far and keeps them for the next forward, "
+            "so a training view on top of it would change more than positions. Rescale with 'ntk' or 'yarn' instead."
         )
 
 
 def _checked_index(index: torch.Tensor) -> torch.Tensor:
-    if not isinstance(index, torch.Tensor) or index.ndim != 2 or index.dtype in (torch.bool, torch.bfloat16, torch.half):
+    if (
+        not isinstance(index, torch.Tensor)
+        or index.ndim != 2
+        or index.dtype in (torch.bool, torch.bfloat16, torch.half)
+    ):
         what = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, torch.Tensor) else repr(type(index))
         raise ValueError(
             "index must be a tensor [batch, seq_len] of integers, float32 or float64 (16-bit floats hold no position "

@@ -1,7 +1,7 @@
 """Rescaling a loaded model in place, so that what is saved is what was run.
 
-Changing `config.rope_parameters` after loading does nothing in Transformers: frequencies are built once. Here the config
-is edited and every rotary module takes over the state of one that Transformers builds from the edited config.
+Changing `config.rope_parameters` after loading does nothing in Transformers: frequencies are built once. Here the
+config is edited and every rotary module takes over the state of one that Transformers builds from the edited config.
 """
 
 import copy
@@ -74,6 +74,11 @@ class RopeSchedule:
             setattr(modules[name], attribute, value)
 
 
+def is_nested(rope_parameters: dict[str, Any]) -> bool:
+    """Whether there is one dictionary a layer type, with None for layers without RoPE, instead of one for all."""
+    return bool(rope_parameters) and all(value is None or isinstance(value, dict) for value in rope_parameters.values())
+
+
 def healed(schedule: RopeSchedule, decoder: PreTrainedModel) -> RopeSchedule:
     """The same schedule with frequencies in float32 where a cast of the model had rounded them."""
     modules = dict(named_rotary_modules(decoder))
@@ -106,8 +111,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
                 f"(2**24) are exact in float32. Use a smaller factor than the one that makes {target} of {window}."
             )
         config.max_position_embeddings = target
-    nested = config.nested_rope_parameter_keys(native.rope_parameters)
-    if nested:
+    if is_nested(native.rope_parameters):
         config.rope_parameters = {
             layer_type: _merged(parameters, rescaling, native, window, f"{layer_type}_inv_freq")
             if parameters is not None and layer_type not in _LOCAL_LAYERS
@@ -123,7 +127,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
     own: dict[str, dict[str, Any]] = {}
     rotary: dict[str, RotaryState] = {}
     for name, module in modules.items():
-        module_config = config
+        module_config: Any = config
         if name in native.own_rope_parameters:
             own[name] = _merged(native.own_rope_parameters[name], rescaling, native, window, "inv_freq")
             module_config = copy.deepcopy(module.config)

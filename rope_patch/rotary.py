@@ -20,7 +20,7 @@ _NO_ROTARY_MODULE = {
 }
 
 
-def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every rotary module of the text decoder with its name, found by class and signature.
 
     Attribute names differ between families (`rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`), the class
@@ -63,7 +63,7 @@ def find_core(model: nn.Module) -> PreTrainedModel:
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
 
 
-def rope_types(module: nn.Module) -> set[str]:
+def rope_types(module: Any) -> set[str]:
     """Schedule types of a rotary module; families with several layer types hold a dictionary."""
     rope_type = getattr(module, "rope_type", "default")
     return set(rope_type.values() if isinstance(rope_type, dict) else [rope_type]) - {None}
@@ -84,7 +84,9 @@ class RotaryState:
     @classmethod
     def of(cls, module: nn.Module) -> "RotaryState":
         """The state of `module`, holding the same tensors."""
-        attributes = {n: v for n, v in vars(module).items() if not n.startswith("_") and n not in ("training", "config")}
+        attributes = {
+            n: v for n, v in vars(module).items() if not n.startswith("_") and n not in ("training", "config")
+        }
         buffers = {
             n: (b, n not in module._non_persistent_buffers_set) for n, b in module._buffers.items() if b is not None
         }
@@ -102,7 +104,15 @@ class RotaryState:
 
     def is_degraded(self) -> bool:
         """Whether a frequency was rounded: `model.to(torch.bfloat16)` casts buffers, cos errors reach 1.8."""
-        return any(b.is_floating_point() and b.dtype != torch.float32 for b, _ in self.buffers.values())
+        return any(_is_rounded(buffer) for buffer, _ in self.buffers.values())
+
+    def was_rounded_in(self, module: nn.Module) -> bool:
+        """Whether `module`, which should hold this state, was cast since. Cheap, and torch.compile can trace it."""
+        return any(_is_rounded(getattr(module, name)) for name in self.buffers)
+
+
+def _is_rounded(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.dtype != torch.float32
 
 
 def fresh_state(module: nn.Module, config: Any) -> RotaryState:

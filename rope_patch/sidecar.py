@@ -99,8 +99,8 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(directory) / SIDECAR_NAME
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist: this adapter was not saved from a model patched by rope_patch, so what RoPE it was "
-            "trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model yourself if "
+            f"{path} does not exist: this adapter was not saved from a model patched by rope_patch, so what RoPE "
+            "it was trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model if "
             "you know it."
         )
     found = json.loads(path.read_text(encoding="utf-8"))

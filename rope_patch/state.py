@@ -51,7 +51,7 @@ class BoundView:
     parameters: Parameters
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """start + r(position - start) for each document; padding gets some index, which nothing attends to."""
+        """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""
         start = self.documents.start
         return start + self.view.rope_index(position_ids - start, self.parameters)
 
@@ -222,8 +222,8 @@ class RopeState:
         self.bound = None
         if missed:
             raise RuntimeError(
-                "A RoPE view was in force but the model called none of its rotary modules in this forward, so it had no "
-                "effect. Either its config switches RoPE off or this model computes positions elsewhere."
+                "A RoPE view was in force but the model called none of its rotary modules in this forward, so it had "
+                "no effect. Either its config switches RoPE off or this model computes positions elsewhere."
             )
 
 

@@ -11,9 +11,7 @@ import torch
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
-    os.environ.setdefault(
-        "TRITON_INTERPRET", "1"
-    )  # read when triton is imported, which is in the tests at the earliest
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any test imports triton, which reads it once
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

@@ -1,11 +1,24 @@
-"""Trainers on top of TRL for models patched by rope_patch."""
+"""Trainers on top of TRL for models patched by rope_patch, and the command line."""
 
-try:
-    import trl as _trl  # noqa: F401  # named here, so that the error below is about the extra alone
-except ImportError as error:
-    raise ImportError("trl_ext needs TRL: pip install 'rope-patch[trl]'.") from error
+from typing import TYPE_CHECKING, Any
 
-from .config import RopeSFTConfig
-from .trainer import RopeSFTTrainer
+if TYPE_CHECKING:
+    from .config import RopeSFTConfig
+    from .trainer import RopeSFTTrainer
 
 __all__ = ["RopeSFTConfig", "RopeSFTTrainer"]
+
+_HOMES = {"RopeSFTConfig": "config", "RopeSFTTrainer": "trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import TRL only when a trainer is asked for: `rope-patch --help` should not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import trl  # noqa: F401  # alone, so that only its absence is blamed on the extra
+    except ImportError as error:
+        raise ImportError("trl_ext needs TRL: pip install 'rope-patch[trl]'.") from error
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

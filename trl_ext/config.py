@@ -33,7 +33,7 @@ class RopeSFTConfig(SFTConfig):
 
     max_length: int | None = field(
         default=None,
-        metadata={"help": "Maximum tokens in a row; longer ones are truncated or, when packing, split. None: no limit."},
+        metadata={"help": "Maximum tokens in a row; longer ones are truncated or, when packing, split. None: any."},
     )
     rescale: str | None = field(
         default=None,
@@ -47,7 +47,7 @@ class RopeSFTConfig(SFTConfig):
     )
     view: str = field(
         default="standard",
-        metadata={"help": "View of the RoPE indices, drawn anew in every training forward; 'standard' changes nothing."},
+        metadata={"help": "View of the RoPE indices, drawn anew in each training forward; 'standard' changes nothing."},
     )
     view_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the view as a JSON object, e.g. '{\"max_skip\": 32768}'."}

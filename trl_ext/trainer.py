@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,12 +46,17 @@ class RopeSFTTrainer(SFTTrainer):
     _tag_names = ["trl", "sft", "rope-patch"]
     _name = "RoPE-SFT"
 
-    def __init__(self, model: str | nn.Module, args: RopeSFTConfig | None = None, **kwargs: Any) -> None:
+    args: RopeSFTConfig
+    model: Any  # TRL allows None for a while; here it is a model once __init__ is through
+
+    def __init__(self, model: Any, args: RopeSFTConfig | None = None, **kwargs: Any) -> None:
         if args is None:
-            name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "model")
-            args = RopeSFTConfig(output_dir=f"{str(name).rstrip('/').split('/')[-1]}-RoPE-SFT")
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = RopeSFTConfig(output_dir=f"{Path(name).name or 'model'}-RoPE-SFT")
         if not isinstance(args, RopeSFTConfig):
-            raise TypeError(f"args must be a RopeSFTConfig, which has all fields of SFTConfig, got {type(args).__name__}.")
+            raise TypeError(
+                f"args must be a RopeSFTConfig, which has all fields of SFTConfig, got {type(args).__name__}."
+            )
         if isinstance(model, nn.Module):
             find_decoder(model)  # a model without RoPE stops here, before the dataset is prepared
         elif "dtype" not in (args.model_init_kwargs or {}):
@@ -83,7 +89,7 @@ class RopeSFTTrainer(SFTTrainer):
             raise
 
     def _refuse_sharded_sequences(self) -> None:
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
         for kind in ("cp", "sp"):
             if getattr(parallelism, f"{kind}_size", 1) > 1:
                 raise ValueError(
@@ -132,8 +138,8 @@ class RopeSFTTrainer(SFTTrainer):
         loss = result[0] if return_outputs else result
         if training and not torch.isfinite(loss):
             raise FloatingPointError(
-                f"the loss became {loss.item()} at optimizer step {self.state.global_step}. Lower the learning rate, use "
-                "bf16 or float32 instead of fp16, or look for bad rows in the dataset."
+                f"the loss became {loss.item()} at optimizer step {self.state.global_step}. Lower the learning rate, "
+                "use bf16 or float32 instead of fp16, or look for bad rows in the dataset."
             )
         if training and self._perturbs:
             self._log_draws()

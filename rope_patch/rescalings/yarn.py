@@ -27,7 +27,7 @@ class Yarn(Rescaling):
     Args:
         factor: s = target window / L0, at least 1.
         original_max_position_embeddings: L0, in positions; None means the trained window.
-        rope_theta: another base B; None keeps the model's. YaRN after ABF: the ABF base, and L0 the window trained with it.
+        rope_theta: another base B; None keeps the model's. After ABF: the ABF base, with L0 the window trained with it.
         attention_factor: what cos and sin are multiplied by; None means 0.1 ln(factor) + 1.
         beta_fast: turns within L0 from which on a frequency is kept; None means 32.
         beta_slow: turns below which a frequency is fully interpolated; None means 1.

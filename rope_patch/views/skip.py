@@ -47,9 +47,7 @@ class Skip(View):
         require_indexable(self, length - 1 + max(self.skip if self.skip is not None else self.max_skip or length, 0))
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        split = (
-            key.integers(0, length - 1, slot=0) if self.split is None else torch.full_like(key.sample, self.split)
-        )
+        split = key.integers(0, length - 1, slot=0) if self.split is None else torch.full_like(key.sample, self.split)
         if self.skip is not None:
             return {"split": split, "skip": torch.full_like(key.sample, self.skip)}
         return {"split": split, "skip": key.integers(1, length if self.max_skip is None else self.max_skip, slot=1)}

@@ -16,7 +16,8 @@ L = 24
 
 def test_draws_are_the_same_on_both_devices():
     words = [
-        DrawKey(3, torch.tensor(5, device=d), torch.arange(100, device=d)[:, None]).uniform(0).cpu() for d in ("cpu", "cuda")
+        DrawKey(3, torch.tensor(5, device=d), torch.arange(100, device=d)[:, None]).uniform(0).cpu()
+        for d in ("cpu", "cuda")
     ]
     assert torch.equal(*words)
 

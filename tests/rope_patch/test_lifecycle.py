@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from peft import LoraConfig, PeftModel, get_peft_model
 from support import oracle
 from support.tiny import WINDOW, tiny, tokens
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
 
 from rope_patch import describe, list_methods, load_adapter, native_rope, patch_model, rope_view, unpatch_model
@@ -21,7 +21,9 @@ L = 20
 
 
 def lora(**kwargs):
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **kwargs)
+    return LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **kwargs
+    )
 
 
 def test_list_methods_names_everything():
@@ -183,7 +185,9 @@ def test_compiled_gradients_under_checkpointing():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("view", [Skip(split=5, skip=30), Cyclic(shift=3), PosAug(low=0.5, high=0.5)], ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    "view", [Skip(split=5, skip=30), Cyclic(shift=3), PosAug(low=0.5, high=0.5)], ids=lambda v: v.name
+)
 @torch.no_grad()
 def test_generation_sees_the_same_view_with_and_without_cache(view, cache):
     model = tiny()
@@ -241,7 +245,9 @@ def test_explicit_index_covers_the_tokens_that_are_decoded():
         out = model(ids[:, :4], use_cache=True)
         rest = model(ids[:, 4:], past_key_values=out.past_key_values, use_cache=True).logits
         torch.testing.assert_close(torch.cat([out.logits, rest], 1), whole, rtol=1e-4, atol=1e-5)
-        with pytest.raises(ValueError, match="index must be \\[batch, seq_len\\] .* got \\(1, 6\\) for 1 rows and tokens 0 to 7"):
+        with pytest.raises(
+            ValueError, match="index must be \\[batch, seq_len\\] .* got \\(1, 6\\) for 1 rows and tokens 0 to 7"
+        ):
             model(tokens(1, 7), use_cache=False)
 
 
@@ -280,14 +286,20 @@ def test_a_view_leaves_no_trace_in_what_is_saved(tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, tiny()(ids).logits)
 
 
-def test_quantised_linear_layers_do_not_matter():
-    """The patch touches rotary modules alone: any replacement of linear layers is left as it is."""
-    model = tiny()
-    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_quantised_models(bits, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    tiny(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
     ids = tokens(1, L)
-    with torch.no_grad():
-        plain = quantised(ids, use_cache=False).logits
-        with rope_view(quantised, "standard"):
-            assert torch.equal(quantised(ids, use_cache=False).logits, plain)
-        with rope_view(quantised, Skip(split=8, skip=30)):
-            assert not torch.equal(quantised(ids, use_cache=False).logits, plain)
+    plain = model(ids, use_cache=False).logits
+    patch_model(model, "yarn", factor=4.0)
+    with native_rope(model), rope_view(model, "standard"):
+        assert torch.equal(model(ids, use_cache=False).logits, plain)
+    with rope_view(model, Skip(split=8, skip=30)):
+        assert not torch.equal(model(ids, use_cache=False).logits[:, 8:], plain[:, 8:])
+    assert torch.equal(unpatch_model(model)(ids, use_cache=False).logits, plain)

@@ -33,7 +33,9 @@ def reference(model, rows, family):
     window = SLIDING_WINDOW if family == "mistral-sliding" else None
     weights = oracle.weights_of(model)
     return [
-        oracle.logits(weights, model.config, ids[None], skipped(len(ids))[None], oracle.causal(len(ids), window)[None])[0]
+        oracle.logits(weights, model.config, ids[None], skipped(len(ids))[None], oracle.causal(len(ids), window)[None])[
+            0
+        ]
         for ids in rows
     ]
 

@@ -9,8 +9,15 @@ import pytest
 import torch
 from support import oracle
 from support.tiny import WINDOW, tiny, tokens
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM, Gemma3ForCausalLM
-from transformers import Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from rope_patch import describe, native_rope, patch_model, unpatch_model
 
@@ -39,6 +46,7 @@ def expected(method, seq_len):
     if method == "abf":
         return 5e5 ** (-2 * j / D), 1.0
     if method == "yarn":
+
         def c(turns):
             return D * math.log(WINDOW / (2 * math.pi * turns)) / (2 * math.log(THETA))
 
@@ -165,15 +173,18 @@ def test_a_patch_heals_a_model_that_was_cast_before():
     model = tiny().to(torch.bfloat16)
     patch_model(model, "standard")
     assert torch.equal(model.model.rotary_emb.inv_freq, tiny().model.rotary_emb.inv_freq)
-    assert torch.equal(unpatch_model(model).model.rotary_emb.inv_freq, tiny().to(torch.bfloat16).model.rotary_emb.inv_freq)
+    assert torch.equal(
+        unpatch_model(model).model.rotary_emb.inv_freq, tiny().to(torch.bfloat16).model.rotary_emb.inv_freq
+    )
 
 
 @torch.no_grad()
 def test_softmax_scales_that_hold_yarns_factor_follow(tmp_path):
     config = DeepseekV3Config(
         vocab_size=101, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1,
         max_position_embeddings=WINDOW, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -244,7 +255,11 @@ def test_a_trained_schedule_is_not_thrown_away_in_silence():
         ("abf", {"theta": 0}, "rescaling 'abf': theta must be a finite number above 0, got 0."),
         ("abf", {"theta": 1e6, "max_position_embeddings": 1.5}, "max_position_embeddings must be an integer"),
         ("yarn", {"factor": 2, "beta_fast": -1}, "beta_fast must be a finite number above 0, got -1."),
-        ("llama3", {"factor": 2, "low_freq_factor": 4}, "low_freq_factor must be below high_freq_factor, got 4 and 4.0."),
+        (
+            "llama3",
+            {"factor": 2, "low_freq_factor": 4},
+            "low_freq_factor must be below high_freq_factor, got 4 and 4.0.",
+        ),
         ("longrope", {"factor": 2}, "missing 1 required positional argument: 'long_factor'"),
         ("longrope", {"factor": 2, "long_factor": [1.0]}, "one divisor for each of the model's 4 frequencies, got 1."),
         ("longrope", {"factor": 2, "long_factor": [1, 1, 1, 0]}, "long_factor\\[3\\] must be a finite number above 0"),

@@ -1,5 +1,7 @@
 """RopeSFTTrainer with objective clm: TRL's own numbers, keyed draws, exact resume, errors."""
 
+import itertools
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -35,11 +37,14 @@ def test_standard_view_is_sft_bit_for_bit(batch, peft, tmp_path):
     for trainer_class, config_class in ((SFTTrainer, SFTConfig), (RopeSFTTrainer, RopeSFTConfig)):
         torch.manual_seed(0)
         run = trainer(
-            tmp_path, trainer_class, config_class, peft_config=lora() if peft else None, eval_dataset=documents(4, seed=9),
+            tmp_path, trainer_class, config_class, peft_config=lora() if peft else None,
+            eval_dataset=documents(4, seed=9),
             **BATCHES[batch],
         )  # fmt: skip
         run.train()
-        runs.append((logged(run, "loss", "grad_norm", "mean_token_accuracy"), run.evaluate()["eval_loss"], weights(run)))
+        runs.append(
+            (logged(run, "loss", "grad_norm", "mean_token_accuracy"), run.evaluate()["eval_loss"], weights(run))
+        )
     (losses, evaluated, ours), (other_losses, other_evaluated, theirs) = runs
     assert losses == other_losses and evaluated == other_evaluated
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -80,11 +85,13 @@ def test_packed_documents_draw_one_by_one_and_views_stay_inside(tmp_path):
     ids, positions = batch["input_ids"][0], batch["position_ids"][0]
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
     assert len(starts) > 2
-    for begin, end in zip(starts, starts[1:]):
+    for begin, end in itertools.pairwise(starts):
         document = ids[begin:end][None]
         t = torch.arange(end - begin)
         index = torch.where(t >= 5, t + 30, t)[None]
-        logits = oracle.logits(oracle.weights_of(model), model.config, document, index, oracle.causal(end - begin)[None])
+        logits = oracle.logits(
+            oracle.weights_of(model), model.config, document, index, oracle.causal(end - begin)[None]
+        )
         losses = torch.nn.functional.cross_entropy(logits[0, :-1], document[0, 1:], reduction="sum")
         total, count = total + losses.item(), count + end - begin - 1
     run.train()
@@ -233,7 +240,9 @@ def test_a_patch_that_fails_leaves_the_model_as_it_came(tmp_path):
 
 
 def test_plain_sft_arguments_are_refused_with_the_way_out(tmp_path):
-    with pytest.raises(TypeError, match="args must be a RopeSFTConfig, which has all fields of SFTConfig, got SFTConfig"):
+    with pytest.raises(
+        TypeError, match="args must be a RopeSFTConfig, which has all fields of SFTConfig, got SFTConfig"
+    ):
         RopeSFTTrainer(tiny(), SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
 
 
@@ -264,7 +273,8 @@ def test_a_model_by_name_loads_from_a_folder(tmp_path):
     tokenizer().save_pretrained(tmp_path / "model")
     run = RopeSFTTrainer(
         str(tmp_path / "model"),
-        RopeSFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, max_steps=1, report_to=[], view="skip",
+        RopeSFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, max_steps=1, report_to=[],
+                      view="skip",
                       rescale="yarn", rescale_args={"factor": 2.0}, max_length=32, disable_tqdm=True),
         train_dataset=documents(),
     )  # fmt: skip

@@ -1,0 +1,52 @@
+"""Adding ranks changes neither draws nor losses: two gloo processes on the CPU against one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from support.training import logged, trainer
+world = int(os.environ.get("WORLD_SIZE", 1))
+results = {}
+for name, options in {
+    "skip": {"view": "skip"},
+    "posaug": {"view": "posaug"},
+    "packed": {"view": "skip", "padding_free": True, "max_length": None},
+}.items():
+    out = Path(sys.argv[1]) / f"{name}-{world}"
+    run = trainer(out, per_device_train_batch_size=2, gradient_accumulation_steps=4 // world, max_steps=3,
+                  ddp_find_unused_parameters=False, **options)
+    run.train()
+    results[name] = [entry["loss"] for entry in logged(run, "loss")]
+if int(os.environ.get("RANK", 0)) == 0:
+    Path(sys.argv[1], f"losses-{world}.json").write_text(json.dumps(results))
+"""
+
+
+def run(world: int, folder: Path) -> dict[str, list[float]]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels"), str(root / "tests")])}
+    launch = (
+        [] if world == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", "29517"]
+    )
+    subprocess.run(
+        [sys.executable, *launch, str(script), str(folder)], check=True, env=environment, capture_output=True
+    )
+    return json.loads((folder / f"losses-{world}.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_two_ranks_train_like_one(tmp_path):
+    one, two = run(1, tmp_path), run(2, tmp_path)
+    for name, losses in one.items():
+        assert two[name] == pytest.approx(losses, rel=2e-5), name
