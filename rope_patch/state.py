@@ -42,7 +42,7 @@ class BoundIndex(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: Dynamo before torch 2.13 loses the fields of frozen ones made while tracing
 class BoundView:
     """A view with its draws: a function of the true positions, elementwise."""
 
@@ -56,7 +56,7 @@ class BoundView:
         return start + self.view.rope_index(position_ids - start, self.parameters)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BoundTable:
     """Explicit indices for the tokens of this forward, [batch, seq_len]."""
 

@@ -1,0 +1,108 @@
+"""The console script `rope-patch`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .demo.settings import CPU, GPU, DemoSettings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 if it is done, 130 if it was stopped by Ctrl-C, 1 after an error that the user can mend."""
+    args = _parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print(f"\nStopped. What is done is kept: the same command goes on in {args.output_dir}.", file=sys.stderr)
+        return 130
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        print(f"rope-patch {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rope-patch", description="Long-context adaptation for Hugging Face models with RoPE."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="the main job, small: measure, patch, fine-tune, measure again, save, reload",
+        description="Fine-tune a small model for positions beyond its window and show loss by position before and "
+        "after. The embedded model and corpus need no network. A run that was stopped goes on with the same command.",
+    )
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--output-dir", type=Path, default=Path("rope-patch-demo"), help="default: %(default)s")
+    demo.add_argument("--model", help="hub id or folder of a causal LM; default: SmolLM2-135M-Instruct, embedded")
+    demo.add_argument("--view", help=f"view to train with; default: {GPU.view}")
+    demo.add_argument("--view-args", type=_json_object, help="its options as a JSON object")
+    demo.add_argument("--rescale", help="rescaling to apply first, e.g. yarn; default: none")
+    demo.add_argument("--rescale-args", type=_json_object, help="its options as a JSON object, e.g. '{\"factor\": 4}'")
+    demo.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    for name, what in (
+        ("measure-length", "tokens in a measured row"),
+        ("measure-rows", "held-out rows measured"),
+        ("train-length", "tokens in a training row"),
+        ("batch-size", "rows in an optimizer step"),
+        ("steps", "optimizer steps"),
+        ("lora-rank", "rank of the adapters"),
+        ("seed", "of everything"),
+    ):
+        key = name.replace("-", "_")
+        demo.add_argument(
+            f"--{name}", type=int, help=f"{what}; default: {getattr(GPU, key)}, on a CPU {getattr(CPU, key)}"
+        )
+    demo.add_argument("--learning-rate", type=float, help=f"default: {GPU.learning_rate}")
+    demo.add_argument(
+        "--control",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="also train without the view on the same text; default: yes, on a CPU no",
+    )
+    return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object such as '{{\"factor\": 4}}', got {text!r}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object such as '{{\"factor\": 4}}', got {text!r}")
+    return value
+
+
+def _demo(args: argparse.Namespace) -> int:
+    if args.model is None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all that is needed is installed
+    import torch
+
+    from rope_patch.methods import resolve_rescaling, resolve_view
+
+    from .demo.run import run
+
+    settings = _settings(args, torch.cuda.is_available())
+    resolve_view(settings.view, settings.view_args)
+    if settings.rescale is not None:
+        resolve_rescaling(settings.rescale, settings.rescale_args)
+    run(settings, args.output_dir)
+    return 0
+
+
+def _settings(args: argparse.Namespace, has_gpu: bool) -> DemoSettings:
+    device = args.device or ("cuda" if has_gpu else "cpu")
+    if device == "cuda" and not has_gpu:
+        raise ValueError("--device cuda needs a GPU that torch can see; there is none. Use --device cpu.")
+    defaults = GPU if device == "cuda" else CPU
+    given = {k: v for k, v in vars(args).items() if v is not None and hasattr(defaults, k)}
+    if given.get("view", defaults.view) != defaults.view:
+        given.setdefault("view_args", {})  # the default options belong to the default view
+    for name in ("measure_length", "measure_rows", "train_length", "batch_size", "steps", "lora_rank"):
+        if given.get(name, 1) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given[name]}.")
+    return replace(defaults, **given)

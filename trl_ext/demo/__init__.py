@@ -1,0 +1,1 @@
+"""The main job, small: measure, patch, fine-tune, measure again, save, reload."""

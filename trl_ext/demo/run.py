@@ -1,0 +1,257 @@
+"""The steps of the demo. Each leaves its result in the output folder, where a second run finds it."""
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import get_last_checkpoint
+
+from rope_patch import __version__, describe, load_adapter
+from rope_patch.eval import LossByPosition, loss_by_position, plot_loss_by_position
+
+from ..config import RopeSFTConfig
+from ..trainer import RopeSFTTrainer
+from . import corpus, model
+from .reload_check import logits_after_reload
+from .settings import DemoSettings
+
+
+def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
+    """Do the whole job in `folder` and return its figures, which are also in `folder/demo.json`."""
+    settings.claim(folder)
+    seconds = _Stopwatch(folder / "seconds.json")
+    with seconds("load"):
+        base = settings.model or folder / "base"
+        if settings.model is None:
+            model.unpack_embedded(folder / "base")
+        loaded, tokenizer = model.load(base, settings.device), model.load_tokenizer(base)
+        window = loaded.config.max_position_embeddings
+        texts = corpus.build(
+            tokenizer,
+            measure_length=settings.measure_length,
+            measure_rows=settings.measure_rows,
+            train_length=settings.train_length,
+            train_rows=settings.steps * settings.batch_size,
+            seed=settings.seed,
+        )
+    _say(settings, window, loaded)
+
+    def fresh() -> PreTrainedModel:
+        return model.load(base, settings.device)
+
+    def measured(name: str, make: Callable[[], torch.nn.Module]) -> LossByPosition:
+        file = folder / f"{name}.safetensors"
+        if not file.is_file():
+            subject = make()
+            with seconds(f"measure {name}"):
+                curve = loss_by_position(subject, texts.held_out, title=f"measuring {name}")
+            save_file({"loss": curve.loss}, file)
+        return LossByPosition(load_file(file)["loss"], settings.measure_rows)
+
+    curves = {"before": measured("before", lambda: loaded)}
+    arms = ["control", "after"] if settings.control else ["after"]
+    for arm in arms:
+        adapter = folder / ("adapter" if arm == "after" else "control-adapter")
+        if not (adapter / "adapter_config.json").is_file():
+            with seconds(f"train {arm}"):
+                _train(settings, arm, fresh(), tokenizer, texts.train, folder / f"train-{arm}", adapter)
+        curves[arm] = measured(arm, lambda adapter=adapter: load_adapter(fresh(), adapter))  # type: ignore[misc]
+
+    with seconds("save and reload"):
+        difference = _save_and_reload(fresh(), folder, tokenizer, texts.held_out[:1, :512])
+    labels = {
+        "before": "before",
+        "control": f"control: plain fine-tuning, {settings.train_tokens / 1e6:.2g}M tokens",
+        "after": f"after: {_method(settings)}, {settings.train_tokens / 1e6:.2g}M tokens",
+    }
+    pictures = plot_loss_by_position(
+        {labels[name]: curves[name] for name in ("before", *arms)},
+        folder / "loss_by_position",
+        window=window,
+        title=f"{_name(settings)}: loss by position, {settings.measure_rows} held-out rows",
+    )
+    figures = _figures(settings, window, curves, seconds.times, difference, texts.held_out_files)
+    (folder / "demo.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    _conclude(figures, folder, [*pictures, folder / "demo.json"])
+    return figures
+
+
+def _train(
+    settings: DemoSettings,
+    arm: str,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: torch.Tensor,
+    checkpoints: Path,
+    adapter: Path,
+) -> None:
+    """LoRA fine-tuning under the view, or under none for the control; goes on from the last checkpoint."""
+    ids = rows.tolist()
+    trainer = RopeSFTTrainer(
+        base,
+        RopeSFTConfig(
+            output_dir=str(checkpoints),
+            view=settings.view if arm == "after" else "standard",
+            view_args=settings.view_args if arm == "after" else {},
+            rescale=settings.rescale,
+            rescale_args=settings.rescale_args,
+            max_steps=settings.steps,
+            per_device_train_batch_size=settings.batch_size,
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            warmup_steps=max(settings.steps // 10, 1),
+            logging_steps=max(settings.steps // 20, 1),
+            save_steps=max(settings.steps // 4, 1),
+            save_total_limit=1,
+            use_cpu=settings.device == "cpu",
+            bf16=settings.device != "cpu",
+            gradient_checkpointing=False,
+            dataset_kwargs={"skip_prepare_dataset": True},
+            report_to=[],
+            seed=settings.seed,
+        ),
+        train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=2 * settings.lora_rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            task_type="CAUSAL_LM",
+        ),
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None)
+    trainer.save_model(str(adapter))
+
+
+def _save_and_reload(
+    base: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor
+) -> float:
+    """Merge the adapter, save a plain checkpoint, and compare its logits in a new process with those here.
+
+    Returns:
+        The largest difference of a logit.
+
+    Raises:
+        RuntimeError: the reloaded model is another one.
+    """
+    peft_model: PeftModel = load_adapter(base, folder / "adapter")
+    merged: Any = peft_model.merge_and_unload()
+    merged.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    with torch.no_grad():
+        here = merged.eval()(ids.to(base.device)).logits.cpu()
+    there = logits_after_reload(folder / "model", ids, base.device.type, here.dtype)
+    difference = (here.float() - there.float()).abs().max().item()
+    # equal up to the order of sums in a matrix product, which a library may choose anew in each process
+    if difference > 1e-2 * here.float().abs().max().item():
+        raise RuntimeError(f"the model in {folder / 'model'} reloads to other logits: they differ by {difference}.")
+    return difference
+
+
+def _figures(
+    settings: DemoSettings,
+    window: int,
+    curves: dict[str, LossByPosition],
+    seconds: dict[str, float],
+    reload_difference: float,
+    held_out_files: tuple[str, ...],
+) -> dict[str, Any]:
+    start = curves["before"].in_window(window)
+    edges = [64, *range(2048, settings.measure_length, 2048), settings.measure_length]
+    return {
+        "model": _name(settings),
+        "window": window,
+        "settings": asdict(settings),
+        "train_tokens": settings.train_tokens,
+        "held_out_files": list(held_out_files),
+        "results": {
+            name: {
+                "loss_in_window": curve.in_window(window),
+                "cliff": curve.cliff(window),
+                "in_distribution_penalty_percent": 100 * (curve.in_window(window) / start - 1),
+                "loss_by_position": curve.bins(edges),
+            }
+            for name, curve in curves.items()
+        },
+        "in_distribution_penalty_against_control_percent": (
+            100 * (curves["after"].in_window(window) / curves["control"].in_window(window) - 1)
+            if "control" in curves
+            else None
+        ),
+        "largest_logit_difference_after_reload": reload_difference,
+        "seconds": seconds,
+        "device": torch.cuda.get_device_name() if settings.device != "cpu" else platform.processor() or "cpu",
+        "versions": {
+            "rope-patch": __version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "trl", "peft")},
+        },
+    }
+
+
+class _Stopwatch:
+    """Seconds per step, kept in a file so that a run that was stopped still knows those of its earlier parts."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.times: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def __call__(self, step: str) -> "_Stopwatch":
+        self.step = step
+        return self
+
+    def __enter__(self) -> None:
+        self.begin = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.times[self.step] = self.times.get(self.step, 0.0) + time.perf_counter() - self.begin
+        self.file.write_text(json.dumps(self.times, indent=2) + "\n", encoding="utf-8")
+
+
+def _name(settings: DemoSettings) -> str:
+    return settings.model or "SmolLM2-135M-Instruct"
+
+
+def _method(settings: DemoSettings) -> str:
+    return f"{settings.rescale} + {settings.view}" if settings.rescale else settings.view
+
+
+def _say(settings: DemoSettings, window: int, loaded: PreTrainedModel) -> None:
+    print(describe(loaded))
+    print(
+        f"Measuring {settings.measure_rows} held-out row(s) of {settings.measure_length} tokens; the model was "
+        f"trained on {window}.\nTraining with {_method(settings)} {settings.view_args or ''} on rows of "
+        f"{settings.train_length} tokens, {settings.train_tokens} tokens in all"
+        + (", and a control without the view." if settings.control else ".")
+    )
+    if settings.device == "cpu":
+        print(
+            "No GPU: windows are shrunk so that this ends within ten minutes on two cores. With a GPU the rows are "
+            "4 times as long, the measured window is 32768 tokens, and training sees 40 times the tokens."
+        )
+
+
+def _conclude(figures: dict[str, Any], folder: Path, files: list[Path]) -> None:
+    print(f"\n{'':10}{'loss 64..' + str(figures['window']):>16}{'beyond':>10}{'cliff':>10}")
+    for name, result in figures["results"].items():
+        inside, cliff = result["loss_in_window"], result["cliff"]
+        print(f"{name:10}{inside:16.3f}{inside + cliff:10.3f}{cliff:10.3f}")
+    print("\nThe cliff is how much worse, in nats per token, the model predicts beyond its window than within it.")
+    print(
+        f"Reloaded in a new process without this package: logits differ by "
+        f"{figures['largest_logit_difference_after_reload']:.2g} at most."
+    )
+    print(f"Model:   {folder / 'model'}  (plain checkpoint; the adapter alone is in {folder / 'adapter'})")
+    for file in files:
+        print(f"Figures: {file}")

@@ -1,0 +1,99 @@
+"""What the demo does, as values. Imports nothing heavy, so that `rope-patch demo --help` answers at once."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """One run of the demo; equal settings in the same folder go on where they stopped.
+
+    Args:
+        model: hub id or folder; None means the embedded SmolLM2-135M-Instruct.
+        device: "cpu" or "cuda".
+        view: view to train with.
+        view_args: its options.
+        rescale: rescaling to apply first, or None.
+        rescale_args: its options.
+        measure_length: tokens in a measured row.
+        measure_rows: held-out rows measured.
+        train_length: tokens in a training row.
+        batch_size: rows in an optimizer step.
+        steps: optimizer steps.
+        learning_rate: peak, reached after a tenth of the steps; falls to a tenth by a cosine.
+        lora_rank: of the adapters on all attention projections.
+        control: also train the same steps without the view, to tell its effect from that of the text.
+        seed: of everything.
+    """
+
+    model: str | None
+    device: str
+    view: str
+    view_args: dict[str, Any]
+    rescale: str | None
+    rescale_args: dict[str, Any]
+    measure_length: int
+    measure_rows: int
+    train_length: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    lora_rank: int
+    control: bool
+    seed: int
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens that one training run sees."""
+        return self.steps * self.batch_size * self.train_length
+
+    def claim(self, folder: Path) -> None:
+        """Make `folder` this run's.
+
+        Raises:
+            ValueError: it holds a run with other settings.
+        """
+        file = folder / "settings.json"
+        mine = asdict(self)
+        if file.is_file():
+            found = json.loads(file.read_text(encoding="utf-8"))
+            other = {k: (found.get(k), v) for k, v in mine.items() if found.get(k) != v}
+            if other:
+                differences = ", ".join(f"{k} {was!r} there and {now!r} here" for k, (was, now) in other.items())
+                raise ValueError(f"{folder} holds a run with other settings: {differences}. Use another --output-dir.")
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
+
+
+GPU = DemoSettings(
+    model=None,
+    device="cuda",
+    view="posaug",
+    view_args={},
+    rescale=None,
+    rescale_args={},
+    measure_length=32768,
+    measure_rows=4,
+    train_length=4096,
+    batch_size=8,
+    steps=80,
+    learning_rate=1e-3,
+    lora_rank=32,
+    control=True,
+    seed=0,
+)
+
+# two cores: shorter rows, and a measured row that reaches just as far as the cliff needs to show
+CPU = replace(
+    GPU,
+    device="cpu",
+    view_args={"low": 1 / 8, "high": 16.0},
+    measure_length=14336,
+    measure_rows=1,
+    train_length=1024,
+    batch_size=2,
+    steps=30,
+    control=False,
+)
