@@ -34,13 +34,14 @@ def run(world: int, folder: Path) -> dict[str, list[float]]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels"), str(root / "tests")])}
+    paths = os.pathsep.join([str(root), str(root / "kernels"), str(root / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     launch = (
         [] if world == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", "29517"]
     )
-    subprocess.run(
-        [sys.executable, *launch, str(script), str(folder)], check=True, env=environment, capture_output=True
-    )
+    command = [sys.executable, *launch, str(script), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / f"losses-{world}.json").read_text())
 
 
