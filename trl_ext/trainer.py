@@ -81,7 +81,7 @@ class RopeSFTTrainer(SFTTrainer):
             if rescaling is not None:
                 patch_model(self.model, _with_window(rescaling, args, find_decoder(self.model)))
             # "standard" is the default: it does not take off a view that the user has put on
-            if view.perturbs:
+            if view.perturbs or view_source(self.model) is None:
                 patch_model(self.model, view, seed=args.seed if args.view_seed is None else args.view_seed)
         except Exception:
             if not was_patched:

@@ -65,6 +65,8 @@ def test_undo_after_a_move_between_devices():
 
 
 def test_inductor_takes_new_draws_without_compiling_again():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     ids = tokens(2, 64).cuda()
     eager, compiled = (patch_model(tiny().cuda(), PosAug()).train() for _ in range(2))
     run = torch.compile(compiled, fullgraph=True)

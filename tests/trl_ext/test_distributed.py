@@ -34,7 +34,8 @@ def run(world: int, folder: Path) -> dict[str, list[float]]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), str(root / "kernels"), str(root / "tests")])
+    ours = [str(root), str(root / "kernels"), str(root / "tests")]
+    paths = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     launch = (
         [] if world == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", "29517"]
