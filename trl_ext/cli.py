@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     demo.add_argument("--output-dir", type=Path, default=Path("rope-patch-demo"), help="default: %(default)s")
     demo.add_argument("--model", help="hub id or folder of a causal LM; default: SmolLM2-135M-Instruct, embedded")
-    demo.add_argument("--view", help=f"view to train with; default: {GPU.view}")
+    demo.add_argument("--view", help=f"view to train with; default: {GPU.view}, on a CPU {CPU.view}")
     demo.add_argument("--view-args", type=_json_object, help="its options as a JSON object")
     demo.add_argument("--rescale", help="rescaling to apply first, e.g. yarn; default: none")
     demo.add_argument("--rescale-args", type=_json_object, help="its options as a JSON object, e.g. '{\"factor\": 4}'")

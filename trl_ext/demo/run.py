@@ -237,8 +237,8 @@ def _say(settings: DemoSettings, window: int, loaded: PreTrainedModel) -> None:
     )
     if settings.device == "cpu":
         print(
-            "No GPU: windows are shrunk so that this ends within ten minutes on two cores. With a GPU the rows are "
-            "4 times as long, the measured window is 32768 tokens, and training sees 40 times the tokens."
+            "No GPU: windows are shrunk so that this ends within ten minutes on two cores. On a GPU, training rows are "
+            "4 times as long, the measured ones reach 32768 tokens, and training sees 40 times the tokens."
         )
 
 

@@ -1,0 +1,74 @@
+import math
+
+import pytest
+import torch
+from support.tiny import VOCAB, tiny, tokens
+
+from rope_patch import patch_model
+from rope_patch.eval import LossByPosition, loss_by_position, plot_loss_by_position
+
+
+@torch.no_grad()
+def test_it_is_the_cross_entropy_of_the_logits():
+    model = tiny(dtype=torch.float64)
+    rows = tokens(5, 30)
+    found = loss_by_position(model, rows, batch_size=2, progress=False)
+    log_probabilities = model(rows).logits.log_softmax(-1)
+    expected = -log_probabilities[:, :-1].gather(-1, rows[:, 1:, None])[..., 0].mean(0)
+    torch.testing.assert_close(found.loss[1:], expected, rtol=1e-5, atol=1e-6)
+    assert math.isnan(found.loss[0]) and found.n_rows == 5 and found.seq_len == 30
+
+
+@torch.no_grad()
+def test_a_model_that_knows_nothing_loses_the_log_of_the_vocabulary():
+    model = tiny()
+    model.lm_head.weight.zero_()
+    found = loss_by_position(model, tokens(2, 100), progress=False)
+    torch.testing.assert_close(found.loss[1:], torch.full((99,), math.log(VOCAB), dtype=torch.float64))
+    assert found.cliff(80) == pytest.approx(0, abs=1e-6)
+
+
+def test_means_and_cliff_by_hand():
+    # loss p at position p: means are midpoints
+    found = LossByPosition(torch.tensor([math.nan, *range(1, 200)], dtype=torch.float64), 1)
+    assert found.mean(10, 13) == 11
+    assert found.in_window(100) == (64 + 100) / 2
+    assert found.cliff(100) == (101 + 199) / 2 - 82
+    assert found.bins([64, 66, 70]) == [{"first": 64, "end": 66, "loss": 64.5}, {"first": 66, "end": 70, "loss": 67.5}]
+    assert found.to_dict()["loss"][:3] == [None, 1, 2]
+    for first, end in ((0, 5), (5, 5), (5, 201)):
+        with pytest.raises(ValueError, match="positions must satisfy 1 <= first < end <= 200"):
+            found.mean(first, end)
+
+
+def test_views_of_training_are_off_and_the_mode_comes_back():
+    model = patch_model(tiny(), "nope").train()
+    rows = tokens(2, 30)
+    found = loss_by_position(model, rows, progress=False)
+    assert model.training
+    torch.testing.assert_close(found.loss[1:], loss_by_position(tiny(), rows, progress=False).loss[1:])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.zeros(3, dtype=torch.long), "rows must be \\[n_rows, seq_len\\] with seq_len >= 2, got \\(3,\\)"),
+        (torch.zeros(2, 1, dtype=torch.long), "rows must be"),
+        (torch.full((1, 4), VOCAB), f"rows must hold ids in \\[0, {VOCAB}\\)"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        loss_by_position(tiny(), rows, progress=False)
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(ValueError, match="LlamaModel has no linear output head"):
+        loss_by_position(tiny().model, tokens(1, 4), progress=False)
+
+
+def test_the_picture_is_written_twice(tmp_path):
+    curve = LossByPosition(torch.rand(300, dtype=torch.float64), 1)
+    files = plot_loss_by_position({"a": curve, "b": curve}, tmp_path / "x", window=100, title="t")
+    assert [f.name for f in files] == ["x.png", "x.svg"]
+    assert files[0].read_bytes()[:4] == b"\x89PNG" and "trained window: 100" in files[1].read_text()

@@ -1,0 +1,159 @@
+"""The demo from end to end on a tiny model: its files, resuming, Ctrl-C, errors."""
+
+import json
+import sys
+
+import pytest
+import torch
+from support.tiny import tiny
+from support.training import tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import trl_ext.demo.run as demo_run
+from trl_ext import cli
+from trl_ext.demo import corpus
+from trl_ext.demo.reload_check import logits_after_reload
+
+SIZES = ["--measure-length", "160", "--measure-rows", "2", "--train-length", "32", "--batch-size", "2", "--steps", "4"]
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A tiny model with a character tokenizer, so that any text works."""
+    folder = tmp_path / "tiny"
+    tiny(vocab_size=130).save_pretrained(folder)
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, **{chr(c): c for c in range(4, 127)}}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def short_library(tmp_path, monkeypatch):
+    """Six files instead of thousands."""
+    folder = tmp_path / "library"
+    folder.mkdir()
+    for i in range(6):
+        (folder / f"file{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * (30 - i))
+    files = sorted(folder.iterdir())
+    monkeypatch.setattr(corpus, "source_files", lambda: files)
+
+
+def demo(folder, model, *extra):
+    return cli.main(["demo", "--output-dir", str(folder), "--model", str(model), "--device", "cpu", *SIZES, *extra])
+
+
+def test_demo_leaves_figures_pictures_and_a_model_that_loads(tmp_path, model_folder, short_library, capsys):
+    out = tmp_path / "out"
+    assert demo(out, model_folder, "--control") == 0
+    figures = json.loads((out / "demo.json").read_text())
+    assert set(figures["results"]) == {"before", "control", "after"}
+    assert figures["window"] == 64 and figures["train_tokens"] == 4 * 2 * 32
+    assert figures["largest_logit_difference_after_reload"] == 0
+    assert figures["results"]["before"]["in_distribution_penalty_percent"] == 0
+    for name in ("loss_by_position.png", "loss_by_position.svg", "adapter/rope_patch.json", "model/config.json"):
+        assert (out / name).stat().st_size > 0
+    AutoModelForCausalLM.from_pretrained(out / "model")
+    printed = capsys.readouterr().out
+    assert "windows are shrunk" in printed and str(out / "loss_by_position.png") in printed
+
+
+def test_a_second_run_repeats_nothing(tmp_path, model_folder, short_library, monkeypatch):
+    out = tmp_path / "out"
+    assert demo(out, model_folder) == 0
+    first = json.loads((out / "demo.json").read_text())
+    for name in ("loss_by_position", "_train"):
+        monkeypatch.setattr(demo_run, name, lambda *args, **kwargs: pytest.fail("done again"))
+    assert demo(out, model_folder) == 0
+    assert json.loads((out / "demo.json").read_text())["results"] == first["results"]
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, model_folder, short_library, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert demo(whole, model_folder) == 0
+    step = demo_run.RopeSFTTrainer.training_step
+    calls = []
+
+    def stopping(self, *args, **kwargs):
+        calls.append(self.state.global_step)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_run.RopeSFTTrainer, "training_step", stopping)
+        assert demo(parts, model_folder) == 130
+    assert f"the same command goes on in {parts}" in capsys.readouterr().err
+    assert demo(parts, model_folder) == 0
+    a, b = (json.loads((d / "demo.json").read_text())["results"]["after"] for d in (whole, parts))
+    assert a == b
+
+
+def test_settings_of_another_run_are_not_mixed_in(tmp_path, model_folder, short_library, capsys):
+    assert demo(tmp_path / "out", model_folder) == 0
+    assert demo(tmp_path / "out", model_folder, "--seed", "5") == 1
+    assert (
+        "holds a run with other settings: seed 0 there and 5 here. Use another --output-dir." in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--view", "skp"], "Unknown method 'skp'. Did you mean 'skip'"),
+        (["--view", "yarn"], "'yarn'"),
+        (["--rescale", "yarn"], "'yarn': "),
+        (["--steps", "0"], "--steps must be at least 1, got 0."),
+        (["--view", "skip", "--view-args", '{"max": 1}'], "Unknown option of 'skip' 'max'"),
+    ],
+)
+def test_a_wrong_argument_ends_before_anything_is_written(arguments, message, tmp_path, capsys):
+    assert cli.main(["demo", "--output-dir", str(tmp_path / "out"), "--device", "cpu", *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_json_argument_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--view-args", "[1]"])
+    assert "must be a JSON object such as" in capsys.readouterr().err
+
+
+def test_the_view_may_be_any_and_a_rescaling_may_be_under_it(tmp_path, model_folder, short_library):
+    extra = ["--view", "cyclic", "--rescale", "yarn", "--rescale-args", '{"factor": 4.0}']
+    assert demo(tmp_path / "out", model_folder, *extra) == 0
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert saved.config.rope_parameters["rope_type"] == "yarn" and saved.config.max_position_embeddings == 256
+
+
+def test_reload_really_cannot_import_this_package(tmp_path):
+    folder = tmp_path / "model"
+    tiny().save_pretrained(folder)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(logits_after_reload(folder, ids, "cpu", torch.float32), tiny()(ids).logits)
+    (tmp_path / "broken").mkdir()
+    with pytest.raises(RuntimeError, match="reloading .* in a new process failed"):
+        logits_after_reload(tmp_path / "broken", ids, "cpu", torch.float32)
+
+
+def test_held_out_files_are_not_trained_on(short_library):
+    texts = corpus.build(tokenizer(), measure_length=8, measure_rows=2, train_length=4, train_rows=3, seed=0)
+    assert texts.held_out.shape == (2, 8) and texts.train.shape == (3, 4)
+    assert texts.held_out_files == ("file0.py", "file2.py")
+
+
+def test_help_needs_no_torch():
+    import subprocess
+
+    code = (
+        "import sys; from trl_ext.cli import main\n"
+        "try: main(['demo', '--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
