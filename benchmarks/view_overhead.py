@@ -2,8 +2,8 @@
 
 Run:   python benchmarks/view_overhead.py [--lengths 8192 32768] [--layers 32] [--out FILE.json]
 Shape: Llama-3-8B with random weights in bf16, batch 1, no KV cache, no gradients; logits of the last token only.
-Each round times unpatched and patched forwards in turn, so that a drift of the clock meets both; the median over rounds
-of the ratio of neighbours is what counts.
+Each round times an unpatched and a patched forward, in an order that changes from round to round, so that a drift of the
+clock and what a forward leaves behind meet both; the median over rounds of their ratio is what counts.
 """
 
 import argparse
@@ -54,13 +54,16 @@ def measure(model: LlamaForCausalLM, seq_len: int, rounds: int) -> list[dict[str
         options = {"views": [{"view": "skip"}, {"view": "posaug"}]} if view == "compose" else {}
         plain: list[float] = []
         patched: list[float] = []
-        for round_number in range(rounds + 2):
-            times = milliseconds(unpatch_model(model), ids)
-            patch_model(model, view, when="always", **options)
-            times_patched = milliseconds(model, ids)
-            if round_number >= 2:  # the first rounds warm up
-                plain.append(times)
-                patched.append(times_patched)
+        for round_number in range(-2, rounds):
+            times = {}
+            for is_patched in (False, True) if round_number % 2 else (True, False):
+                unpatch_model(model)
+                if is_patched:
+                    patch_model(model, view, when="always", **options)
+                times[is_patched] = milliseconds(model, ids)
+            if round_number >= 0:  # the first rounds warm up
+                plain.append(times[False])
+                patched.append(times[True])
         unpatch_model(model)
         ratios = [b / a for a, b in zip(plain, patched, strict=True)]
         # what the unpatched model differs by from itself: the noise that the ratio is to be read against

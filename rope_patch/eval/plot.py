@@ -51,7 +51,8 @@ def plot_loss_by_position(
     axes.set(title=title, xlabel="target position (tokens)", ylabel=f"loss (nats per token, mean of {step} tokens)")
     axes.set_xlim(0, longest)
     axes.grid(alpha=0.25)
-    axes.legend(loc="upper left")
+    # below the axes: inside, it would hide one curve or another
+    figure.legend(loc="outside lower center", ncols=len(curves), frameon=False)
     files = [Path(path).with_suffix(ending) for ending in (".png", ".svg")]
     for file in files:
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
