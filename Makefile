@@ -3,6 +3,7 @@
 # make test-slow  the slow ones only
 # make test-all   both
 # make lint       ruff and mypy, as in .pre-commit-config.yaml
+# make docs      write docs/composition.md from the outcomes of its tests
 # make clean      remove what the other targets made, the default .venv included
 #
 # Each target first installs what it needs into $(VENV), with the versions in constraints.txt.
@@ -18,7 +19,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 # one thread a worker: torch's own threads would fight over the same cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-.PHONY: demo test test-slow test-all lint clean
+.PHONY: demo test test-slow test-all lint docs clean
 .NOTPARALLEL:
 
 demo: $(VENV)/.demo-installed
@@ -37,6 +38,9 @@ test-all: test test-slow
 # the hooks are programs of the environment, so they are looked up on PATH
 lint: $(VENV)/.dev-installed
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
+
+docs: $(VENV)/.dev-installed
+	$(BIN)/python docs/composition.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info

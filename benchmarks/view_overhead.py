@@ -2,8 +2,8 @@
 
 Run:   python benchmarks/view_overhead.py [--lengths 8192 32768] [--layers 32] [--out FILE.json]
 Shape: Llama-3-8B with random weights in bf16, batch 1, no KV cache, no gradients; logits of the last token only.
-Each round times an unpatched and a patched forward, in an order that changes from round to round, so that a drift of the
-clock and what a forward leaves behind meet both; the median over rounds of their ratio is what counts.
+Each round times an unpatched and a patched forward, in an order that changes from round to round, so that a drift of
+the clock and what a forward leaves behind meet both; the median over rounds of their ratio is what counts.
 """
 
 import argparse

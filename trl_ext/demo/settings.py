@@ -87,7 +87,7 @@ GPU = DemoSettings(
 
 # Two cores: shorter rows, and a measured row that reaches just as far as the cliff needs to show. With the 61 thousand
 # tokens that they can see, PosAug takes a third off the cliff and costs 17 % within the window; a skip takes off three
-# quarters and costs nothing (docs/results/demo.md), so that is what is shown.
+# quarters and costs nothing (docs/results/README.md), so that is what is shown.
 CPU = replace(
     GPU,
     device="cpu",

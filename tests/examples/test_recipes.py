@@ -1,0 +1,62 @@
+"""Every recipe parses, and the script runs with the settings of each on a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.tiny import tiny
+from support.training import tokenizer
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+from rope_patch import load_adapter
+from trl_ext import RopeSFTConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
+def test_a_recipe_holds_only_known_keys_and_says_how_to_run_it(recipe):
+    parser = TrlParser((ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig))
+    _, training, model, _ = parser.parse_args_and_config(["--config", str(recipe), "--use_cpu", "--bf16", "false"])
+    found = yaml.safe_load(recipe.read_text())
+    assert training.view == found["view"] and model.model_name_or_path == found["model_name_or_path"]
+    assert recipe.read_text().startswith("# ") and f"--config examples/recipes/{recipe.name}" in recipe.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
+def test_the_script_runs_a_recipe(recipe, tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(40))} for i in range(1, 30)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = yaml.safe_load(recipe.read_text())
+    settings.update(
+        model_name_or_path=str(tmp_path / "model"),
+        output_dir=str(tmp_path / "out"),
+        dtype="float32",
+        max_steps=2,
+        max_length=64,
+        gradient_accumulation_steps=1,
+        save_steps=2,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+    )
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "sft.py"), "--config", "recipe.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{settings['view'].replace('posaug', 'PosAug').replace('skip', 'Skip')}(" in done.stdout
+    if settings.get("use_peft"):
+        load_adapter(tiny(), tmp_path / "out")
