@@ -35,7 +35,7 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     decoder = find_decoder(model)
     if state_of(decoder) is not None:
         raise ValueError("load_adapter needs a model without patches: call unpatch_model first.")
-    found = (decoder.config.rope_parameters, decoder.config.max_position_embeddings)
+    found = (decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None))
     wanted = (specification["native_rope_parameters"], specification["native_max_position_embeddings"])
     if found != wanted:
         raise ValueError(

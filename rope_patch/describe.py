@@ -23,7 +23,7 @@ class RopeDescription:
         view: the view that is sampled, or None.
         when: in which forwards.
         modules: names of the rotary modules.
-        trained_window: positions that the model came with.
+        trained_window: positions that the model came with; None if its config names none.
         target_window: positions that its config now promises.
         adapters: names of PEFT adapters, which are saved with the RoPE specification beside them.
     """
@@ -36,8 +36,8 @@ class RopeDescription:
     view: str | None
     when: str | None
     modules: tuple[str, ...]
-    trained_window: int
-    target_window: int
+    trained_window: int | None
+    target_window: int | None
     adapters: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -46,8 +46,8 @@ class RopeDescription:
             f"  schedule        {_schedule(self.rope_parameters)}",
             f"  rescaling       {self.rescaling or 'none'}",
             f"  view            {f'{self.view}, sampled in {_WHEN[self.when]}' if self.view else 'none'}",
-            f"  trained window  {self.trained_window} positions",
-            f"  target window   {self.target_window} positions",
+            f"  trained window  {_window(self.trained_window)}",
+            f"  target window   {_window(self.target_window)}",
             f"  rotary modules  {', '.join(self.modules)}",
         ]
         if self.rescaling:
@@ -66,6 +66,7 @@ def describe(model: nn.Module) -> RopeDescription:
     decoder = find_decoder(model)
     state = state_of(decoder)
     config = decoder.config
+    window = getattr(config, "max_position_embeddings", None)
     view = None if state is None or state.source is None else state.source.view
     return RopeDescription(
         model=type(find_core(model)).__name__,
@@ -76,10 +77,14 @@ def describe(model: nn.Module) -> RopeDescription:
         view=None if view is None else repr(view),
         when=None if state is None or view is None else state.when,
         modules=tuple(name for name, _ in named_rotary_modules(decoder)),
-        trained_window=config.max_position_embeddings if state is None else state.native.max_position_embeddings,
-        target_window=config.max_position_embeddings,
+        trained_window=window if state is None else state.native.max_position_embeddings,
+        target_window=window,
         adapters=tuple(getattr(find_core(model), "peft_config", {})),
     )
+
+
+def _window(positions: int | None) -> str:
+    return "not stated by the config" if positions is None else f"{positions} positions"
 
 
 def _schedule(rope_parameters: dict[str, Any]) -> str:

@@ -31,14 +31,14 @@ class RopeSchedule:
 
     Args:
         rope_parameters: of the text config; of each rotary module's own config, by module name, if it has one.
-        max_position_embeddings: window written in the config, in positions.
+        max_position_embeddings: window written in the config, in positions; None if it names none.
         rotary: state of each rotary module, by its name below the decoder.
         attention_scales: softmax scales, by (module name below the decoder, attribute).
     """
 
     rope_parameters: dict[str, Any]
     own_rope_parameters: dict[str, dict[str, Any]]
-    max_position_embeddings: int
+    max_position_embeddings: int | None
     rotary: dict[str, RotaryState]
     attention_scales: dict[tuple[str, str], float]
 
@@ -51,7 +51,7 @@ class RopeSchedule:
             own_rope_parameters={
                 n: m.config.rope_parameters for n, m in rotary.items() if m.config is not decoder.config
             },
-            max_position_embeddings=decoder.config.max_position_embeddings,
+            max_position_embeddings=getattr(decoder.config, "max_position_embeddings", None),
             rotary={name: RotaryState.of(module) for name, module in rotary.items()},
             attention_scales=attention_scales(decoder),
         )
@@ -59,7 +59,8 @@ class RopeSchedule:
     def write(self, decoder: PreTrainedModel) -> None:
         """Put the schedule into force: config, rotary modules and softmax scales."""
         decoder.config.rope_parameters = self.rope_parameters
-        decoder.config.max_position_embeddings = self.max_position_embeddings
+        if self.max_position_embeddings is not None:
+            decoder.config.max_position_embeddings = self.max_position_embeddings
         rotary = dict(named_rotary_modules(decoder))
         for name, parameters in self.own_rope_parameters.items():
             rotary[name].config.rope_parameters = parameters
@@ -103,6 +104,11 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
     """
     config = copy.deepcopy(decoder.config)
     window = native.max_position_embeddings
+    if window is None:
+        raise ValueError(
+            f"rescaling {rescaling.name!r} needs the window that the model was trained with, and the config of model "
+            f"type {config.model_type!r} names none (max_position_embeddings)."
+        )
     target = rescaling.target_window(window)
     if target is not None:
         if target > MAX_INDEX:

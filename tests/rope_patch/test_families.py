@@ -1,0 +1,154 @@
+"""Families that differ from Llama in where and how often RoPE is called: a view is right there, or refused by name."""
+
+import pytest
+import torch
+from peft import PromptTuningConfig, get_peft_model
+from support.tiny import WINDOW, tiny, tokens
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTJConfig,
+    GPTJForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
+
+from rope_patch import describe, patch_model, rope_view
+from rope_patch.draws import DrawKey
+from rope_patch.state import BoundView, Documents
+from rope_patch.views import Skip
+
+L = 20
+
+
+def gemma3():
+    config = Gemma3TextConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=WINDOW,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def recurrent_gemma():
+    config = RecurrentGemmaConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        lru_width=32,
+        attention_window_size=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return RecurrentGemmaForCausalLM(config).eval()
+
+
+def test_a_rotary_that_is_called_once_a_layer_type_draws_once():
+    """Both kinds of layers of Gemma 3 must see the same positions: a fixed view drawn at random is the test."""
+    model = gemma3()
+    ids = tokens(2, L)
+    seen = []
+    rotary = model.model.rotary_emb
+    rotary.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append(kwargs.get("position_ids", args[1] if len(args) > 1 else None)),
+        with_kwargs=True,
+    )
+    with torch.no_grad(), rope_view(model, Skip(), seed=1):
+        # ours was registered after the spy's, so the spy is moved behind it
+        spy = next(iter(rotary._forward_pre_hooks))
+        rotary._forward_pre_hooks.move_to_end(spy)
+        model(ids, use_cache=False)
+    assert len(seen) == 2 and torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0][0], torch.arange(L))
+
+
+def test_a_view_of_gemma3_leaves_the_prefix_and_reaches_the_suffix():
+    model = gemma3()
+    ids = tokens(1, L)
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        with rope_view(model, Skip(split=9, skip=30)):
+            seen = model(ids, use_cache=False).logits
+    torch.testing.assert_close(seen[:, :9], plain[:, :9], rtol=1e-4, atol=1e-5)
+    assert (seen[:, 9:] - plain[:, 9:]).abs().max() > 1e-3
+
+
+def test_rope_inside_layers_works_but_not_under_checkpointing():
+    model = recurrent_gemma()
+    ids = tokens(1, L)
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        with rope_view(model, "standard"):
+            assert torch.equal(model(ids, use_cache=False).logits, plain)
+        with rope_view(model, Skip(split=9, skip=30)):
+            seen = model(ids, use_cache=False).logits
+    torch.testing.assert_close(seen[:, :9], plain[:, :9], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(seen[:, 9:], plain[:, 9:])
+    with pytest.raises(ValueError, match="needs the window that the model was trained with"):
+        patch_model(model, "pi", factor=2.0)
+    assert "not stated by the config" in str(describe(model))
+    patch_model(model, "skip").train()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="applies RoPE inside its layers, which gradient checkpointing runs again"):
+        model(ids, labels=ids, use_cache=False)
+
+
+def test_rope_without_a_rotary_module_is_refused_with_the_reason():
+    model = GPTJForCausalLM(GPTJConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=101, rotary_dim=4, n_positions=32))
+    with pytest.raises(
+        ValueError, match="model type 'gptj' has no RoPE that can be patched: it gathers sines from a table"
+    ):
+        patch_model(model, "skip")
+
+
+@torch.no_grad()
+def test_prompt_tuning_lengthens_the_row_before_the_view_sees_it():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    torch.manual_seed(3)
+    wrapped = get_peft_model(tiny(), config).eval()
+    ids = tokens(2, L)
+    prompts = wrapped.get_prompt(batch_size=2)
+    embeddings = torch.cat([prompts, wrapped.get_input_embeddings()(ids)], 1)
+    index = torch.arange(L + 4)
+    index[9:] += 30
+    with rope_view(wrapped, Skip(split=9, skip=30)):
+        seen = wrapped(ids, use_cache=False).logits
+    base = tiny()
+    with rope_view(base, index=index[None]):
+        expected = base(inputs_embeds=embeddings, use_cache=False).logits
+    torch.testing.assert_close(seen[:, -L:], expected[:, -L:], rtol=1e-4, atol=1e-5)
+    assert describe(wrapped).model == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("shape", [(1, L), (3, L), (4, 3, L)], ids=["1,S", "B,S", "axes,B,S"])
+def test_a_view_is_elementwise_in_the_positions(shape):
+    """What makes it right for shared rows, own rows, several axes, single decoded tokens and shards of a row."""
+    documents = Documents(torch.zeros(3, 1, dtype=torch.int64), torch.full((3, 1), L), torch.arange(3)[:, None])
+    view = Skip()
+    bound = BoundView(view, documents, view.draw(documents.length, DrawKey(0, torch.tensor(0), documents.ordinal)))
+    whole = bound(torch.arange(L).expand(3, L))
+    found = bound(torch.arange(L).expand(shape))
+    assert torch.equal(found, whole.expand(found.shape))
+    shard = torch.tensor([3, 4, 15, 16])  # of context parallelism: not in order
+    assert torch.equal(bound(shard.expand(3, 4)), whole[:, shard])
