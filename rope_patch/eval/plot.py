@@ -54,6 +54,7 @@ def plot_loss_by_position(
     # below the axes: inside, it would hide one curve or another
     figure.legend(loc="outside lower center", ncols=len(curves), frameon=False)
     files = [Path(path).with_suffix(ending) for ending in (".png", ".svg")]
+    files[0].parent.mkdir(parents=True, exist_ok=True)
     for file in files:
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
