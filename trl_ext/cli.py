@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .demo.settings import CPU, GPU, DemoSettings
+from .measure.commands import add_commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except KeyboardInterrupt:
-        print(f"\nStopped. What is done is kept: the same command goes on in {args.output_dir}.", file=sys.stderr)
+        kept = (
+            "" if args.output_dir is None else f" What is done is kept: the same command goes on in {args.output_dir}."
+        )
+        print(f"\nStopped.{kept}", file=sys.stderr)
         return 130
     except (ValueError, FileNotFoundError, ImportError) as error:
         print(f"rope-patch {args.command}: {error}", file=sys.stderr)
@@ -64,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="also train without the view on the same text; default: yes, on a CPU no",
     )
+    add_commands(commands)
     return parser
 
 

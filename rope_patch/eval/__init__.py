@@ -1,6 +1,49 @@
-"""Measuring long-context models: figures that show where a window ends."""
+"""Measuring long-context models: where the window ends, what adaptation gained and what it cost."""
 
+from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
+from .comparisons import in_distribution_penalty, recovery_ratio
+from .context_gain import ContextGain, context_gain
 from .loss_by_position import LossByPosition, loss_by_position
-from .plot import plot_loss_by_position
+from .probe import ProbeResult, probe
+from .report import write_report
+from .result import Result
+from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position, niah, passkey
+from .ruler import Ruler, ruler
+from .short_text import ShortText, short_text
+from .suite import MEASURES, EvalPlan, run_suite
+from .text import read_texts, standard_library_files, text_rows
+from .view_kl import ViewKL, view_kl
 
-__all__ = ["LossByPosition", "loss_by_position", "plot_loss_by_position"]
+__all__ = [
+    "MEASURES",
+    "AnswerPositionAccuracy",
+    "AttentionDistance",
+    "ContextGain",
+    "EntropyRatio",
+    "EvalPlan",
+    "LossByPosition",
+    "ProbeResult",
+    "Result",
+    "RetrievalGrid",
+    "Ruler",
+    "ShortText",
+    "ViewKL",
+    "accuracy_by_answer_position",
+    "attention_distance",
+    "context_gain",
+    "entropy_ratio",
+    "in_distribution_penalty",
+    "loss_by_position",
+    "niah",
+    "passkey",
+    "probe",
+    "read_texts",
+    "recovery_ratio",
+    "ruler",
+    "run_suite",
+    "short_text",
+    "standard_library_files",
+    "text_rows",
+    "view_kl",
+    "write_report",
+]

@@ -1,35 +1,39 @@
 """Cross-entropy of each token given all before it, by its position: where a model's window ends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from rope_kernels import linear_ce_rows
+from .result import Result
+from .subject import Subject
 
-from ..rotary import find_core
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # positions that every window holds: left out of means, since their short contexts make the loss large in any model
 FIRST_POSITION = 64
 
-_LOGIT_TRANSFORMS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")
-
 
 @dataclass(frozen=True, eq=False)
-class LossByPosition:
+class LossByPosition(Result):
     """Mean cross-entropy by target position.
 
     Args:
         loss: entry p is the mean over rows of -log p(x_p | x_<p), in nats, float64 [seq_len]; entry 0 is nan, as
             nothing predicts the first token.
         n_rows: rows that the means are over.
+        window: positions that the model was trained on; None if its config names none.
     """
+
+    title: ClassVar[str] = "Loss by position"
 
     loss: torch.Tensor
     n_rows: int
+    window: int | None = None
 
     @property
     def seq_len(self) -> int:
@@ -44,16 +48,54 @@ class LossByPosition:
             )
         return self.loss[first:end].mean().item()
 
-    def in_window(self, window: int) -> float:
-        """Mean loss over target positions 64..window, in nats."""
-        return self.mean(FIRST_POSITION, window + 1)
+    def in_window(self, window: int | None = None) -> float:
+        """Mean loss over target positions 64..window, in nats; `window` None means the trained one."""
+        return self.mean(FIRST_POSITION, min(self._window(window) + 1, self.seq_len))
 
-    def cliff(self, window: int) -> float:
+    def cliff(self, window: int | None = None) -> float:
         """Mean loss over target positions beyond `window` minus that over 64..window, in nats.
+
+        Args:
+            window: None means the trained one.
+
+        Raises:
+            ValueError: the rows end within the window, so nothing was measured beyond it.
 
         Source: PosAug, FoGen 2026, its cliff metric.
         """
+        window = self._window(window)
+        if window + 1 >= self.seq_len:
+            raise ValueError(
+                f"rows of {self.seq_len} tokens do not reach beyond the window of {window}: use longer ones."
+            )
         return self.mean(window + 1, self.seq_len) - self.in_window(window)
+
+    def cliff_start(self, window: int | None = None, *, tolerance: float = 0.1) -> int | None:
+        """First position beyond the window from which on the loss stays above that within it, or None.
+
+        Means of 1/64 of the row are compared, since single positions scatter.
+
+        Args:
+            window: None means the trained one.
+            tolerance: nats that a mean must exceed the loss within the window by.
+        """
+        window = self._window(window)
+        limit = self.in_window(window) + tolerance
+        step = max(self.seq_len // 64, 1)
+        start = None
+        for first in range(window + 1, self.seq_len, step):
+            end = min(first + step, self.seq_len)
+            if self.mean(first, end) <= limit:
+                start = None
+            elif start is None:
+                start = first
+        return start
+
+    def _window(self, window: int | None) -> int:
+        window = self.window if window is None else window
+        if window is None:
+            raise ValueError("the model's config names no trained window: pass window, in positions.")
+        return window
 
     def bins(self, edges: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss between neighbouring `edges`, as {first, end, loss}."""
@@ -61,11 +103,75 @@ class LossByPosition:
         return [{"first": a, "end": b, "loss": self.mean(max(a, 1), b)} for a, b in pairs]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values."""
-        return {"seq_len": self.seq_len, "n_rows": self.n_rows, "loss": [None, *self.loss[1:].tolist()]}
+        return {
+            "seq_len": self.seq_len,
+            "n_rows": self.n_rows,
+            "window": self.window,
+            "loss": [None, *self.loss[1:].tolist()],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        loss = torch.tensor([torch.nan, *values["loss"][1:]], dtype=torch.float64)
+        return cls(loss, values["n_rows"], values["window"])
+
+    def binned(self, bin_size: int | None = None) -> list[dict[str, float]]:
+        """Means of `bin_size` tokens from position 64 on; None means 1/64 of the row."""
+        step = bin_size or max(self.seq_len // 64, 1)
+        return self.bins([FIRST_POSITION, *range(FIRST_POSITION + step, self.seq_len, step), self.seq_len])
+
+    def headline(self) -> dict[str, float]:
+        if self.window is None or self.window + 1 >= self.seq_len:
+            return {"loss (nats per token)": self.mean(FIRST_POSITION, self.seq_len)}
+        return {
+            f"loss 64..{self.window} (nats per token)": self.in_window(),
+            f"loss beyond {self.window}": self.in_window() + self.cliff(),
+            "cliff": self.cliff(),
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self.binned()]
+
+    @classmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        from .figures import add_legend, mark_window, new_figure
+
+        figure, (axes,) = new_figure()
+        for label, curve in results.items():
+            bins = curve.binned()
+            axes.plot(
+                [(b["first"] + b["end"]) / 2 for b in bins], [b["loss"] for b in bins], label=label, linewidth=1.8
+            )
+        longest = max(curve.seq_len for curve in results.values())
+        for window in {curve.window for curve in results.values() if curve.window is not None}:
+            mark_window(axes, window)
+        rows = sorted({curve.n_rows for curve in results.values()})
+        axes.set(
+            title=f"loss by position, held-out rows: {', '.join(map(str, rows))}",
+            xlabel="target position (tokens)",
+            ylabel=f"loss (nats per token, mean of {max(longest // 64, 1)} tokens)",
+            xlim=(0, longest),
+        )
+        axes.grid(alpha=0.25)
+        add_legend(figure, axes)
+        return figure
+
+    @classmethod
+    def reading(cls, results: Mapping[str, Self]) -> str:
+        said = []
+        for label, curve in results.items():
+            if curve.window is None or curve.window + 1 >= curve.seq_len:
+                said.append(f"{label}: {curve.mean(FIRST_POSITION, curve.seq_len):.3f} nats per token.")
+                continue
+            inside, cliff, start = curve.in_window(), curve.cliff(), curve.cliff_start()
+            said.append(
+                f"{label}: {inside:.3f} nats per token within the trained window of {curve.window}, "
+                f"{inside + cliff:.3f} beyond it, a cliff of {cliff:+.3f}"
+                + ("; no lasting rise beyond the window." if start is None else f"; it rises for good from {start} on.")
+            )
+        return " ".join(said) + " Lower is better. Flat beyond the dashed line: far positions are read."
 
 
-@torch.no_grad()
 def loss_by_position(
     model: nn.Module, rows: torch.Tensor, *, batch_size: int = 1, progress: bool = True, title: str = "loss by position"
 ) -> LossByPosition:
@@ -84,33 +190,12 @@ def loss_by_position(
     Raises:
         ValueError: rows of another shape, ids outside the vocabulary, or a model whose head is not one linear layer.
     """
-    core = find_core(model)
-    head = core.get_output_embeddings()
-    if not isinstance(getattr(head, "weight", None), torch.Tensor):
-        raise ValueError(f"{type(core).__name__} has no linear output head: loss_by_position needs a causal LM.")
-    for name in _LOGIT_TRANSFORMS:
-        if getattr(core.config.get_text_config(decoder=True), name, None) not in (None, 1.0):
-            raise ValueError(f"models that transform their logits ({name}) are not supported by loss_by_position yet.")
-    if rows.ndim != 2 or rows.shape[0] < 1 or rows.shape[1] < 2:
-        raise ValueError(f"rows must be [n_rows, seq_len] with seq_len >= 2, got {tuple(rows.shape)}.")
-    if rows.min() < 0 or rows.max() >= head.weight.shape[0]:
-        raise ValueError(
-            f"rows must hold ids in [0, {head.weight.shape[0]}), got values in [{rows.min()}, {rows.max()}]: "
-            "were they made by another tokenizer?"
-        )
-    device = core.get_input_embeddings().weight.device
+    subject = Subject(model)
+    subject.check_rows(rows)
     total = torch.zeros(rows.shape[1] - 1, dtype=torch.float64)
-    was_training = model.training
-    model.eval()
-    try:
+    with subject.evaluating():
         for batch in tqdm(rows.split(batch_size), desc=title, unit="batch", disable=not progress):
-            ids = batch.to(device)
-            hidden = core.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            losses = linear_ce_rows(
-                hidden[:, :-1].flatten(0, 1), head.weight, ids[:, 1:].flatten(), bias=getattr(head, "bias", None)
-            )
-            total += losses.view(len(ids), -1).double().sum(0).cpu()
-    finally:
-        model.train(was_training)
+            ids = batch.to(subject.device)
+            total += subject.losses(subject.hidden(ids)[:, :-1], ids[:, 1:]).double().sum(0).cpu()
     unknown = torch.full((1,), torch.nan, dtype=torch.float64)
-    return LossByPosition(torch.cat([unknown, total / len(rows)]), len(rows))
+    return LossByPosition(torch.cat([unknown, total / len(rows)]), len(rows), subject.trained_window)

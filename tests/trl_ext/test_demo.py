@@ -40,7 +40,7 @@ def short_library(tmp_path, monkeypatch):
     for i in range(6):
         (folder / f"file{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * (30 - i))
     files = sorted(folder.iterdir())
-    monkeypatch.setattr(corpus, "source_files", lambda: files)
+    monkeypatch.setattr(corpus, "standard_library_files", lambda: files)
 
 
 def demo(folder, model, *extra):

@@ -3,11 +3,12 @@
 import random
 import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
+
+from rope_patch.eval import standard_library_files
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,6 @@ class Corpus:
     held_out: torch.Tensor
     train: torch.Tensor
     held_out_files: tuple[str, ...]
-
-
-def source_files() -> list[Path]:
-    """Python files of the standard library, the longest first."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [f for f in root.rglob("*.py") if "site-packages" not in f.parts]
-    return sorted(files, key=lambda f: (-f.stat().st_size, f.name))
 
 
 def build(
@@ -61,7 +55,7 @@ def build(
     train: list[torch.Tensor] = []
     open_row: list[int] = []
     with tqdm(total=measure_rows + train_rows, desc="tokenizing", unit="row") as bar:
-        for number, file in enumerate(source_files()):
+        for number, file in enumerate(standard_library_files()):
             if len(held_out) == measure_rows and len(train) >= train_rows:
                 break
             if number % 2 == 1 and len(train) >= train_rows:

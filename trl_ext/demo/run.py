@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from rope_patch import __version__, describe, load_adapter
-from rope_patch.eval import LossByPosition, loss_by_position, plot_loss_by_position
+from rope_patch.eval import LossByPosition, loss_by_position
+from rope_patch.eval.figures import save_figure
 
 from ..config import RopeSFTConfig
 from ..trainer import RopeSFTTrainer
@@ -56,7 +57,7 @@ def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
             with seconds(f"measure {name}"):
                 curve = loss_by_position(subject, texts.held_out, title=f"measuring {name}")
             save_file({"loss": curve.loss}, file)
-        return LossByPosition(load_file(file)["loss"], settings.measure_rows)
+        return LossByPosition(load_file(file)["loss"], settings.measure_rows, window)
 
     curves = {"before": measured("before", lambda: loaded)}
     arms = ["control", "after"] if settings.control else ["after"]
@@ -74,12 +75,9 @@ def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
         "control": f"control: plain fine-tuning, {_count(settings.train_tokens)} tokens",
         "after": f"after: {_method(settings)}, {_count(settings.train_tokens)} tokens",
     }
-    pictures = plot_loss_by_position(
-        {labels[name]: curves[name] for name in ("before", *arms)},
-        folder / "loss_by_position",
-        window=window,
-        title=f"{_name(settings)}: loss by position, held-out rows: {settings.measure_rows}",
-    )
+    figure = LossByPosition.figure({labels[name]: curves[name] for name in ("before", *arms)})
+    figure.suptitle(_name(settings))
+    pictures = save_figure(figure, folder / "loss_by_position")
     figures = _figures(settings, window, curves, seconds.times, difference, texts.held_out_files)
     (folder / "demo.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     _conclude(figures, folder, [*pictures, folder / "demo.json"])

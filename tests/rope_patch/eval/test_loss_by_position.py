@@ -5,7 +5,7 @@ import torch
 from support.tiny import VOCAB, tiny, tokens
 
 from rope_patch import patch_model
-from rope_patch.eval import LossByPosition, loss_by_position, plot_loss_by_position
+from rope_patch.eval import LossByPosition, loss_by_position
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def test_a_model_without_a_head_is_refused():
 
 
 def test_the_picture_is_written_twice(tmp_path):
-    curve = LossByPosition(torch.rand(300, dtype=torch.float64), 1)
-    files = plot_loss_by_position({"a": curve, "b": curve}, tmp_path / "x", window=100, title="t")
+    curve = LossByPosition(torch.rand(300, dtype=torch.float64), 1, window=100)
+    files = curve.plot(tmp_path / "folder" / "x")
     assert [f.name for f in files] == ["x.png", "x.svg"]
     assert files[0].read_bytes()[:4] == b"\x89PNG" and "trained window: 100" in files[1].read_text()

@@ -1,0 +1,305 @@
+"""Where the last tokens look, recomputed from queries and keys: never an n x n map."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .result import Result
+from .subject import Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# (layer index, probabilities [n_heads of one group, n_queries, seq_len] float32)
+Visit = Callable[[int, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class AttentionDistance(Result):
+    """How far back the last queries look, by layer.
+
+    Args:
+        seq_len: tokens in a row.
+        last: queries counted, at the end of each row.
+        threshold: weights above this count in `count`.
+        edges: distances, query index minus key index, between which `count` and `mass` are summed.
+        count: [n_layers][n_bins], weights above the threshold, per query and head.
+        mass: [n_layers][n_bins], attention weight, per query and head; a layer's sum is 1.
+        n_rows: rows that the means are over.
+    """
+
+    title: ClassVar[str] = "Attention distance"
+
+    seq_len: int
+    last: int
+    threshold: float
+    edges: list[int]
+    count: list[list[float]]
+    mass: list[list[float]]
+    n_rows: int
+
+    def headline(self) -> dict[str, float]:
+        far = max((e for e in self.edges[:-1] if e <= self.seq_len // 4), default=0)
+        return {f"attention at least {far} tokens back": self.mean_mass(far)}
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {"layer": layer, "first": a, "end": b, "count": self.count[layer][k], "mass": self.mass[layer][k]}
+            for layer in range(len(self.mass))
+            for k, (a, b) in enumerate(pairwise(self.edges))
+        ]
+
+    def mean_mass(self, beyond: int = 0) -> float:
+        """Share of attention that goes to keys at least `beyond` tokens back, mean over layers; `beyond` an edge."""
+        first = self.edges.index(beyond)
+        return sum(sum(layer[first:]) for layer in self.mass) / len(self.mass)
+
+    @classmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        from .figures import add_legend, compact, draw_bars, new_figure
+
+        figure, (left, right) = new_figure(2, share_y=False)
+        one = next(iter(results.values()))
+        groups = [f"{compact(a)}-" for a in one.edges[:-1]]
+        for axes, name, label in (
+            (left, "mass", "attention weight"),
+            (right, "count", f"weights above {one.threshold:g} per query"),
+        ):
+            means = {k: [sum(c) / len(c) for c in zip(*getattr(r, name), strict=True)] for k, r in results.items()}
+            draw_bars(axes, groups, means)
+            axes.tick_params(axis="x", labelsize=7)
+            axes.set(xlabel="distance (tokens)", ylabel=label)
+        figure.suptitle(f"last {one.last} queries of {one.seq_len} tokens, mean over layers and heads")
+        add_legend(figure, left)
+        return figure
+
+    @classmethod
+    def reading(cls, results: Mapping[str, Self]) -> str:
+        one = next(iter(results.values()))
+        far = max((e for e in one.edges[:-1] if e <= one.seq_len // 4), default=0)
+        said = [
+            f"{label}: {100 * r.mean_mass(far):.1f} % of the attention goes at least {far} tokens back."
+            for label, r in results.items()
+        ]
+        return " ".join(said)
+
+
+@dataclass(frozen=True)
+class EntropyRatio(Result):
+    """Row entropy of attention beyond the window over that within it.
+
+    Args:
+        window: trained window.
+        inside: mean row entropy of queries within it, in nats, over layers, heads and rows.
+        beyond: the same of queries beyond it.
+        inside_share: mean of entropy / ln(visible keys) within it: entropy grows with what is visible anyway.
+        beyond_share: the same beyond it.
+        by_layer: [n_layers], ratio of each layer.
+        n_rows: rows that the means are over.
+    """
+
+    title: ClassVar[str] = "Attention entropy"
+
+    window: int
+    inside: float
+    beyond: float
+    inside_share: float
+    beyond_share: float
+    by_layer: list[float]
+    n_rows: int
+
+    @property
+    def ratio(self) -> float:
+        """Ratio of `beyond` to `inside`."""
+        return self.beyond / self.inside
+
+    def headline(self) -> dict[str, float]:
+        return {"attention entropy ratio": self.ratio}
+
+    def table(self) -> list[dict[str, Any]]:
+        return [{"layer": layer, "entropy_ratio": ratio} for layer, ratio in enumerate(self.by_layer)]
+
+    @classmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        from .figures import add_legend, new_figure
+
+        figure, (axes,) = new_figure()
+        for label, result in results.items():
+            axes.plot(result.by_layer, marker="o", markersize=3, label=label)
+        axes.axhline(1, color="0.4", linewidth=1)
+        axes.set(title="attention entropy, beyond the window over within", xlabel="layer", ylabel="ratio")
+        axes.grid(alpha=0.25)
+        add_legend(figure, axes)
+        return figure
+
+    @classmethod
+    def reading(cls, results: Mapping[str, Self]) -> str:
+        said = [
+            f"{label}: {r.inside:.2f} nats within the window, {r.beyond:.2f} beyond, a ratio of {r.ratio:.3f} "
+            f"({r.inside_share:.2f} and {r.beyond_share:.2f} of the most possible)."
+            for label, r in results.items()
+        ]
+        return " ".join(said) + " A ratio far above 1 means that attention blurs beyond the window."
+
+
+def attention_distance(
+    model: nn.Module, rows: torch.Tensor, *, last: int = 256, threshold: float = 1e-3, progress: bool = True
+) -> AttentionDistance:
+    """Histogram of query index minus key index over the attention of the last queries of each row.
+
+    Args:
+        model: a causal LM on sdpa or eager attention.
+        rows: token ids, int64 [n_rows, n].
+        last: queries from the end.
+        threshold: weights above it are counted; the weight itself is summed as well.
+        progress: whether to show a bar.
+
+    Raises:
+        ValueError: more queries than tokens, or attention that cannot be recomputed from q and k.
+
+    Source: RPSD, arXiv:2604.14339, attention-distance histogram: 256 queries, weights above 1e-3.
+    """
+    subject = Subject(model)
+    subject.check_rows(rows)
+    seq_len = rows.shape[1]
+    if not 1 <= last <= seq_len:
+        raise ValueError(f"last must be in 1..{seq_len}, got {last}.")
+    edges = [0, *(2**k for k in range(20) if 2**k < seq_len), seq_len]
+    queries = torch.arange(seq_len - last, seq_len)
+    bin_of = torch.bucketize(queries[:, None] - torch.arange(seq_len), torch.tensor(edges[1:]), right=True)
+    bin_of = bin_of.clamp(0, len(edges) - 2).to(subject.device)  # keys after the query weigh nothing
+    count: dict[int, torch.Tensor] = {}
+    mass: dict[int, torch.Tensor] = {}
+    heads: dict[int, int] = {}
+
+    def visit(layer: int, probabilities: torch.Tensor) -> None:
+        zeros = torch.zeros(len(edges) - 1, dtype=torch.float64, device=probabilities.device)
+        bins = bin_of.expand_as(probabilities).flatten()
+        weights = probabilities.flatten().double()
+        mass[layer] = mass.get(layer, 0) + zeros.index_add(0, bins, weights)
+        count[layer] = count.get(layer, 0) + zeros.index_add(0, bins, (weights > threshold).double())
+        heads[layer] = heads.get(layer, 0) + probabilities.shape[0]
+
+    _read(subject, rows, queries, visit, "attention distance", progress)
+    layers = sorted(mass)
+    return AttentionDistance(
+        seq_len,
+        last,
+        threshold,
+        edges,
+        [(count[i] / (heads[i] * last)).tolist() for i in layers],
+        [(mass[i] / (heads[i] * last)).tolist() for i in layers],
+        len(rows),
+    )
+
+
+def entropy_ratio(
+    model: nn.Module, rows: torch.Tensor, *, window: int | None = None, n_queries: int = 64, progress: bool = True
+) -> EntropyRatio:
+    """H(beyond) / H(within): mean entropy of attention rows of queries beyond the window over that of those within.
+
+    Args:
+        model: a causal LM on sdpa or eager attention.
+        rows: token ids, int64 [n_rows, n], n > window.
+        window: None means the trained one.
+        n_queries: queries on each side, evenly spread over positions 64..window and window+1..n-1.
+        progress: whether to show a bar.
+
+    Raises:
+        ValueError: rows that do not reach beyond the window, or attention that cannot be recomputed from q and k.
+
+    Source: PosAug, FoGen 2026, attention entropy ratio.
+    """
+    subject = Subject(model)
+    window = subject.trained_window if window is None else window
+    if window is None:
+        raise ValueError("the model's config names no trained window: pass window, in positions.")
+    subject.check_rows(rows, at_least=window + 2)
+    first = min(64, window // 2)
+    inside = torch.linspace(first, window, n_queries).long()
+    beyond = torch.linspace(window + 1, rows.shape[1] - 1, n_queries).long()
+    queries = torch.cat([inside, beyond])
+    visible = (queries + 1).double().log().to(subject.device)
+    sums: dict[int, torch.Tensor] = {}
+    heads: dict[int, int] = {}
+
+    def visit(layer: int, probabilities: torch.Tensor) -> None:
+        entropy = -torch.special.xlogy(probabilities, probabilities).sum(-1).double()
+        entropy = entropy.sum(0)
+        sums[layer] = sums.get(layer, 0) + torch.stack([entropy, entropy / visible])
+        heads[layer] = heads.get(layer, 0) + probabilities.shape[0]
+
+    _read(subject, rows, queries, visit, "attention entropy", progress)
+    # [n_layers, entropy or share, within or beyond]
+    means = torch.stack([(sums[i] / heads[i]).view(2, 2, n_queries).mean(-1) for i in sorted(sums)]).cpu()
+    (inside_mean, beyond_mean), (inside_share, beyond_share) = means.mean(0).tolist()
+    by_layer = (means[:, 0, 1] / means[:, 0, 0]).tolist()
+    return EntropyRatio(window, inside_mean, beyond_mean, inside_share, beyond_share, by_layer, len(rows))
+
+
+def _read(
+    subject: Subject, rows: torch.Tensor, queries: torch.Tensor, visit: Visit, title: str, progress: bool
+) -> None:
+    queries = queries.to(subject.device)
+    with subject.evaluating(), _watched(subject.core, queries, visit):
+        for row in tqdm(rows, desc=title, unit="row", disable=not progress):
+            subject.hidden(row[None].to(subject.device))
+
+
+@contextmanager
+def _watched(core: Any, queries: torch.Tensor, visit: Visit) -> Iterator[None]:
+    """Call `visit` with the attention of `queries` in every layer, one group of heads at a time.
+
+    Transformers keeps attention functions in one table for the process; the entry in use is wrapped under its own name,
+    as other names would change how masks are built, and put back.
+    """
+    name = core.config.get_text_config(decoder=True)._attn_implementation
+    if name not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attention is recomputed from sdpa and eager only, the model runs {name!r}: load it with sdpa."
+        )
+    before = ALL_ATTENTION_FUNCTIONS.get(name)
+
+    def watch(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _visit_groups(module, query, key, queries, kwargs, visit)
+        run = before or sys.modules[type(module).__module__].eager_attention_forward
+        return run(module, query, key, *args, **kwargs)
+
+    local: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
+    had, old = name in local, local.get(name)
+    ALL_ATTENTION_FUNCTIONS[name] = watch
+    try:
+        yield
+    finally:
+        if had:
+            ALL_ATTENTION_FUNCTIONS[name] = old
+        else:
+            del ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _visit_groups(
+    module: Any, query: torch.Tensor, key: torch.Tensor, queries: torch.Tensor, kwargs: dict[str, Any], visit: Visit
+) -> None:
+    """Softmax of chosen queries over keys, of query [1, n_heads, n, d] and key [1, n_kv_heads, n, d], in float32."""
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} has attention sinks, which q and k alone do not give.")
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    distance = queries[:, None] - torch.arange(key.shape[2], device=key.device)
+    hidden = distance < 0
+    if kwargs.get("sliding_window"):
+        hidden |= distance >= kwargs["sliding_window"]
+    group = query.shape[1] // key.shape[1]
+    chosen = query[0, :, queries].float().unflatten(0, (key.shape[1], group))
+    for head in range(key.shape[1]):
+        scores = scaling * chosen[head] @ key[0, head].float().T
+        if kwargs.get("softcap"):
+            scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
+        visit(module.layer_idx, scores.masked_fill(hidden, -torch.inf).softmax(-1))

@@ -1,0 +1,95 @@
+"""Results kept on disk, so that an interrupted evaluation goes on where it stopped."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import __version__
+from ..rotary import find_core
+
+_CHUNK = 1 << 24  # values hashed at once
+
+
+def model_hash(model: nn.Module) -> str:
+    """SHA-256 over weights, buffers (RoPE frequencies among them) and config; any changed bit changes it.
+
+    Each tensor is reduced on its own device to two sums of its bits times odd numbers, modulo 2**64, so that a model on
+    a GPU is hashed at the speed of its memory and never copied.
+    """
+    digest = hashlib.sha256(json.dumps(find_core(model).config.to_dict(), sort_keys=True, default=str).encode())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(f"{_bit_sums(tensor)}".encode())
+    return digest.hexdigest()
+
+
+def data_hash(*data: Any) -> str:
+    """SHA-256 over tensors, strings and JSON values."""
+    digest = hashlib.sha256()
+    for item in data:
+        if isinstance(item, torch.Tensor):
+            digest.update(f"{tuple(item.shape)} {item.dtype}".encode())
+            digest.update(item.cpu().contiguous().numpy().tobytes())
+        else:
+            digest.update(json.dumps(item, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+Remember = Callable[[dict[str, Any], Callable[[], dict[str, Any]]], dict[str, Any]]
+"""(what the value depends on, how to measure it) -> the value, now or from an earlier run."""
+
+
+def afresh(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A `Remember` without memory."""
+    return make()
+
+
+class ResultCache:
+    """JSON values by key in a folder; each is written whole or not at all.
+
+    Args:
+        folder: where they are; made when first written to.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def get(self, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The value stored for `key`, or that of `make()`, which is stored.
+
+        Args:
+            key: everything that the value depends on; the version of rope-patch is added.
+            make: measures it.
+        """
+        key = {**key, "rope_patch": __version__}
+        file = self.folder / f"{data_hash(key)}.json"
+        if file.is_file():
+            return json.loads(file.read_text(encoding="utf-8"))["value"]
+        value = make()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps({"key": key, "value": value}), encoding="utf-8")
+        partial.replace(file)
+        return value
+
+
+def _bit_sums(tensor: torch.Tensor) -> list[int]:
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    width = 8 if flat.numel() % 8 == 0 else 1
+    words = flat.view(torch.int64) if width == 8 else flat
+    sums = [0, 0]
+    for first in range(0, words.numel(), _CHUNK):
+        part = words[first : first + _CHUNK].to(torch.int64)
+        index = torch.arange(first, first + part.numel(), device=part.device)
+        for k, odd in enumerate((0x9E3779B97F4A7C15 - (1 << 64), 0x27D4EB2F165667C5)):
+            # wraps modulo 2**64; the weight of every place is odd, so one changed bit always changes the sum
+            weight = (index * odd) | 1
+            sums[k] = (sums[k] + int((part * weight).sum().item())) & ((1 << 64) - 1)
+    return sums

@@ -1,0 +1,46 @@
+"""Figures that hold for two models at once: what adaptation cost within the window, and what it gave back."""
+
+from collections.abc import Mapping
+
+from .loss_by_position import LossByPosition
+
+
+def in_distribution_penalty(curve: LossByPosition, baseline: LossByPosition, window: int | None = None) -> float:
+    """Relative rise of the loss over target positions 64..window against `baseline`, in percent.
+
+    Args:
+        curve: of the adapted model.
+        baseline: of the model to compare with, on the same rows. For a fine-tuned model that is a control trained on
+            the same tokens without the method, since any training on the text lowers the loss.
+        window: trained window; None means the baseline's.
+
+    Raises:
+        ValueError: the two were not measured on rows of one length and number.
+
+    Source: PosAug, FoGen 2026, its in-distribution penalty.
+    """
+    if (curve.seq_len, curve.n_rows) != (baseline.seq_len, baseline.n_rows):
+        raise ValueError(
+            f"both must be measured on the same rows, got {curve.n_rows} of {curve.seq_len} tokens and "
+            f"{baseline.n_rows} of {baseline.seq_len}."
+        )
+    window = baseline.window if window is None else window
+    return 100 * (curve.in_window(window) / baseline.in_window(window) - 1)
+
+
+def recovery_ratio(scores: Mapping[str, float], native: Mapping[str, float]) -> float:
+    """100 mean(scores) / mean(native), in percent, over the benchmarks that both name.
+
+    Raises:
+        ValueError: the two name different benchmarks, or the native mean is not positive.
+
+    Source: LinearARD, arXiv:2604.00004, recovery ratio.
+    """
+    if set(scores) != set(native) or not native:
+        raise ValueError(
+            f"both must name the same benchmarks, got {', '.join(sorted(scores)) or 'none'} and "
+            f"{', '.join(sorted(native)) or 'none'}."
+        )
+    if sum(native.values()) <= 0:
+        raise ValueError(f"the native mean must be positive, got {sum(native.values()) / len(native)}.")
+    return 100 * sum(scores.values()) / sum(native.values())

@@ -1,0 +1,171 @@
+"""How much a model gains from reading more than a short context."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+
+from .result import Result
+from .subject import Subject
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Kind = Literal["exact", "paper"]
+
+
+@dataclass(frozen=True)
+class ContextGain(Result):
+    """Loss from a short context minus loss from the whole row.
+
+    Args:
+        kind: "exact" or "paper", as in `context_gain`.
+        short: tokens of the short context.
+        edges: token indices between which `gain` is averaged.
+        gain: mean of ce_short(i) - ce_full(i) for target i in [edges[k], edges[k + 1]), in nats per token.
+        total: G(C), the mean over all targets from `short` to the end, in nats per token.
+        n_rows: rows that the means are over.
+    """
+
+    title: ClassVar[str] = "Context gain"
+
+    kind: Kind
+    short: int
+    edges: list[int]
+    gain: list[float]
+    total: float
+    n_rows: int
+
+    def headline(self) -> dict[str, float]:
+        return {f"context gain over {self.short} tokens, {self.kind} (nats per token)": self.total}
+
+    def table(self) -> list[dict[str, Any]]:
+        rows = [
+            {"first": a, "end": b, "gain": g} for a, b, g in zip(self.edges, self.edges[1:], self.gain, strict=False)
+        ]
+        return [*rows, {"first": self.edges[0], "end": self.edges[-1], "gain": self.total}]
+
+    @classmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        from .figures import add_legend, new_figure
+
+        figure, (axes,) = new_figure()
+        for label, result in results.items():
+            middles = [(a + b) / 2 for a, b in zip(result.edges, result.edges[1:], strict=False)]
+            axes.plot(middles, result.gain, label=label, linewidth=1.8)
+        axes.axhline(0, color="0.4", linewidth=1)
+        one = next(iter(results.values()))
+        axes.set(
+            title=f"gain of the whole row over its last {one.short} tokens ({one.kind})",
+            xlabel="target position (tokens)",
+            ylabel="gain (nats per token)",
+        )
+        axes.grid(alpha=0.25)
+        add_legend(figure, axes)
+        return figure
+
+    @classmethod
+    def reading(cls, results: Mapping[str, Self]) -> str:
+        said = [
+            f"{label}: reading everything instead of the last {r.short} tokens "
+            f"{'gains' if r.total >= 0 else 'costs'} {abs(r.total):.3f} nats per token."
+            for label, r in results.items()
+        ]
+        return " ".join(said) + " Above zero, far text helps; below, the model would do better to forget it."
+
+
+def context_gain(
+    model: nn.Module,
+    rows: torch.Tensor,
+    *,
+    kind: Kind = "exact",
+    short: int = 512,
+    stride: int = 512,
+    batch_size: int = 8,
+    n_bins: int = 32,
+    progress: bool = True,
+) -> ContextGain:
+    """G(C) = mean over targets i in short..C-1 of ce_short(i) - ce_full(i), with C the length of `rows`.
+
+    "exact" scores each target from its last short..short+stride-1 tokens, read anew with positions from 0: a fair short
+    context. "paper" cuts the KV cache to `short` entries that keep their old rotations, while each block of `stride`
+    queries restarts at position `short`; distances to old keys are then wrong, often negative, which makes ce_short far
+    too large and G with it. It is there to compare with published figures only.
+
+    Args:
+        model: a causal LM.
+        rows: token ids, int64 [n_rows, C], C > short.
+        kind: "exact" or "paper".
+        short: tokens of the short context.
+        stride: targets that share a window; "exact" contexts are up to this much longer than `short`.
+        batch_size: short windows in a forward; the whole row is read one at a time.
+        n_bins: points of the curve.
+        progress: whether to show a bar.
+
+    Raises:
+        ValueError: rows that are too short, a stride below 1, or "paper" with sliding-window layers.
+
+    Source: PosAug, FoGen 2026, context gain; METHODS.md says why its cache makes it unfair.
+    """
+    if kind not in ("exact", "paper"):
+        raise ValueError(f"kind must be 'exact' or 'paper', got {kind!r}.")
+    if short < 1 or stride < 1 or n_bins < 1:
+        raise ValueError(f"short, stride and n_bins must be at least 1, got {short}, {stride} and {n_bins}.")
+    subject = Subject(model)
+    subject.check_rows(rows, at_least=short + 1)
+    seq_len = rows.shape[1]
+    gain = torch.zeros(seq_len - short, dtype=torch.float64)
+    with subject.evaluating():
+        for row in tqdm(rows, desc=f"context gain ({kind})", unit="row", disable=not progress):
+            ids = row.to(subject.device)
+            full = subject.losses(subject.hidden(ids[None])[:, :-1], ids[None, 1:])[0, short - 1 :]
+            cut = (
+                _reencoded(subject, ids, short, stride, batch_size)
+                if kind == "exact"
+                else _cut_cache(subject, ids, short, stride)
+            )
+            gain += (cut.double() - full.double()).cpu()
+    gain /= len(rows)
+    edges = torch.linspace(short, seq_len, min(n_bins, seq_len - short) + 1).round().long().tolist()
+    means = [gain[a - short : b - short].mean().item() for a, b in zip(edges, edges[1:], strict=False)]
+    return ContextGain(kind, short, edges, means, gain.mean().item(), len(rows))
+
+
+def _reencoded(subject: Subject, ids: torch.Tensor, short: int, stride: int, batch_size: int) -> torch.Tensor:
+    """ce_short of targets short..C-1: windows of short + stride tokens, whose last `stride` targets count."""
+    starts = torch.arange(0, len(ids) - short, stride)
+    losses = []
+    whole = starts[starts + short + stride <= len(ids)]
+    for batch in whole.split(batch_size):
+        windows = torch.stack([ids[a : a + short + stride] for a in batch.tolist()])
+        losses.append(subject.losses(subject.hidden(windows[:, :-1])[:, short - 1 :], windows[:, short:]).flatten())
+    for a in starts[len(whole) :].tolist():  # what is left at the end of the row
+        window = ids[None, a:]
+        losses.append(subject.losses(subject.hidden(window[:, :-1])[:, short - 1 :], window[:, short:]).flatten())
+    return torch.cat(losses)
+
+
+def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> torch.Tensor:
+    """ce_short of targets short..C-1 from a cache that is cut to its last `short` entries before each block."""
+    if any("sliding" in kind for kind in getattr(subject.core.config, "layer_types", None) or ()):
+        raise ValueError("kind='paper' cuts the KV cache, which sliding-window layers cut already; use kind='exact'.")
+    cache = DynamicCache()
+    losses = []
+    first = 0
+    while first < len(ids) - 1:
+        end = min(first + (short if first == 0 else stride), len(ids) - 1)
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.keys, layer.values = layer.keys[..., -short:, :], layer.values[..., -short:, :]
+        past = min(first, short)
+        positions = torch.arange(past, past + end - first, device=ids.device)[None]
+        block = ids[None, first:end]
+        hidden = subject.hidden(block, position_ids=positions, past_key_values=cache)
+        # the block after the first `short` tokens predicts ids[first + 1 .. end]
+        losses.append(subject.losses(hidden, ids[None, first + 1 : end + 1])[0])
+        first = end
+    return torch.cat(losses)[short - 1 :]

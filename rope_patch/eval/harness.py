@@ -1,0 +1,127 @@
+"""lm-eval's in-process API: the model as it is in memory, data from where the user has it, nothing truncated."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from .subject import Subject
+
+Documents = Sequence[Mapping[str, Any]]
+
+
+def local_task(name: str, documents: Documents | None, split: str, **overrides: Any) -> Any:
+    """lm-eval's own task `name`, its prompts and metrics, on `documents` instead of the hub's.
+
+    Args:
+        name: of a task that lm-eval knows.
+        documents: rows with the fields of the hub's dataset; None means the hub's own.
+        split: the split that the task evaluates, e.g. "validation".
+        **overrides: fields of the task's config to replace.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+    """
+    import datasets
+
+    with quiet():
+        if documents is not None:
+            rows = list(documents)
+
+            def data(**_: Any) -> Any:
+                return {split: datasets.Dataset.from_list(rows)}
+
+            # prompts have no examples, so the other splits that a task names are not needed
+            splits = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
+            overrides = {"custom_dataset": data, **splits, f"{split}_split": split, **overrides}
+        group = {"group": "rope_patch", "task": [{"task": name, "num_fewshot": 0, **overrides}]}
+        return next(iter(_task_manager().load([group])["tasks"].values()))
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Any,
+    *,
+    batch_size: int,
+    max_length: int,
+    limit: int | None = None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run one lm-eval task.
+
+    Args:
+        model: a causal LM in memory.
+        tokenizer: of the model.
+        task: from `local_task`.
+        batch_size: prompts in a forward.
+        max_length: tokens that a prompt and its answer may have; lm-eval's own default is the window in the config, to
+            which it cuts longer prompts without an error.
+        limit: samples at most.
+
+    Returns:
+        lm-eval's metrics of the task and its samples.
+    """
+    subject = Subject(model)
+    with quiet():
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+
+        with subject.evaluating():
+            lm = HFLM(pretrained=subject.core, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+            name = task.config.task
+            tasks = {"tasks": {name: task}, "groups": {}, "group_map": {}}
+            # not simple_evaluate: it seeds every generator of the process and calls git
+            found = lm_eval.evaluate(lm, tasks, limit=limit, bootstrap_iters=0, log_samples=True)
+    assert found is not None  # None is for ranks other than the first
+    return found["results"][name], found["samples"][name]
+
+
+@cache
+def _task_manager() -> Any:
+    """lm-eval's index of tasks, which takes ten seconds to read."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def require_lm_eval() -> None:
+    """Raise ImportError with the extra to install unless lm-eval is there."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise ImportError("this benchmark needs lm-eval: pip install 'rope-patch[eval]'.") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep lm-eval from downloading NLTK's data at import, and its loggers below errors."""
+    require_lm_eval()
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    undo = _without_downloads()
+    try:
+        yield
+    finally:
+        undo()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _without_downloads() -> Callable[[], None]:
+    try:
+        import nltk
+    except ImportError:
+        return lambda: None
+    before = nltk.download
+    nltk.download = lambda *_, **__: False
+
+    def undo() -> None:
+        nltk.download = before
+
+    return undo

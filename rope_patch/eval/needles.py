@@ -1,0 +1,154 @@
+"""Retrieval prompts: sentences to be found again, hidden in running text at chosen depths."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["passkey", "single", "multikey", "multivalue", "multiquery", "ordinal"]
+
+KINDS: tuple[Kind, ...] = ("passkey", "single", "multikey", "multivalue", "multiquery", "ordinal")
+
+# the haystack of Landmark Attention's passkey task, as PoSE, LongLoRA and PosAug use it
+PASSKEY_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+
+_ADJECTIVES = (
+    "amber brave calm dusty eager faint gentle hollow ivory jolly keen lively mellow narrow olden proud quiet rapid "
+    "silent tidy urban vivid windy young"
+).split()
+_NOUNS = (
+    "anchor basket candle dragon engine feather garden hammer island jacket kettle ladder marble needle orchard pencil "
+    "quarry ribbon saddle tunnel umbrella valley window yard"
+).split()
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+@dataclass(frozen=True)
+class RetrievalPrompt:
+    """One prompt and what counts as its answer.
+
+    Args:
+        ids: token ids of the prompt, of exactly the length asked for less the tokens to be generated.
+        answers: strings to be found; the score is the share found.
+        position: token index at which the needle of the first answer starts.
+        first_number_only: whether only the first number of the reply counts, because other values of the same key are
+            in the text as well.
+    """
+
+    ids: list[int]
+    answers: list[str]
+    position: int
+    first_number_only: bool
+
+    def score(self, reply: str) -> float:
+        """Share of `answers` in `reply`."""
+        if self.first_number_only:
+            numbers = "".join(c if c.isdigit() else " " for c in reply).split()
+            return float(bool(numbers) and numbers[0] == self.answers[0])
+        return sum(answer in reply for answer in self.answers) / len(self.answers)
+
+
+def make_prompt(
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Sequence[int],
+    *,
+    n_tokens: int,
+    depth: float,
+    n_needles: int,
+    rng: random.Random,
+) -> RetrievalPrompt:
+    """Hide needles in the first tokens of `haystack` so that the prompt has exactly `n_tokens`.
+
+    Needles go between two sentences where there is an end of a sentence within 32 tokens before the place.
+
+    Args:
+        kind: "single": one key with one value. "multikey": other keys as well. "multivalue": one key with several
+            values, all asked. "multiquery": several keys, all asked. "ordinal": one key with several values, of which
+            the first, second, ... or last is asked. "passkey": Landmark Attention's own sentences.
+        tokenizer: of the model.
+        haystack: token ids, at least `n_tokens`.
+        n_tokens: tokens of the prompt, question included.
+        depth: place of the (first) needle asked for, from 0, the start, to 1, right before the question.
+        n_needles: sentences hidden, at least 2 except for "single" and "passkey", where it is 1.
+        rng: draws keys, values and places.
+
+    Raises:
+        ValueError: the prompt is too short for needles and question, or the haystack for the prompt.
+    """
+    needles, question, answers = _sentences(kind, n_needles, rng)
+    asked = next(i for i, needle in enumerate(needles) if answers[0] in needle)
+    if kind == "ordinal":  # their order in the text is what is asked
+        before = sorted(rng.uniform(0, depth) for _ in range(asked))
+        after = sorted(rng.uniform(depth, 1) for _ in range(len(needles) - asked - 1))
+        depths = [*before, depth, *after]
+    else:
+        depths = [depth if i == asked else rng.random() for i in range(len(needles))]
+    pieces = [tokenizer(" " + needle, add_special_tokens=False)["input_ids"] for needle in needles]
+    start: list[int] = [] if tokenizer.bos_token_id is None or not _adds_bos(tokenizer) else [tokenizer.bos_token_id]
+    tail: list[int] = tokenizer(question, add_special_tokens=False)["input_ids"]
+    budget = n_tokens - len(start) - len(tail) - sum(map(len, pieces))
+    if budget < 1:
+        raise ValueError(
+            f"{n_tokens} tokens are too few for {len(needles)} needle(s) and the question of {kind!r}, which take "
+            f"{n_tokens - budget}: use a longer length."
+        )
+    if len(haystack) < budget:
+        raise ValueError(f"the haystack has {len(haystack)} tokens, {budget} are needed: give more text.")
+    order = sorted(range(len(pieces)), key=lambda i: depths[i])
+    ids, used, position = list(start), 0, 0
+    for i in order:
+        place = _sentence_end(tokenizer, haystack, round(depths[i] * budget), at_least=used)
+        ids += haystack[used:place]
+        used = place
+        if i == asked:
+            position = len(ids)
+        ids += pieces[i]
+    ids += [*haystack[used:budget], *tail]
+    return RetrievalPrompt(ids, answers, position, kind == "ordinal")
+
+
+def _sentences(kind: Kind, n_needles: int, rng: random.Random) -> tuple[list[str], str, list[str]]:
+    """Needles, question and answers; the question ends where the answer should begin."""
+    if kind == "passkey":
+        key = str(rng.randint(10000, 99999))
+        needle = f"The pass key is {key}. Remember it. {key} is the pass key."
+        return [needle], "\nWhat is the pass key? The pass key is", [key]
+    n = 1 if kind == "single" else n_needles
+    if kind != "single" and n < 2:
+        raise ValueError(f"{kind!r} needs n_needles >= 2, got {n_needles}.")
+    one_key = kind in ("multivalue", "ordinal")
+    pairs = rng.sample([f"{a}-{b}" for a in _ADJECTIVES for b in _NOUNS], 1 if one_key else n)
+    keys = pairs * n if one_key else pairs
+    values = [str(v) for v in rng.sample(range(1_000_000, 10_000_000), n)]
+    needles = [f"One of the special magic numbers for {k} is: {v}." for k, v in zip(keys, values, strict=True)]
+    if kind in ("single", "multikey"):
+        needles = [f"The special magic number for {k} is: {v}." for k, v in zip(keys, values, strict=True)]
+        ask = f"the special magic number for {keys[0]}"
+        return needles, f"\nWhat is {ask} mentioned in the text above? {ask.capitalize()} is:", values[:1]
+    if kind == "multivalue":
+        ask = f"the special magic numbers for {keys[0]}"
+        return needles, f"\nWhat are all {ask} mentioned in the text above? {ask.capitalize()} are:", values
+    if kind == "multiquery":
+        ask = f"the special magic numbers for {', '.join(keys[:-1])} and {keys[-1]}"
+        return needles, f"\nWhat are {ask} mentioned in the text above? {ask.capitalize()} are:", values
+    if n > len(_ORDINALS):
+        raise ValueError(f"'ordinal' needs n_needles <= {len(_ORDINALS)}, got {n_needles}.")
+    which = rng.randrange(n)
+    name = "last" if which == n - 1 else _ORDINALS[which]
+    ask = f"the {name} special magic number for {keys[0]}"
+    return needles, f"\nWhat is {ask} mentioned in the text above? {ask.capitalize()} is:", [values[which]]
+
+
+def _sentence_end(tokenizer: PreTrainedTokenizerBase, haystack: Sequence[int], place: int, at_least: int) -> int:
+    for end in range(place, max(at_least, place - 32, 0), -1):
+        if str(tokenizer.decode([haystack[end - 1]])).rstrip(" ").endswith((".", "!", "?", "\n")):
+            return end
+    return max(place, at_least)
+
+
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    ids = tokenizer("a")["input_ids"]
+    return bool(ids) and ids[0] == tokenizer.bos_token_id

@@ -1,0 +1,123 @@
+"""A minute's look at a model: where its window ends, and what to do about it."""
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import nn
+
+from ..describe import describe
+from ..patch import patch_model, unpatch_model
+from .comparisons import in_distribution_penalty
+from .loss_by_position import LossByPosition, loss_by_position
+
+# nats per token by which the loss beyond the window may exceed that within it, scatter of a few rows
+FLAT = 0.1
+# percent by which the loss within the window may rise before it is worth repairing
+CHEAP = 2.0
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What `probe` found. `print` it.
+
+    Args:
+        native: loss by position of the model as it is.
+        yarn: the same rows under an untrained YaRN that reaches the end of the rows; None where none is needed.
+        factor: of that YaRN.
+        recipe: fields for `RopeSFTConfig`, or {} where nothing is to be done.
+        words: the findings and the advice, one sentence an item.
+    """
+
+    native: LossByPosition
+    yarn: LossByPosition | None
+    factor: float | None
+    recipe: dict[str, object]
+    words: list[str]
+
+    def __str__(self) -> str:
+        lines = list(self.words)
+        if self.recipe:
+            lines += ["", "RopeSFTConfig("]
+            lines += [f"    {name}={value!r}," for name, value in self.recipe.items()]
+            lines += [")"]
+        return "\n".join(lines)
+
+
+def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> ProbeResult:
+    """Measure loss by position on `rows`, try YaRN without training, and say what to do.
+
+    The advice compares what was measured on this model: nothing where there is no cliff; YaRN and a short fine-tuning
+    on a skip view where YaRN alone flattens it; else fine-tuning on a skip view, which needs no rescaling.
+
+    Args:
+        model: a causal LM without patches; it is left as it was.
+        rows: held-out token ids, int64 [n_rows, seq_len], longer than the trained window.
+        progress: whether to show bars.
+
+    Raises:
+        ValueError: the rows do not reach beyond the window, the config names none, or the model is patched.
+    """
+    found = describe(model)
+    if found.patched:
+        raise ValueError(
+            "probe tries a rescaling of its own and needs a model without patches: call unpatch_model first."
+        )
+    native = loss_by_position(model, rows, progress=progress, title="as it is")
+    window = native.window
+    if window is None:
+        raise ValueError("the model's config names no trained window, so there is no end of it to look for.")
+    cliff, start, inside = native.cliff(), native.cliff_start(tolerance=FLAT), native.in_window()
+    words = [
+        f"{found.model} was trained on {window} positions. Its loss there is {inside:.3f} nats per token, beyond them, "
+        f"up to {rows.shape[1]}, it is {inside + cliff:.3f}."
+    ]
+    if start is None:
+        words.append(f"There is no cliff up to {rows.shape[1]} tokens: it needs no adaptation for that length.")
+        return ProbeResult(native, None, None, {}, words)
+    words.append(f"The cliff begins at position {start}.")
+    if found.rope_parameters.get("rope_type", "default") != "default":
+        words.append(
+            f"Its RoPE is rescaled already ({found.rope_parameters['rope_type']}), so no other rescaling was tried."
+        )
+        return ProbeResult(native, None, None, _skip_recipe(window, rows.shape[1], {}), [*words, _SKIP_REASON])
+    factor = float(ceil(rows.shape[1] / window))
+    patch_model(model, "yarn", factor=factor)
+    try:
+        yarn = loss_by_position(model, rows, progress=progress, title=f"YaRN {factor:g}x, untrained")
+    finally:
+        unpatch_model(model)
+    penalty, left = in_distribution_penalty(yarn, native, window), yarn.cliff(window)
+    words.append(
+        f"YaRN {factor:g}x without any training changes the loss within the window by {penalty:+.1f} % and leaves a "
+        f"cliff of {left:+.3f} nats, where it was {cliff:+.3f}."
+    )
+    if left <= max(FLAT, cliff / 10):
+        rescale: dict[str, object] = {"rescale": "yarn", "rescale_args": {"factor": factor}}
+        words.append(
+            "So rescale with YaRN"
+            + (
+                "; that may be enough as it is, and a short fine-tuning on a skip view makes it sure."
+                if penalty <= CHEAP
+                else f", and win back the {penalty:.1f} % with a short fine-tuning on a skip view: rows fit the window."
+            )
+        )
+        return ProbeResult(native, yarn, factor, _skip_recipe(window, rows.shape[1], rescale), words)
+    words.append(f"YaRN does not flatten the cliff. {_SKIP_REASON}")
+    return ProbeResult(native, yarn, factor, _skip_recipe(window, rows.shape[1], {}), words)
+
+
+_SKIP_REASON = (
+    "Fine-tune on a skip view: rows stay as short as the window, and every step reads positions up to the wanted "
+    "length."
+)
+
+
+def _skip_recipe(window: int, target: int, rescale: dict[str, object]) -> dict[str, object]:
+    max_length = min(4096, window)
+    return {
+        **rescale,
+        "view": "skip",
+        "view_args": {"max_skip": target - max_length},
+        "max_length": max_length,
+    }

@@ -1,0 +1,126 @@
+"""Figures, tables and one page from the results of a suite."""
+
+import base64
+import csv
+import json
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from .comparisons import in_distribution_penalty, recovery_ratio
+from .figures import save_figure
+from .loss_by_position import LossByPosition
+from .result import Result
+from .short_text import ShortText
+from .suite import Results
+
+
+def write_report(results: Results, folder: str | Path, *, title: str, settings: Mapping[str, Any]) -> Path:
+    """Write everything about `results` to `folder`.
+
+    `report.html` needs no other file: pictures are inside it. Beside it are `results.json`, and for each measure
+    `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`.
+
+    Args:
+        results: measure -> label -> result; the first label is what the others are compared with.
+        folder: made if it is not there.
+        title: of the page.
+        settings: how it was measured, shown at the end of the page.
+
+    Returns:
+        The page.
+
+    Raises:
+        ImportError: Jinja2 or matplotlib is not installed.
+    """
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise ImportError("the report needs Jinja2: pip install 'rope-patch[eval]'.") from error
+    folder = Path(folder)
+    sections = []
+    for name, by_label in results.items():
+        if not by_label:
+            continue
+        kind = type(next(iter(by_label.values())))
+        png, svg = save_figure(kind.figure(by_label), folder / "figures" / name)
+        _write_csv(by_label, folder / "tables" / f"{name}.csv")
+        sections.append(
+            {
+                "name": name,
+                "title": kind.title if name in ("cliff", "position") else f"{kind.title} ({name})",
+                "reading": kind.reading(by_label),
+                "picture": base64.b64encode(svg.read_bytes()).decode(),
+                "files": [f"figures/{png.name}", f"figures/{svg.name}", f"tables/{name}.csv"],
+            }
+        )
+    labels = list(next(iter(results.values())))
+    facts = {**settings, **_versions()}
+    values = {measure: {k: r.to_dict() for k, r in by_label.items()} for measure, by_label in results.items()}
+    stored = {"title": title, "settings": facts, "summary": summary(results), "results": values}
+    (folder / "results.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    environment = Environment(
+        loader=PackageLoader("rope_patch.eval", "templates"), autoescape=True, undefined=StrictUndefined
+    )
+    page = folder / "report.html"
+    page.write_text(
+        environment.get_template("report.html.j2").render(
+            title=title,
+            date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            style=(files("rope_patch.eval") / "templates" / "report.css").read_text(encoding="utf-8"),
+            labels=labels,
+            summary=summary(results),
+            sections=sections,
+            facts=facts,
+        ),
+        encoding="utf-8",
+    )
+    return page
+
+
+def summary(results: Results) -> list[dict[str, Any]]:
+    """One row a headline figure: {figure, values}, values by label, with what compares a model with the first one."""
+    rows: dict[str, dict[str, float]] = {}
+    for by_label in results.values():
+        first = next(iter(by_label.values()), None)
+        for label, result in by_label.items():
+            for figure, value in {**result.headline(), **_compared(result, first)}.items():
+                rows.setdefault(figure, {})[label] = value
+    return [{"figure": figure, "values": values} for figure, values in rows.items()]
+
+
+def _compared(result: Result, first: Result | None) -> dict[str, float]:
+    if result is first or first is None:
+        return {}
+    if isinstance(result, LossByPosition) and isinstance(first, LossByPosition) and first.window:
+        return {"in-distribution penalty (%)": in_distribution_penalty(result, first)}
+    if isinstance(result, ShortText) and isinstance(first, ShortText):
+        return {"recovery ratio, short text (%)": recovery_ratio(result.accuracy, first.accuracy)}
+    return {}
+
+
+def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
+    rows = [{"model": label, **row} for label, result in by_label.items() for row in result.table()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.DictWriter(out, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _versions() -> dict[str, str]:
+    found = {"rope-patch": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "peft", "lm_eval"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+    return found

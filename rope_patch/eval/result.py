@@ -1,0 +1,53 @@
+"""What every measurement returns: a small typed value that can be stored, drawn, compared and read out."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Result(ABC):
+    """One measurement of one model; a dataclass of JSON values in every subclass.
+
+    `figure` and `reading` take several, label -> result, so that models can be put side by side in one picture.
+    """
+
+    title: ClassVar[str]
+    """Heading of the measurement."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values; `from_dict` takes it back."""
+        return asdict(self)  # type: ignore[call-overload]  # every subclass is a dataclass
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The result that `to_dict` wrote."""
+        return cls(**values)
+
+    @abstractmethod
+    def headline(self) -> dict[str, float]:
+        """The few figures that a summary names."""
+
+    @abstractmethod
+    def table(self) -> list[dict[str, Any]]:
+        """Its figures as rows of equal keys, for a CSV file."""
+
+    @classmethod
+    @abstractmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        """One picture of all `results`."""
+
+    @classmethod
+    @abstractmethod
+    def reading(cls, results: Mapping[str, Self]) -> str:
+        """What the picture says, in plain sentences with the figures in them."""
+
+    def plot(self, path: str | Path, *, label: str = "model") -> list[Path]:
+        """Draw this result alone as `path`.png and `path`.svg, and return the two paths."""
+        from .figures import save_figure
+
+        return save_figure(type(self).figure({label: self}), path)

@@ -1,0 +1,346 @@
+"""RULER's 13 tasks through lm-eval, without the network: the user's text as haystack, QA data from files."""
+
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import lru_cache
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .cache import Remember, afresh
+from .generation import PREFILL_CHUNK
+from .harness import evaluate, local_task, quiet, require_lm_eval
+from .result import Result
+from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position
+from .text import read_json_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# task -> arguments of lm-eval's needle generator, as in its own task files
+_NEEDLES: dict[str, dict[str, Any]] = {
+    "niah_single_1": {"type_haystack": "repeat", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_single_2": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_single_3": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "uuids"},
+    "niah_multikey_1": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_k": 4,
+    },
+    "niah_multikey_2": {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_multikey_3": {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"},
+    "niah_multivalue": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_v": 4,
+    },
+    "niah_multiquery": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_q": 4,
+    },
+}
+_SEED = 42  # lm-eval's own
+TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
+_NEEDS_TEXT = tuple(name for name, options in _NEEDLES.items() if options["type_haystack"] == "essay")
+
+
+@dataclass(frozen=True)
+class Ruler(Result):
+    """RULER scores by task and length.
+
+    Args:
+        lengths: tokens of a prompt and its answer together.
+        scores: task -> score at each length, 0 to 1.
+        samples: prompts of each task and length.
+        answer_positions: length -> accuracy of multi-key tasks by where the answer stands.
+    """
+
+    title: ClassVar[str] = "RULER"
+
+    lengths: list[int]
+    scores: dict[str, list[float]]
+    samples: int
+    answer_positions: dict[str, dict[str, Any]]
+
+    def mean(self, length: int) -> float:
+        """Unweighted mean over tasks at one length."""
+        k = self.lengths.index(length)
+        return sum(values[k] for values in self.scores.values()) / len(self.scores)
+
+    def by_answer_position(self, length: int) -> AnswerPositionAccuracy:
+        """Accuracy of niah_multikey_2 at one length by where the answer stands."""
+        return AnswerPositionAccuracy.from_dict(self.answer_positions[str(length)])
+
+    def headline(self) -> dict[str, float]:
+        return {f"RULER at {n}": self.mean(n) for n in self.lengths}
+
+    def table(self) -> list[dict[str, Any]]:
+        rows = [
+            {"task": task, "length": n, "score": value, "samples": self.samples}
+            for task, values in self.scores.items()
+            for n, value in zip(self.lengths, values, strict=True)
+        ]
+        means = [
+            {"task": "mean", "length": n, "score": self.mean(n), "samples": self.samples * len(self.scores)}
+            for n in self.lengths
+        ]
+        return rows + means
+
+    @classmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        from .figures import add_legend, compact, draw_bars, new_figure
+
+        one = next(iter(results.values()))
+        figure, all_axes = new_figure(len(one.lengths), height=5.0)
+        for axes, length in zip(all_axes, one.lengths, strict=True):
+            k = one.lengths.index(length)
+            series = {label: [*(v[k] for v in r.scores.values()), r.mean(length)] for label, r in results.items()}
+            draw_bars(axes, [*(t.removeprefix("ruler_").removeprefix("niah_") for t in one.scores), "mean"], series)
+            axes.set(title=f"{compact(length)} tokens")
+            axes.set_ylim(0, 1)
+            axes.tick_params(axis="x", labelsize=6, rotation=90)
+        all_axes[0].set_ylabel("score")
+        add_legend(figure, all_axes[0])
+        return figure
+
+    @classmethod
+    def reading(cls, results: Mapping[str, Self]) -> str:
+        said = []
+        for label, result in results.items():
+            means = ", ".join(f"{100 * result.mean(n):.1f} at {n}" for n in result.lengths)
+            worst = min(result.scores, key=lambda t: result.scores[t][-1])
+            said.append(
+                f"{label}: mean {means} tokens; weakest at {result.lengths[-1]} is {worst} "
+                f"({100 * result.scores[worst][-1]:.0f})."
+            )
+        return " ".join(said)
+
+
+def ruler(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    *,
+    tasks: Sequence[str] | None = None,
+    samples: int = 100,
+    haystack: str | None = None,
+    squad: str | Path | None = None,
+    hotpotqa: str | Path | None = None,
+    batch_size: int = 1,
+    progress: bool = True,
+    remember: Remember = afresh,
+) -> Ruler:
+    """Score RULER's tasks with lm-eval's own prompts, generators and metrics.
+
+    lm-eval takes essays and QA data from the network, makes 500 prompts whatever the limit, and cuts prompts to the
+    window in the config. Here the haystack is the user's text, QA data are files, `samples` prompts are made, and a
+    prompt is read whole.
+
+    Args:
+        model: a causal LM.
+        tokenizer: of the model.
+        lengths: tokens of a prompt and its answer together.
+        tasks: names out of `rope_patch.eval.ruler.TASKS`; None means all whose data are given.
+        samples: prompts of each task and length; RULER takes 500.
+        haystack: text in place of the essays; needed by the five tasks that hide needles in running text.
+        squad: SQuAD's own JSON file, or .jsonl(.xz) with `context` and `qas` [question, answers].
+        hotpotqa: HotpotQA's own JSON file, or .jsonl(.xz) with `question`, `answer` and `context` [title, sentences].
+        batch_size: prompts in a forward.
+        progress: whether to show a bar over tasks and lengths.
+        remember: keeps each task and length as soon as it is done.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+        ValueError: an unknown task, or one whose data were not given.
+
+    Source: RULER, arXiv:2404.06654.
+    """
+    require_lm_eval()
+    given = {"ruler_qa_squad": squad, "ruler_qa_hotpot": hotpotqa, **dict.fromkeys(_NEEDS_TEXT, haystack)}
+    chosen = list(tasks) if tasks is not None else [t for t in TASKS if given.get(t, "none needed") is not None]
+    for task in chosen:
+        if task not in TASKS:
+            raise ValueError(f"unknown RULER task {task!r}. Known: {', '.join(TASKS)}.")
+        if given.get(task, "none needed") is None:
+            argument = {"ruler_qa_squad": "squad", "ruler_qa_hotpot": "hotpotqa"}.get(task, "haystack")
+            raise ValueError(f"RULER's {task} needs {argument}: give it, or leave the task out.")
+    if samples < 1 or not lengths or not chosen:
+        raise ValueError(f"samples must be at least 1 and lengths not empty, got {samples} and {list(lengths)}.")
+    scores: dict[str, list[float]] = {task: [] for task in chosen}
+    positions: dict[str, dict[str, Any]] = {}
+    cells = [(length, task) for length in lengths for task in chosen]
+    # all prompts first: what cannot be made at some length shows before anything is measured
+    documents = {
+        (n, task): _documents(task, tokenizer, n, samples, haystack, squad, hotpotqa)
+        for n, task in tqdm(cells, desc="RULER prompts", unit="task", disable=not progress)
+    }
+    for n, task in tqdm(cells, desc="RULER", unit="task", disable=not progress):
+
+        def score(n: int = n, task: str = task) -> dict[str, Any]:
+            mean, logged = _score(model, tokenizer, task, documents[n, task], n, batch_size)
+            places = _by_position(logged).to_dict() if task == "niah_multikey_2" else None
+            return {"score": mean, "answer_positions": places}
+
+        found = remember({"task": task, "length": n}, score)
+        scores[task].append(found["score"])
+        if found["answer_positions"] is not None:
+            positions[str(n)] = found["answer_positions"]
+    return Ruler(list(lengths), scores, samples, positions)
+
+
+def _documents(
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    samples: int,
+    haystack: str | None,
+    squad: str | Path | None,
+    hotpotqa: str | Path | None,
+) -> list[dict[str, Any]]:
+    """lm-eval's prompts of one task and length."""
+    with _generators() as lm_eval:
+        if task in _NEEDLES:
+            options = _NEEDLES[task]
+            kind = options["type_haystack"]
+            essay = kind == "essay"
+            return lm_eval.prepare_niah.generate_samples(
+                re.sub(r"\s+", " ", haystack or "").split(" ") if essay else lm_eval.prepare_niah.get_haystack(kind),
+                max_seq_length=length,
+                template=lm_eval.niah_utils.TEMPLATE,
+                num_samples=samples,
+                TOKENIZER=tokenizer,
+                **options,
+            )
+        if task == "ruler_vt":
+            make = lm_eval.vt_utils.sys_vartrack_w_noise_random
+            (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=500, incremental=5)
+            return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=length, icl_example=example)
+        if task == "ruler_cwe":
+            return lm_eval.cwe_utils.sys_word_pair_random(
+                num_samples=samples, max_seq_length=length, tokenizer=tokenizer
+            )
+        if task == "ruler_fwe":
+            return lm_eval.fwe_utils.sys_kwext(tokenizer=tokenizer, max_seq_length=length, num_samples=samples)
+        qas, docs = _squad(Path(squad or "")) if task == "ruler_qa_squad" else _hotpotqa(Path(hotpotqa or ""))
+        return lm_eval.qa_utils.generate_samples(
+            tokenizer=tokenizer, docs=docs, qas=qas, max_seq_length=length, num_samples=min(samples, len(qas))
+        )
+
+
+def _score(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    documents: list[dict[str, Any]],
+    length: int,
+    batch_size: int,
+) -> tuple[float, list[dict[str, Any]]]:
+    with quiet():
+        from lm_eval.tasks.ruler import common_utils
+
+        metric = common_utils.string_match_part if "qa" in task else common_utils.string_match_all
+
+        def score(doc: dict[str, Any], replies: list[str]) -> dict[str, float]:
+            return {"score": metric(common_utils.postprocess_pred(replies), [doc["outputs"]])}
+
+        # one metric: lm-eval's own tasks report every length in a fixed list, -1 where nothing was measured
+        ours = [{"metric": "score", "aggregation": "mean", "higher_is_better": True}]
+        new_tokens = {"ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}.get(task, 32 if "qa" in task else 128)
+        generation = {"do_sample": False, "temperature": 0.0, "max_gen_toks": new_tokens, "until": []}
+        if length > PREFILL_CHUNK:
+            generation["prefill_chunk_size"] = max(PREFILL_CHUNK // batch_size, 1)
+        loaded = local_task(
+            task, documents, "test", process_results=score, metric_list=ours, generation_kwargs=generation
+        )
+    found, logged = evaluate(model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens)
+    return float(found["score,none"]), logged
+
+
+def _by_position(logged: list[dict[str, Any]], n_bins: int = 10) -> AnswerPositionAccuracy:
+    places = [s["doc"]["input"].index(s["doc"]["outputs"][0]) / len(s["doc"]["input"]) for s in logged]
+    grid = RetrievalGrid("niah_multikey_2", [], [], [], 0, places, [s["score"] for s in logged])
+    return accuracy_by_answer_position(grid, n_bins=n_bins)
+
+
+def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Questions and paragraphs as lm-eval's generator takes them, from SQuAD's own JSON or from JSON lines."""
+    if file.name.endswith((".jsonl", ".jsonl.xz")):
+        paragraphs: list[Any] = list(read_json_lines(file))
+    else:
+        data = json.loads(file.read_text(encoding="utf-8"))["data"]
+        paragraphs = [{**p, "title": d["title"]} for d in data for p in d["paragraphs"]]
+    docs = sorted({p["context"] for p in paragraphs})
+    place = {c: i for i, c in enumerate(docs)}
+    titles: dict[str, list[int]] = {}
+    for p in paragraphs:
+        titles.setdefault(p["title"], []).append(place[p["context"]])
+    qas = []
+    for p in paragraphs:
+        own = place[p["context"]]
+        for qa in p["qas"]:
+            answers = [a["text"] if isinstance(a, dict) else a for a in qa["answers"]]
+            if answers:  # SQuAD 2.0 has questions without one
+                more = [i for i in titles[p["title"]] if i != own]
+                qas.append({"query": qa["question"], "outputs": answers, "context": [own], "more_context": more})
+    return qas, docs
+
+
+def _hotpotqa(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Questions and paragraphs as lm-eval's generator takes them, from HotpotQA's own JSON or from JSON lines."""
+    if file.name.endswith((".jsonl", ".jsonl.xz")):
+        items: list[Any] = list(read_json_lines(file))
+    else:
+        items = json.loads(file.read_text(encoding="utf-8"))
+
+    def texts(item: dict[str, Any]) -> list[str]:
+        return [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
+
+    docs = sorted({text for item in items for text in texts(item)})
+    place = {text: i for i, text in enumerate(docs)}
+    return [
+        {"query": i["question"], "outputs": [i["answer"]], "context": [place[t] for t in texts(i)]} for i in items
+    ], docs
+
+
+@contextmanager
+def _generators() -> Iterator[Any]:
+    """lm-eval's generator modules, made repeatable and offline; everything is put back.
+
+    Sentences are split by punctuation, since NLTK's splitter needs a download and places of needles need no better one.
+    Bars of each task and length give way to ours over all.
+    """
+    with quiet():
+        from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils
+    modules: dict[str, Any] = {
+        m.__name__.rpartition(".")[2]: m for m in (cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils)
+    }
+    split = lru_cache(maxsize=4)(lambda text: re.split(r"(?<=[.!?])\s+", text))
+    replaced = [(m, "tqdm", lambda items, **_: items) for m in modules.values() if hasattr(m, "tqdm")]
+    replaced.append((prepare_niah, "cached_sent_tokenize", split))
+    before = [getattr(m, name) for m, name, _ in replaced]
+    drawn, drawn_words = random.getstate(), cwe_utils.RNG.getstate()
+    for m, name, value in replaced:
+        setattr(m, name, value)
+    random.seed(_SEED)
+    cwe_utils.RNG.seed(_SEED)
+    try:
+        with redirect_stdout(StringIO()):  # one of them prints how it searches
+            yield SimpleNamespace(**modules)
+    finally:
+        random.setstate(drawn)
+        cwe_utils.RNG.setstate(drawn_words)
+        for (m, name, _), value in zip(replaced, before, strict=True):
+            setattr(m, name, value)

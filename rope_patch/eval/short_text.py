@@ -1,0 +1,202 @@
+"""Short-text benchmarks through lm-eval, from the hub or from local files: what adaptation must not ruin."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from .cache import Remember, afresh
+from .harness import evaluate, local_task, require_lm_eval
+from .result import Result
+from .text import read_json_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Benchmark:
+    """How a local file becomes lm-eval's documents.
+
+    Args:
+        file: stem of the local file, which ends in .jsonl or .jsonl.xz.
+        split: the split that lm-eval's task evaluates.
+        convert: a row of the file -> a row with the hub's fields.
+        metric: the figure that is quoted for it.
+    """
+
+    file: str
+    split: str
+    convert: Callable[[Row], Row]
+    metric: str = "acc"
+
+
+def _letters(row: Row, question: str) -> Row:
+    labels = [chr(ord("A") + i) for i in range(len(row["choices"]))]
+    choices = {"text": row["choices"], "label": labels}
+    return {question: row["question"], "choices": choices, "answerKey": labels[row["label"]]}
+
+
+def _hellaswag(row: Row) -> Row:
+    activity, _, context = row["ctx"].partition(": ")
+    # lm-eval writes "activity: ctx_a ctx_b" with ctx_b capitalised; the file has both joined already
+    return {
+        "activity_label": activity, "ctx_a": context, "ctx_b": "", "endings": row["choices"], "label": str(row["label"])
+    }  # fmt: skip
+
+
+BENCHMARKS: dict[str, _Benchmark] = {
+    "lambada_openai": _Benchmark("lambada_openai_test", "test", lambda r: {"text": r["text"]}),
+    "hellaswag": _Benchmark("hellaswag_val", "validation", _hellaswag, "acc_norm"),
+    "piqa": _Benchmark(
+        "piqa_valid",
+        "validation",
+        lambda r: {"goal": r["goal"], "sol1": r["choices"][0], "sol2": r["choices"][1], "label": r["label"]},
+        "acc_norm",
+    ),
+    "winogrande": _Benchmark(
+        "winogrande_dev",
+        "validation",
+        lambda r: {
+            "sentence": r["sentence"],
+            "option1": r["choices"][0],
+            "option2": r["choices"][1],
+            "answer": str(r["label"] + 1),
+        },
+    ),
+    "arc_easy": _Benchmark("arc_easy_test", "test", lambda r: _letters(r, "question"), "acc_norm"),
+    "arc_challenge": _Benchmark("arc_challenge_test", "test", lambda r: _letters(r, "question"), "acc_norm"),
+    "openbookqa": _Benchmark("openbookqa_test", "test", lambda r: _letters(r, "question_stem"), "acc_norm"),
+    "boolq": _Benchmark(
+        "boolq_dev",
+        "validation",
+        lambda r: {"passage": r["passage"], "question": r["question"], "label": int(r["label"])},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ShortText(Result):
+    """Accuracies of short benchmarks.
+
+    Args:
+        accuracy: benchmark -> the metric that is quoted for it (length-normalised where that is the custom), 0 to 1.
+        metrics: benchmark -> every metric that lm-eval gave.
+        samples: benchmark -> samples measured.
+    """
+
+    title: ClassVar[str] = "Short text"
+
+    accuracy: dict[str, float]
+    metrics: dict[str, dict[str, float]]
+    samples: dict[str, int]
+
+    @property
+    def mean(self) -> float:
+        """Unweighted mean of `accuracy`."""
+        return sum(self.accuracy.values()) / len(self.accuracy)
+
+    def headline(self) -> dict[str, float]:
+        return {"short-text accuracy, mean": self.mean}
+
+    def table(self) -> list[dict[str, Any]]:
+        rows = [{"benchmark": k, "accuracy": a, "samples": self.samples[k]} for k, a in self.accuracy.items()]
+        return [*rows, {"benchmark": "mean", "accuracy": self.mean, "samples": sum(self.samples.values())}]
+
+    @classmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        from .figures import add_legend, draw_bars, new_figure
+
+        figure, (axes,) = new_figure()
+        names = list(next(iter(results.values())).accuracy)
+        draw_bars(axes, [*names, "mean"], {k: [*(r.accuracy[n] for n in names), r.mean] for k, r in results.items()})
+        axes.set(title="short-text benchmarks", ylabel="accuracy")
+        axes.set_ylim(0, 1)
+        add_legend(figure, axes)
+        return figure
+
+    @classmethod
+    def reading(cls, results: Mapping[str, Self]) -> str:
+        (first, native), *others = results.items()
+        said = [f"{first}: mean accuracy {100 * native.mean:.1f} %."]
+        said += [f"{k}: {100 * r.mean:.1f} %, {100 * r.mean / native.mean:.1f} % of {first}." for k, r in others]
+        return " ".join(said) + " Adaptation to long text should leave these where they were."
+
+
+def short_text(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    data: str | Path | None = None,
+    benchmarks: Sequence[str] | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    max_length: int = 2048,
+    remember: Remember = afresh,
+) -> ShortText:
+    """Zero-shot accuracy on lm-eval's own tasks, with its prompts and metrics.
+
+    Args:
+        model: a causal LM.
+        tokenizer: of the model.
+        data: a folder with the benchmarks as .jsonl or .jsonl.xz files, an object a line: `lambada_openai_test` (text),
+            `hellaswag_val` (ctx, choices, label), `piqa_valid` (goal, choices, label), `winogrande_dev` (sentence,
+            choices, label), `arc_easy_test`, `arc_challenge_test`, `openbookqa_test` (question, choices, label) and
+            `boolq_dev` (passage, question, label), `label` being the index of the right choice. None means the hub's.
+        benchmarks: names; None means all that `data` has, or all eight from the hub.
+        limit: samples of each at most.
+        batch_size: requests in a forward.
+        max_length: tokens of the longest request.
+        remember: keeps each benchmark as soon as it is done.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+        ValueError: an unknown benchmark.
+        FileNotFoundError: the folder lacks a benchmark.
+    """
+    require_lm_eval()
+    files = {} if data is None else _files(Path(data))
+    names = list(benchmarks) if benchmarks is not None else [n for n in BENCHMARKS if data is None or n in files]
+    for name in names:
+        if name not in BENCHMARKS:
+            raise ValueError(f"unknown benchmark {name!r}. Known: {', '.join(BENCHMARKS)}.")
+        if data is not None and name not in files:
+            raise FileNotFoundError(f"{data} has no {BENCHMARKS[name].file}.jsonl or .jsonl.xz for {name!r}.")
+    if not names:
+        raise FileNotFoundError(
+            f"{data} has none of {', '.join(b.file for b in BENCHMARKS.values())} as .jsonl or .jsonl.xz."
+        )
+    accuracy, metrics, samples = {}, {}, {}
+    for name in names:
+
+        def measure(name: str = name) -> dict[str, Any]:
+            documents = None
+            if data is not None:
+                documents = [BENCHMARKS[name].convert(dict(row)) for row in read_json_lines(files[name])][:limit]
+            task = local_task(name, documents, BENCHMARKS[name].split)
+            found, logged = evaluate(model, tokenizer, task, batch_size=batch_size, max_length=max_length, limit=limit)
+            floats = {
+                k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k
+            }
+            return {"metrics": floats, "samples": len({sample["doc_id"] for sample in logged})}
+
+        value = remember({"benchmark": name}, measure)
+        metrics[name], samples[name] = value["metrics"], value["samples"]
+        accuracy[name] = metrics[name][BENCHMARKS[name].metric]
+    return ShortText(accuracy, metrics, samples)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder} with short-text benchmarks.")
+    found = {}
+    for name, benchmark in BENCHMARKS.items():
+        for ending in (".jsonl", ".jsonl.xz"):
+            if (folder / (benchmark.file + ending)).is_file():
+                found[name] = folder / (benchmark.file + ending)
+    return found

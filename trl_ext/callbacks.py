@@ -1,0 +1,52 @@
+"""Small evaluations during training, logged where the trainer logs."""
+
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from rope_patch.eval import loss_by_position
+
+
+class LossByPositionCallback(TrainerCallback):
+    """Log loss within the window, loss beyond it and the cliff every `every` optimizer steps, and at the end.
+
+    The figures go through `trainer.log`, so to whatever `report_to` names (TensorBoard, W&B, trackio), as
+    `long/loss_in_window`, `long/loss_beyond` and `long/cliff`.
+
+    Args:
+        trainer: whose log is written; add the callback with `trainer.add_callback`.
+        rows: held-out token ids, int64 [n_rows, seq_len], longer than `window`.
+        window: trained window, in positions; None means the model's own.
+        every: optimizer steps between two evaluations.
+
+    Raises:
+        ValueError: `every` below 1, or rows that end within the window.
+    """
+
+    def __init__(self, trainer: Trainer, rows: torch.Tensor, *, window: int | None = None, every: int = 100) -> None:
+        from rope_patch.eval.subject import Subject
+
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}.")
+        subject = Subject(trainer.model)  # type: ignore[arg-type]
+        self.window = subject.trained_window if window is None else window
+        if self.window is None:
+            raise ValueError("the model's config names no trained window: pass window, in positions.")
+        subject.check_rows(rows, at_least=self.window + 2)
+        self.trainer = trainer
+        self.rows = rows
+        self.every = every
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self._measure(kwargs["model"])
+
+    def _measure(self, model: torch.nn.Module) -> None:
+        # every rank takes part: a sharded model can only run as a whole; `log` writes on the first one alone
+        args = self.trainer.args
+        device_type = args.device.type
+        with torch.autocast(device_type, torch.bfloat16, enabled=bool(args.bf16)):
+            curve = loss_by_position(model, self.rows, progress=False)
+        inside, cliff = curve.in_window(self.window), curve.cliff(self.window)
+        self.trainer.log({"long/loss_in_window": inside, "long/loss_beyond": inside + cliff, "long/cliff": cliff})

@@ -1,0 +1,1 @@
+"""`rope-patch eval` and `rope-patch probe`."""

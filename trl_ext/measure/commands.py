@@ -1,0 +1,211 @@
+"""The two commands that measure: what they take from the command line, and what they print."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from rope_patch.eval import EvalPlan
+
+# those that `eval` runs when none is named
+DEFAULT = ("cliff", "gain", "passkey", "niah-single", "niah-multikey", "position", "attention", "entropy", "view-kl")
+# --flag -> the measures that it stands for
+FLAGS = {
+    "cliff": ("cliff",),
+    "gain": ("gain",),
+    "passkey": ("passkey",),
+    "niah": ("niah-single", "niah-multikey", "niah-multivalue", "niah-multiquery", "niah-ordinal", "position"),
+    "ruler": ("ruler",),
+    "short": ("short",),
+    "attention": ("attention", "entropy"),
+    "view-kl": ("view-kl",),
+}
+
+
+def add_commands(commands: Any) -> None:
+    """Add `eval` and `probe` to the subparsers."""
+    evaluate = commands.add_parser(
+        "eval",
+        help="measure models side by side and write figures, tables and one HTML page",
+        description="Measure one or several models and write a report. Without a measure named, those run that need no "
+        "other data. A run that was stopped goes on with the same command.",
+    )
+    evaluate.set_defaults(run=run_eval)
+    evaluate.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        metavar="[LABEL=]PATH[@METHOD:OPTION=VALUE,...]",
+        help="hub id, checkpoint or adapter, rescaled or not; may be repeated, and others are compared with the first",
+    )
+    evaluate.add_argument(
+        "--report", type=Path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
+    )
+    measures = evaluate.add_argument_group("measures")
+    for flag, names in FLAGS.items():
+        measures.add_argument(f"--{flag}", action="store_true", help=", ".join(names))
+    _add_data(evaluate, rows=4)
+    evaluate.add_argument(
+        "--lengths", type=int, nargs="+", help="prompt lengths for retrieval; default: a quarter, half, whole --length"
+    )
+    evaluate.add_argument("--trials", type=int, default=4, help="retrieval prompts a cell; default: %(default)s")
+    evaluate.add_argument("--ruler-tasks", nargs="+", help="default: all whose data are given")
+    evaluate.add_argument(
+        "--ruler-samples", type=int, default=20, help="prompts of each task and length; default: %(default)s"
+    )
+    evaluate.add_argument("--squad", help="SQuAD's JSON file for RULER's first QA task")
+    evaluate.add_argument("--hotpotqa", help="HotpotQA's JSON file for RULER's second QA task")
+    evaluate.add_argument("--short-data", help="folder of short-text benchmarks as .jsonl(.xz); default: from the hub")
+    evaluate.add_argument("--benchmarks", nargs="+", help="short-text benchmarks; default: all that there are")
+    evaluate.add_argument("--limit", type=int, help="samples of each short-text benchmark at most")
+    evaluate.add_argument("--batch-size", type=int, default=4, help="prompts in a forward; default: %(default)s")
+    probe = commands.add_parser(
+        "probe",
+        help="where the window of a model ends, and what to do about it",
+        description="Measure loss by position, try YaRN without training, and recommend a method and a recipe.",
+    )
+    probe.set_defaults(run=run_probe, output_dir=None)
+    probe.add_argument("--model", required=True, help="hub id, checkpoint or adapter")
+    probe.add_argument("--plot", type=Path, help="also draw loss by position as PLOT.png and PLOT.svg")
+    _add_data(probe, rows=2)
+
+
+def _add_data(parser: argparse.ArgumentParser, rows: int) -> None:
+    parser.add_argument("--length", type=int, help="tokens in the longest row; default: four trained windows")
+    parser.add_argument("--rows", type=int, default=rows, help="held-out rows; default: %(default)s")
+    parser.add_argument(
+        "--text", nargs="+", help="held-out text: files, or .jsonl(.xz) with `text`; default: Python's own sources"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16, on a CPU float32"
+    )
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """`rope-patch eval`."""
+    specs = [ModelSpec.parse(text) for text in args.model]
+    labels = [spec.label for spec in specs]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"labels must differ, got {', '.join(labels)}: name models as LABEL=PATH.")
+    device, dtype = _device(args)
+    tokenizer = specs[0].load_tokenizer()
+    length = args.length or _default_length(specs[0])
+    plan = _plan(args, length)
+
+    from rope_patch.eval import run_suite, write_report
+
+    results = run_suite(
+        {spec.label: lambda spec=spec: spec.load(device, dtype) for spec in specs},  # type: ignore[misc]
+        tokenizer,
+        _texts(args, length),
+        plan,
+        args.output_dir / "cache",
+    )
+    settings = {
+        **{f"model {spec.label}": text for spec, text in zip(specs, args.model, strict=True)},
+        "text": ", ".join(args.text) if args.text else "Python's standard library",
+        "dtype": str(dtype).removeprefix("torch."),
+        "held-out rows": f"{args.rows} of {length} tokens",
+        "prompt lengths": ", ".join(map(str, plan.lengths)),
+        "prompts a cell": plan.trials,
+        "seed": plan.seed,
+    }
+    page = write_report(results, args.output_dir, title="Long-context evaluation", settings=settings)
+    _print_summary(page.parent / "results.json", labels)
+    print(f"\nReport: {page}")
+    return 0
+
+
+def run_probe(args: argparse.Namespace) -> int:
+    """`rope-patch probe`."""
+    spec = ModelSpec.parse(args.model)
+    device, dtype = _device(args)
+    length = args.length or _default_length(spec)
+
+    from rope_patch.eval import LossByPosition, probe, text_rows
+    from rope_patch.eval.figures import save_figure
+
+    rows = text_rows(spec.load_tokenizer(), _texts(args, length), seq_len=length, n_rows=args.rows)
+    found = probe(spec.load(device, dtype), rows)
+    print(found)
+    if args.plot:
+        curves = {"as it is": found.native}
+        if found.yarn is not None:
+            curves[f"YaRN {found.factor:g}x, untrained"] = found.yarn
+        for file in save_figure(LossByPosition.figure(curves), args.plot):
+            print(f"Figure: {file}")
+    return 0
+
+
+def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
+    from rope_patch.eval import MEASURES, EvalPlan
+
+    named = {name for flag, names in FLAGS.items() if getattr(args, flag.replace("-", "_")) for name in names}
+    chosen = named or set(DEFAULT)
+    for name in ("rows", "trials", "ruler_samples", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
+    return EvalPlan(
+        measures=tuple(name for name in MEASURES if name in chosen),
+        length=length,
+        n_rows=args.rows,
+        lengths=tuple(args.lengths or (length // 4, length // 2, length)),
+        trials=args.trials,
+        ruler_tasks=tuple(args.ruler_tasks) if args.ruler_tasks else None,
+        ruler_samples=args.ruler_samples,
+        squad=args.squad,
+        hotpotqa=args.hotpotqa,
+        short_data=args.short_data,
+        benchmarks=tuple(args.benchmarks) if args.benchmarks else None,
+        limit=args.limit,
+        batch_size=args.batch_size,
+    )
+
+
+def _device(args: argparse.Namespace) -> tuple[str, Any]:
+    import torch
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a GPU that torch can see; there is none. Use --device cpu.")
+    return device, getattr(torch, args.dtype or ("float32" if device == "cpu" else "bfloat16"))
+
+
+def _default_length(spec: ModelSpec) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(spec.path)
+    schedule = getattr(config, "rope_parameters", None) or {}
+    window = schedule.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    if window is None:
+        raise ValueError(f"the config of {spec.path} names no window: give --length.")
+    return 4 * window
+
+
+def _texts(args: argparse.Namespace, length: int) -> list[str]:
+    """Held-out documents. Of the standard library, no more files are read than rows and haystacks can need."""
+    from rope_patch.eval import read_texts, standard_library_files
+
+    if args.text:
+        return list(read_texts(args.text))
+    texts: list[str] = []
+    for file in standard_library_files()[::2]:  # the demo trains on the others
+        texts += read_texts([file])
+        # a token of code has 3 to 4 characters, and a file gives one row
+        if sum(min(len(text), 8 * length) for text in texts) > 8 * length * (args.rows + 1):
+            break
+    return texts
+
+
+def _print_summary(file: Path, labels: list[str]) -> None:
+    import json
+
+    summary = json.loads(file.read_text(encoding="utf-8"))["summary"]
+    width = max(len(row["figure"]) for row in summary) + 2
+    print(f"\n{'':{width}}" + "".join(f"{label:>12.11}" for label in labels))
+    for row in summary:
+        cells = (f"{row['values'][k]:12.3f}" if k in row["values"] else f"{'-':>12}" for k in labels)
+        print(f"{row['figure']:{width}}" + "".join(cells))

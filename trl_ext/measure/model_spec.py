@@ -1,0 +1,86 @@
+"""Which model the command line names: a checkpoint or an adapter, rescaled or not."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FORM = "[LABEL=]PATH[@METHOD:OPTION=VALUE,...]"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model of the command line.
+
+    Args:
+        label: its name in figures and tables.
+        path: hub id or folder of a checkpoint, or folder of an adapter.
+        method: rescaling to apply after loading, or None.
+        options: of the rescaling.
+    """
+
+    label: str
+    path: str
+    method: str | None
+    options: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> "ModelSpec":
+        """Read [LABEL=]PATH[@METHOD:OPTION=VALUE,...], e.g. `yarn=my-model@yarn:factor=4`.
+
+        Raises:
+            ValueError: another form, or an unknown method or option.
+        """
+        from rope_patch.methods import resolve_rescaling
+
+        named, _, rescaled = text.partition("@")
+        label, equals, path = named.partition("=")
+        if not equals:
+            label, path = Path(named).name, named
+        method, _, rest = rescaled.partition(":")
+        options: dict[str, Any] = {}
+        for item in filter(None, rest.split(",")):
+            key, equals, value = item.partition("=")
+            if not equals:
+                raise ValueError(f"a model is named as {_FORM}, got {text!r}, where {item!r} has no value.")
+            options[key] = _number(value)
+        if not label or not path or ("@" in text and not method):
+            raise ValueError(f"a model is named as {_FORM}, got {text!r}.")
+        if method:
+            resolve_rescaling(method, options)
+        return cls(label, path, method or None, options)
+
+    def load(self, device: str, dtype: Any) -> Any:
+        """The model, in eval mode; an adapter comes with the RoPE that it was trained with."""
+        from transformers import AutoModelForCausalLM
+
+        from rope_patch import load_adapter, patch_model
+
+        adapter = Path(self.path) / "adapter_config.json"
+        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"] if adapter.is_file() else None
+        model: Any = AutoModelForCausalLM.from_pretrained(base or self.path, dtype=dtype)
+        model = model.to(device)
+        if base:
+            model = load_adapter(model, self.path)
+        if self.method:
+            patch_model(model, self.method, **self.options)
+        return model.eval()
+
+    def load_tokenizer(self) -> Any:
+        """Of the model or, for an adapter, of its base model where the adapter has none."""
+        from transformers import AutoTokenizer
+
+        folder = Path(self.path)
+        adapter = folder / "adapter_config.json"
+        if adapter.is_file() and not (folder / "tokenizer_config.json").is_file():
+            return AutoTokenizer.from_pretrained(
+                json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+            )
+        return AutoTokenizer.from_pretrained(self.path)
+
+
+def _number(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
