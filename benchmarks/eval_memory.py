@@ -1,8 +1,8 @@
 """Time and peak memory of evaluation at length, on one GPU.
 
 Run:   python benchmarks/eval_memory.py [--lengths 8192 32768 131072] [--layers 32] [--out FILE.json]
-Shape: Llama-3-8B with random weights in bf16, one row or prompt. Beside each peak stands what the model takes at rest, and
-what n x n scores of one head or n x vocabulary logits in bf16 would take: none of them is ever held.
+Shape: Llama-3-8B with random weights in bf16, one row or prompt. Beside each peak stands what n x n scores of one head
+and n x vocabulary logits in bf16 would take: none of them is ever held.
 """
 
 import argparse
@@ -69,8 +69,8 @@ def main() -> None:
             )
             row = rows[-1]
             print(
-                f"{name:28}{seq_len:8} tokens {row['seconds']:8.2f} s  peak {row['peak_gib_above_weights']:7.2f} GiB above "
-                f"weights  (n x n {row['n_by_n_gib']:.1f}, n x V {row['n_by_vocab_gib']:.1f})",
+                f"{name:28}{seq_len:8} tokens {row['seconds']:8.2f} s  peak {row['peak_gib_above_weights']:7.2f} "
+                f"GiB above weights  (n x n {row['n_by_n_gib']:.1f}, n x V {row['n_by_vocab_gib']:.1f})",
                 flush=True,
             )
     if args.out:

@@ -82,14 +82,14 @@ class AttentionDistance(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
         one = next(iter(results.values()))
         far = max((e for e in one.edges[:-1] if e <= one.seq_len // 4), default=0)
         said = [
             f"{label}: {100 * r.mean_mass(far):.1f} % of the attention goes at least {far} tokens back."
             for label, r in results.items()
         ]
-        return " ".join(said)
+        return said
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ class EntropyRatio(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
         said = [
             f"{label}: {r.inside:.2f} nats within the window, {r.beyond:.2f} beyond, a ratio of {r.ratio:.3f} "
             f"({r.inside_share:.2f} and {r.beyond_share:.2f} of the most possible)."
             for label, r in results.items()
         ]
-        return " ".join(said) + " A ratio far above 1 means that attention blurs beyond the window."
+        return [*said, "A ratio far above 1 means that attention blurs beyond the window."]
 
 
 def attention_distance(
@@ -174,18 +174,16 @@ def attention_distance(
         raise ValueError(f"last must be in 1..{seq_len}, got {last}.")
     edges = [0, *(2**k for k in range(20) if 2**k < seq_len), seq_len]
     queries = torch.arange(seq_len - last, seq_len)
-    bin_of = torch.bucketize(queries[:, None] - torch.arange(seq_len), torch.tensor(edges[1:]), right=True)
-    bin_of = bin_of.clamp(0, len(edges) - 2).to(subject.device)  # keys after the query weigh nothing
+    # distances edges[k] <= i - j < edges[k + 1] are keys i - edges[k + 1] < j <= i - edges[k], a run of them
+    ends = (queries[:, None] - torch.tensor(edges) + 1).clamp(0, seq_len).to(subject.device)
     count: dict[int, torch.Tensor] = {}
     mass: dict[int, torch.Tensor] = {}
     heads: dict[int, int] = {}
 
     def visit(layer: int, probabilities: torch.Tensor) -> None:
-        zeros = torch.zeros(len(edges) - 1, dtype=torch.float64, device=probabilities.device)
-        bins = bin_of.expand_as(probabilities).flatten()
-        weights = probabilities.flatten().double()
-        mass[layer] = mass.get(layer, 0) + zeros.index_add(0, bins, weights)
-        count[layer] = count.get(layer, 0) + zeros.index_add(0, bins, (weights > threshold).double())
+        for one in probabilities:  # one head at a time: sums from the left are in float64
+            mass[layer] = mass.get(layer, 0) + _run_sums(one, ends)
+            count[layer] = count.get(layer, 0) + _run_sums(one > threshold, ends)
         heads[layer] = heads.get(layer, 0) + probabilities.shape[0]
 
     _read(subject, rows, queries, visit, "attention distance", progress)
@@ -243,6 +241,12 @@ def entropy_ratio(
     (inside_mean, beyond_mean), (inside_share, beyond_share) = means.mean(0).tolist()
     by_layer = (means[:, 0, 1] / means[:, 0, 0]).tolist()
     return EntropyRatio(window, inside_mean, beyond_mean, inside_share, beyond_share, by_layer, len(rows))
+
+
+def _run_sums(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sums of values [m, n] over keys ends[:, k + 1] .. ends[:, k] - 1, then over rows; float64 [n_bins]."""
+    sums = torch.nn.functional.pad(values.cumsum(-1, dtype=torch.float64), (1, 0)).gather(-1, ends)
+    return (sums[:, :-1] - sums[:, 1:]).sum(0)
 
 
 def _read(

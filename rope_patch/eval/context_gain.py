@@ -69,13 +69,13 @@ class ContextGain(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
         said = [
             f"{label}: reading everything instead of the last {r.short} tokens "
             f"{'gains' if r.total >= 0 else 'costs'} {abs(r.total):.3f} nats per token."
             for label, r in results.items()
         ]
-        return " ".join(said) + " Above zero, far text helps; below, the model would do better to forget it."
+        return [*said, "Above zero, far text helps; below, the model would do better to forget it."]
 
 
 def context_gain(
@@ -140,7 +140,7 @@ def _reencoded(subject: Subject, ids: torch.Tensor, short: int, stride: int, bat
     starts = torch.arange(0, len(ids) - short, stride)
     losses = []
     whole = starts[starts + short + stride <= len(ids)]
-    for batch in whole.split(batch_size):
+    for batch in whole.split(batch_size) if len(whole) else ():
         windows = torch.stack([ids[a : a + short + stride] for a in batch.tolist()])
         losses.append(subject.losses(subject.hidden(windows[:, :-1])[:, short - 1 :], windows[:, short:]).flatten())
     for a in starts[len(whole) :].tolist():  # what is left at the end of the row
@@ -151,7 +151,9 @@ def _reencoded(subject: Subject, ids: torch.Tensor, short: int, stride: int, bat
 
 def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> torch.Tensor:
     """ce_short of targets short..C-1 from a cache that is cut to its last `short` entries before each block."""
-    if any("sliding" in kind for kind in getattr(subject.core.config, "layer_types", None) or ()):
+    config = subject.core.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "sliding_window", None) and (kinds is None or any("full" not in kind for kind in kinds)):
         raise ValueError("kind='paper' cuts the KV cache, which sliding-window layers cut already; use kind='exact'.")
     cache = DynamicCache()
     losses = []

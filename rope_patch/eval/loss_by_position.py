@@ -157,7 +157,7 @@ class LossByPosition(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
         said = []
         for label, curve in results.items():
             if curve.window is None or curve.window + 1 >= curve.seq_len:
@@ -169,7 +169,7 @@ class LossByPosition(Result):
                 f"{inside + cliff:.3f} beyond it, a cliff of {cliff:+.3f}"
                 + ("; no lasting rise beyond the window." if start is None else f"; it rises for good from {start} on.")
             )
-        return " ".join(said) + " Lower is better. Flat beyond the dashed line: far positions are read."
+        return [*said, "Lower is better. Flat beyond the dashed line: far positions are read."]
 
 
 def loss_by_position(

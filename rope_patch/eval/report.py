@@ -18,6 +18,7 @@ from .comparisons import in_distribution_penalty, recovery_ratio
 from .figures import save_figure
 from .loss_by_position import LossByPosition
 from .result import Result
+from .retrieval import RetrievalGrid
 from .short_text import ShortText
 from .suite import Results
 
@@ -55,7 +56,7 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
         sections.append(
             {
                 "name": name,
-                "title": kind.title if name in ("cliff", "position") else f"{kind.title} ({name})",
+                "title": f"{kind.title}: {name}" if kind is RetrievalGrid else kind.title,
                 "reading": kind.reading(by_label),
                 "picture": base64.b64encode(svg.read_bytes()).decode(),
                 "files": [f"figures/{png.name}", f"figures/{svg.name}", f"tables/{name}.csv"],

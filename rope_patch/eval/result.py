@@ -43,8 +43,8 @@ class Result(ABC):
 
     @classmethod
     @abstractmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
-        """What the picture says, in plain sentences with the figures in them."""
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+        """What the picture says, in plain sentences with the figures in them: one a model, then how to read it."""
 
     def plot(self, path: str | Path, *, label: str = "model") -> list[Path]:
         """Draw this result alone as `path`.png and `path`.svg, and return the two paths."""

@@ -73,20 +73,22 @@ class RetrievalGrid(Result):
             axes.set(title=label, xlabel="length (tokens)")
             for i, row in enumerate(grid.accuracy):
                 for j, value in enumerate(row):
-                    axes.text(i, j, f"{value:.2f}".lstrip("0") or "0", ha="center", va="center", fontsize=8)
+                    # both ends of the colour map are dark
+                    color = "black" if 0.2 < value < 0.8 else "white"
+                    axes.text(i, j, f"{100 * value:.0f}", ha="center", va="center", fontsize=8, color=color)
         all_axes[0].set_ylabel("depth of the needle")
         one = next(iter(results.values()))
-        figure.suptitle(f"{one.kind}: accuracy, {one.trials} prompts a cell")
+        figure.suptitle(f"{one.kind}: accuracy in percent, {one.trials} prompts a cell")
         figure.colorbar(image, ax=all_axes)
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
         said = []
         for label, grid in results.items():
             means = ", ".join(f"{100 * a:.0f} % at {n}" for n, a in zip(grid.lengths, grid.by_length, strict=True))
             said.append(f"{label}: {means} tokens.")
-        return " ".join(said) + " Each cell is the share of hidden values that the model repeats."
+        return [*said, "Each cell is the share of hidden values that the model repeats."]
 
 
 @dataclass(frozen=True)
@@ -142,13 +144,17 @@ class AnswerPositionAccuracy(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
         said = [
             f"{label}: bins differ by up to {100 * r.spread:.0f} points"
-            + ("." if r.mid_third_gap is None else f"; the middle third is {100 * r.mid_third_gap:+.0f} points off.")
+            + (
+                "."
+                if r.mid_third_gap is None
+                else f"; answers in the middle third score {100 * r.mid_third_gap:+.0f} points."
+            )
             for label, r in results.items()
         ]
-        return " ".join(said) + " A model that reads all positions alike is flat."
+        return [*said, "A model that reads all positions alike is flat."]
 
 
 def passkey(

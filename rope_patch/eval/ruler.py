@@ -117,7 +117,7 @@ class Ruler(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
         said = []
         for label, result in results.items():
             means = ", ".join(f"{100 * result.mean(n):.1f} at {n}" for n in result.lengths)
@@ -126,7 +126,7 @@ class Ruler(Result):
                 f"{label}: mean {means} tokens; weakest at {result.lengths[-1]} is {worst} "
                 f"({100 * result.scores[worst][-1]:.0f})."
             )
-        return " ".join(said)
+        return said
 
 
 def ruler(

@@ -69,12 +69,12 @@ class ViewKL(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> str:
+    def reading(cls, results: Mapping[str, Self]) -> list[str]:
         said = [f"{label}: {r.kl[-1]:.3f} nats per token at a skip of {r.skips[-1]}." for label, r in results.items()]
-        return (
-            " ".join(said)
-            + " Zero: predictions do not change when the end of the text is moved that far. No labels are needed."
-        )
+        return [
+            *said,
+            "Zero: predictions do not change when the end of the text is moved that far. No labels are needed.",
+        ]
 
 
 def view_kl(

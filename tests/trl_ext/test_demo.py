@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
+from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 from support.training import tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import trl_ext.demo.run as demo_run
 from trl_ext import cli
@@ -22,13 +22,8 @@ SIZES = ["--measure-length", "160", "--measure-rows", "2", "--train-length", "32
 def model_folder(tmp_path):
     """A tiny model with a character tokenizer, so that any text works."""
     folder = tmp_path / "tiny"
-    tiny(vocab_size=130).save_pretrained(folder)
-    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, **{chr(c): c for c in range(4, 127)}}
-    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    tiny(vocab_size=CHARACTERS).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,95 @@
+"""Attention of the last rows against eager attention's own maps."""
+
+import math
+
+import pytest
+import torch
+from support.tiny import SLIDING_WINDOW, WINDOW, tiny, tokens
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rope_patch import patch_model
+from rope_patch.eval import attention_distance, entropy_ratio
+
+
+def maps(family, rows):
+    """[n_layers][n_rows] attention of an eager twin, [n_heads, n, n]."""
+    model = tiny(family, "eager")
+    with torch.no_grad():
+        return [layer.double() for layer in model(rows, output_attentions=True).attentions]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_distances_are_those_of_the_attention_maps(family, attention):
+    rows, last, threshold = tokens(2, 40), 10, 0.05
+    found = attention_distance(tiny(family, attention), rows, last=last, threshold=threshold, progress=False)
+    assert found.edges == [0, 1, 2, 4, 8, 16, 32, 40]
+    distance = torch.arange(30, 40)[:, None] - torch.arange(40)
+    for layer, layer_map in enumerate(maps(family, rows)):
+        tail = layer_map[:, :, -last:]
+        for k, (a, b) in enumerate(zip(found.edges, found.edges[1:], strict=False)):
+            inside = tail[:, :, (distance >= a) & (distance < b)]
+            queries = 2 * 4 * last
+            assert found.mass[layer][k] == pytest.approx(inside.sum().item() / queries, abs=1e-5)
+            assert found.count[layer][k] == pytest.approx((inside > threshold).sum().item() / queries, abs=1e-9)
+        assert sum(found.mass[layer]) == pytest.approx(1, abs=1e-5)
+    if family == "mistral-sliding":
+        assert found.mean_mass(8) == 0 and SLIDING_WINDOW < 8
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_entropy_is_that_of_the_attention_maps(family):
+    rows = tokens(2, 2 * WINDOW)
+    found = entropy_ratio(tiny(family), rows, n_queries=4, progress=False)
+    inside = torch.linspace(WINDOW // 2, WINDOW, 4).long()
+    beyond = torch.linspace(WINDOW + 1, 2 * WINDOW - 1, 4).long()
+    stacked = torch.stack(maps(family, rows))
+    entropy = -torch.special.xlogy(stacked, stacked).sum(-1).mean((0, 1, 2))
+    visible = torch.arange(1, 2 * WINDOW + 1).double().log()
+    assert found.window == WINDOW
+    assert found.inside == pytest.approx(entropy[inside].mean().item(), rel=1e-4)
+    assert found.beyond == pytest.approx(entropy[beyond].mean().item(), rel=1e-4)
+    assert found.inside_share == pytest.approx((entropy / visible)[inside].mean().item(), rel=1e-4)
+    assert found.ratio == found.beyond / found.inside
+
+
+def test_uniform_attention_has_the_most_entropy_there_is():
+    model = tiny()
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
+    found = entropy_ratio(model, tokens(1, 100), n_queries=3, progress=False)
+    assert found.inside_share == pytest.approx(1, abs=1e-5) and found.beyond_share == pytest.approx(1, abs=1e-5)
+    distances = attention_distance(model, tokens(1, 64), last=1, progress=False)
+    assert distances.mass[0] == pytest.approx([(b - a) / 64 for a, b in zip([0, 1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32, 64])])  # fmt: skip  # noqa: B905, E501
+    assert math.isclose(distances.mean_mass(16), 0.75, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_table_of_attention_functions_is_put_back(fails, monkeypatch):
+    before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    model = tiny()
+    if fails:
+        monkeypatch.setattr(model.model, "forward", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            attention_distance(model, tokens(1, 20), last=5, progress=False)
+    else:
+        attention_distance(model, tokens(1, 20), last=5, progress=False)
+    assert dict(ALL_ATTENTION_FUNCTIONS._local_mapping) == before
+
+
+def test_what_cannot_be_recomputed_is_refused():
+    model = tiny()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="recomputed from sdpa and eager only, the model runs 'flex_attention'"):
+        attention_distance(model, tokens(1, 20), last=5, progress=False)
+    with pytest.raises(ValueError, match="last must be in 1..20, got 21"):
+        attention_distance(tiny(), tokens(1, 20), last=21, progress=False)
+    with pytest.raises(ValueError, match="seq_len >= 66"):
+        entropy_ratio(tiny(), tokens(1, 60), progress=False)
+
+
+def test_the_view_in_force_is_what_is_measured():
+    rows = tokens(1, 40)
+    plain = attention_distance(tiny(), rows, last=5, progress=False)
+    moved = attention_distance(patch_model(tiny(), "nope", when="always"), rows, last=5, progress=False)
+    assert plain.mass != moved.mass

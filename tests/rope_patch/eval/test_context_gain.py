@@ -1,0 +1,85 @@
+"""Context gain against brute force, one target at a time."""
+
+import pytest
+import torch
+from support.tiny import tiny, tokens
+
+from rope_patch.eval import context_gain
+
+
+def ce(model, context, target):
+    """Cross-entropy of one token after `context`, from the logits."""
+    with torch.no_grad():
+        return -model(context[None]).logits[0, -1].log_softmax(-1)[target].item()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "mistral-sliding"])
+@pytest.mark.parametrize("stride", [1, 3, 8, 40])
+def test_exact_is_brute_force(family, stride):
+    model = tiny(family, dtype=torch.float64)
+    rows, short = tokens(2, 30), 5
+    found = context_gain(model, rows, short=short, stride=stride, batch_size=3, n_bins=4, progress=False)
+    gain = torch.zeros(30 - short, dtype=torch.float64)
+    for row in rows:
+        for i in range(short, 30):
+            first = (i - short) // stride * stride  # targets of a window share their start
+            assert short <= i - first < short + stride
+            gain[i - short] += (ce(model, row[first:i], row[i]) - ce(model, row[:i], row[i])) / 2
+    assert found.total == pytest.approx(gain.mean().item(), abs=1e-5)
+    for a, b, value in zip(found.edges, found.edges[1:], found.gain, strict=False):
+        assert value == pytest.approx(gain[a - short : b - short].mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_paper_kind_cuts_the_cache_and_restarts_positions(family):
+    """Against a float64 pass by hand: keys keep the rotation of the block that they were computed in."""
+    model = tiny(family, "eager", dtype=torch.float64)
+    row, short, stride = tokens(1, 20)[0], 6, 4
+    found = context_gain(model, row[None], kind="paper", short=short, stride=stride, progress=False)
+    # block b sees itself and at most `short` cached keys; a cached key was rotated by its own block's position
+    gain = []
+    position = {i: i for i in range(short)} | {i: short + (i - short) % stride for i in range(short, 20)}
+    import torch.nn.functional as F  # noqa: N812
+
+    from rope_patch import rope_view
+
+    with torch.no_grad():
+        index = torch.tensor([[position[i] for i in range(20)]])
+        block = [0 if i < short else 1 + (i - short) // stride for i in range(20)]
+        start = {b: block.index(b) for b in set(block)}
+        # which keys a query sees: those of its own block before it, and the `short` tokens before the block
+        sees = torch.tensor([[j <= i and j >= start[block[i]] - short for j in range(20)] for i in range(20)])
+        mask = torch.zeros(20, 20, dtype=torch.float64).masked_fill(~sees, -torch.inf)[None, None]
+        with rope_view(model, index=index):
+            cut = F.log_softmax(
+                model(row[None], attention_mask=mask, position_ids=torch.arange(20)[None]).logits[0], -1
+            )
+        full = F.log_softmax(model(row[None]).logits[0], -1)
+    gain = [(full[i - 1, row[i]] - cut[i - 1, row[i]]).item() for i in range(short, 20)]
+    assert found.total == pytest.approx(sum(gain) / len(gain), abs=1e-5)
+
+
+def test_a_model_without_positions_or_memory_gains_nothing():
+    model = tiny()
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    found = context_gain(model, tokens(1, 40), short=8, stride=8, progress=False)
+    assert found.total == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "fair"}, "kind must be 'exact' or 'paper', got 'fair'"),
+        ({"short": 0}, "must be at least 1, got 0, 512 and 32"),
+        ({"short": 30}, "seq_len >= 31"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        context_gain(tiny(), tokens(1, 30), progress=False, **options)
+
+
+def test_the_cut_cache_is_refused_for_sliding_windows():
+    with pytest.raises(ValueError, match="use kind='exact'"):
+        context_gain(tiny("mistral-sliding"), tokens(1, 30), kind="paper", short=5, progress=False)

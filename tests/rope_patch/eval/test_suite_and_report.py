@@ -1,0 +1,199 @@
+"""Cache, suite and report: what is kept, what is measured again, and a page that needs nothing else."""
+
+import csv
+import json
+import re
+import sys
+
+import pytest
+import torch
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import WINDOW, tiny, tokens
+
+import rope_patch.eval.suite as suite
+from rope_patch import patch_model
+from rope_patch.eval import (
+    EvalPlan,
+    LossByPosition,
+    ShortText,
+    in_distribution_penalty,
+    probe,
+    read_texts,
+    recovery_ratio,
+    run_suite,
+    text_rows,
+    write_report,
+)
+from rope_patch.eval.cache import ResultCache, model_hash
+
+TEXTS = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
+MEASURES = ("cliff", "gain", "passkey", "niah-single", "position", "attention", "entropy", "view-kl")
+
+
+def model(**config):
+    return tiny(vocab_size=CHARACTERS, **config)
+
+
+def test_any_changed_bit_changes_the_hash():
+    one, other = model(), model()
+    assert model_hash(one) == model_hash(other)
+    seen = {model_hash(one)}
+    with torch.no_grad():
+        weight = other.model.layers[2].mlp.up_proj.weight
+        weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
+    seen.add(model_hash(other))
+    seen.add(model_hash(patch_model(model(), "pi", factor=2.0)))
+    seen.add(model_hash(patch_model(model(), "yarn", factor=2.0)))
+    seen.add(model_hash(model().to(torch.bfloat16)))
+    swapped = model()
+    with torch.no_grad():  # the same numbers in other places
+        swapped.lm_head.weight.copy_(swapped.lm_head.weight.flip(0))
+    seen.add(model_hash(swapped))
+    assert len(seen) == 6
+
+
+def test_the_cache_measures_once_and_keeps_nothing_of_a_failure(tmp_path):
+    cache, calls = ResultCache(tmp_path / "c"), []
+
+    def make():
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("stopped")
+        return {"x": 0.1}
+
+    with pytest.raises(RuntimeError):
+        cache.get({"a": 1}, make)
+    assert not (tmp_path / "c").exists()
+    assert [cache.get({"a": 1}, make), cache.get({"a": 1}, make)] == [{"x": 0.1}] * 2 and len(calls) == 2
+    cache.get({"a": 2}, make)
+    assert len(calls) == 3 and len(list((tmp_path / "c").iterdir())) == 2
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("suite")
+    plan = EvalPlan(MEASURES, length=600, n_rows=2, lengths=(400, 600), trials=1)
+    models = {"native": model, "pi": lambda: patch_model(model(), "pi", factor=4.0)}
+    return run_suite(models, character_tokenizer(), TEXTS, plan, folder / "cache"), models, plan, folder
+
+
+def test_a_second_run_measures_nothing(results, monkeypatch):
+    first, models, plan, folder = results
+    for name in MEASURES:
+        monkeypatch.setitem(suite.MEASURES, name, (None, suite.MEASURES[name][1]))
+    again = run_suite(models, character_tokenizer(), TEXTS, plan, folder / "cache")
+    for name in MEASURES:
+        for label in models:
+            mine, theirs = json.dumps(again[name][label].to_dict()), json.dumps(first[name][label].to_dict())
+            assert mine == theirs
+    with pytest.raises(TypeError):  # another text is measured anew
+        run_suite(models, character_tokenizer(), TEXTS[:3], plan, folder / "cache")
+
+
+def test_a_run_that_was_stopped_goes_on_within_a_measure(results, tmp_path, monkeypatch):
+    """Retrieval at the second length fails once; the first length is not measured again."""
+    import rope_patch.eval.retrieval as retrieval
+
+    calls, real = [], retrieval.greedy_answers
+
+    def watched(m, t, prompts, **options):
+        calls.append(len(prompts[0]))
+        if len(prompts[0]) > 400 and len(calls) < 5:
+            raise KeyboardInterrupt
+        return real(m, t, prompts, **options)
+
+    monkeypatch.setattr(retrieval, "greedy_answers", watched)
+    plan = EvalPlan(("passkey",), length=600, lengths=(400, 600), trials=1, batch_size=2)
+    with pytest.raises(KeyboardInterrupt):
+        run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
+    assert [n < 400 for n in calls] == [True] * 3 + [False]
+    calls.extend([0] * 5)
+    run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
+    assert [n < 400 for n in calls[9:]] == [False] * 3
+
+
+def test_the_page_needs_no_other_file_and_says_everything(results, tmp_path):
+    page = write_report(results[0], tmp_path / "r", title="A <title>", settings={"seed": 0})
+    html = page.read_text()
+    assert "A &lt;title&gt;" in html and "<script" not in html
+    assert not re.findall(r'(?:src|href)="(?!data:)', html), "an outside asset"
+    assert html.count("data:image/svg+xml;base64,") == len(MEASURES)
+    for name in MEASURES:
+        assert (tmp_path / "r" / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert (tmp_path / "r" / "figures" / f"{name}.svg").is_file()
+        with (tmp_path / "r" / "tables" / f"{name}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert {row["model"] for row in rows} == {"native", "pi"}
+    stored = json.loads((page.parent / "results.json").read_text())
+    native = stored["results"]["cliff"]["native"]
+    assert LossByPosition.from_dict(native).cliff() == results[0]["cliff"]["native"].cliff()
+    penalty = next(row for row in stored["summary"] if "penalty" in row["figure"])
+    cliff = results[0]["cliff"]
+    assert penalty["values"] == {"pi": in_distribution_penalty(cliff["pi"], cliff["native"])}
+    assert stored["settings"]["seed"] == 0 and "torch" in stored["settings"]
+
+
+def test_comparisons_by_hand():
+    flat = LossByPosition(torch.full((200,), 2.0, dtype=torch.float64), 1, 100)
+    worse = LossByPosition(torch.full((200,), 2.5, dtype=torch.float64), 1, 100)
+    assert in_distribution_penalty(worse, flat) == pytest.approx(25)
+    assert recovery_ratio({"a": 0.3, "b": 0.5}, {"a": 0.4, "b": 0.6}) == pytest.approx(80)
+    with pytest.raises(ValueError, match="the same benchmarks, got a and b"):
+        recovery_ratio({"a": 1}, {"b": 1})
+    with pytest.raises(ValueError, match="the same rows"):
+        in_distribution_penalty(worse, LossByPosition(torch.ones(150, dtype=torch.float64), 1, 100))
+    short = ShortText({"a": 0.25, "b": 0.75}, {}, {"a": 4, "b": 4})
+    assert short.mean == 0.5 and short.table()[-1] == {"benchmark": "mean", "accuracy": 0.5, "samples": 8}
+
+
+def test_rows_of_text(tmp_path):
+    tokenizer = character_tokenizer()
+    rows = text_rows(tokenizer, ["a" * 25, "b" * 4, "c" * 7], seq_len=10, n_rows=2)
+    assert [tokenizer.decode(r) for r in rows] == ["a" * 10, "bbbbcccccc"]
+    rows = text_rows(tokenizer, ["a" * 25], seq_len=10, n_rows=2, max_per_text=2)
+    assert rows.shape == (2, 10)
+    with pytest.raises(ValueError, match="give 1 rows of 10 tokens; 2 are needed"):
+        text_rows(tokenizer, ["a" * 25], seq_len=10, n_rows=2)
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"title": "y"}\n')
+    with pytest.raises(ValueError, match="line 2 of .* has no field `text`; it has title"):
+        list(read_texts([tmp_path / "a.jsonl"]))
+    with pytest.raises(FileNotFoundError, match="there is no text file"):
+        list(read_texts([tmp_path / "b.txt"]))
+
+
+def test_probe_says_when_there_is_nothing_to_do():
+    flat = model()
+    with torch.no_grad():
+        flat.lm_head.weight.zero_()
+    found = probe(flat, tokens(1, 3 * WINDOW), progress=False)
+    assert found.recipe == {} and "no cliff" in str(found)
+
+
+def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
+    subject, before = model(), model_hash(model())
+    adds = []
+
+    def loss(m, rows, **_):
+        curve = torch.full((rows.shape[1],), 2.0, dtype=torch.float64)
+        if m.config.rope_parameters["rope_type"] == "default":
+            curve[2 * WINDOW :] = 5.0
+        else:
+            curve += adds[-1]
+        return LossByPosition(curve, 1, WINDOW)
+
+    # the function `probe` hides its module of the same name
+    monkeypatch.setattr(sys.modules["rope_patch.eval.probe"], "loss_by_position", loss)
+    for added, words in ((0.01, "may be enough as it is"), (0.2, "win back the 10.0 %")):
+        adds.append(added)
+        found = probe(subject, tokens(1, 4 * WINDOW), progress=False)
+        assert found.factor == 4 and found.recipe["rescale_args"] == {"factor": 4.0} and words in str(found)
+        assert f"The cliff begins at position {found.native.cliff_start()}" in str(found)
+        assert 2 * WINDOW - 4 < found.native.cliff_start() <= 2 * WINDOW
+        assert model_hash(subject) == before
+    with pytest.raises(ValueError, match="call unpatch_model first"):
+        probe(patch_model(model(), "pi", factor=2.0), tokens(1, 4 * WINDOW), progress=False)
+
+
+def test_unknown_measures_are_refused():
+    with pytest.raises(ValueError, match="unknown measure 'clif'. Known: cliff, gain"):
+        EvalPlan(("clif",), length=10)

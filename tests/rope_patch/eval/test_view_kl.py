@@ -1,0 +1,38 @@
+"""View KL against the logits of two forwards."""
+
+import pytest
+import torch
+from support.tiny import tiny, tokens
+
+from rope_patch import rope_view
+from rope_patch.eval import view_kl
+from rope_patch.views import Skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_it_is_the_kl_of_the_logits(family, direction):
+    model, rows, split = tiny(family, dtype=torch.float64), tokens(3, 24), 10
+    found = view_kl(model, rows, [0, 5, 40], split=split, direction=direction, progress=False)
+    with torch.no_grad():
+        standard = model(rows).logits.log_softmax(-1)[:, split:]
+        for skip, value in zip([0, 5, 40], found.kl, strict=True):
+            with rope_view(model, Skip(split=split, skip=skip)):
+                moved = model(rows).logits.log_softmax(-1)[:, split:]
+            p, q = (moved, standard) if direction == "reverse" else (standard, moved)
+            assert value == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4, abs=1e-7)
+    assert found.kl[0] == pytest.approx(0, abs=1e-9) and found.kl[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"skips": [1], "split": 24}, "split must be in 1..23, got 24"),
+        ({"skips": []}, "skips must be one or more"),
+        ({"skips": [-1]}, "each at least 0"),
+        ({"skips": [1], "direction": "both"}, "direction must be 'reverse' or 'forward', got 'both'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        view_kl(tiny(), tokens(1, 24), progress=False, **arguments)

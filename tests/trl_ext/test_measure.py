@@ -1,0 +1,129 @@
+"""`rope-patch eval` and `rope-patch probe` on a tiny model, and the callback during training."""
+
+import json
+
+import pytest
+import torch
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import WINDOW, tiny, tokens
+from support.training import packed_dataset_rows
+
+from rope_patch import patch_model
+from trl_ext import cli
+from trl_ext.measure.model_spec import ModelSpec
+
+TEXT = "It was a dark night. The wind blew! Who was there? " * 40
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny(vocab_size=CHARACTERS).save_pretrained(tmp_path / "tiny")
+    character_tokenizer().save_pretrained(tmp_path / "tiny")
+    for k in range(3):
+        (tmp_path / f"text{k}.txt").write_text(TEXT)
+    return tmp_path
+
+
+def run(folder, command, *arguments):
+    texts = [str(folder / f"text{k}.txt") for k in range(3)]
+    return cli.main([command, *arguments, "--text", *texts, "--device", "cpu", "--rows", "2"])
+
+
+def test_eval_writes_a_report_and_prints_the_summary(folder, capsys):
+    tiny_folder = folder / "tiny"
+    models = ["--model", f"native={tiny_folder}", "--model", f"pi={tiny_folder}@pi:factor=4"]
+    report = folder / "report"
+    arguments = ["--report", str(report), "--length", "500", "--lengths", "400", "--trials", "1"]
+    assert run(folder, "eval", *models, *arguments, "--cliff", "--passkey", "--view-kl") == 0
+    out = capsys.readouterr().out
+    assert "native" in out and "cliff" in out and f"Report: {report}/report.html" in out
+    stored = json.loads((report / "results.json").read_text())
+    assert list(stored["results"]) == ["cliff", "passkey", "view-kl"]
+    assert stored["settings"]["model pi"].endswith("@pi:factor=4")
+    windows = {k: r["window"] for k, r in stored["results"]["cliff"].items()}
+    assert windows == {"native": WINDOW, "pi": WINDOW}, "the trained window, not the promised one"
+
+
+def test_eval_loads_adapters_with_their_rope(folder):
+    from peft import LoraConfig, get_peft_model
+
+    base = ModelSpec.parse(str(folder / "tiny")).load("cpu", torch.float32)
+    patched = patch_model(base, "yarn", factor=4.0)
+    peft_model = get_peft_model(patched, LoraConfig(target_modules=["q_proj"]))
+    torch.nn.init.normal_(peft_model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
+    peft_model.save_pretrained(folder / "adapter")
+    rows = tokens(1, 40)
+    spec = ModelSpec.parse(f"x={folder / 'adapter'}")
+    loaded = spec.load("cpu", torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(rows).logits, peft_model.eval()(rows).logits)
+    assert spec.load_tokenizer()("ab")["input_ids"] == [97, 98]
+
+
+def test_probe_prints_where_the_window_ends(folder, capsys):
+    picture = folder / "picture"
+    arguments = ["--model", str(folder / "tiny"), "--length", "256", "--plot", str(picture)]
+    assert run(folder, "probe", *arguments) == 0
+    assert f"was trained on {WINDOW} positions" in capsys.readouterr().out
+    assert picture.with_suffix(".png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a=b@pi:factor", "'factor' has no value"),
+        ("a=b@", r"named as \[LABEL=\]PATH"),
+        ("=b", r"named as \[LABEL=\]PATH"),
+        ("a=b@pii:factor=4", "Did you mean 'pi'"),
+        ("a=b@pi:factor=-1", "factor"),
+    ],
+)
+def test_models_named_wrongly_are_refused(text, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ModelSpec.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "x=tiny", "--model", "x=tiny"], "labels must differ, got x, x"),
+        (["--model", "tiny", "--trials", "0"], "--trials must be at least 1, got 0"),
+        (["--model", "tiny", "--cliff", "--length", "9000"], "the texts give 0 rows of 9000 tokens; 2 are needed"),
+        (["--model", "tiny", "--short", "--short-data", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_arguments_end_with_a_message(folder, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(folder)
+    assert run(folder, "eval", *arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):
+    from rope_patch.eval import loss_by_position
+    from trl_ext import RopeSFTConfig, RopeSFTTrainer
+    from trl_ext.callbacks import LossByPositionCallback
+
+    model = tiny()
+    rows = tokens(2, 2 * WINDOW)
+    trainer = RopeSFTTrainer(
+        model,
+        RopeSFTConfig(
+            output_dir=str(tmp_path), view="skip", view_args={"max_skip": 64}, max_steps=5, report_to=[], use_cpu=True,
+            per_device_train_batch_size=2, logging_steps=5, save_strategy="no", disable_tqdm=True, learning_rate=1e-2,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        ),
+        train_dataset=packed_dataset_rows(),
+    )  # fmt: skip
+    trainer.add_callback(LossByPositionCallback(trainer, rows, every=2))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "long/cliff" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4, 5]
+    curve = loss_by_position(trainer.model, rows, progress=False)
+    assert logged[-1]["long/loss_in_window"] == pytest.approx(curve.in_window(WINDOW), rel=1e-5)
+    assert logged[-1]["long/cliff"] == pytest.approx(curve.cliff(WINDOW), abs=1e-5)
+    assert logged[0]["long/loss_in_window"] != logged[-1]["long/loss_in_window"]
+    assert trainer.model.training
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        LossByPositionCallback(trainer, rows, every=0)
+    with pytest.raises(ValueError, match=f"seq_len >= {WINDOW + 2}"):
+        LossByPositionCallback(trainer, tokens(1, WINDOW))
