@@ -1,7 +1,8 @@
 """Short-text benchmarks through lm-eval, from the hub or from local files: what adaptation must not ruin."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -28,12 +29,14 @@ class _Benchmark:
         split: the split that lm-eval's task evaluates.
         convert: a row of the file -> a row with the hub's fields.
         metric: the figure that is quoted for it.
+        overrides: fields of lm-eval's config that do not fit such rows.
     """
 
     file: str
     split: str
     convert: Callable[[Row], Row]
     metric: str = "acc"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _letters(row: Row, question: str) -> Row:
@@ -43,16 +46,19 @@ def _letters(row: Row, question: str) -> Row:
 
 
 def _hellaswag(row: Row) -> Row:
-    activity, _, context = row["ctx"].partition(": ")
-    # lm-eval writes "activity: ctx_a ctx_b" with ctx_b capitalised; the file has both joined already
-    return {
-        "activity_label": activity, "ctx_a": context, "ctx_b": "", "endings": row["choices"], "label": str(row["label"])
-    }  # fmt: skip
+    from lm_eval.tasks.hellaswag.utils import preprocess
+
+    # lm-eval joins the hub's three parts of a context and capitalises the half-sentence at its end; here it is joined
+    context = row["ctx"]
+    end = max(context.rfind(mark) for mark in ".!?:") + 1
+    half = context[end:].strip()
+    query = preprocess(f"{context[:end]} {half.capitalize()}" if half else context)
+    return {"query": query, "choices": [preprocess(c) for c in row["choices"]], "label": str(row["label"])}
 
 
 BENCHMARKS: dict[str, _Benchmark] = {
     "lambada_openai": _Benchmark("lambada_openai_test", "test", lambda r: {"text": r["text"]}),
-    "hellaswag": _Benchmark("hellaswag_val", "validation", _hellaswag, "acc_norm"),
+    "hellaswag": _Benchmark("hellaswag_val", "validation", _hellaswag, "acc_norm", {"process_docs": None}),
     "piqa": _Benchmark(
         "piqa_valid",
         "validation",
@@ -175,10 +181,12 @@ def short_text(
     for name in names:
 
         def measure(name: str = name) -> dict[str, Any]:
-            documents = None
-            if data is not None:
-                documents = [BENCHMARKS[name].convert(dict(row)) for row in read_json_lines(files[name])][:limit]
-            task = local_task(name, documents, BENCHMARKS[name].split)
+            benchmark = BENCHMARKS[name]
+            if data is None:
+                task = local_task(name, None, benchmark.split)
+            else:
+                documents = [benchmark.convert(row) for row in islice(read_json_lines(files[name]), limit)]
+                task = local_task(name, documents, benchmark.split, **benchmark.overrides)
             found, logged = evaluate(model, tokenizer, task, batch_size=batch_size, max_length=max_length, limit=limit)
             floats = {
                 k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from support import training
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import WINDOW, tiny, tokens
-from support.training import packed_dataset_rows
 
 from rope_patch import patch_model
 from trl_ext import cli
@@ -51,12 +51,14 @@ def test_eval_loads_adapters_with_their_rope(folder):
     patched = patch_model(base, "yarn", factor=4.0)
     peft_model = get_peft_model(patched, LoraConfig(target_modules=["q_proj"]))
     torch.nn.init.normal_(peft_model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
-    peft_model.save_pretrained(folder / "adapter")
     rows = tokens(1, 40)
+    with torch.no_grad():
+        wanted = peft_model.eval()(rows).logits
+    peft_model.save_pretrained(folder / "adapter")
     spec = ModelSpec.parse(f"x={folder / 'adapter'}")
     loaded = spec.load("cpu", torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(loaded(rows).logits, peft_model.eval()(rows).logits)
+        torch.testing.assert_close(loaded(rows).logits, wanted)
     assert spec.load_tokenizer()("ab")["input_ids"] == [97, 98]
 
 
@@ -100,20 +102,12 @@ def test_bad_arguments_end_with_a_message(folder, monkeypatch, capsys, arguments
 
 def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):
     from rope_patch.eval import loss_by_position
-    from trl_ext import RopeSFTConfig, RopeSFTTrainer
     from trl_ext.callbacks import LossByPositionCallback
 
     model = tiny()
     rows = tokens(2, 2 * WINDOW)
-    trainer = RopeSFTTrainer(
-        model,
-        RopeSFTConfig(
-            output_dir=str(tmp_path), view="skip", view_args={"max_skip": 64}, max_steps=5, report_to=[], use_cpu=True,
-            per_device_train_batch_size=2, logging_steps=5, save_strategy="no", disable_tqdm=True, learning_rate=1e-2,
-            dataset_kwargs={"skip_prepare_dataset": True},
-        ),
-        train_dataset=packed_dataset_rows(),
-    )  # fmt: skip
+    run_dir = tmp_path / "run"
+    trainer = training.trainer(run_dir, model=model, view="skip", view_args={"max_skip": 64}, max_steps=5)
     trainer.add_callback(LossByPositionCallback(trainer, rows, every=2))
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "long/cliff" in entry]

@@ -1,0 +1,237 @@
+"""Short text and RULER beside lm-eval's own numbers and prompts, offline. Slow: lm-eval's index takes ten seconds."""
+
+import json
+import re
+from types import MethodType
+
+import lm_eval
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import tiny
+
+from rope_patch.eval import ruler, short_text
+from rope_patch.eval.cache import afresh
+from rope_patch.eval.harness import quiet
+from rope_patch.eval.short_text import BENCHMARKS
+
+pytestmark = pytest.mark.slow
+TOKENIZER = character_tokenizer()
+TEXT = "It was a dark night. The wind blew! Who was there? " * 80
+# benchmark -> rows of a local file, and the same in the fields of the hub's dataset
+LOCAL = {
+    "arc_easy": [{"question": f"Is {k} even?", "choices": ["yes", "no, no", f"{k}"], "label": k % 3} for k in range(9)],
+    "hellaswag": [
+        {"ctx": f"Walk: A man walks {k} miles. the man", "choices": ["sits down.", "flies."], "label": k % 2}
+        for k in range(6)
+    ]
+    + [{"ctx": "Health: How to walk. Stand up [step] Go on.", "choices": ["Walk [title] on.", "Sit."], "label": 0}],
+    "winogrande": [
+        {"sentence": f"The {k} beat the 7 as _ was more.", "choices": [f"{k}", "7"], "label": k % 2} for k in range(8)
+    ],
+}
+HUB = {
+    "arc_easy": [
+        {
+            "question": row["question"],
+            "choices": {"text": row["choices"], "label": ["A", "B", "C"]},
+            "answerKey": "ABC"[row["label"]],
+        }
+        for row in LOCAL["arc_easy"]
+    ],
+    "hellaswag": [
+        {
+            "activity_label": "Walk",
+            "ctx_a": f"A man walks {k} miles.",
+            "ctx_b": "the man",
+            "endings": row["choices"],
+            "label": str(row["label"]),
+        }
+        for k, row in enumerate(LOCAL["hellaswag"][:6])
+    ]
+    + [
+        {
+            "activity_label": "Health",
+            "ctx_a": "How to walk. Stand up [step] Go on.",
+            "ctx_b": "",
+            "endings": ["Walk [title] on.", "Sit."],
+            "label": "0",
+        }
+    ],
+    "winogrande": [
+        {
+            "sentence": row["sentence"],
+            "option1": row["choices"][0],
+            "option2": row["choices"][1],
+            "answer": str(row["label"] + 1),
+        }
+        for row in LOCAL["winogrande"]
+    ],
+}
+
+
+def write_lines(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(vocab_size=CHARACTERS, max_position_embeddings=4096)
+
+
+def test_short_text_gives_lm_evals_own_numbers(model, tmp_path):
+    tasks = []
+    for name, rows in LOCAL.items():
+        write_lines(tmp_path / f"{BENCHMARKS[name].file}.jsonl", rows)
+        write_lines(tmp_path / f"hub_{name}.jsonl", HUB[name])
+        files = dict.fromkeys(("train", "validation", "test"), str(tmp_path / f"hub_{name}.jsonl"))
+        tasks.append(
+            {"task": name, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}}
+        )
+    ours = short_text(model, TOKENIZER, data=tmp_path)
+    with quiet():
+        lm = HFLM(pretrained=model, tokenizer=TOKENIZER)
+        theirs = lm_eval.simple_evaluate(lm, tasks=[{"group": "shared", "task": tasks}], bootstrap_iters=0)
+    for name in LOCAL:
+        wanted = {k.removesuffix(",none"): v for k, v in theirs["results"][name].items() if k.startswith("acc")}
+        wanted = {k: v for k, v in wanted.items() if "stderr" not in k}
+        assert ours.metrics[name] == pytest.approx(wanted), name
+        assert ours.samples[name] == len(LOCAL[name])
+    assert 0 < ours.mean < 1, "a score that any model gets shows nothing"
+
+
+def test_short_text_measures_the_model_as_it_is_and_no_more_than_asked(model, tmp_path):
+    for name, rows in LOCAL.items():
+        write_lines(tmp_path / f"{BENCHMARKS[name].file}.jsonl", rows)
+    seen = []
+
+    def remember(key, measure):
+        seen.append(key)
+        return afresh(key, measure)
+
+    found = short_text(model.train(), TOKENIZER, data=tmp_path, benchmarks=["winogrande"], limit=3, remember=remember)
+    assert found.samples == {"winogrande": 3} and seen == [{"benchmark": "winogrande"}]
+    assert model.training
+    model.eval()
+
+
+def test_benchmarks_that_are_not_there_are_refused(model, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        short_text(model, TOKENIZER, data=tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"has none of lambada_openai_test, .* as .jsonl or .jsonl.xz"):
+        short_text(model, TOKENIZER, data=tmp_path)
+    with pytest.raises(FileNotFoundError, match="has no piqa_valid.jsonl or .jsonl.xz for 'piqa'"):
+        short_text(model, TOKENIZER, data=tmp_path, benchmarks=["piqa"])
+    with pytest.raises(ValueError, match="unknown benchmark 'mmlu'"):
+        short_text(model, TOKENIZER, data=tmp_path, benchmarks=["mmlu"])
+
+
+def lookup(core, seen, knows=lambda body, value: True):
+    """Let `core` answer RULER's needle tasks with what the prompt says; `seen` collects the prompts."""
+
+    def generate(self, input_ids, max_length, **_):
+        rows = []
+        for row in input_ids:
+            text = TOKENIZER.decode(row, skip_special_tokens=True)
+            seen.append(text)
+            body, _, question = text.rpartition("\nWhat")
+            keys = re.findall(r"[a-z]+-[a-z]+|[0-9a-f]+-[0-9a-f-]+", question.partition("mentioned")[0])
+            values = [v for k in keys for v in re.findall(rf"for {k} is: ([0-9a-f-]+)", body) if knows(body, v)]
+            reply = ", ".join(values)[: max_length - len(row)]
+            rows.append(TOKENIZER(reply.ljust(max_length - len(row)))["input_ids"])
+        return torch.cat([input_ids, torch.tensor(rows)], dim=1)
+
+    core.generate = MethodType(generate, core)
+    return core
+
+
+NEEDLES = [f"niah_{k}" for k in ("single_1", "single_2", "multikey_1", "multikey_2", "multivalue", "multiquery")]
+
+
+def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
+    options = {"tasks": NEEDLES, "samples": 2, "haystack": TEXT, "progress": False, "batch_size": 2}
+    seen = []
+    always = ruler(lookup(tiny(vocab_size=CHARACTERS), seen), TOKENIZER, [1500, 2500], **options)
+    assert always.scores == {task: [1.0, 1.0] for task in NEEDLES} and always.mean(2500) == 1
+    assert len(seen) == 2 * 2 * len(NEEDLES), "as many prompts as asked for, not lm-eval's 500"
+    # the window of the config is 64: nothing was cut to it, and no prompt with its answer is longer than its length
+    assert max(map(len, seen[: len(seen) // 2])) <= 1500 < max(map(len, seen)) <= 2500
+    never = ruler(lookup(tiny(vocab_size=CHARACTERS), [], lambda *_: False), TOKENIZER, [1500], **options)
+    assert never.scores == {task: [0.0] for task in NEEDLES}
+    assert always.by_answer_position(1500).count != [0] * 10
+    assert type(always).from_dict(json.loads(json.dumps(always.to_dict()))) == always
+
+
+def test_ruler_makes_lm_evals_prompts_and_gives_its_score(tmp_path):
+    """One task that lm-eval makes without the network: the same seed gives the same prompts and the same score."""
+    import random
+
+    TOKENIZER.save_pretrained(tmp_path)
+
+    def first_half(body, value):
+        return body.index(value) < len(body) / 2
+
+    ours_seen, theirs_seen = [], []
+    model = lookup(tiny(vocab_size=CHARACTERS), ours_seen, first_half)
+    ours = ruler(model, TOKENIZER, [2000], tasks=["niah_multikey_2"], samples=12, progress=False)
+    lookup(model, theirs_seen, first_half)
+    with quiet():
+        manager = lm_eval.tasks.TaskManager(metadata={"max_seq_lengths": [2000], "tokenizer": str(tmp_path)})
+        random.seed(42)
+        task = manager.load(["niah_multikey_2"])["tasks"]["niah_multikey_2"]
+        tasks = {"tasks": {"niah_multikey_2": task}, "groups": {}, "group_map": {}}
+        lm = HFLM(pretrained=model, tokenizer=TOKENIZER, max_length=2200)
+        theirs = lm_eval.evaluate(lm, tasks, limit=12, bootstrap_iters=0)
+    assert sorted(ours_seen) == sorted(theirs_seen)
+    assert ours.scores["niah_multikey_2"] == [theirs["results"]["niah_multikey_2"]["2000,none"]]
+    assert 0 < ours.mean(2000) < 1
+    by_place = ours.by_answer_position(2000)
+    assert all(a == (k < 5) for k, (a, n) in enumerate(zip(by_place.accuracy, by_place.count, strict=True)) if n)
+
+
+def test_question_answering_reads_the_datasets_own_files(tmp_path):
+    from rope_patch.eval.ruler import _documents
+
+    squad = [
+        {"title": f"T{t}", "paragraphs": [
+            {"context": f"Paragraph {t} {p} of the book.", "qas": [
+                {"question": f"What is {t} {p}?", "answers": [{"text": f"answer {t}{p}"}]},
+                {"question": "What is not there?", "answers": []},
+            ]} for p in range(5)
+        ]} for t in range(4)
+    ]  # fmt: skip
+    (tmp_path / "squad.json").write_text(json.dumps({"data": squad}))
+    hotpot = [
+        {
+            "question": f"Who is {k}?",
+            "answer": f"Person {k}",
+            "context": [[f"Page {k}", ["One.", " Two."]], ["All", ["x"]]],
+        }
+        for k in range(12)
+    ]
+    (tmp_path / "hotpot.json").write_text(json.dumps(hotpot))
+    options = {"haystack": None, "squad": tmp_path / "squad.json", "hotpotqa": tmp_path / "hotpot.json"}
+    for task, context in (
+        ("ruler_qa_squad", "Paragraph {} {} of the book."),
+        ("ruler_qa_hotpot", "Page {}\nOne. Two."),
+    ):
+        documents = _documents(task, TOKENIZER, 1200, 3, **options)
+        assert len(documents) == 3
+        for document in documents:
+            numbers = re.findall(r"\d", re.findall(r"(?:What|Who) is [\d ]+\?", document["input"])[-1])
+            assert context.format(*numbers) in document["input"]
+            assert "".join(numbers) in document["outputs"][0].replace(" ", "")
+            assert len(document["input"]) <= 1200
+
+
+def test_ruler_refuses_what_it_cannot_measure(model):
+    refused = [
+        ({"tasks": ["niah_single_2"]}, "RULER's niah_single_2 needs haystack"),
+        ({"tasks": ["ruler_qa_squad"]}, "RULER's ruler_qa_squad needs squad"),
+        ({"tasks": ["niah"]}, "unknown RULER task 'niah'. Known: niah_single_1"),
+        ({"samples": 0}, "samples must be at least 1"),
+    ]
+    for arguments, message in refused:
+        with pytest.raises(ValueError, match=message):
+            ruler(model, TOKENIZER, [1500], progress=False, **arguments)
