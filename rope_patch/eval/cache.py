@@ -42,6 +42,23 @@ def data_hash(*data: Any) -> str:
     return digest.hexdigest()
 
 
+def files_hash(path: str | Path) -> str:
+    """SHA-256 over the names and contents of a file, or of the files in a folder.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise FileNotFoundError(f"there is no file or folder {root}.")
+    files = sorted(p for p in root.iterdir() if p.is_file()) if root.is_dir() else [root]
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}".encode())
+    return digest.hexdigest()
+
+
 Remember = Callable[[dict[str, Any], Callable[[], dict[str, Any]]], dict[str, Any]]
 """(what the value depends on, how to measure it) -> the value, now or from an earlier run."""
 

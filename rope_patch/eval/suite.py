@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..describe import describe
 from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
-from .cache import Remember, ResultCache, afresh, data_hash, model_hash
+from .cache import Remember, ResultCache, afresh, data_hash, files_hash, model_hash
 from .context_gain import ContextGain, context_gain
 from .loss_by_position import LossByPosition, loss_by_position
 from .result import Result
@@ -178,6 +178,9 @@ _DEPENDS = {
     "position": ("lengths", "trials", "seed", "measures"),
 }
 
+# settings that name files: results depend on what is in them, not on where they lie
+_FILES = ("squad", "hotpotqa", "short_data")
+
 # settings that only say which parts there are
 _SPLIT = ("lengths", "ruler_tasks", "benchmarks")
 
@@ -203,6 +206,7 @@ def run_suite(
     """
     results: Results = {name: {} for name in plan.measures}
     kept = ResultCache(cache)
+    settings_of_all = {k: files_hash(v) if k in _FILES and v else v for k, v in asdict(plan).items()}
     text_hash = data_hash(*texts)
     for label, load in models.items():
         print(f"{label}:", flush=True)
@@ -212,7 +216,7 @@ def run_suite(
         for name in plan.measures:
             measure, kind = MEASURES[name]
             fields = _DEPENDS.get(name, _DEPENDS["passkey"] if name.startswith("niah") else ("length", "n_rows"))
-            settings = {k: v for k, v in asdict(plan).items() if k in fields}
+            settings = {k: v for k, v in settings_of_all.items() if k in fields}
             key: dict[str, Any] = {**subject, "text": text_hash, "measure": name, "settings": settings}
             # what is asked for beside a part does not change it
             parts = {**key, "settings": {k: v for k, v in settings.items() if k not in _SPLIT}}

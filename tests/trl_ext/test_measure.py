@@ -91,7 +91,7 @@ def test_models_named_wrongly_are_refused(text, message):
         (["--model", "x=tiny", "--model", "x=tiny"], "labels must differ, got x, x"),
         (["--model", "tiny", "--trials", "0"], "--trials must be at least 1, got 0"),
         (["--model", "tiny", "--cliff", "--length", "9000"], "the texts give 0 rows of 9000 tokens; 2 are needed"),
-        (["--model", "tiny", "--short", "--short-data", "nowhere"], "there is no folder nowhere"),
+        (["--model", "tiny", "--short", "--short-data", "nowhere"], "there is no file or folder nowhere"),
     ],
 )
 def test_bad_arguments_end_with_a_message(folder, monkeypatch, capsys, arguments, message):

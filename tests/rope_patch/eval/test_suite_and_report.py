@@ -24,7 +24,7 @@ from rope_patch.eval import (
     text_rows,
     write_report,
 )
-from rope_patch.eval.cache import ResultCache, model_hash
+from rope_patch.eval.cache import ResultCache, files_hash, model_hash
 
 TEXTS = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
 MEASURES = ("cliff", "gain", "passkey", "niah-single", "position", "attention", "entropy", "view-kl")
@@ -50,6 +50,16 @@ def test_any_changed_bit_changes_the_hash():
         swapped.lm_head.weight.copy_(swapped.lm_head.weight.flip(0))
     seen.add(model_hash(swapped))
     assert len(seen) == 6
+
+
+def test_files_count_by_what_is_in_them(tmp_path):
+    for folder, text in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "f.jsonl").write_text(text)
+    a, b, c = (files_hash(tmp_path / folder) for folder in "abc")
+    assert a == b != c and files_hash(tmp_path / "a/f.jsonl") == files_hash(tmp_path / "b/f.jsonl")
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+        files_hash(tmp_path / "d")
 
 
 def test_the_cache_measures_once_and_keeps_nothing_of_a_failure(tmp_path):
