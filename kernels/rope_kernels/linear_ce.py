@@ -25,8 +25,7 @@ def linear_ce_rows(
         weight: [V, H], of the dtype and device of `hidden`.
         labels: [N] int64, each in [0, V) or -100; already shifted, so that row i predicts labels[i].
         bias: [V] or None.
-        chunk_rows: rows whose logits exist at a time, at least 1. None takes as many as hold float32 logits of 256 MiB
-            on the CPU and 1 GiB elsewhere.
+        chunk_rows: rows whose logits exist at a time, at least 1. None takes as many as hold float32 logits of 256 MiB.
 
     Returns:
         [N] float32.
@@ -37,8 +36,7 @@ def linear_ce_rows(
     _require_matching(hidden, weight, labels, bias)
     vocab_size = weight.shape[0]
     if chunk_rows is None:
-        chunk_bytes = 2**28 if hidden.device.type == "cpu" else 2**30
-        chunk_rows = max(1, chunk_bytes // (4 * max(1, vocab_size)))
+        chunk_rows = max(1, 2**28 // (4 * max(1, vocab_size)))
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be at least 1 or None, got {chunk_rows}.")
 

@@ -112,6 +112,18 @@ def test_a_wrong_argument_ends_before_anything_is_written(arguments, message, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_a_skip_reaches_what_is_measured():
+    from trl_ext.cli import _settings
+
+    def view_args(*arguments, has_gpu=True):
+        return _settings(cli._parser().parse_args(["demo", *arguments]), has_gpu).view_args
+
+    assert view_args("--view", "skip") == {"max_skip": 32768 - 4096}
+    assert view_args("--view", "skip", "--measure-length", "16384", "--train-length", "2048") == {"max_skip": 14336}
+    assert view_args("--view", "skip", "--view-args", '{"max_skip": 7}') == {"max_skip": 7}
+    assert view_args("--view", "cyclic", has_gpu=False) == view_args() == {}
+
+
 def test_a_json_argument_that_is_none_is_refused(capsys):
     with pytest.raises(SystemExit):
         cli.main(["demo", "--view-args", "[1]"])
