@@ -89,7 +89,7 @@ class AttentionDistance(Result):
             f"{label}: {100 * r.mean_mass(far):.1f} % of the attention goes at least {far} tokens back."
             for label, r in results.items()
         ]
-        return said
+        return [*said, "Far positions that were never trained draw attention whatever stands there: less is not worse."]
 
 
 @dataclass(frozen=True)

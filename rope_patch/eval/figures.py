@@ -24,7 +24,7 @@ def new_figure(columns: int = 1, height: float = HEIGHT, *, share_y: bool = True
     return figure, list(figure.subplots(1, columns, squeeze=False, sharey=share_y)[0])
 
 
-def add_legend(figure: "Figure", axes: Any, columns: int = 4) -> None:
+def add_legend(figure: "Figure", axes: Any, columns: int = 5) -> None:
     """The legend below the axes: inside, it would hide one curve or another."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), frameon=False)

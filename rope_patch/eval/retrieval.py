@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _NEW_TOKENS: dict[str, int] = {"passkey": 10, "single": 24, "multikey": 24, "ordinal": 24}
 
 
+# the middles of ten equal parts, so that `accuracy_by_answer_position` finds as many prompts in each of its bins
+DEPTHS = tuple((2 * k + 1) / 20 for k in range(10))
+
+
 @dataclass(frozen=True)
 class RetrievalGrid(Result):
     """Accuracy by length and depth.
@@ -162,8 +166,8 @@ def passkey(
     tokenizer: PreTrainedTokenizerBase,
     lengths: Sequence[int],
     *,
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    trials: int = 4,
+    depths: Sequence[float] = DEPTHS,
+    trials: int = 2,
     batch_size: int = 4,
     seed: int = 0,
     progress: bool = True,
@@ -176,7 +180,7 @@ def passkey(
         tokenizer: of the model.
         lengths: tokens of prompt and reply together.
         depths: places of the key.
-        trials: prompts a cell; a published figure takes 20 and more over all depths.
+        trials: prompts a cell.
         batch_size: prompts in a forward.
         seed: of the keys.
         progress: whether to show a bar.
@@ -198,8 +202,8 @@ def niah(
     lengths: Sequence[int],
     *,
     kind: Kind = "single",
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    trials: int = 4,
+    depths: Sequence[float] = DEPTHS,
+    trials: int = 2,
     n_needles: int = 4,
     batch_size: int = 4,
     seed: int = 0,

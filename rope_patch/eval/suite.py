@@ -53,7 +53,7 @@ class EvalPlan:
     length: int
     n_rows: int = 4
     lengths: tuple[int, ...] = ()
-    trials: int = 4
+    trials: int = 2
     ruler_tasks: tuple[str, ...] | None = None
     ruler_samples: int = 20
     squad: str | None = None

@@ -50,7 +50,9 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument(
         "--lengths", type=int, nargs="+", help="prompt lengths for retrieval; default: a quarter, half, whole --length"
     )
-    evaluate.add_argument("--trials", type=int, default=4, help="retrieval prompts a cell; default: %(default)s")
+    evaluate.add_argument(
+        "--trials", type=int, default=2, help="retrieval prompts of each length and depth; default: %(default)s"
+    )
     evaluate.add_argument("--ruler-tasks", nargs="+", help="default: all whose data are given")
     evaluate.add_argument(
         "--ruler-samples", type=int, default=20, help="prompts of each task and length; default: %(default)s"
