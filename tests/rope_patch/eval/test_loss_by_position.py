@@ -72,3 +72,15 @@ def test_the_picture_is_written_twice(tmp_path):
     files = curve.plot(tmp_path / "folder" / "x")
     assert [f.name for f in files] == ["x.png", "x.svg"]
     assert files[0].read_bytes()[:4] == b"\x89PNG" and "trained window: 100" in files[1].read_text()
+
+
+def test_the_cliff_starts_where_a_rise_begins_that_lasts():
+    def start(loss):
+        return LossByPosition(torch.tensor([float("nan"), *loss[1:]], dtype=torch.float64), 1, window=128).cliff_start()
+
+    flat, up = 2.0, 3.0
+    assert start([flat] * 640) is None
+    assert start([flat] * 400 + [up] * 240) == 399, "the first of the means of ten positions that lies above"
+    assert start([flat] * 200 + [up] * 100 + [flat] * 340) is None, "it comes back"
+    assert start([flat] * 590 + [up] * 50) is None, "less than an eighth of 512 positions"
+    assert start([flat] * 570 + [up] * 70) == 569
