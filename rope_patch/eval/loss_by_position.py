@@ -73,8 +73,8 @@ class LossByPosition(Result):
     def cliff_start(self, window: int | None = None, *, tolerance: float = 0.1) -> int | None:
         """First position beyond the window from which on the loss stays above that within it, or None.
 
-        Means of 1/64 of the row are compared, since single positions scatter, and a rise over less than the last eighth of
-        the positions beyond the window does not count, since texts scatter too.
+        Means of 1/64 of the row are compared, since single positions scatter, and a rise over less than the last eighth
+        of the positions beyond the window does not count, since texts scatter too.
 
         Args:
             window: None means the trained one.
