@@ -3,6 +3,18 @@
 Importing this package imports torch only; Triton is imported where an op needs it.
 """
 
+from .attention_map_kl import attention_map_kl, attention_map_kl_ref
 from .linear_ce import linear_ce_rows, linear_ce_rows_ref
+from .relation_kl import relation_kl, relation_kl_ref
+from .visibility import Visibility, make_visibility
 
-__all__ = ["linear_ce_rows", "linear_ce_rows_ref"]
+__all__ = [
+    "Visibility",
+    "attention_map_kl",
+    "attention_map_kl_ref",
+    "linear_ce_rows",
+    "linear_ce_rows_ref",
+    "make_visibility",
+    "relation_kl",
+    "relation_kl_ref",
+]

@@ -1,0 +1,104 @@
+"""KL between the rows of two attention-like maps, and its gradients, in plain torch and linear memory.
+
+Query rows are taken in chunks, and a chunk's map against all keys is formed, used and dropped. It is what runs on a
+CPU, and what the Triton kernels are compared with where a float64 map of all rows would not fit.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from .visibility import Visibility
+
+_CHUNK_BYTES = 2**27  # of one map of a chunk, in the dtype that it is computed in
+
+
+def row_kl_forward(
+    student_q: torch.Tensor,
+    student_k: torch.Tensor,
+    teacher_q: torch.Tensor,
+    teacher_k: torch.Tensor,
+    student_scale: float,
+    teacher_scale: float,
+    visibility: Visibility,
+) -> torch.Tensor:
+    """KL(softmax(teacher_scale Qt Kt^T) || softmax(student_scale Qs Ks^T)) of each row, [batch, n_heads, n].
+
+    Args:
+        student_q: [batch, n_heads, n, head_dim], and so `teacher_q`.
+        student_k: [batch, n_kv_heads, n, head_dim], and so `teacher_k`; n_heads is a multiple of n_kv_heads.
+        teacher_q: see `student_q`.
+        teacher_k: see `student_k`.
+        student_scale: of the student's scores.
+        teacher_scale: of the teacher's scores.
+        visibility: which keys each query sees.
+
+    Returns:
+        float32, float64 for float64 inputs, 0 on rows that see nothing.
+    """
+    kl = torch.zeros(student_q.shape[:3], dtype=_compute_dtype(student_q), device=student_q.device)
+    for rows, keys, seen in _chunks(student_q, visibility):
+        student = _log_softmax(student_q, student_k, rows, keys, student_scale, seen)
+        teacher = _log_softmax(teacher_q, teacher_k, rows, keys, teacher_scale, seen)
+        gap = (teacher - student).masked_fill_(~seen, 0)
+        kl[:, :, rows] = teacher.exp().mul_(gap).sum(-1).view(kl[:, :, rows].shape)
+    return kl
+
+
+def row_kl_backward(
+    grad: torch.Tensor,
+    student_q: torch.Tensor,
+    student_k: torch.Tensor,
+    teacher_q: torch.Tensor,
+    teacher_k: torch.Tensor,
+    student_scale: float,
+    teacher_scale: float,
+    visibility: Visibility,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients to student_q and student_k of `row_kl_forward`, given `grad` [batch, n_heads, n], in its dtype.
+
+    With z = student_scale q_i . k_j, dKL_i / dz_ij = P_student(i, j) - P_teacher(i, j).
+    """
+    dtype = _compute_dtype(student_q)
+    grad_q = torch.zeros(student_q.shape, dtype=dtype, device=student_q.device)
+    grad_k = torch.zeros(student_k.shape, dtype=dtype, device=student_k.device)
+    for rows, keys, seen in _chunks(student_q, visibility):
+        student = _log_softmax(student_q, student_k, rows, keys, student_scale, seen).exp_()
+        teacher = _log_softmax(teacher_q, teacher_k, rows, keys, teacher_scale, seen).exp_()
+        # rows that see nothing have equal maps here, so nothing flows from them
+        dz = (student - teacher).mul_(_grouped(grad[:, :, rows, None], student_k).to(dtype) * student_scale)
+        k = student_k[:, :, None, keys].to(dtype)
+        grad_q[:, :, rows] += (dz @ k).view(grad_q[:, :, rows].shape)
+        q = _grouped(student_q[:, :, rows], student_k).to(dtype)
+        grad_k[:, :, keys] += (dz.transpose(-1, -2) @ q).sum(2)
+    return grad_q.to(student_q.dtype), grad_k.to(student_k.dtype)
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _chunks(q: torch.Tensor, visibility: Visibility) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Query rows, the keys that they can see, and whether they do, bool [batch or 1, 1, 1, n_rows, n_keys]."""
+    batch, n_heads, seq_len, _ = q.shape
+    size = _compute_dtype(q).itemsize
+    n_rows = max(1, _CHUNK_BYTES // (size * batch * n_heads * seq_len))
+    for start in range(0, seq_len, n_rows):
+        rows = slice(start, min(start + n_rows, seq_len))
+        keys = slice(0, rows.stop if visibility.causal else seq_len)
+        yield rows, keys, visibility.mask(rows, seq_len, q.device)[..., keys][:, :, None]
+
+
+def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[batch, n_heads, ...] -> [batch, n_kv_heads, group, ...]."""
+    return x.unflatten(1, (k.shape[1], -1))
+
+
+def _log_softmax(
+    q: torch.Tensor, k: torch.Tensor, rows: slice, keys: slice, scale: float, seen: torch.Tensor
+) -> torch.Tensor:
+    """Log of the map of `rows`, [batch, n_kv_heads, group, n_rows, n_keys]; uniform where nothing is seen."""
+    dtype = _compute_dtype(q)
+    scores = _grouped(q[:, :, rows], k).to(dtype) @ k[:, :, None, keys].to(dtype).transpose(-1, -2)
+    lowest = torch.finfo(dtype).min
+    return (scores.mul_(scale)).masked_fill_(~seen, lowest).log_softmax(-1)
