@@ -23,13 +23,27 @@ class RopeSFTConfig(SFTConfig):
     > Parameters that control the objective
 
     Args:
-        objective: "clm" is the next-token loss on the sampled view.
+        objective: "clm" is the next-token loss on the sampled view; "relation-distill" makes the rescaled model's
+            relations those of the model as it was pretrained (LinearARD); "hidden-distill" its hidden states (LongReD).
         view: view to sample in every training forward, by name; "standard" changes nothing.
         view_args: its options, e.g. `{"max_skip": 32768}`.
         view_seed: seed of the view's draws; None takes `seed`.
+        trainable: without adapters, "all" trains every weight, "qkv" the projections to queries, keys and values only.
+        relation_args: of "relation-distill", fields of `rope_patch.distillation.RelationTargets`, e.g. `{"v": 0.0}`.
+        logit_kl_args: of "relation-distill", a KL of next-token distributions beside it, fields of
+            `rope_patch.distillation.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
+        hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
+        teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
     """
 
-    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "rescale_args", "view_args"]
+    _VALID_DICT_FIELDS = [
+        *SFTConfig._VALID_DICT_FIELDS,
+        "rescale_args",
+        "view_args",
+        "relation_args",
+        "logit_kl_args",
+        "hidden_args",
+    ]
 
     max_length: int | None = field(
         default=None,
@@ -42,8 +56,12 @@ class RopeSFTConfig(SFTConfig):
     rescale_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rescaling as a JSON object, e.g. '{\"factor\": 4.0}'."}
     )
-    objective: Literal["clm"] = field(
-        default="clm", metadata={"help": "Loss: 'clm' is next-token cross-entropy on the sampled view."}
+    objective: Literal["clm", "relation-distill", "hidden-distill"] = field(
+        default="clm",
+        metadata={
+            "help": "Loss: 'clm' is next-token cross-entropy on the sampled view, 'relation-distill' and "
+            "'hidden-distill' distil the model as it was pretrained into the rescaled one."
+        },
     )
     view: str = field(
         default="standard",
@@ -53,6 +71,21 @@ class RopeSFTConfig(SFTConfig):
         default=None, metadata={"help": "Options of the view as a JSON object, e.g. '{\"max_skip\": 32768}'."}
     )
     view_seed: int | None = field(default=None, metadata={"help": "Seed of the view's draws. None: the same as seed."})
+    trainable: Literal["all", "qkv"] = field(
+        default="all", metadata={"help": "Weights to train without adapters: all, or those of q, k and v projections."}
+    )
+    relation_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of 'relation-distill' as a JSON object, e.g. '{\"v\": 0.0}'."}
+    )
+    logit_kl_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "A logit KL beside 'relation-distill', e.g. '{\"weight\": 0.1}'. None: none."}
+    )
+    hidden_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of 'hidden-distill' as a JSON object, e.g. '{\"weight\": 5.0}'."}
+    )
+    teacher_offload: bool = field(
+        default=False, metadata={"help": "Keep what the teacher needs on the CPU while it is not in use."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,8 +95,29 @@ class RopeSFTConfig(SFTConfig):
         elif self.rescale_args:
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
         resolve_view(self.view, self._options("view_args"))
-        if self.objective != "clm":
-            raise ValueError(f"objective must be 'clm', got {self.objective!r}.")
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        from .objectives import OBJECTIVES
+        from .objectives.hidden import hidden_options
+        from .objectives.relation import relation_options
+
+        if self.objective != "clm" and self.objective not in OBJECTIVES:
+            raise ValueError(
+                f"objective must be one of 'clm', {', '.join(map(repr, OBJECTIVES))}, got {self.objective!r}."
+            )
+        if self.trainable not in ("all", "qkv"):
+            raise ValueError(f"trainable must be 'all' or 'qkv', got {self.trainable!r}.")
+        owners = {
+            "relation_args": "relation-distill",
+            "logit_kl_args": "relation-distill",
+            "hidden_args": "hidden-distill",
+        }
+        for name, objective in owners.items():
+            if getattr(self, name) and self.objective != objective:
+                raise ValueError(f"{name} belongs to objective={objective!r}, got objective={self.objective!r}.")
+        relation_options(self._options("relation_args"), self._options("logit_kl_args"))
+        hidden_options(self._options("hidden_args"))
 
     def _options(self, name: str) -> dict[str, Any]:
         options = getattr(self, name)

@@ -1,7 +1,9 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
+import re
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from rope_patch.documents import count_documents
 from rope_patch.methods import resolve_rescaling, resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import ABF, Rescaling
-from rope_patch.rotary import find_decoder
+from rope_patch.rotary import find_core, find_decoder
 from rope_patch.state import state_of
 
 from .config import RopeSFTConfig
+from .objectives import OBJECTIVES, Objective
 
 logger = logging.get_logger(__name__)
 
@@ -71,6 +74,8 @@ class RopeSFTTrainer(SFTTrainer):
         if self._perturbs:
             self._refuse_sharded_sequences()
         self._rate_since: tuple[float, float] | None = None
+        self._objective = self._make_objective(args)
+        self._step_counts: dict[str, int] = {}
 
     def _patch(self, args: RopeSFTConfig) -> None:
         """Apply what `args` names; if it cannot be, leave the model as it came."""
@@ -89,13 +94,33 @@ class RopeSFTTrainer(SFTTrainer):
             raise
 
     def _refuse_sharded_sequences(self) -> None:
+        what = f"view {self.args.view!r} draws for" if self._perturbs else f"{self.args.objective!r} relates tokens of"
         parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
         for kind in ("cp", "sp"):
             if getattr(parallelism, f"{kind}_size", 1) > 1:
                 raise ValueError(
-                    f"view {self.args.view!r} draws for whole documents, and {kind}_size > 1 gives each rank a part of "
-                    "them: not supported yet. Use FSDP2 or DeepSpeed ZeRO without sequence sharding."
+                    f"{what} whole documents, and {kind}_size > 1 gives each rank a part of them: not supported yet. "
+                    "Use FSDP2 or DeepSpeed ZeRO without sequence sharding."
                 )
+
+    def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
+        # on CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights for good in the first forward without gradient,
+        # and what is trained afterwards gets none
+        for module in self.model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
+        if args.trainable == "qkv":
+            train_qkv_only(self.model)
+        if args.objective == "clm":
+            return None
+        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+        if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+            raise ValueError(
+                f"objective {args.objective!r} needs gradient_checkpointing_kwargs={{'use_reentrant': False}}: "
+                "reentrant checkpointing drops its gradient without an error."
+            )
+        self._refuse_sharded_sequences()
+        return OBJECTIVES[args.objective](self.model, args)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -111,7 +136,16 @@ class RopeSFTTrainer(SFTTrainer):
             before = (counts.T.flatten().cumsum(0) - counts.T.flatten()).view(counts.T.shape)
             for batch, first in zip(batches, before[:, self.accelerator.process_index].tolist(), strict=True):
                 batch[_FIRST_SAMPLE] = first
+        if self._objective is not None and batches:
+            self._step_counts = self._total_counts([self._objective.counts(batch) for batch in batches], device)
         return batches, num_items
+
+    def _total_counts(self, counts: list[dict[str, int]], device: torch.device) -> dict[str, int]:
+        """Sums over the micro-batches of a step and, where losses are normalised so, over ranks."""
+        totals = torch.tensor([sum(count[name] for count in counts) for name in counts[0]], device=device)
+        if self.args.average_tokens_across_devices:
+            totals = self.accelerator.reduce(totals, reduction="sum")
+        return dict(zip(counts[0], totals.clamp(min=1).tolist(), strict=True))
 
     def _require_borders(self, batch: dict[str, Any]) -> None:
         packs_documents = self.args.packing and self.args.packing_strategy != "wrapped"
@@ -134,8 +168,11 @@ class RopeSFTTrainer(SFTTrainer):
         if self._source is not None:
             # evaluation draws only for a view that is always on, and then the same ones every time
             self._source.clock.set(self.state.global_step if training else -1, first_sample)
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = result[0] if return_outputs else result
+        if self._objective is None:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        else:
+            result = self._distil(model, inputs)
+        loss = result[0] if isinstance(result, tuple) else result
         if training and not torch.isfinite(loss):
             raise FloatingPointError(
                 f"the loss became {loss.item()} at optimizer step {self.state.global_step}. Lower the learning rate, "
@@ -144,6 +181,40 @@ class RopeSFTTrainer(SFTTrainer):
         if training and self._perturbs:
             self._log_draws()
         return result
+
+    def _distil(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        assert self._objective is not None
+        mode = "train" if self.model.training else "eval"
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        own = self._objective.counts(inputs)
+        counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in own.items()}
+        loss, parts = self._objective.loss(model, inputs, counts)
+        for name, value in parts.items():
+            self._metrics[mode][name].append(self.accelerator.gather(value).mean().item())
+        if mode == "train":
+            tokens = torch.tensor(own["tokens"], device=loss.device)
+            self._total_train_tokens += self.accelerator.gather(tokens).sum().item()
+            if self.args.average_tokens_across_devices:
+                loss = (
+                    loss * self.accelerator.num_processes
+                )  # the counts are those of all ranks, whose gradients are averaged
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+        return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's step; forward and backward of an objective run while it watches the model's attention."""
+        with nullcontext() if self._objective is None else self._objective.active():
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """TRL's step; an objective that distils gives a loss and no logits."""
+        if self._objective is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
+            return self.compute_loss(model, inputs), None, None
 
     def _log_draws(self) -> None:
         assert self._source is not None and self._source.last is not None
@@ -172,3 +243,25 @@ def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedM
         window = max(args.max_length, decoder.config.max_position_embeddings)
         return ABF(theta=rescaling.theta, max_position_embeddings=window)
     return rescaling
+
+
+_QKV = re.compile(r"(^|\.)(q_proj|k_proj|v_proj|qkv_proj|query_key_value|Wqkv|c_attn)\.")
+
+
+def train_qkv_only(model: nn.Module) -> None:
+    """Freeze every weight but those of the projections to queries, keys and values.
+
+    Raises:
+        ValueError: the model has adapters, or no projection with a known name.
+    """
+    decoder = find_decoder(model)
+    if find_core(model) is not model:
+        raise ValueError(
+            "trainable='qkv' is for training without adapters: name target_modules in peft_config instead."
+        )
+    names = [name for name, _ in decoder.named_parameters() if _QKV.search(name)]
+    if not names:
+        raise ValueError(f"trainable='qkv' knows no projections to queries, keys and values in {type(model).__name__}.")
+    chosen = {id(parameter) for name, parameter in decoder.named_parameters() if name in names}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in chosen)

@@ -5,7 +5,9 @@ Importing this package imports torch only; Triton is imported where an op needs 
 
 from .attention_map_kl import attention_map_kl, attention_map_kl_ref
 from .linear_ce import linear_ce_rows, linear_ce_rows_ref
+from .linear_kl import linear_kl_rows
 from .relation_kl import relation_kl, relation_kl_ref
+from .relation_mse import relation_mse
 from .visibility import Visibility, make_visibility
 
 __all__ = [
@@ -14,7 +16,9 @@ __all__ = [
     "attention_map_kl_ref",
     "linear_ce_rows",
     "linear_ce_rows_ref",
+    "linear_kl_rows",
     "make_visibility",
     "relation_kl",
     "relation_kl_ref",
+    "relation_mse",
 ]

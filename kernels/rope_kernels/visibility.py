@@ -21,6 +21,22 @@ class Visibility:
     first: torch.Tensor | None = None
     end: torch.Tensor | None = None
 
+    @classmethod
+    def of_documents(cls, document: torch.Tensor, causal: bool = True) -> "Visibility":
+        """From the document of each token, integers [batch, n], -1 on padding; a document's tokens lie together."""
+        document = document.int()
+        batch, seq_len = document.shape
+        index = torch.arange(seq_len, device=document.device, dtype=torch.int32).expand(batch, -1)
+        # padding counts with the document before it, so that documents are runs
+        runs = document.cummax(1).values
+        begins = torch.ones_like(runs, dtype=torch.bool)
+        begins[:, 1:] = runs[:, 1:] != runs[:, :-1]
+        first = torch.where(begins, index, 0).cummax(1).values
+        ends = torch.ones_like(begins)
+        ends[:, :-1] = begins[:, 1:]
+        end = torch.where(ends, index + 1, seq_len).flip(1).cummin(1).values.flip(1)
+        return cls(causal, document.contiguous(), first.int().contiguous(), end.int().contiguous())
+
     @property
     def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """document, first, end."""
@@ -75,16 +91,7 @@ def make_visibility(
                 f"on {key_mask.device}."
             )
         document = document.masked_fill(~key_mask, -1)
-    index = torch.arange(seq_len, device=device, dtype=torch.int32).expand(batch, -1)
-    # bounds by document, found with two running extremes: documents are runs of tokens with padding in between
-    filled = document.cummax(1).values
-    begins = torch.ones_like(filled, dtype=torch.bool)
-    begins[:, 1:] = filled[:, 1:] != filled[:, :-1]
-    first = torch.where(begins, index, 0).cummax(1).values
-    ends = torch.ones_like(begins)
-    ends[:, :-1] = begins[:, 1:]
-    end = torch.where(ends, index + 1, seq_len).flip(1).cummin(1).values.flip(1)
-    return Visibility(causal, document.contiguous(), first.int().contiguous(), end.int().contiguous())
+    return Visibility.of_documents(document, causal)
 
 
 def _require_borders(cu_seqlens: torch.Tensor, batch: int, seq_len: int) -> None:

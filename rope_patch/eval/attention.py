@@ -1,8 +1,7 @@
 """Where the last tokens look, recomputed from queries and keys: never an n x n map."""
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..attention_calls import attention_name, watched_attention
 from .result import Result
 from .subject import Subject
 
@@ -258,35 +257,20 @@ def _read(
             subject.hidden(row[None].to(subject.device))
 
 
-@contextmanager
-def _watched(core: Any, queries: torch.Tensor, visit: Visit) -> Iterator[None]:
-    """Call `visit` with the attention of `queries` in every layer, one group of heads at a time.
-
-    Transformers keeps attention functions in one table for the process; the entry in use is wrapped under its own name,
-    as other names would change how masks are built, and put back.
-    """
-    name = core.config.get_text_config(decoder=True)._attn_implementation
+def _watched(core: Any, queries: torch.Tensor, visit: Visit) -> AbstractContextManager[None]:
+    """Call `visit` with the attention of `queries` in every layer, one group of heads at a time."""
+    name = attention_name(core)
     if name not in ("sdpa", "eager"):
         raise ValueError(
             f"attention is recomputed from sdpa and eager only, the model runs {name!r}: load it with sdpa."
         )
-    before = ALL_ATTENTION_FUNCTIONS.get(name)
 
-    def watch(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def watch(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    ) -> None:
         _visit_groups(module, query, key, queries, kwargs, visit)
-        run = before or sys.modules[type(module).__module__].eager_attention_forward
-        return run(module, query, key, *args, **kwargs)
 
-    local: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
-    had, old = name in local, local.get(name)
-    ALL_ATTENTION_FUNCTIONS[name] = watch
-    try:
-        yield
-    finally:
-        if had:
-            ALL_ATTENTION_FUNCTIONS[name] = old
-        else:
-            del ALL_ATTENTION_FUNCTIONS[name]
+    return watched_attention(core, watch)
 
 
 def _visit_groups(

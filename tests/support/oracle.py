@@ -12,7 +12,7 @@ Weights = dict[str, torch.Tensor]
 
 def weights_of(model: torch.nn.Module) -> Weights:
     """Leaf copies in float64 that take gradients."""
-    return {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    return {n: p.detach().double().clone().requires_grad_() for n, p in model.named_parameters()}
 
 
 def default_frequencies(config) -> torch.Tensor:
@@ -36,6 +36,7 @@ def logits(
     visible: torch.Tensor,
     frequencies: torch.Tensor | None = None,
     attention_factor: float = 1.0,
+    record: list[dict[str, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Logits [batch, seq_len, vocab], float64.
 
@@ -47,6 +48,8 @@ def logits(
         visible: [batch, seq_len, seq_len] bool, query by key. Rows that see nothing come out as zeros.
         frequencies: [head_dim / 2]; None means the config's base.
         attention_factor: multiplies cos and sin.
+        record: one dictionary a layer is added: q and k after RoPE, q_pre and k_pre before, v, and the output `hidden`;
+            heads are not repeated. The last `hidden` is after the final norm.
     """
     frequencies = default_frequencies(config) if frequencies is None else frequencies.double()
     head_dim = 2 * len(frequencies)
@@ -75,7 +78,9 @@ def logits(
         v = project(x, f"{at}.self_attn.v_proj").view(batch, seq_len, n_kv_heads, head_dim).transpose(1, 2)
         if f"{at}.self_attn.q_norm.weight" in weights:
             q, k = norm(q, f"{at}.self_attn.q_norm.weight"), norm(k, f"{at}.self_attn.k_norm.weight")
-        q, k = rotate(q.transpose(1, 2)), rotate(k.transpose(1, 2))
+        q_pre, k_pre = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = rotate(q_pre), rotate(k_pre)
+        seen = {"q": q, "k": k, "v": v, "q_pre": q_pre, "k_pre": k_pre}
         k, v = (t.repeat_interleave(n_heads // n_kv_heads, 1) for t in (k, v))
         scores = (q @ k.transpose(-1, -2) / math.sqrt(head_dim)).masked_fill(~visible[:, None], -torch.inf)
         probabilities = scores.softmax(-1).nan_to_num(0.0)
@@ -84,5 +89,8 @@ def logits(
         x = norm(h, f"{at}.post_attention_layernorm.weight")
         gate = torch.nn.functional.silu(project(x, f"{at}.mlp.gate_proj"))
         h = h + project(gate * project(x, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+        if record is not None:
+            last = layer == config.num_hidden_layers - 1
+            record.append({**seen, "hidden": norm(h, "model.norm.weight") if last else h})
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return norm(h, "model.norm.weight") @ head.T

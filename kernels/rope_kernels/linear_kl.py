@@ -1,0 +1,74 @@
+"""KL between next-token distributions of two models, row by row, without the logits of all rows."""
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+_CHUNK_BYTES = 2**28  # of float32 logits of one side
+
+
+def linear_kl_rows(
+    student_hidden: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    student_bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """KL(softmax(z_t / T) || softmax(z_s / T)) of each row, z = hidden weight^T + bias, in nats, without T^2.
+
+    Gradients flow to `student_hidden`, `student_weight` and `student_bias`. Logits exist for some rows at a time, in
+    the forward and again in the backward; products run in the dtype of the hidden states, softmaxes in float32.
+
+    Args:
+        student_hidden: [N, H].
+        teacher_hidden: [N, H_t].
+        student_weight: [V, H].
+        teacher_weight: [V, H_t].
+        student_bias: [V] or None.
+        teacher_bias: [V] or None.
+        temperature: T, above 0.
+
+    Returns:
+        [N] float32, float64 for float64 inputs.
+
+    Raises:
+        ValueError: a shape or `temperature` is not as above.
+
+    Source: LinearARD, arXiv:2604.00004, its optional logit KL on the last positions.
+    """
+    if student_hidden.ndim != 2 or teacher_hidden.ndim != 2 or len(student_hidden) != len(teacher_hidden):
+        raise ValueError(
+            "student_hidden and teacher_hidden must be [N, H] with one N, got "
+            f"{list(student_hidden.shape)} and {list(teacher_hidden.shape)}."
+        )
+    if len(student_weight) != len(teacher_weight):
+        raise ValueError(
+            f"student and teacher must have one vocabulary, got {len(student_weight)} and {len(teacher_weight)} rows."
+        )
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}.")
+    n_rows = max(1, _CHUNK_BYTES // (4 * len(student_weight)))
+    teacher_hidden, teacher_weight = teacher_hidden.detach(), teacher_weight.detach()
+
+    def rows(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = _log_probabilities(teacher, teacher_weight, teacher_bias, temperature)
+        found = _log_probabilities(student, student_weight, student_bias, temperature)
+        return (wanted.exp() * (wanted - found)).sum(-1)
+
+    parts = [
+        checkpoint(rows, student, teacher, use_reentrant=False)
+        for student, teacher in zip(student_hidden.split(n_rows), teacher_hidden.split(n_rows), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _log_probabilities(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    logits = F.linear(hidden, weight, bias)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return (logits.to(dtype) / temperature).log_softmax(-1)

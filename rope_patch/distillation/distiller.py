@@ -1,0 +1,137 @@
+"""Distillation in one call of a model: the teacher's forward runs before the student's, inside any wrapper."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention_calls import watched_attention
+from ..documents import locate_documents
+from ..rotary import find_core, find_decoder
+from ..state import state_of
+from .teacher import CopiedTeacher, SharedTeacher, without_gradient
+
+TAPE = "distillation_tape"
+"""Name of the keyword argument that carries a `Tape` through a model, down to its attention."""
+
+
+class Tape:
+    """Goes through one forward as a keyword argument; what is distilled is written on it.
+
+    A plain object, since wrappers rebuild dictionaries and tensors that they are given.
+
+    Args:
+        valid: which tokens are real, bool [batch, n].
+        document: of each token, int64 [batch, n], -1 on padding.
+    """
+
+    def __init__(self, valid: torch.Tensor, document: torch.Tensor) -> None:
+        self.valid = valid
+        self.document = document
+        self.teaching = False  # whether the forward in flight is the teacher's
+        self.taught = False
+
+    def visit(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
+        """Look at an attention call of the forward that carries this tape."""
+
+
+class Distiller:
+    """Inside `active()`, a forward that is given `distillation_tape=distiller.tape(...)` distils.
+
+    It first runs the teacher on the same inputs, then the student. Backward has to run inside the block too.
+
+    Args:
+        model: the student, patched, bare or wrapped.
+        teacher: the same weights with adapters off, or a frozen copy.
+
+    Raises:
+        ValueError: the student's RoPE is the teacher's.
+    """
+
+    def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> None:
+        self.core: Any = find_core(model)
+        self.decoder: Any = find_decoder(model)
+        self.teacher = teacher
+        self.state = state_of(self.decoder)
+        if self.state is None or (self.state.rescaling is None and self.state.source is None):
+            raise ValueError(
+                "teacher and student have the same RoPE, so there is nothing to distil: rescale the student, e.g. with "
+                "rescale='yarn', or give it a view."
+            )
+
+    def tape(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> Any:
+        """A tape for one forward of these inputs, with documents and padding as the model itself finds them."""
+        batch, seq_len = input_ids.shape
+        valid = real_tokens(input_ids, attention_mask)
+        document = torch.zeros_like(input_ids)
+        if position_ids is not None:
+            found = locate_documents(batch, seq_len, input_ids.device, position_ids, attention_mask)
+            document = found.ordinal.expand(batch, seq_len)
+        return self._new_tape(valid, document.masked_fill(~valid, -1))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Forwards with a tape distil inside the block."""
+        handles = [
+            # before the hook that draws the student's view: the teacher's own forward ends with no view in force
+            self.decoder.register_forward_pre_hook(self._before_student, with_kwargs=True, prepend=True),
+            self.decoder.register_forward_hook(self._after_student, with_kwargs=True),
+        ]
+        try:
+            with watched_attention(self.core, _take_tape), self._watching():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tape = kwargs.get(TAPE)
+        if tape is None or tape.teaching or tape.taught:
+            return
+        tape.teaching = True
+        try:
+            with without_gradient(tape.valid.device.type), self.teacher.ready() as teacher:
+                self._keep_teacher(tape, teacher(*args, **kwargs))
+        finally:
+            tape.teaching = False
+        tape.taught = True
+
+    def _after_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        tape = kwargs.get(TAPE)
+        if tape is not None and not tape.teaching:
+            self._compare_student(tape, output)
+
+    def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """What else has to be in place while forwards run."""
+        yield
+
+    def _keep_teacher(self, tape: Any, output: Any) -> None:
+        """Take what is needed from the output of the teacher's decoder."""
+
+    def _compare_student(self, tape: Any, output: Any) -> None:
+        """Compare the output of the student's decoder."""
+
+
+def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Which tokens are not padding, bool [batch, n]."""
+    return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+
+
+def _take_tape(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> None:
+    tape = kwargs.pop(TAPE, None)
+    if tape is not None:
+        scaling = kwargs.get("scaling")
+        tape.visit(module, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -1,0 +1,235 @@
+"""Distillation of relations: the loss of each layer is computed inside the layer."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_kernels import Visibility, attention_map_kl, linear_kl_rows, relation_kl, relation_mse
+
+from ..rotary import find_decoder, named_rotary_modules
+from .distiller import TAPE, Distiller, Tape
+from .targets import RelationTargets
+from .teacher import CopiedTeacher, SharedTeacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitKL:
+    """KL(teacher, student) of next-token distributions on the last tokens of each row.
+
+    Args:
+        weight: in the loss.
+        last: real tokens from the end of each row that count.
+        temperature: divides the logits; the KL is not multiplied by its square.
+    """
+
+    weight: float
+    last: int = 512
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.weight <= 0 or self.last < 1 or self.temperature <= 0:
+            raise ValueError(f"weight and temperature must be above 0 and last at least 1, got {self}.")
+
+    def chosen(self, valid: torch.Tensor) -> torch.Tensor:
+        """Which tokens of [batch, n] count, from which are real."""
+        return valid & (valid.flip(1).cumsum(1).flip(1) <= self.last)
+
+
+class RelationTape(Tape):
+    """The teacher's queries, keys and values of each layer, and the losses that the student's layers write.
+
+    The loss of a layer is computed inside the layer, where a checkpoint's recompute repeats it: queries, keys and
+    values of all layers never live at once.
+
+    Args:
+        valid: which tokens are real, bool [batch, n].
+        document: of each token, int64 [batch, n], -1 on padding.
+        targets: which relations count.
+        student_factor: YaRN's attention factor in the student's q and k, 1 where there is none or it is to stay.
+        offload: whether the teacher's tensors wait on the CPU.
+    """
+
+    def __init__(
+        self,
+        valid: torch.Tensor,
+        document: torch.Tensor,
+        targets: RelationTargets,
+        student_factor: float,
+        offload: bool,
+    ) -> None:
+        super().__init__(valid, document)
+        plain = bool((document == 0).all()) or bool((document == document[:, :1]).all() and valid.all())
+        self.visibility = Visibility(True) if plain else Visibility.of_documents(document)
+        self.targets = targets
+        self.student_factor = student_factor
+        self.offload = offload
+        self.rotations: dict[bool, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = {True: {}, False: {}}
+        self.teacher: dict[int, dict[str, torch.Tensor]] = {}
+        # layer -> sums over heads (each divided by heads) and tokens, one a target, in the order of targets.weights
+        self.sums: dict[int, torch.Tensor] = {}
+        self.teacher_hidden: torch.Tensor | None = None
+        self.logit_kl: torch.Tensor | None = None
+
+    def visit(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
+        """Record the teacher's tensors of a layer, or compute the student's loss against them."""
+        layer = module.layer_idx
+        if self.targets.layers is not None and layer not in self.targets.layers:
+            return
+        if self.targets.rope == "pre":
+            query, key = self._unrotated(module, query, key)
+        tensors = {"q": query, "k": key, "v": value}
+        needed = set(self.targets.weights) - {"attention"} | ({"q", "k"} if self.targets.attention else set())
+        if self.teaching:
+            device = "cpu" if self.offload else query.device
+            self.teacher[layer] = {n: tensors[n].detach().to(device) for n in sorted(needed)}
+            return
+        teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
+        losses = torch.stack([self._sum(name, tensors, teacher, scaling) for name in self.targets.weights])
+        # in a recompute the value is known; only its graph counts
+        self.sums.setdefault(layer, losses)
+
+    def _sum(
+        self, name: str, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
+    ) -> torch.Tensor:
+        factor = self.student_factor**-2
+        if name == "attention":
+            rows = attention_map_kl(
+                student["q"],
+                student["k"],
+                teacher["q"],
+                teacher["k"],
+                student_scale=scaling * factor,
+                teacher_scale=scaling,
+                visibility=self.visibility,
+            )
+        else:
+            scale = student[name].shape[-1] ** -0.5
+            divergence = relation_kl if self.targets.divergence == "kl" else relation_mse
+            rows = divergence(
+                student[name],
+                teacher[name],
+                student_scale=scale if name == "v" else scale * factor,
+                teacher_scale=scale,
+                visibility=self.visibility,
+            )
+        heads = rows.shape[1] if self.targets.denominator == "own_heads" else student["q"].shape[1]
+        return rows.sum() / heads
+
+    def _unrotated(self, module: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys before RoPE, by the family's own rotation with the opposite angle."""
+        rotations = self.rotations[self.teaching]
+        kind = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
+        cos, sin = rotations[kind] if kind in rotations else rotations[None]
+        rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        if rotate is None:
+            raise ValueError(
+                f"rope='pre' undoes the rotation with the family's apply_rotary_pos_emb; {type(module).__name__} has "
+                "none. Use rope='post'."
+            )
+        # cos and sin carry the attention factor m: m^2 = cos^2 + sin^2, and 1 / m undoes it
+        square = cos.float().square() + sin.float().square()
+        return rotate(query, key, (cos / square).to(cos.dtype), (-sin / square).to(sin.dtype))
+
+    def loss(self, name: str) -> torch.Tensor:
+        """Mean over layers of the sums of one target: divided by tokens, it is its part of the loss."""
+        if not self.sums:
+            raise RuntimeError(
+                "no attention call saw the relation tape: this family does not pass keyword arguments on to its "
+                "attention, so relations cannot be distilled."
+            )
+        place = list(self.targets.weights).index(name)
+        return torch.stack([self.sums[layer][place] for layer in sorted(self.sums)]).mean()
+
+
+class RelationDistiller(Distiller):
+    """Distils relations of a teacher into a rescaled student while the student's forward runs.
+
+    Args:
+        model: the student, patched, bare or wrapped.
+        targets: which relations count.
+        teacher: the same weights with adapters off, or a frozen copy.
+        logit_kl: a KL on the last tokens beside them, or None.
+        offload: whether the teacher's tensors wait on the CPU until the student's layer needs them.
+
+    Raises:
+        ValueError: the student's RoPE is the teacher's, a layer does not exist, or a choice that this family lacks.
+
+    Source: LinearARD, arXiv:2604.00004.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: RelationTargets,
+        teacher: SharedTeacher | CopiedTeacher,
+        *,
+        logit_kl: LogitKL | None = None,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(model, teacher)
+        self.targets, self.logit_kl, self.offload = targets, logit_kl, offload
+        if targets.rope == "pre" and self.state is not None and self.state.layers_call_rotary:
+            raise ValueError(f"rope='pre' needs RoPE outside the layers, which {type(self.core).__name__} has inside.")
+        n_layers = self.decoder.config.num_hidden_layers
+        if targets.layers is not None and max(targets.layers) >= n_layers:
+            raise ValueError(f"layers must be below {n_layers}, the layers of this model, got {targets.layers}.")
+        self._student_factor = self._attention_factor() if targets.strip_attention_factor else 1.0
+        self._in_flight: RelationTape | None = None
+
+    def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> RelationTape:
+        return RelationTape(valid, document, self.targets, self._student_factor, self.offload)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.targets.rope == "pre":
+                copies = [] if isinstance(self.teacher, SharedTeacher) else [find_decoder(self.teacher.copy)]
+                for decoder in (self.decoder, *copies):
+                    handles = [decoder.register_forward_pre_hook(self._take_off, with_kwargs=True)]
+                    for _, module in named_rotary_modules(decoder):
+                        handles.append(module.register_forward_hook(self._keep_rotation, with_kwargs=True))
+                    for handle in handles:
+                        stack.callback(handle.remove)
+            yield
+
+    def _take_off(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._in_flight = kwargs.get(TAPE)
+
+    def _keep_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._in_flight is not None:
+            kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
+            self._in_flight.rotations[self._in_flight.teaching][kind] = output
+
+    def _keep_teacher(self, tape: RelationTape, output: Any) -> None:
+        if self.logit_kl is not None:
+            tape.teacher_hidden = output.last_hidden_state[self.logit_kl.chosen(tape.valid)]
+
+    def _compare_student(self, tape: RelationTape, output: Any) -> None:
+        if self.logit_kl is None:
+            return
+        assert tape.teacher_hidden is not None
+        head, teacher_head = self.core.get_output_embeddings(), self.teacher.head
+        tape.logit_kl = linear_kl_rows(
+            output.last_hidden_state[self.logit_kl.chosen(tape.valid)].to(head.weight.dtype),
+            tape.teacher_hidden.to(teacher_head.weight.dtype),
+            head.weight,
+            teacher_head.weight,
+            student_bias=getattr(head, "bias", None),
+            teacher_bias=getattr(teacher_head, "bias", None),
+            temperature=self.logit_kl.temperature,
+        ).sum()
+
+    def _attention_factor(self) -> float:
+        factors = {getattr(m, "attention_scaling", 1.0) for _, m in named_rotary_modules(self.decoder)}
+        partial = getattr(self.decoder.config, "partial_rotary_factor", None) not in (None, 1, 1.0)
+        if len(factors) > 1 or not isinstance(next(iter(factors)), float | int) or (partial and factors != {1.0}):
+            raise ValueError(
+                "strip_attention_factor needs one factor on all features of q and k; this model has several factors or "
+                "rotates a part of the features. Leave it off, or rescale with attention_factor=1.0."
+            )
+        return float(factors.pop())

@@ -1,0 +1,65 @@
+"""Which relations are distilled, and how they are weighted."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Denominator = Literal["own_heads", "query_heads"]
+Rope = Literal["post", "pre"]
+Divergence = Literal["kl", "mse"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelationTargets:
+    """The relations of LinearARD and its variants.
+
+    loss = sum_X weight_X mean over layers, heads and tokens of D(R_teacher(i, :), R_student(i, :)), X in q, k, v and
+    the attention map.
+
+    Args:
+        q: weight of Q Q^T relations.
+        k: weight of K K^T relations.
+        v: weight of V V^T relations.
+        attention: weight of the attention maps softmax(Q K^T); "ATTN+V" is q=0, k=0, v=1, attention=1.
+        layers: indices of the layers that count; None means all.
+        rope: "post" takes q and k as attention does, "pre" before RoPE is applied.
+        denominator: heads that k and v sums are divided by: their "own_heads" (the paper) or "query_heads" (the
+            authors' code, which weighs them down by n_kv_heads / n_heads).
+        strip_attention_factor: whether to divide the student's q and k by YaRN's attention factor, which multiplies
+            them and which the teacher's do not have.
+        divergence: "kl", or "mse", the paper's control: sum_j (R_teacher - R_student)^2.
+
+    Source: LinearARD, arXiv:2604.00004, section on objectives and its ablations.
+    """
+
+    q: float = 1.0
+    k: float = 1.0
+    v: float = 1.0
+    attention: float = 0.0
+    layers: tuple[int, ...] | None = None
+    rope: Rope = "post"
+    denominator: Denominator = "own_heads"
+    strip_attention_factor: bool = False
+    divergence: Divergence = "kl"
+
+    def __post_init__(self) -> None:
+        for name in ("q", "k", "v", "attention"):
+            weight = getattr(self, name)
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+                raise ValueError(f"the weight of {name!r} must be a number of at least 0, got {weight!r}.")
+        if not self.weights:
+            raise ValueError("all weights of q, k, v and attention are 0: there is nothing to distil.")
+        for name, allowed in (("rope", Rope), ("denominator", Denominator), ("divergence", Divergence)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
+        if self.divergence == "mse" and self.attention:
+            raise ValueError("divergence 'mse' is a control for q, k and v relations: set attention=0.")
+        if self.layers is not None:
+            layers = tuple(self.layers)
+            if not layers or len(set(layers)) < len(layers) or any(not isinstance(i, int) or i < 0 for i in layers):
+                raise ValueError(f"layers must be one or more different layer indices from 0, got {self.layers!r}.")
+            object.__setattr__(self, "layers", layers)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Target -> weight, for those that count."""
+        return {name: float(getattr(self, name)) for name in ("q", "k", "v", "attention") if getattr(self, name)}

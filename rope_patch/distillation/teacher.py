@@ -1,0 +1,139 @@
+"""The teacher of a distillation: the model as it was pretrained, in the same weights or in a frozen copy."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..patch import native_rope, rope_view, unpatch_model
+from ..rotary import find_core, find_decoder
+
+
+class SharedTeacher:
+    """The student's own weights with adapters off, native RoPE and true positions: no second copy.
+
+    Args:
+        model: a model with adapters (LoRA, QLoRA) and nothing else that is trained.
+
+    Raises:
+        ValueError: parameters beside adapters are trained, adapters are merged, or the method learns prompts: the
+            teacher would move with the student.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("a prompt-learning method cannot be switched off for a teacher: use LoRA.")
+        self._switches = _adapter_layers(model)
+        inside = {id(p) for layer in self._switches for p in layer.parameters()}
+        others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+        if not self._switches or others:
+            wrong = (
+                f"{others[0]} and {len(others) - 1} more are trained too" if self._switches else "this model has none"
+            )
+            raise ValueError(f"a teacher in the same weights needs adapters, and nothing else trained; {wrong}.")
+        # a config may say bias="all": base biases are then trained inside layers that hold an adapter
+        for layer in self._switches:
+            base = getattr(layer, "base_layer", None)
+            if base is not None and any(p.requires_grad for p in base.parameters()):
+                raise ValueError('parameters of the base layers are trained: set bias="none" in the adapter config.')
+
+    @contextmanager
+    def ready(self) -> Iterator[Any]:
+        """The decoder as the teacher, for forwards inside the block."""
+        if any(getattr(layer, "merged", False) for layer in self._switches):
+            raise ValueError(
+                "adapters are merged into the weights, so the teacher is gone: call unmerge_adapter first."
+            )
+        decoder = find_decoder(self.model)
+        before = [layer._disable_adapters for layer in self._switches]
+        with ExitStack() as stack:
+            stack.enter_context(native_rope(self.model))
+            stack.enter_context(rope_view(self.model, "standard"))
+            stack.enter_context(_without_dropout(decoder))
+            # not PEFT's disable_adapter: it unfreezes what was frozen, and walks the model each time
+            for layer in self._switches:
+                layer._disable_adapters = True
+            try:
+                yield decoder
+            finally:
+                for layer, was in zip(self._switches, before, strict=True):
+                    layer._disable_adapters = was
+
+    @property
+    def head(self) -> Any:
+        """The output head."""
+        return find_core(self.model).get_output_embeddings()
+
+
+class CopiedTeacher:
+    """A frozen copy with native RoPE, for training that changes the weights themselves.
+
+    Args:
+        model: the student before training, patched or not.
+        offload: whether the copy waits on the CPU between steps.
+    """
+
+    def __init__(self, model: nn.Module, offload: bool = False) -> None:
+        core = find_core(model)
+        self.offload = offload
+        self.device = next(core.parameters()).device
+        self.copy = unpatch_model(copy.deepcopy(core)).requires_grad_(False).eval()
+        if offload:
+            self.copy.to("cpu")
+
+    @contextmanager
+    def ready(self) -> Iterator[Any]:
+        """The copy's decoder, for forwards inside the block."""
+        self.copy.to(self.device)
+        try:
+            yield find_decoder(self.copy)
+        finally:
+            if self.offload:
+                self.copy.to("cpu")
+
+    @property
+    def head(self) -> Any:
+        """The copy's output head."""
+        return self.copy.get_output_embeddings()
+
+
+def _adapter_layers(model: nn.Module) -> list[Any]:
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+    except ImportError:
+        return []
+    return [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+
+
+@contextmanager
+def _without_dropout(decoder: nn.Module) -> Iterator[None]:
+    """Eval mode for every module that drops something; the rest keeps its mode, and so its checkpointing."""
+    active = [m for m in decoder.modules() if m.training and _drops(m)]
+    for module in active:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in active:
+            module.training = True
+
+
+def _drops(module: Any) -> bool:
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    rates = [getattr(module, name, 0.0) for name in ("attention_dropout", "dropout", "resid_pdrop")]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+@contextmanager
+def without_gradient(device_type: str) -> Iterator[None]:
+    """No gradients, and no cast weights kept by autocast: those would be found without gradient by the student."""
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.no_grad(), torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
+        yield

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+import rope_kernels.linear_kl as module
+from rope_kernels import linear_kl_rows
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def problem(dtype=torch.float64, device="cpu", n_rows=21, vocab=37):
+    def tensor(*shape):
+        return torch.randn(*shape, device=device, dtype=torch.float64).to(dtype)
+
+    hidden, weight, bias = tensor(n_rows, 8), tensor(vocab, 8), tensor(vocab)
+    return hidden, hidden + 0.3 * tensor(n_rows, 8), weight, weight + 0.1 * tensor(vocab, 8), bias
+
+
+def formula(student, teacher, student_weight, teacher_weight, bias, temperature):
+    p = ((teacher @ teacher_weight.T) / temperature).softmax(-1)
+    q = ((student @ student_weight.T + bias) / temperature).softmax(-1)
+    return (p * (p / q).log()).sum(-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows_at_a_time", [1, 5, 100])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_it_is_the_formula_with_all_its_gradients(rows_at_a_time, temperature, device, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 4 * 37 * rows_at_a_time)
+    student, teacher, student_weight, teacher_weight, bias = problem(device=device)
+    inputs = [x.requires_grad_() for x in (student, student_weight, bias)]
+    coefficients = torch.rand(21, device=device)
+    found = linear_kl_rows(student, teacher, student_weight, teacher_weight, student_bias=bias, temperature=temperature)
+    wanted = formula(student, teacher, student_weight, teacher_weight, bias, temperature)
+    torch.testing.assert_close(found, wanted)
+    for mine, right in zip(
+        torch.autograd.grad((found * coefficients).sum(), inputs),
+        torch.autograd.grad((wanted * coefficients).sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, right)
+
+
+def test_low_precision_is_as_exact_as_torch():
+    student, teacher, student_weight, teacher_weight, _ = problem(torch.bfloat16)
+    found = linear_kl_rows(student, teacher, student_weight, teacher_weight)
+    exact = formula(*(x.double() for x in (student, teacher, student_weight, teacher_weight)), 0, 1.0)
+    torch_error = (formula(student, teacher, student_weight, teacher_weight, 0, 1.0) - exact).abs().max()
+    assert found.dtype == torch.float32 and (found - exact).abs().max() <= 2 * torch_error
+
+
+def test_what_does_not_fit_is_refused():
+    student, teacher, weight, _, _ = problem()
+    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
+        linear_kl_rows(student, teacher, weight, weight, temperature=0)
+    with pytest.raises(ValueError, match=r"with one N, got \[21, 8\] and \[20, 8\]"):
+        linear_kl_rows(student, teacher[1:], weight, weight)
+    with pytest.raises(ValueError, match="one vocabulary, got 37 and 36 rows"):
+        linear_kl_rows(student, teacher, weight, weight[1:])

@@ -1,0 +1,76 @@
+"""The seam between the trainer and an objective that distils."""
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rope_patch.distillation import TAPE, CopiedTeacher, SharedTeacher
+from rope_patch.distillation.distiller import Distiller, real_tokens
+from rope_patch.rotary import find_core
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
+
+
+class Objective:
+    """A loss that is computed while the student's forward runs.
+
+    Args:
+        model: patched, with its adapters, before anything wraps it.
+        args: of the trainer.
+    """
+
+    def __init__(self, model: nn.Module, args: "RopeSFTConfig") -> None:
+        self.args = args
+        self.distiller = self._make_distiller(model, _teacher(model, args))
+
+    def active(self) -> AbstractContextManager[None]:
+        """To be open around forward and backward of a step."""
+        return self.distiller.active()
+
+    def counts(self, batch: dict[str, Any]) -> dict[str, int]:
+        """What the sums of a batch are divided by, for adding up over an optimizer step."""
+        return {"tokens": int(self._real(batch).sum())}
+
+    def loss(
+        self, model: nn.Module, inputs: dict[str, Any], counts: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Run teacher and student.
+
+        Args:
+            model: the student, wrapped as the trainer has it.
+            inputs: of the batch, without labels.
+            counts: of the optimizer step that the batch belongs to.
+
+        Returns:
+            The loss, and its parts before weighting, detached: each a mean over the batch's own tokens.
+        """
+        tape = self.distiller.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
+        # the loss needs no logits; those of the last token tie every parameter of the path to it, as wrappers that wait
+        # for all gradients want
+        outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        loss, parts = self._combine(tape, counts, self.counts(inputs))
+        return loss + 0.0 * outputs.logits.float().sum(), parts
+
+    def _make_distiller(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> Distiller:
+        raise NotImplementedError
+
+    def _forward_options(self) -> dict[str, Any]:
+        return {}
+
+    def _combine(
+        self, tape: Any, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        raise NotImplementedError
+
+    @staticmethod
+    def _real(batch: dict[str, Any]) -> torch.Tensor:
+        return real_tokens(batch["input_ids"], batch.get("attention_mask"))
+
+
+def _teacher(model: nn.Module, args: "RopeSFTConfig") -> SharedTeacher | CopiedTeacher:
+    if find_core(model) is not model:  # PEFT
+        return SharedTeacher(model)
+    return CopiedTeacher(model, offload=args.teacher_offload)

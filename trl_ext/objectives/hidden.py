@@ -1,0 +1,46 @@
+"""objective="hidden-distill": the short term of LongReD, a baseline."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.distillation import CopiedTeacher, HiddenDistiller, HiddenTargets, SharedTeacher
+
+from .base import Objective
+
+
+class HiddenObjective(Objective):
+    """Hidden states of the model as it was pretrained, distilled into the rescaled one.
+
+    loss = weight sum over hidden states of (sum over tokens of 1 - cos) / tokens of the step.
+
+    Source: LongReD, arXiv:2502.07365, short-text distillation.
+    """
+
+    distiller: HiddenDistiller
+
+    def _make_distiller(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> HiddenDistiller:
+        return HiddenDistiller(model, hidden_options(self.args._options("hidden_args")), teacher)
+
+    def _forward_options(self) -> dict[str, Any]:
+        return {"output_hidden_states": True}
+
+    def _combine(
+        self, tape: Any, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = self.distiller.targets.weight * tape.distance / counts["tokens"]
+        return loss, {"hidden/distance": tape.distance.detach() / own["tokens"]}
+
+
+def hidden_options(hidden_args: dict[str, Any]) -> HiddenTargets:
+    """The options of the objective, checked.
+
+    Raises:
+        ValueError: an unknown option, or one out of its range.
+    """
+    try:
+        layers = hidden_args.get("layers")
+        return HiddenTargets(**{**hidden_args, "layers": None if layers is None else tuple(layers)})
+    except TypeError as error:
+        raise ValueError(f"hidden_args takes the fields of HiddenTargets: {error}.") from error

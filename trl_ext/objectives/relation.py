@@ -1,0 +1,64 @@
+"""objective="relation-distill": LinearARD."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.distillation import CopiedTeacher, LogitKL, RelationDistiller, RelationTargets, SharedTeacher
+
+from .base import Objective
+
+
+class RelationObjective(Objective):
+    """Relations of the model as it was pretrained, distilled into the rescaled one.
+
+    loss = sum_X weight_X (sum over layers, heads and tokens of KL) / (layers * heads * tokens of the step), and beside
+    it the logit KL's weight times its mean over the tokens that it counts.
+
+    Source: LinearARD, arXiv:2604.00004.
+    """
+
+    distiller: RelationDistiller
+
+    def _make_distiller(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> RelationDistiller:
+        targets, logit_kl = relation_options(self.args._options("relation_args"), self.args._options("logit_kl_args"))
+        return RelationDistiller(model, targets, teacher, logit_kl=logit_kl, offload=self.args.teacher_offload)
+
+    def counts(self, batch: dict[str, Any]) -> dict[str, int]:
+        """Real tokens, and those that the logit KL counts."""
+        counts = super().counts(batch)
+        if self.distiller.logit_kl is not None:
+            counts["last"] = int(self.distiller.logit_kl.chosen(self._real(batch)).sum())
+        return counts
+
+    def _combine(
+        self, tape: Any, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        sums = {name: tape.loss(name) for name in self.distiller.targets.weights}
+        loss = torch.stack([weight * sums[name] for name, weight in self.distiller.targets.weights.items()]).sum()
+        loss = loss / counts["tokens"]
+        parts = {name: total.detach() / own["tokens"] for name, total in sums.items()}
+        if self.distiller.logit_kl is not None:
+            loss = loss + self.distiller.logit_kl.weight * tape.logit_kl / counts["last"]
+            parts["logit_kl"] = tape.logit_kl.detach() / own["last"]
+        return loss, {f"relation/{name}": value for name, value in parts.items()}
+
+
+def relation_options(
+    relation_args: dict[str, Any], logit_kl_args: dict[str, Any] | None
+) -> tuple[RelationTargets, LogitKL | None]:
+    """The options of the objective, checked.
+
+    Raises:
+        ValueError: an unknown option, or one out of its range.
+    """
+    try:
+        layers = relation_args.get("layers")
+        targets = RelationTargets(**{**relation_args, "layers": None if layers is None else tuple(layers)})
+    except TypeError as error:
+        raise ValueError(f"relation_args takes the fields of RelationTargets: {error}.") from error
+    try:
+        return targets, LogitKL(**logit_kl_args) if logit_kl_args else None
+    except TypeError as error:
+        raise ValueError(f"logit_kl_args takes the fields of LogitKL: {error}.") from error
