@@ -55,7 +55,8 @@ class Distiller:
         self.decoder: Any = find_decoder(model)
         self.teacher = teacher
         self.state = state_of(self.decoder)
-        if self.state is None or (self.state.rescaling is None and self.state.source is None):
+        source = None if self.state is None else self.state.source
+        if self.state is None or (self.state.rescaling is None and not (source and source.view.perturbs)):
             raise ValueError(
                 "teacher and student have the same RoPE, so there is nothing to distil: rescale the student, e.g. with "
                 "rescale='yarn', or give it a view."

@@ -1,0 +1,172 @@
+"""RopeSFTTrainer with the objectives that distil: normalisation, batches, what is trained, resuming, errors."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.tiny import VOCAB, tiny
+from support.training import documents, logged, trainer
+from transformers import AutoModelForCausalLM
+
+from rope_patch import describe, load_adapter, patch_model
+from rope_patch.distillation import TAPE, CopiedTeacher, RelationDistiller, RelationTargets
+from trl_ext import RopeSFTConfig
+
+RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
+HIDDEN = {**RELATION, "objective": "hidden-distill"}
+
+
+def lora():
+    return LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], lora_dropout=0.5, task_type="CAUSAL_LM")
+
+
+def relation_by_hand(rows):
+    """Mean over tokens of the untrained student's relation loss, one document at a time."""
+    model = patch_model(tiny(), "pi", factor=4.0)
+    distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
+    total = tokens = 0
+    for row in rows:
+        ids = torch.tensor([row])
+        with distiller.active(), torch.no_grad():
+            tape = distiller.tape(ids)
+            model(ids, use_cache=False, **{TAPE: tape})
+        total += sum(tape.loss(name).item() for name in "qkv")
+        tokens += len(row)
+    return total / tokens
+
+
+WAYS = {
+    "padded": {"per_device_train_batch_size": 4},
+    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "padding-free": {"per_device_train_batch_size": 4, "padding_free": True, "max_length": None},
+    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 4 * 24},
+    "checkpointed": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_the_mean_over_its_tokens_however_it_is_batched(way, tmp_path):
+    data = documents(4)
+    options = {"train_dataset": data, "max_steps": 1, "lr_scheduler_type": "constant", "learning_rate": 0.0}
+    run = trainer(tmp_path, **options, **RELATION, **WAYS[way])
+    run.train()
+    (entry,) = logged(run, "loss", "grad_norm", "relation", "num_tokens")
+    wanted = relation_by_hand(data["input_ids"])
+    assert entry["loss"] == pytest.approx(wanted, rel=1e-4)
+    assert entry["num_tokens"] == sum(map(len, data["input_ids"]))
+    reference = trainer(tmp_path, **options, **RELATION, per_device_train_batch_size=4)
+    reference.train()
+    assert entry["grad_norm"] == pytest.approx(logged(reference, "grad_norm")[0]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", [RELATION, HIDDEN], ids=["relation", "hidden"])
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_training_brings_the_student_to_its_teacher(objective, peft, tmp_path):
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM") if peft else None
+    data = documents(2)
+    options = {"peft_config": config, "train_dataset": data, "eval_dataset": data, "learning_rate": 3e-3}
+    run = trainer(tmp_path, max_steps=40, **objective, **options)
+    before = run.evaluate()["eval_loss"]
+    run.train()
+    assert run.evaluate()["eval_loss"] < 0.7 * before
+    assert logged(run, "loss")[0]["loss"] == pytest.approx(before, rel=1e-5), "training and evaluation have one loss"
+
+
+def test_only_q_k_and_v_are_trained_on_request(tmp_path):
+    run = trainer(tmp_path, trainable="qkv", weight_decay=0.1, **RELATION)
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+    run.train()
+    moved = {n for n, p in run.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n in before if n.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
+
+
+def test_the_teacher_costs_no_second_copy_and_stays(tmp_path):
+    run = trainer(tmp_path, peft_config=lora(), **RELATION)
+    teacher = run._objective.distiller.teacher
+    assert not hasattr(teacher, "copy")
+    ids = torch.randint(3, VOCAB, (1, 30))
+    with torch.no_grad(), teacher.ready() as decoder:
+        before = decoder(ids).last_hidden_state
+    run.train()
+    with torch.no_grad(), teacher.ready() as decoder:
+        assert torch.equal(decoder(ids).last_hidden_state, before)
+    with torch.no_grad():
+        assert torch.equal(tiny().model(ids).last_hidden_state, before)
+
+
+def test_resuming_gives_the_same_run(tmp_path):
+    options = {
+        "peft_config": lora(), "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **RELATION,
+        "logit_kl_args": {"weight": 0.3, "last": 4},
+    }  # fmt: skip
+    whole = trainer(tmp_path / "a", **options)
+    whole.train()
+    again = trainer(tmp_path / "b", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    names = ("loss", "relation", "grad_norm")
+    assert logged(again, *names)[-2:] == logged(whole, *names)[-2:]
+    assert set(logged(whole, "relation")[0]) == {"relation/q", "relation/k", "relation/v", "relation/logit_kl"}
+    loaded = load_adapter(tiny(), tmp_path / "a" / "checkpoint-4")
+    assert describe(loaded).rescaling == "pi (factor 4.0)"
+
+
+def test_the_result_is_a_plain_checkpoint(tmp_path):
+    run = trainer(tmp_path / "run", **RELATION)
+    run.train()
+    run.model.save_pretrained(tmp_path / "saved")
+    ids = torch.randint(3, VOCAB, (1, 80))
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits
+        torch.testing.assert_close(plain, run.model.eval()(ids).logits)
+
+
+def test_the_logit_kl_counts_the_last_tokens_alone(tmp_path):
+    """With all relations' weight on one layer's V, which does not drift, the loss is the logit KL."""
+    data = documents(2)
+    run = trainer(
+        tmp_path, train_dataset=data, max_steps=1, learning_rate=0.0, per_device_train_batch_size=2,
+        relation_args={"q": 0.0, "k": 0.0, "layers": [0]}, logit_kl_args={"weight": 2.0, "last": 3, "temperature": 1.5},
+        **RELATION,
+    )  # fmt: skip
+    run.train()
+    total = 0.0
+    for row in data["input_ids"]:
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            teacher = (tiny()(ids).logits[0, -3:].double() / 1.5).log_softmax(-1)
+            student = (patch_model(tiny(), "pi", factor=4.0)(ids).logits[0, -3:].double() / 1.5).log_softmax(-1)
+        total += (teacher.exp() * (teacher - student)).sum().item()
+    assert logged(run, "loss")[0]["loss"] == pytest.approx(2 * total / 6, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"objective": "distill"},
+            "objective must be one of 'clm', 'relation-distill', 'hidden-distill', got 'distill'",
+        ),
+        ({"relation_args": {"v": 0.0}}, "relation_args belongs to objective='relation-distill', got objective='clm'"),
+        ({**RELATION, "relation_args": {"w": 1.0}}, "relation_args takes the fields of RelationTargets: .*'w'"),
+        ({**RELATION, "relation_args": {"q": -1}}, "weight of 'q' must be"),
+        ({**RELATION, "logit_kl_args": {"last": 4}}, "logit_kl_args takes the fields of LogitKL: .*'weight'"),
+        ({**HIDDEN, "hidden_args": {"weight": 0.0}}, "weight must be a number above 0"),
+        ({"trainable": "q"}, "trainable must be 'all' or 'qkv', got 'q'"),
+    ],
+)
+def test_wrong_options_stop_before_a_model_is_loaded(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path):
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match="needs gradient_checkpointing_kwargs={'use_reentrant': False}"):
+        trainer(tmp_path, **RELATION, **reentrant)
+    with pytest.raises(ValueError, match="have the same RoPE"):
+        trainer(tmp_path, objective="relation-distill")
+    with pytest.raises(ValueError, match="name target_modules in peft_config instead"):
+        trainer(tmp_path, trainable="qkv", peft_config=lora(), **RELATION)
