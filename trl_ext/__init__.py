@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
+    from .restoration import restore
     from .trainer import RopeSFTTrainer
 
-__all__ = ["RopeSFTConfig", "RopeSFTTrainer"]
+__all__ = ["RopeSFTConfig", "RopeSFTTrainer", "restore"]
 
-_HOMES = {"RopeSFTConfig": "config", "RopeSFTTrainer": "trainer"}
+_HOMES = {"RopeSFTConfig": "config", "RopeSFTTrainer": "trainer", "restore": "restoration"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from support.tiny import tiny
 from support.training import tokenizer
+from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from rope_patch import load_adapter
@@ -60,3 +61,37 @@ def test_the_script_runs_a_recipe(recipe, tmp_path):
     assert f"{settings['view'].replace('posaug', 'PosAug').replace('skip', 'Skip')}(" in done.stdout
     if settings.get("use_peft"):
         load_adapter(tiny(), tmp_path / "out")
+
+
+RESTORE_RECIPES = sorted((EXAMPLES / "recipes" / "restore").glob("*.yaml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RESTORE_RECIPES, ids=lambda r: r.stem)
+def test_the_restore_script_runs_a_recipe(recipe, tmp_path):
+    assert f"--config examples/recipes/restore/{recipe.name}" in recipe.read_text()
+    tiny("qwen3" if "qwen3" in recipe.name else "llama").save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(200))} for i in range(1, 9)]
+    (tmp_path / "books.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = yaml.safe_load(recipe.read_text())
+    short = {"max_steps": 2, "max_length": 64, "use_cpu": True, "bf16": False, "report_to": "none"}
+    settings.update(
+        model_name_or_path=str(tmp_path / "model"),
+        dtype="float32",
+        output_dir=str(tmp_path / "out"),
+        distil={**settings.get("distil", {}), **short},
+        extend={**short, "max_length": 128},
+    )
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "restore.py"), "--config", "recipe.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{tmp_path / 'out' / 'model'}: " in done.stdout
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert plain.config.rope_parameters["factor"] == settings["rescale_args"]["factor"]

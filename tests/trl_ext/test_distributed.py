@@ -19,6 +19,11 @@ for name, options in {
     "skip": {"view": "skip"},
     "posaug": {"view": "posaug"},
     "packed": {"view": "skip", "padding_free": True, "max_length": None},
+    "relation": {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}},
+    "relation-checkpointed": {
+        "objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}, "trainable": "qkv",
+        "gradient_checkpointing": True, "logit_kl_args": {"weight": 0.5, "last": 5},
+    },
 }.items():
     out = Path(sys.argv[1]) / f"{name}-{world}"
     run = trainer(out, per_device_train_batch_size=2, gradient_accumulation_steps=4 // world, max_steps=3,

@@ -1,0 +1,52 @@
+"""LinearARD in one command: rescale, distil at the native length, train on at the extended one, export.
+
+Run:  python examples/restore.py --config examples/recipes/restore/llama3_8b_pi4.yaml
+      accelerate launch examples/restore.py --config RECIPE.yaml --output_dir other
+
+Stopped, the same command goes on. The result, `OUTPUT_DIR/model`, loads everywhere without this package.
+"""
+
+from dataclasses import dataclass, field
+
+from datasets import load_dataset
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from trl_ext import restore
+
+
+@dataclass
+class RestoreArguments:
+    """What is restored, on which text, in which steps."""
+
+    _VALID_DICT_FIELDS = ["rescale_args", "distil", "extend"]
+
+    output_dir: str = field(metadata={"help": "For checkpoints, restore.json and the result."})
+    rescale: str = field(metadata={"help": "Rescaling of the RoPE frequencies: pi, ntk, abf, yarn, longrope, llama3."})
+    rescale_args: dict | str = field(metadata={"help": "Its options, e.g. '{\"factor\": 4.0}'."})
+    text: list[str] = field(metadata={"help": "JSON lines with long documents under `text`."})
+    distil: dict | str | None = field(default=None, metadata={"help": "RopeSFTConfig fields of stage 1 that differ."})
+    extend: dict | str | None = field(default=None, metadata={"help": "RopeSFTConfig fields of stage 2 that differ."})
+    skip_extension: bool = field(default=False, metadata={"help": "Stop after stage 1."})
+
+
+def main() -> None:
+    arguments, model = TrlParser((RestoreArguments, ModelConfig)).parse_args_and_config()
+    result = restore(
+        model.model_name_or_path,
+        load_dataset("json", data_files=arguments.text, split="train"),
+        arguments.output_dir,
+        rescale=arguments.rescale,
+        rescale_args=arguments.rescale_args,
+        peft_config=get_peft_config(model),
+        quantization_config=get_quantization_config(model),
+        dtype=model.dtype,
+        model_init_kwargs={"attn_implementation": model.attn_implementation, "revision": model.model_revision},
+        distil=arguments.distil,
+        extend=arguments.extend,
+        skip_extension=arguments.skip_extension,
+    )
+    print(f"{result.folder}: {result.tokens} tokens, {result.distil}, {result.extend}")
+
+
+if __name__ == "__main__":
+    main()
