@@ -92,23 +92,23 @@ def memory(n: int, n_heads: int = 32, head_dim: int = 128) -> dict[str, float]:
     return {"n": n, "inputs_and_gradient_gib": held / GIB, "ratio": (held - student.nbytes + peak) / held}
 
 
-def authors(folder: Path, entry: str, n_heads: int, n: int, head_dim: int) -> dict[str, Any]:
-    """The authors' kernels on the same inputs: times, and how far the results are apart."""
-    sys.path.insert(0, str(folder))
-    module_name, _, name = entry.partition(":")
-    theirs = getattr(__import__(module_name, fromlist=[name]), name)
+def authors(folder: Path, n_heads: int, n: int, head_dim: int) -> dict[str, Any]:
+    """The authors' kernels on the same inputs, which give the sum of rows: times, and how far the results are apart."""
+    sys.path.insert(0, str(folder / "kernels"))
+    from attention_KL.integration import attn_kl_align
+
     student, teacher = inputs(n_heads, n, head_dim)
+    scale = head_dim**-0.5
 
     def forward() -> torch.Tensor:
-        return theirs(student, teacher)
+        return attn_kl_align(student, student, teacher, teacher, sm_scale_s=scale, sm_scale_t=scale)
 
-    loss = relation_kl(student, teacher).mean()
-    (gradient,) = torch.autograd.grad(loss, student)
-    other = forward().mean()
-    (their_gradient,) = torch.autograd.grad(other, student)
+    ours, theirs = relation_kl(student, teacher).sum(), forward()
+    (gradient,) = torch.autograd.grad(ours, student)
+    (their_gradient,) = torch.autograd.grad(theirs, student)
     return {
         **both(forward, [student]),
-        "loss_difference": abs(loss.item() / other.item() - 1),
+        "loss_difference": abs(ours.item() / theirs.item() - 1),
         "gradient_difference": ((gradient - their_gradient).norm() / their_gradient.norm()).item(),
     }
 
@@ -118,7 +118,6 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--memory-lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--authors", type=Path, help="checkout of the authors' repository")
-    parser.add_argument("--authors-entry", default="", help="MODULE:FUNCTION of (student, teacher) in it")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     facts: dict[str, Any] = {
@@ -138,8 +137,8 @@ def main() -> None:
             row["relation_kl"] = both(lambda s=student, t=teacher: relation_kl(s, t), [student])  # type: ignore[misc]
             row["cudnn"] = attention(SDPBackend.CUDNN_ATTENTION, n_heads, n, head_dim)
             row["flash2"] = attention(SDPBackend.FLASH_ATTENTION, n_heads, n, head_dim)
-            if args.authors and head_dim == 128 and n <= 8192:
-                row["authors"] = authors(args.authors, args.authors_entry, n_heads, n, head_dim)
+            if args.authors and n_heads == 32 and n <= 8192:
+                row["authors"] = authors(args.authors, n_heads, n, head_dim)
             facts["rows"].append(row)
             times = "  ".join(
                 f"{k} {v['forward_ms']:.2f} / {v['both_ms']:.2f} ms" for k, v in row.items() if isinstance(v, dict)
