@@ -217,7 +217,7 @@ def test_a_patched_model_keeps_its_patches(tmp_path):
         ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, dynamic-ntk"),
         ({"view": "skip", "view_args": {"maxskip": 3}}, "Unknown option of 'skip' 'maxskip'. Did you mean 'max_skip'"),
         ({"rescale_args": {"factor": 2.0}}, "rescale_args needs rescale"),
-        ({"objective": "dpo"}, "objective must be 'clm', got 'dpo'"),
+        ({"objective": "dpo"}, "objective must be one of 'clm', 'relation-distill', 'hidden-distill', got 'dpo'"),
         ({"view": "skip", "view_args": "[1]"}, "view_args must be a JSON object"),
     ],
 )
