@@ -7,23 +7,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_kernels import linear_ce_rows
 
 from ..describe import describe
 from ..rotary import find_core
 
-_LOGIT_TRANSFORMS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping")
+_CHUNK_BYTES = 2**28  # of float32 logits
 
 
 class Subject:
-    """A Transformers causal LM, patched or not, bare or with LoRA-like adapters, whose head is one linear layer.
+    """A Transformers causal LM, patched or not, bare or with adapters.
 
     Args:
         model: the model; it is not changed.
 
     Raises:
-        ValueError: no such head, or logits that are transformed after it.
+        ValueError: it has no output head.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,11 +34,6 @@ class Subject:
         self.head: Any = self.core.get_output_embeddings()
         if not isinstance(getattr(self.head, "weight", None), torch.Tensor):
             raise ValueError(f"{type(self.core).__name__} has no linear output head: a causal LM is needed.")
-        for name in _LOGIT_TRANSFORMS:
-            if getattr(self.core.config.get_text_config(decoder=True), name, None) not in (None, 1.0):
-                raise ValueError(
-                    f"models that transform their logits ({name}) are not supported by rope_patch.eval yet."
-                )
 
     @property
     def vocab_size(self) -> int:
@@ -86,11 +83,58 @@ class Subject:
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy in nats, float32 [batch, n], of targets [batch, n] given the hidden states before them."""
-        rows = linear_ce_rows(
-            hidden.flatten(0, 1), self.head.weight, targets.flatten(), bias=getattr(self.head, "bias", None)
-        )
-        return rows.view(targets.shape)
+        rows, labels = hidden.flatten(0, 1), targets.flatten()
+        if self._head_is_linear:
+            bias = getattr(self.head, "bias", None)
+            return linear_ce_rows(rows, self.head.weight, labels, bias=bias).view(targets.shape)
+        n_rows = max(1, _CHUNK_BYTES // (4 * self.vocab_size))
+        parts = [
+            F.cross_entropy(self._logits(h).float(), t, reduction="none")
+            for h, t in zip(rows.split(n_rows), labels.split(n_rows), strict=True)
+        ]
+        return torch.cat(parts).view(targets.shape)
 
     def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of the next token, float32 [n, vocab_size], for a small n of hidden states [n, hidden]."""
-        return self.head(hidden).float().log_softmax(-1)
+        return self._logits(hidden).float().log_softmax(-1)
+
+    @cached_property
+    def _head_is_linear(self) -> bool:
+        """Whether logits are hidden W^T + b: some families scale or cap them after it, adapters may sit on it."""
+        bias = getattr(self.head, "bias", None)
+        with torch.no_grad():
+            probe = self.core.get_input_embeddings().weight[:16].detach().to(self.head.weight.dtype)
+            # logits up to 1000, so that a cap shows
+            probe = probe * (1000 / F.linear(probe, self.head.weight).abs().max().clamp(min=1e-6))
+            plain, found = F.linear(probe, self.head.weight, bias).float(), self._logits(probe).float()
+        return bool((found - plain).abs().max() <= 1e-3 * plain.abs().max())
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] of hidden states [n, hidden] by the model's own forward, without its decoder."""
+        modules, name = self.core._modules, self.core.base_model_prefix
+        if name not in modules:
+            raise ValueError(f"{type(self.core).__name__} keeps its decoder elsewhere than in {name!r}: not supported.")
+        decoder = modules[name]
+        modules[name] = _Given(hidden[None])
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            return self.core(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            modules[name] = decoder
+
+
+class _Given(nn.Module):
+    """Stands for a decoder whose output is known."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Output(last_hidden_state=self.hidden)
+
+
+class _Output(BaseModelOutputWithPast):
+    def __getattr__(self, name: str) -> None:
+        """What a family's decoder returns beside hidden states is not there."""
+        return None

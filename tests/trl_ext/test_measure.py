@@ -62,6 +62,22 @@ def test_eval_loads_adapters_with_their_rope(folder):
     assert spec.load_tokenizer()("ab")["input_ids"] == [97, 98]
 
 
+def test_an_adapter_of_others_is_told_its_rope(folder):
+    from peft import LoraConfig, get_peft_model
+
+    base = ModelSpec.parse(str(folder / "tiny")).load("cpu", torch.float32)
+    peft_model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    peft_model.save_pretrained(folder / "plain")
+    rows = tokens(1, 40)
+    with pytest.raises(ValueError, match="was saved without rope_patch.json.*Name it: .*plain@native"):
+        ModelSpec.parse(f"{folder / 'plain'}").load("cpu", torch.float32)
+    with torch.no_grad():
+        native = ModelSpec.parse(f"{folder / 'plain'}@native").load("cpu", torch.float32)
+        torch.testing.assert_close(native(rows).logits, peft_model(rows).logits)
+        rescaled = ModelSpec.parse(f"{folder / 'plain'}@pi:factor=2").load("cpu", torch.float32)
+        torch.testing.assert_close(rescaled(rows).logits, patch_model(peft_model, "pi", factor=2.0)(rows).logits)
+
+
 def test_probe_prints_where_the_window_ends(folder, capsys):
     picture = folder / "picture"
     arguments = ["--model", str(folder / "tiny"), "--length", "256", "--plot", str(picture)]

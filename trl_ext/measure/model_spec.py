@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+NATIVE = "native"
+"""In place of a rescaling: the RoPE of the checkpoint, for an adapter that does not say what it was trained with."""
 _FORM = "[LABEL=]PATH[@METHOD:OPTION=VALUE,...]"
 
 
@@ -15,7 +17,7 @@ class ModelSpec:
     Args:
         label: its name in figures and tables.
         path: hub id or folder of a checkpoint, or folder of an adapter.
-        method: rescaling to apply after loading, or None.
+        method: rescaling to apply after loading, NATIVE for the RoPE that the checkpoint has, or None.
         options: of the rescaling.
     """
 
@@ -46,23 +48,37 @@ class ModelSpec:
             options[key] = _number(value)
         if not label or not path or ("@" in text and not method):
             raise ValueError(f"a model is named as {_FORM}, got {text!r}.")
-        if method:
+        if method and method != NATIVE:
             resolve_rescaling(method, options)
         return cls(label, path, method or None, options)
 
     def load(self, device: str, dtype: Any) -> Any:
-        """The model, in eval mode; an adapter comes with the RoPE that it was trained with."""
+        """The model, in eval mode; an adapter comes with the RoPE that it was trained with.
+
+        Raises:
+            ValueError: the adapter does not say what that was, and neither does the command line.
+        """
         from transformers import AutoModelForCausalLM
 
         from rope_patch import load_adapter, patch_model
+        from rope_patch.sidecar import SIDECAR_NAME
 
         adapter = Path(self.path) / "adapter_config.json"
         base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"] if adapter.is_file() else None
         model: Any = AutoModelForCausalLM.from_pretrained(base or self.path, dtype=dtype)
         model = model.to(device)
-        if base:
+        if base and (adapter.parent / SIDECAR_NAME).is_file():
             model = load_adapter(model, self.path)
-        if self.method:
+        elif base and self.method is None:
+            raise ValueError(
+                f"the adapter in {self.path} was saved without {SIDECAR_NAME}, so what RoPE it was trained with is not "
+                f"known. Name it: {self.path}@{NATIVE}, or e.g. {self.path}@yarn:factor=4."
+            )
+        elif base:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, self.path)
+        if self.method not in (None, NATIVE):
             patch_model(model, self.method, **self.options)
         return model.eval()
 

@@ -28,6 +28,48 @@ def test_a_model_that_knows_nothing_loses_the_log_of_the_vocabulary():
     assert found.cliff(80) == pytest.approx(0, abs=1e-6)
 
 
+def transformed(kind):
+    """Families that scale or cap their logits, and an adapter on the head."""
+    if kind == "adapter on the head":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(tiny(), LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+        assert not torch.equal(model(tokens(1, 4)).logits, tiny()(tokens(1, 4)).logits)
+        return model.eval()
+    from transformers import (
+        CohereConfig,
+        CohereForCausalLM,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GraniteConfig,
+        GraniteForCausalLM,
+    )
+
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    }  # fmt: skip
+    shape = {**shape, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    make = {
+        "Gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=0.5)),
+        "Cohere": lambda: CohereForCausalLM(CohereConfig(**shape, logit_scale=3.0)),
+        "Granite": lambda: GraniteForCausalLM(GraniteConfig(**shape, logits_scaling=0.2)),
+    }
+    return make[kind]().eval()
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "Granite", "adapter on the head"])
+def test_what_a_family_does_to_its_logits_counts(kind):
+    model, rows = transformed(kind), tokens(2, 40)
+    with torch.no_grad():
+        logits = model(rows).logits.double()
+        wanted = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
+    found = loss_by_position(model, rows, progress=False)
+    torch.testing.assert_close(found.loss[1:], wanted.mean(0), rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(model(rows).logits.double(), logits), "the model is as it was"
+
+
 def test_means_and_cliff_by_hand():
     # loss p at position p: means are midpoints
     found = LossByPosition(torch.tensor([math.nan, *range(1, 200)], dtype=torch.float64), 1)
