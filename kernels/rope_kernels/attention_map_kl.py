@@ -1,10 +1,8 @@
 """KL of attention maps, LinearARD's ATTN variant: exact, in linear memory, with gradients to queries and keys."""
 
-from typing import Any
-
 import torch
 
-from .row_kl import empty_rows, require_heads, runs_on_triton, unit_last_stride
+from .row_kl import require_heads, row_kl
 from .visibility import Visibility, make_visibility
 
 
@@ -46,9 +44,6 @@ def attention_map_kl(
 
     Source: LinearARD, arXiv:2604.00004, ablation ATTN+V.
     """
-    student_q, student_k, teacher_q, teacher_k = map(
-        unit_last_stride, (student_q, student_k, teacher_q.detach(), teacher_k.detach())
-    )
     require_heads("student_q", student_q, "teacher_q", teacher_q)
     require_heads("student_k", student_k, "teacher_k", teacher_k)
     batch, n_heads, n, head_dim = student_q.shape
@@ -70,17 +65,7 @@ def attention_map_kl(
         visibility = make_visibility(
             batch, n, student_q.device, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens
         )
-    kl, _ = _attention_map_kl(
-        student_q,
-        student_k,
-        teacher_q,
-        teacher_k,
-        head_dim**-0.5 if student_scale is None else student_scale,
-        head_dim**-0.5 if teacher_scale is None else teacher_scale,
-        visibility.causal,
-        *visibility.tensors,
-    )
-    return kl
+    return row_kl((student_q, student_k), (teacher_q, teacher_k), student_scale, teacher_scale, visibility)
 
 
 def attention_map_kl_ref(
@@ -100,7 +85,7 @@ def attention_map_kl_ref(
         student_k: [batch, n_kv_heads, n, head_dim].
         teacher_q: like `student_q`.
         teacher_k: like `student_k`.
-        visible: [batch or 1, 1, n, n] bool.
+        visible: [..., n, n] bool, that broadcasts to [batch, n_heads, n, n].
         student_scale: None means head_dim ** -0.5.
         teacher_scale: None means head_dim ** -0.5.
     """
@@ -111,84 +96,3 @@ def attention_map_kl_ref(
         log_maps.append(scores.masked_fill(~visible, -torch.inf).log_softmax(-1).masked_fill(~visible, 0))
     student_map, teacher_map = log_maps
     return (teacher_map.exp() * (teacher_map - student_map)).masked_fill(~visible, 0).sum(-1)
-
-
-@torch.library.custom_op("rope_kernels::attention_map_kl", mutates_args=())
-def _attention_map_kl(
-    student_q: torch.Tensor,
-    student_k: torch.Tensor,
-    teacher_q: torch.Tensor,
-    teacher_k: torch.Tensor,
-    student_scale: float,
-    teacher_scale: float,
-    causal: bool,
-    document: torch.Tensor | None,
-    first: torch.Tensor | None,
-    end: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    visibility = Visibility(causal, document, first, end)
-    inputs = (student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility)
-    if runs_on_triton(student_q):
-        from .row_kl_triton import row_kl_forward
-
-        return row_kl_forward(*inputs)
-    from .row_kl_chunked import row_kl_forward as chunked
-
-    kl = chunked(*inputs)
-    return kl, kl.new_empty(0)
-
-
-@_attention_map_kl.register_fake
-def _(student_q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_rows(student_q)
-
-
-@torch.library.custom_op("rope_kernels::attention_map_kl_backward", mutates_args=())
-def _attention_map_kl_backward(
-    grad: torch.Tensor,
-    student_q: torch.Tensor,
-    student_k: torch.Tensor,
-    teacher_q: torch.Tensor,
-    teacher_k: torch.Tensor,
-    parts: torch.Tensor,
-    student_scale: float,
-    teacher_scale: float,
-    causal: bool,
-    document: torch.Tensor | None,
-    first: torch.Tensor | None,
-    end: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    visibility = Visibility(causal, document, first, end)
-    inputs = (student_q, student_k, teacher_q, teacher_k)
-    if runs_on_triton(student_q):
-        from .row_kl_triton import attention_map_kl_backward
-
-        return attention_map_kl_backward(grad, *inputs, parts, student_scale, teacher_scale, visibility)
-    from .row_kl_chunked import row_kl_backward
-
-    return row_kl_backward(grad, *inputs, student_scale, teacher_scale, visibility)
-
-
-@_attention_map_kl_backward.register_fake
-def _(
-    grad: torch.Tensor, student_q: torch.Tensor, student_k: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(student_q), torch.empty_like(student_k)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, student_scale, teacher_scale, causal, document, first, end = inputs
-    _, parts = output
-    ctx.save_for_backward(*tensors, parts, document, first, end)
-    ctx.settings = (student_scale, teacher_scale, causal)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 10
-    *tensors, document, first, end = ctx.saved_tensors
-    return *_attention_map_kl_backward(grad, *tensors, *ctx.settings, document, first, end), *(None,) * 8
-
-
-_attention_map_kl.register_autograd(_backward, setup_context=_setup)

@@ -1,20 +1,49 @@
-"""What the KLs between rows of maps share: checks of their inputs, and which implementation runs."""
+"""KL between the rows of two maps as one operator, which `relation_kl` and `attention_map_kl` call.
+
+An operator of its own, so that torch.compile and checkpointing take it as one step. It runs Triton kernels on a GPU and
+chunked torch elsewhere.
+"""
+
+from typing import Any
 
 import torch
+
+from .visibility import Visibility
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GRID_Y = 65535  # heads times rows of a launch
 
 
-def runs_on_triton(x: torch.Tensor) -> bool:
-    """Whether Triton kernels run on `x`: on a GPU, except for float64, which tensor cores do not speak here."""
-    return x.is_cuda and x.dtype != torch.float64
+def row_kl(
+    student: tuple[torch.Tensor, torch.Tensor | None],
+    teacher: tuple[torch.Tensor, torch.Tensor | None],
+    student_scale: float | None,
+    teacher_scale: float | None,
+    visibility: Visibility,
+) -> torch.Tensor:
+    """KL(softmax(teacher_scale Qt Kt^T) || softmax(student_scale Qs Ks^T)) of each row, [batch, n_heads, n].
 
+    Args:
+        student: Q_s [batch, n_heads, n, head_dim] and K_s [batch, n_kv_heads, n, head_dim]; None in place of K_s means
+            that it is Q_s, and the gradient to it has both parts.
+        teacher: Q_t and K_t, likewise; no gradient flows to them.
+        student_scale: None means head_dim ** -0.5.
+        teacher_scale: None means head_dim ** -0.5.
+        visibility: which keys each query sees.
 
-def empty_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors of the shapes that the operators return, for tracing."""
-    kl = x.new_empty(x.shape[:3], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return kl, kl.new_empty(4, *kl.shape) if runs_on_triton(x) else kl.new_empty(0)
+    Returns:
+        float32, float64 for float64 inputs, 0 on rows that see nothing.
+    """
+    default = student[0].shape[-1] ** -0.5
+    kl, _ = _row_kl(
+        *(None if x is None else _unit_last_stride(x) for x in student),
+        *(None if x is None else _unit_last_stride(x.detach()) for x in teacher),
+        default if student_scale is None else student_scale,
+        default if teacher_scale is None else teacher_scale,
+        visibility.causal,
+        *visibility.tensors,
+    )
+    return kl
 
 
 def require_heads(name: str, x: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -38,6 +67,104 @@ def require_heads(name: str, x: torch.Tensor, other_name: str, other: torch.Tens
         )
 
 
-def unit_last_stride(x: torch.Tensor) -> torch.Tensor:
+def runs_on_triton(x: torch.Tensor) -> bool:
+    """Whether Triton kernels run on `x`: on a GPU, except for float64, which tensor cores do not speak here."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
     """`x` as it is, or a contiguous copy where the features of a token are not neighbours in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("rope_kernels::row_kl", mutates_args=())
+def _row_kl(
+    student_q: torch.Tensor,
+    student_k: torch.Tensor | None,
+    teacher_q: torch.Tensor,
+    teacher_k: torch.Tensor | None,
+    student_scale: float,
+    teacher_scale: float,
+    causal: bool,
+    document: torch.Tensor | None,
+    first: torch.Tensor | None,
+    end: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The KL, and what the backward of the Triton kernels needs of its softmaxes."""
+    keys = (student_q if student_k is None else student_k, teacher_q if teacher_k is None else teacher_k)
+    inputs = (student_q, keys[0], teacher_q, keys[1], student_scale, teacher_scale)
+    visibility = Visibility(causal, document, first, end)
+    if runs_on_triton(student_q):
+        from .row_kl_triton import row_kl_forward
+
+        return row_kl_forward(*inputs, visibility)
+    from .row_kl_chunked import row_kl_forward as chunked
+
+    kl = chunked(*inputs, visibility)
+    return kl, kl.new_empty(0)
+
+
+@_row_kl.register_fake
+def _(student_q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.float64 if student_q.dtype == torch.float64 else torch.float32
+    kl = student_q.new_empty(student_q.shape[:3], dtype=dtype)
+    return kl, kl.new_empty(4, *kl.shape) if runs_on_triton(student_q) else kl.new_empty(0)
+
+
+@torch.library.custom_op("rope_kernels::row_kl_backward", mutates_args=())
+def _row_kl_backward(
+    grad: torch.Tensor,
+    student_q: torch.Tensor,
+    student_k: torch.Tensor | None,
+    teacher_q: torch.Tensor,
+    teacher_k: torch.Tensor | None,
+    parts: torch.Tensor,
+    student_scale: float,
+    teacher_scale: float,
+    causal: bool,
+    document: torch.Tensor | None,
+    first: torch.Tensor | None,
+    end: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients to student_q, with that to student_k in it where they are one, and to student_k."""
+    visibility = Visibility(causal, document, first, end)
+    scales = (student_scale, teacher_scale)
+    if runs_on_triton(student_q):
+        from .row_kl_triton import attention_map_kl_backward, relation_kl_backward
+
+        if student_k is None or teacher_k is None:
+            both = relation_kl_backward(grad, student_q, teacher_q, parts, *scales, visibility)
+            return both, both.new_empty(0)
+        return attention_map_kl_backward(grad, student_q, student_k, teacher_q, teacher_k, parts, *scales, visibility)
+    from .row_kl_chunked import row_kl_backward
+
+    if student_k is None or teacher_k is None:
+        as_query, as_key = row_kl_backward(grad, student_q, student_q, teacher_q, teacher_q, *scales, visibility)
+        return as_query + as_key, as_key.new_empty(0)
+    return row_kl_backward(grad, student_q, student_k, teacher_q, teacher_k, *scales, visibility)
+
+
+@_row_kl_backward.register_fake
+def _(
+    grad: torch.Tensor, student_q: torch.Tensor, student_k: torch.Tensor | None, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(student_q), student_q.new_empty(0) if student_k is None else torch.empty_like(student_k)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, student_scale, teacher_scale, causal, document, first, end = inputs
+    _, parts = output
+    ctx.save_for_backward(*tensors, parts, document, first, end)
+    ctx.settings = (student_scale, teacher_scale, causal)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 10
+    *tensors, document, first, end = ctx.saved_tensors
+    grad_q, grad_k = _row_kl_backward(grad, *tensors, *ctx.settings, document, first, end)
+    return grad_q, None if tensors[1] is None else grad_k, *(None,) * 8
+
+
+_row_kl.register_autograd(_backward, setup_context=_setup)

@@ -36,6 +36,30 @@ def _difference(zs, zt, top_s, log_sum_s, top_t, log_sum_t, scale_s, scale_t):
 
 
 @triton.jit
+def _accumulate(zs, zt, seen, top_s, sum_s, top_t, sum_t, gap, scale_s, scale_t, MASKED: tl.constexpr):
+    """Add one tile of dot products to the running softmaxes of its rows, and to gap = sum_j exp2(a_t) (a_t - a_s)."""
+    if MASKED:
+        zs = tl.where(seen, zs, -float("inf"))
+        zt = tl.where(seen, zt, -float("inf"))
+    new_s = tl.maximum(top_s, tl.max(zs, 1))
+    new_t = tl.maximum(top_t, tl.max(zt, 1))
+    a_s = (zs - new_s[:, None]) * scale_s
+    a_t = (zt - new_t[:, None]) * scale_t
+    p = tl.exp2(a_t)
+    weighted = p * (a_t - a_s)
+    if MASKED:
+        weighted = tl.where(seen, weighted, 0.0)
+    move_s = (top_s - new_s) * scale_s
+    move_t = (top_t - new_t) * scale_t
+    shrink = tl.exp2(move_t)
+    # what was summed relative to the old tops, relative to the new ones
+    gap = (gap + sum_t * (move_t - move_s)) * shrink + tl.sum(weighted, 1)
+    sum_s = sum_s * tl.exp2(move_s) + tl.sum(tl.exp2(a_s), 1)
+    sum_t = sum_t * shrink + tl.sum(p, 1)
+    return new_s, sum_s, new_t, sum_t, gap
+
+
+@triton.jit
 def _row_kl_fwd_kernel(
     qs_ptr,
     ks_ptr,
@@ -129,20 +153,9 @@ def _row_kl_fwd_kernel(
             kt = tl.load(kt_ptr + to * stride_kt_n + d[:, None], mask=k_mask, other=0.0)
             zs = tl.dot(qs, ks, input_precision=PRECISION)
             zt = tl.dot(qt, kt, input_precision=PRECISION)
-            new_s = tl.maximum(top_s, tl.max(zs, 1))
-            new_t = tl.maximum(top_t, tl.max(zt, 1))
-            a_s = (zs - new_s[:, None]) * scale_s
-            a_t = (zt - new_t[:, None]) * scale_t
-            p = tl.exp2(a_t)
-            move_s = (top_s - new_s) * scale_s
-            move_t = (top_t - new_t) * scale_t
-            shrink = tl.exp2(move_t)
-            # what was summed relative to the old tops, relative to the new ones
-            gap = (gap + sum_t * (move_t - move_s)) * shrink + tl.sum(p * (a_t - a_s), 1)
-            sum_s = sum_s * tl.exp2(move_s) + tl.sum(tl.exp2(a_s), 1)
-            sum_t = sum_t * shrink + tl.sum(p, 1)
-            top_s = new_s
-            top_t = new_t
+            top_s, sum_s, top_t, sum_t, gap = _accumulate(
+                zs, zt, None, top_s, sum_s, top_t, sum_t, gap, scale_s, scale_t, False
+            )
     for start in range(unmasked, finish, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         k_mask = (col[None, :] < n) & (d[:, None] < HEAD_DIM)
@@ -150,21 +163,11 @@ def _row_kl_fwd_kernel(
         ks = tl.load(ks_ptr + to * stride_ks_n + d[:, None], mask=k_mask, other=0.0)
         kt = tl.load(kt_ptr + to * stride_kt_n + d[:, None], mask=k_mask, other=0.0)
         seen = _visible(row, col, row_document, document_ptr, n, CAUSAL, HAS_DOCUMENTS)
-        zs = tl.where(seen, tl.dot(qs, ks, input_precision=PRECISION), -float("inf"))
-        zt = tl.where(seen, tl.dot(qt, kt, input_precision=PRECISION), -float("inf"))
-        new_s = tl.maximum(top_s, tl.max(zs, 1))
-        new_t = tl.maximum(top_t, tl.max(zt, 1))
-        a_s = (zs - new_s[:, None]) * scale_s
-        a_t = (zt - new_t[:, None]) * scale_t
-        p = tl.exp2(a_t)
-        move_s = (top_s - new_s) * scale_s
-        move_t = (top_t - new_t) * scale_t
-        shrink = tl.exp2(move_t)
-        gap = (gap + sum_t * (move_t - move_s)) * shrink + tl.sum(tl.where(seen, p * (a_t - a_s), 0.0), 1)
-        sum_s = sum_s * tl.exp2(move_s) + tl.sum(tl.exp2(a_s), 1)
-        sum_t = sum_t * shrink + tl.sum(p, 1)
-        top_s = new_s
-        top_t = new_t
+        zs = tl.dot(qs, ks, input_precision=PRECISION)
+        zt = tl.dot(qt, kt, input_precision=PRECISION)
+        top_s, sum_s, top_t, sum_t, gap = _accumulate(
+            zs, zt, seen, top_s, sum_s, top_t, sum_t, gap, scale_s, scale_t, True
+        )
     saw = sum_t > 0
     log_sum_s = tl.log2(tl.where(saw, sum_s, 1.0))
     log_sum_t = tl.log2(tl.where(saw, sum_t, 1.0))
