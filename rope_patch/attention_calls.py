@@ -19,6 +19,12 @@ def attention_name(core: Any) -> str:
     return core.config.get_text_config(decoder=True)._attn_implementation
 
 
+def softmax_scale(query: torch.Tensor, kwargs: dict[str, Any]) -> float:
+    """What the scores of an attention call are multiplied by: its own scale, else head_dim ** -0.5."""
+    scaling = kwargs.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
 @contextmanager
 def watched_attention(core: nn.Module, watch: Watch) -> Iterator[None]:
     """Call `watch` before every attention of models that run the implementation of `core`.

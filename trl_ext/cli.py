@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .demo.settings import CPU, GPU, DemoSettings
+from .device import choose_device
 from .measure.commands import add_commands
 
 
@@ -100,10 +101,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, has_gpu: bool) -> DemoSettings:
-    device = args.device or ("cuda" if has_gpu else "cpu")
-    if device == "cuda" and not has_gpu:
-        raise ValueError("--device cuda needs a GPU that torch can see; there is none. Use --device cpu.")
-    defaults = GPU if device == "cuda" else CPU
+    defaults = GPU if choose_device(args.device, has_gpu) == "cuda" else CPU
     given = {k: v for k, v in vars(args).items() if v is not None and hasattr(defaults, k)}
     if given.get("view", defaults.view) != defaults.view:
         # the default options belong to the default view; a skip has to reach what is measured

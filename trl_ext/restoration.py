@@ -2,7 +2,6 @@
 
 import gc
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from rope_patch import load_adapter, patch_model
 
 from .config import RopeSFTConfig
+from .run_folder import Stopwatch, other_settings, record_settings
 from .trainer import RopeSFTTrainer
 
 # the authors' optimiser: nearly constant after four steps, gradients clipped at 5
@@ -151,7 +151,11 @@ def restore(
     }
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = {name: cut_into_rows(documents, tokenizer, config.max_length or 0) for name, config in configs.items()}
-    _claim(root, plan)
+    other = other_settings(root / "restore.json", plan)
+    if other:
+        raise ValueError(f"{root} holds a run that differs in {', '.join(other)}. Use another output_dir.")
+    record_settings(root / "restore.json", plan)
+    stopwatch = Stopwatch(root / "seconds.json")
 
     def load(folder: Path | None, quantized: bool) -> Any:
         """The model as the stage before left it in `folder`, or rescaled and with new adapters."""
@@ -174,7 +178,7 @@ def restore(
         else:
             new_adapters = peft_config if before is None else None
             stages[name] = _train(
-                load(before, quantized=True), config, rows[name], tokenizer, new_adapters, root / name
+                load(before, quantized=True), config, rows[name], tokenizer, new_adapters, root / name, stopwatch
             )
             found.write_text(json.dumps(asdict(stages[name]), indent=1) + "\n", encoding="utf-8")
         before = root / name / "final"
@@ -222,14 +226,14 @@ def _train(
     tokenizer: PreTrainedTokenizerBase,
     peft_config: Any,
     folder: Path,
+    stopwatch: Stopwatch,
 ) -> Stage:
     trainer = RopeSFTTrainer(
         model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config
     )
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    begin = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - begin
+    with stopwatch(folder.name):
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(str(folder / "final"))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]
@@ -242,18 +246,7 @@ def _train(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return Stage(steps, tokens, seconds, sum(tail) / len(tail))
-
-
-def _claim(root: Path, plan: dict[str, Any]) -> None:
-    file = root / "restore.json"
-    if file.is_file():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        other = [name for name in plan if before.get(name) != plan[name]]
-        if other:
-            raise ValueError(f"{root} holds a run that differs in {', '.join(other)}. Use another output_dir.")
-    root.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
+    return Stage(steps, tokens, stopwatch.times[folder.name], sum(tail) / len(tail))
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,9 @@ class RopeSFTTrainer(SFTTrainer):
         if self._perturbs:
             self._refuse_sharded_sequences()
         self._rate_since: tuple[float, float] | None = None
+        _keep_quantised_weights(self.model)
+        if args.trainable == "qkv":
+            train_qkv_only(self.model)
         self._objective = self._make_objective(args)
         self._step_counts: dict[str, int] = {}
 
@@ -104,13 +107,6 @@ class RopeSFTTrainer(SFTTrainer):
                 )
 
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
-        # on CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights for good in the first forward without gradient,
-        # and what is trained afterwards gets none
-        for module in self.model.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
-        if args.trainable == "qkv":
-            train_qkv_only(self.model)
         if args.objective == "clm":
             return None
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
@@ -188,7 +184,7 @@ class RopeSFTTrainer(SFTTrainer):
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         own = self._objective.counts(inputs)
         counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in own.items()}
-        loss, parts = self._objective.loss(model, inputs, counts)
+        loss, parts = self._objective.loss(model, inputs, counts, own)
         for name, value in parts.items():
             self._metrics[mode][name].append(self.accelerator.gather(value).mean().item())
         if mode == "train":
@@ -243,6 +239,17 @@ def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedM
         window = max(args.max_length, decoder.config.max_position_embeddings)
         return ABF(theta=rescaling.theta, max_position_embeddings=window)
     return rescaling
+
+
+def _keep_quantised_weights(model: nn.Module) -> None:
+    """On CPUs with AVX512-BF16, the first forward in evaluation repacks 4-bit weights of bitsandbytes for good.
+
+    What is trained afterwards gets no gradient, without an error. The flag that this sets is bitsandbytes' own.
+    """
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 _QKV = re.compile(r"(^|\.)(q_proj|k_proj|v_proj|qkv_proj|query_key_value|Wqkv|c_attn)\.")

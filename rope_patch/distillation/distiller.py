@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention_calls import watched_attention
+from ..attention_calls import softmax_scale, watched_attention
 from ..documents import locate_documents
 from ..rotary import find_core, find_decoder
 from ..state import state_of
@@ -134,5 +134,4 @@ def _take_tape(
 ) -> None:
     tape = kwargs.pop(TAPE, None)
     if tape is not None:
-        scaling = kwargs.get("scaling")
-        tape.visit(module, query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        tape.visit(module, query, key, value, softmax_scale(query, kwargs))

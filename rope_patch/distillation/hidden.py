@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from .distiller import Distiller, Tape
+from .targets import checked_layers
 from .teacher import CopiedTeacher, SharedTeacher
 
 
@@ -29,11 +30,7 @@ class HiddenTargets:
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"weight must be a number above 0, got {self.weight!r}.")
-        if self.layers is not None:
-            layers = tuple(self.layers)
-            if not layers or len(set(layers)) < len(layers) or any(not isinstance(i, int) or i < 0 for i in layers):
-                raise ValueError(f"layers must be one or more different indices from 0, got {self.layers!r}.")
-            object.__setattr__(self, "layers", layers)
+        object.__setattr__(self, "layers", checked_layers(self.layers))
 
     def chosen(self, n_layers: int) -> tuple[int, ...]:
         """The indices that count in a model of `n_layers` layers.

@@ -1,5 +1,6 @@
 """Which relations are distilled, and how they are weighted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -53,13 +54,22 @@ class RelationTargets:
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
         if self.divergence == "mse" and self.attention:
             raise ValueError("divergence 'mse' is a control for q, k and v relations: set attention=0.")
-        if self.layers is not None:
-            layers = tuple(self.layers)
-            if not layers or len(set(layers)) < len(layers) or any(not isinstance(i, int) or i < 0 for i in layers):
-                raise ValueError(f"layers must be one or more different layer indices from 0, got {self.layers!r}.")
-            object.__setattr__(self, "layers", layers)
+        object.__setattr__(self, "layers", checked_layers(self.layers))
 
     @property
     def weights(self) -> dict[str, float]:
         """Target -> weight, for those that count."""
         return {name: float(getattr(self, name)) for name in ("q", "k", "v", "attention") if getattr(self, name)}
+
+
+def checked_layers(layers: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Layer indices as a tuple, None as it is.
+
+    Raises:
+        ValueError: none, one twice, or one below 0.
+    """
+    if layers is None:
+        return None
+    if not layers or len(set(layers)) < len(layers) or any(not isinstance(i, int) or i < 0 for i in layers):
+        raise ValueError(f"layers must be one or more different layer indices from 0, got {layers!r}.")
+    return tuple(layers)

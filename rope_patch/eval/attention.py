@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..attention_calls import attention_name, watched_attention
+from ..attention_calls import attention_name, softmax_scale, watched_attention
 from .result import Result
 from .subject import Subject
 
@@ -45,9 +45,13 @@ class AttentionDistance(Result):
     mass: list[list[float]]
     n_rows: int
 
+    @property
+    def far(self) -> int:
+        """The last edge within a quarter of the row, in tokens: what the headline counts from."""
+        return max((e for e in self.edges[:-1] if e <= self.seq_len // 4), default=0)
+
     def headline(self) -> dict[str, float]:
-        far = max((e for e in self.edges[:-1] if e <= self.seq_len // 4), default=0)
-        return {f"attention at least {far} tokens back": self.mean_mass(far)}
+        return {f"attention at least {self.far} tokens back": self.mean_mass(self.far)}
 
     def table(self) -> list[dict[str, Any]]:
         return [
@@ -82,8 +86,7 @@ class AttentionDistance(Result):
 
     @classmethod
     def reading(cls, results: Mapping[str, Self]) -> list[str]:
-        one = next(iter(results.values()))
-        far = max((e for e in one.edges[:-1] if e <= one.seq_len // 4), default=0)
+        far = next(iter(results.values())).far
         said = [
             f"{label}: {100 * r.mean_mass(far):.1f} % of the attention goes at least {far} tokens back."
             for label, r in results.items()
@@ -279,7 +282,7 @@ def _visit_groups(
     """Softmax of chosen queries over keys, of query [1, n_heads, n, d] and key [1, n_kv_heads, n, d], in float32."""
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} has attention sinks, which q and k alone do not give.")
-    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    scaling = softmax_scale(query, kwargs)
     distance = queries[:, None] - torch.arange(key.shape[2], device=key.device)
     hidden = distance < 0
     if kwargs.get("sliding_window"):

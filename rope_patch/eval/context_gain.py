@@ -109,7 +109,7 @@ def context_gain(
     Raises:
         ValueError: rows that are too short, a stride below 1, or "paper" with sliding-window layers.
 
-    Source: PosAug, FoGen 2026, context gain; METHODS.md says why its cache makes it unfair.
+    Source: PosAug, FoGen 2026, context gain.
     """
     if kind not in ("exact", "paper"):
         raise ValueError(f"kind must be 'exact' or 'paper', got {kind!r}.")

@@ -184,14 +184,14 @@ def loss_by_position(
     chunks of tokens. Training mode is switched off meanwhile, so views that are sampled in training are not in force.
 
     Args:
-        model: a Transformers causal LM, patched or not, bare or with LoRA-like adapters.
+        model: a Transformers causal LM, patched or not, bare or with adapters.
         rows: token ids, int64 [n_rows, seq_len], seq_len >= 2; no padding.
         batch_size: rows in a forward.
         progress: whether to show a bar with the time left.
         title: its label.
 
     Raises:
-        ValueError: rows of another shape, ids outside the vocabulary, or a model whose head is not one linear layer.
+        ValueError: rows of another shape, ids outside the vocabulary, or a model without an output head.
     """
     subject = Subject(model)
     subject.check_rows(rows)

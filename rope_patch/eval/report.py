@@ -3,17 +3,15 @@
 import base64
 import csv
 import json
-import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import __version__
+from ..environment import device_name, installed_versions
 from .comparisons import in_distribution_penalty, recovery_ratio
 from .figures import save_figure
 from .loss_by_position import LossByPosition
@@ -63,9 +61,11 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
             }
         )
     labels = list(next(iter(results.values())))
-    facts = {**settings, **_versions()}
+    packages = installed_versions("torch", "transformers", "peft", "lm_eval")
+    facts = {**settings, **packages, "device": device_name(torch.cuda.is_available())}
+    figures = summary(results)
     values = {measure: {k: r.to_dict() for k, r in by_label.items()} for measure, by_label in results.items()}
-    stored = {"title": title, "settings": facts, "summary": summary(results), "results": values}
+    stored = {"title": title, "settings": facts, "summary": figures, "results": values}
     (folder / "results.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     environment = Environment(
         loader=PackageLoader("rope_patch.eval", "templates"), autoescape=True, undefined=StrictUndefined
@@ -77,7 +77,7 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             style=(files("rope_patch.eval") / "templates" / "report.css").read_text(encoding="utf-8"),
             labels=labels,
-            summary=summary(results),
+            summary=figures,
             sections=sections,
             facts=facts,
         ),
@@ -114,14 +114,3 @@ def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
         writer = csv.DictWriter(out, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _versions() -> dict[str, str]:
-    found = {"rope-patch": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "peft", "lm_eval"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
-    return found

@@ -71,48 +71,55 @@ class EvalPlan:
 
 
 @dataclass
-class _Job:
-    """One model and what it is measured on."""
+class _Data:
+    """What every model is measured on."""
 
-    model: nn.Module
     tokenizer: PreTrainedTokenizerBase
     texts: list[str]
     plan: EvalPlan
-    remember: Remember
-    done: dict[str, Result] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> torch.Tensor:
         return text_rows(self.tokenizer, self.texts, seq_len=self.plan.length, n_rows=self.plan.n_rows)
 
-    @cached_property
+    @property
     def few_rows(self) -> torch.Tensor:
         """For what takes several forwards a row."""
         return self.rows[:2]
 
 
+@dataclass
+class _Job:
+    """One model, what it is measured on, and what is measured already."""
+
+    model: nn.Module
+    data: _Data
+    remember: Remember
+    done: dict[str, Result] = field(default_factory=dict)
+
+
 def _skips(job: _Job) -> list[int]:
     """Up to the longest row, as the trained window leaves room for: 0 and powers of two."""
-    return [0, *(2**k for k in range(6, 30) if 2**k <= job.plan.length)]
+    return [0, *(2**k for k in range(6, 30) if 2**k <= job.data.plan.length)]
 
 
 def _view_kl_rows(job: _Job) -> torch.Tensor:
-    window = Subject(job.model).trained_window or job.plan.length
-    return job.few_rows[:, : min(2048, window // 2, job.plan.length)]
+    window = Subject(job.model).trained_window or job.data.plan.length
+    return job.data.few_rows[:, : min(2048, window // 2, job.data.plan.length)]
 
 
 # measure -> how to run it, and the class that reads it back
 MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
-    "cliff": (lambda j: loss_by_position(j.model, j.rows), LossByPosition),
-    "gain": (lambda j: context_gain(j.model, j.few_rows), ContextGain),
+    "cliff": (lambda j: loss_by_position(j.model, j.data.rows), LossByPosition),
+    "gain": (lambda j: context_gain(j.model, j.data.few_rows), ContextGain),
     "passkey": (
         lambda j: passkey(
             j.model,
-            j.tokenizer,
-            j.plan.lengths,
-            trials=j.plan.trials,
-            batch_size=j.plan.batch_size,
-            seed=j.plan.seed,
+            j.data.tokenizer,
+            j.data.plan.lengths,
+            trials=j.data.plan.trials,
+            batch_size=j.data.plan.batch_size,
+            seed=j.data.plan.seed,
             remember=j.remember,
         ),
         RetrievalGrid,
@@ -121,13 +128,13 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
         f"niah-{kind}": (
             lambda j, kind=kind: niah(  # type: ignore[misc]
                 j.model,
-                j.tokenizer,
-                j.texts,
-                j.plan.lengths,
+                j.data.tokenizer,
+                j.data.texts,
+                j.data.plan.lengths,
                 kind=kind,
-                trials=j.plan.trials,
-                batch_size=j.plan.batch_size,
-                seed=j.plan.seed,
+                trials=j.data.plan.trials,
+                batch_size=j.data.plan.batch_size,
+                seed=j.data.plan.seed,
                 remember=j.remember,
             ),
             RetrievalGrid,
@@ -141,14 +148,14 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
     "ruler": (
         lambda j: ruler(
             j.model,
-            j.tokenizer,
-            j.plan.lengths,
-            tasks=j.plan.ruler_tasks,
-            samples=j.plan.ruler_samples,
-            haystack="\n".join(j.texts),
-            squad=j.plan.squad,
-            hotpotqa=j.plan.hotpotqa,
-            batch_size=j.plan.batch_size,
+            j.data.tokenizer,
+            j.data.plan.lengths,
+            tasks=j.data.plan.ruler_tasks,
+            samples=j.data.plan.ruler_samples,
+            haystack="\n".join(j.data.texts),
+            squad=j.data.plan.squad,
+            hotpotqa=j.data.plan.hotpotqa,
+            batch_size=j.data.plan.batch_size,
             remember=j.remember,
         ),
         Ruler,
@@ -156,17 +163,17 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
     "short": (
         lambda j: short_text(
             j.model,
-            j.tokenizer,
-            data=j.plan.short_data,
-            benchmarks=j.plan.benchmarks,
-            limit=j.plan.limit,
-            batch_size=4 * j.plan.batch_size,
+            j.data.tokenizer,
+            data=j.data.plan.short_data,
+            benchmarks=j.data.plan.benchmarks,
+            limit=j.data.plan.limit,
+            batch_size=4 * j.data.plan.batch_size,
             remember=j.remember,
         ),
         ShortText,
     ),
-    "attention": (lambda j: attention_distance(j.model, j.few_rows), AttentionDistance),
-    "entropy": (lambda j: entropy_ratio(j.model, j.few_rows), EntropyRatio),
+    "attention": (lambda j: attention_distance(j.model, j.data.few_rows), AttentionDistance),
+    "entropy": (lambda j: entropy_ratio(j.model, j.data.few_rows), EntropyRatio),
     "view-kl": (lambda j: view_kl(j.model, _view_kl_rows(j), _skips(j)), ViewKL),
 }
 
@@ -208,9 +215,10 @@ def run_suite(
     kept = ResultCache(cache)
     settings_of_all = {k: files_hash(v) if k in _FILES and v else v for k, v in asdict(plan).items()}
     text_hash = data_hash(*texts)
+    data = _Data(tokenizer, texts, plan)
     for label, load in models.items():
         print(f"{label}:", flush=True)
-        job = _Job(load(), tokenizer, texts, plan, afresh)
+        job = _Job(load(), data, afresh)
         found = describe(job.model)
         subject = {"model": model_hash(job.model), "rescaling": found.rescaling, "view": found.view, "when": found.when}
         for name in plan.measures:

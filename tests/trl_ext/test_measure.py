@@ -10,6 +10,7 @@ from support.tiny import WINDOW, tiny, tokens
 
 from rope_patch import patch_model
 from trl_ext import cli
+from trl_ext.measure.commands import _default_length
 from trl_ext.measure.model_spec import ModelSpec
 
 TEXT = "It was a dark night. The wind blew! Who was there? " * 40
@@ -56,6 +57,7 @@ def test_eval_loads_adapters_with_their_rope(folder):
         wanted = peft_model.eval()(rows).logits
     peft_model.save_pretrained(folder / "adapter")
     spec = ModelSpec.parse(f"x={folder / 'adapter'}")
+    assert _default_length(spec) == 4 * WINDOW, "an adapter's window is that of its base model"
     loaded = spec.load("cpu", torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(loaded(rows).logits, wanted)

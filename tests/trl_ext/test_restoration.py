@@ -85,6 +85,8 @@ def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):
     found = run(folder, "parts")
     assert calls == [3, 3, 3, 3, 2, 2, 2], "no step that was saved is done again"
     assert torch.equal(logits(found.folder), logits(whole.folder))
+    seconds = json.loads((folder / "parts" / "seconds.json").read_text())
+    assert seconds == {"distil": found.distil.seconds, "extend": found.extend.seconds}, "of all parts of a stage"
     assert found.distil.loss == whole.distil.loss and found.extend.tokens == whole.extend.tokens
     calls.clear()
     assert run(folder, "parts") == found and not calls

@@ -1,11 +1,8 @@
 """The steps of the demo. Each leaves its result in the output folder, where a second run finds it."""
 
 import json
-import platform
-import time
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
-from rope_patch import __version__, describe, load_adapter
-from rope_patch.eval import LossByPosition, loss_by_position
+from rope_patch import describe, load_adapter
+from rope_patch.environment import device_name, installed_versions
+from rope_patch.eval import LossByPosition, in_distribution_penalty, loss_by_position
 from rope_patch.eval.figures import save_figure
 
 from ..config import RopeSFTConfig
+from ..run_folder import Stopwatch
 from ..trainer import RopeSFTTrainer
 from . import corpus, model
 from .reload_check import logits_after_reload
@@ -30,7 +29,7 @@ from .settings import DemoSettings
 def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
     """Do the whole job in `folder` and return its figures, which are also in `folder/demo.json`."""
     settings.claim(folder)
-    seconds = _Stopwatch(folder / "seconds.json")
+    seconds = Stopwatch(folder / "seconds.json")
     with seconds("load"):
         base = settings.model or folder / "base"
         if settings.model is None:
@@ -165,7 +164,6 @@ def _figures(
     reload_difference: float,
     held_out_files: tuple[str, ...],
 ) -> dict[str, Any]:
-    start = curves["before"].in_window(window)
     edges = [64, *range(2048, settings.measure_length, 2048), settings.measure_length]
     return {
         "model": _name(settings),
@@ -177,44 +175,19 @@ def _figures(
             name: {
                 "loss_in_window": curve.in_window(window),
                 "cliff": curve.cliff(window),
-                "in_distribution_penalty_percent": 100 * (curve.in_window(window) / start - 1),
+                "in_distribution_penalty_percent": in_distribution_penalty(curve, curves["before"], window),
                 "loss_by_position": curve.bins(edges),
             }
             for name, curve in curves.items()
         },
         "in_distribution_penalty_against_control_percent": (
-            100 * (curves["after"].in_window(window) / curves["control"].in_window(window) - 1)
-            if "control" in curves
-            else None
+            in_distribution_penalty(curves["after"], curves["control"], window) if "control" in curves else None
         ),
         "largest_logit_difference_after_reload": reload_difference,
         "seconds": seconds,
-        "device": torch.cuda.get_device_name() if settings.device != "cpu" else platform.processor() or "cpu",
-        "versions": {
-            "rope-patch": __version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "trl", "peft")},
-        },
+        "device": device_name(settings.device != "cpu"),
+        "versions": installed_versions("torch", "transformers", "trl", "peft"),
     }
-
-
-class _Stopwatch:
-    """Seconds per step, kept in a file so that a run that was stopped still knows those of its earlier parts."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.times: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-    def __call__(self, step: str) -> "_Stopwatch":
-        self.step = step
-        return self
-
-    def __enter__(self) -> None:
-        self.begin = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.times[self.step] = self.times.get(self.step, 0.0) + time.perf_counter() - self.begin
-        self.file.write_text(json.dumps(self.times, indent=2) + "\n", encoding="utf-8")
 
 
 def _name(settings: DemoSettings) -> str:

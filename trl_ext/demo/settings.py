@@ -1,9 +1,10 @@
 """What the demo does, as values. Imports nothing heavy, so that `rope-patch demo --help` answers at once."""
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from ..run_folder import other_settings, record_settings
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,12 @@ class DemoSettings:
         Raises:
             ValueError: it holds a run with other settings.
         """
-        file = folder / "settings.json"
-        mine = asdict(self)
-        if file.is_file():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            other = {k: (found.get(k), v) for k, v in mine.items() if found.get(k) != v}
-            if other:
-                differences = ", ".join(f"{k} {was!r} there and {now!r} here" for k, (was, now) in other.items())
-                raise ValueError(f"{folder} holds a run with other settings: {differences}. Use another --output-dir.")
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(mine, indent=2) + "\n", encoding="utf-8")
+        file, mine = folder / "settings.json", asdict(self)
+        other = other_settings(file, mine)
+        if other:
+            differences = ", ".join(f"{k} {was!r} there and {now!r} here" for k, (was, now) in other.items())
+            raise ValueError(f"{folder} holds a run with other settings: {differences}. Use another --output-dir.")
+        record_settings(file, mine)
 
 
 GPU = DemoSettings(

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..device import choose_device
 from .model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def run_eval(args: argparse.Namespace) -> int:
     plan = _plan(args, length)
 
     from rope_patch.eval import run_suite, write_report
+    from rope_patch.eval.report import summary
 
     results = run_suite(
         {spec.label: lambda spec=spec: spec.load(device, dtype) for spec in specs},  # type: ignore[misc]
@@ -116,7 +118,7 @@ def run_eval(args: argparse.Namespace) -> int:
         "seed": plan.seed,
     }
     page = write_report(results, args.output_dir, title="Long-context evaluation", settings=settings)
-    _print_summary(page.parent / "results.json", labels)
+    _print_summary(summary(results), labels)
     print(f"\nReport: {page}")
     return 0
 
@@ -170,16 +172,14 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
 def _device(args: argparse.Namespace) -> tuple[str, Any]:
     import torch
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a GPU that torch can see; there is none. Use --device cpu.")
+    device = choose_device(args.device, torch.cuda.is_available())
     return device, getattr(torch, args.dtype or ("float32" if device == "cpu" else "bfloat16"))
 
 
 def _default_length(spec: ModelSpec) -> int:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(spec.path)
+    config = AutoConfig.from_pretrained(spec.checkpoint)
     schedule = getattr(config, "rope_parameters", None) or {}
     window = schedule.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
     if window is None:
@@ -202,12 +202,9 @@ def _texts(args: argparse.Namespace, length: int) -> list[str]:
     return texts
 
 
-def _print_summary(file: Path, labels: list[str]) -> None:
-    import json
-
-    summary = json.loads(file.read_text(encoding="utf-8"))["summary"]
-    width = max(len(row["figure"]) for row in summary) + 2
+def _print_summary(figures: list[dict[str, Any]], labels: list[str]) -> None:
+    width = max(len(row["figure"]) for row in figures) + 2
     print(f"\n{'':{width}}" + "".join(f"{label:>12.11}" for label in labels))
-    for row in summary:
+    for row in figures:
         cells = (f"{row['values'][k]:12.3f}" if k in row["values"] else f"{'-':>12}" for k in labels)
         print(f"{row['figure']:{width}}" + "".join(cells))

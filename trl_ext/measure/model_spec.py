@@ -52,6 +52,14 @@ class ModelSpec:
             resolve_rescaling(method, options)
         return cls(label, path, method or None, options)
 
+    @property
+    def checkpoint(self) -> str:
+        """`path`, or the base model of the adapter that is there."""
+        adapter = Path(self.path) / "adapter_config.json"
+        if not adapter.is_file():
+            return self.path
+        return json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+
     def load(self, device: str, dtype: Any) -> Any:
         """The model, in eval mode; an adapter comes with the RoPE that it was trained with.
 
@@ -63,18 +71,17 @@ class ModelSpec:
         from rope_patch import load_adapter, patch_model
         from rope_patch.sidecar import SIDECAR_NAME
 
-        adapter = Path(self.path) / "adapter_config.json"
-        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"] if adapter.is_file() else None
-        model: Any = AutoModelForCausalLM.from_pretrained(base or self.path, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype)
         model = model.to(device)
-        if base and (adapter.parent / SIDECAR_NAME).is_file():
+        is_adapter = self.checkpoint != self.path
+        if is_adapter and (Path(self.path) / SIDECAR_NAME).is_file():
             model = load_adapter(model, self.path)
-        elif base and self.method is None:
+        elif is_adapter and self.method is None:
             raise ValueError(
                 f"the adapter in {self.path} was saved without {SIDECAR_NAME}, so what RoPE it was trained with is not "
                 f"known. Name it: {self.path}@{NATIVE}, or e.g. {self.path}@yarn:factor=4."
             )
-        elif base:
+        elif is_adapter:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, self.path)
@@ -86,13 +93,8 @@ class ModelSpec:
         """Of the model or, for an adapter, of its base model where the adapter has none."""
         from transformers import AutoTokenizer
 
-        folder = Path(self.path)
-        adapter = folder / "adapter_config.json"
-        if adapter.is_file() and not (folder / "tokenizer_config.json").is_file():
-            return AutoTokenizer.from_pretrained(
-                json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-            )
-        return AutoTokenizer.from_pretrained(self.path)
+        own = (Path(self.path) / "tokenizer_config.json").is_file()
+        return AutoTokenizer.from_pretrained(self.path if own else self.checkpoint)
 
 
 def _number(text: str) -> Any:

@@ -1,7 +1,7 @@
 """The seam between the trainer and an objective that distils."""
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class Objective:
         return {"tokens": int(self._real(batch).sum())}
 
     def loss(
-        self, model: nn.Module, inputs: dict[str, Any], counts: dict[str, int]
+        self, model: nn.Module, inputs: dict[str, Any], counts: dict[str, int], own: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Run teacher and student.
 
@@ -43,6 +43,7 @@ class Objective:
             model: the student, wrapped as the trainer has it.
             inputs: of the batch, without labels.
             counts: of the optimizer step that the batch belongs to.
+            own: of the batch alone.
 
         Returns:
             The loss, and its parts before weighting, detached: each a mean over the batch's own tokens.
@@ -51,7 +52,7 @@ class Objective:
         # the loss needs no logits; those of the last token tie every parameter of the path to it, as wrappers that wait
         # for all gradients want
         outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        loss, parts = self._combine(tape, counts, self.counts(inputs))
+        loss, parts = self._combine(tape, counts, own)
         return loss + 0.0 * outputs.logits.float().sum(), parts
 
     def _make_distiller(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> Distiller:
@@ -74,3 +75,18 @@ def _teacher(model: nn.Module, args: "RopeSFTConfig") -> SharedTeacher | CopiedT
     if find_core(model) is not model:  # PEFT
         return SharedTeacher(model)
     return CopiedTeacher(model, offload=args.teacher_offload)
+
+
+T = TypeVar("T")
+
+
+def from_fields(cls: type[T], name: str, options: dict[str, Any]) -> T:
+    """The options of an objective as the object that checks them.
+
+    Raises:
+        ValueError: an unknown option, one that is missing, or one out of its range.
+    """
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise ValueError(f"{name} takes the fields of {cls.__name__}: {error}.") from error

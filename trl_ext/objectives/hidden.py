@@ -7,7 +7,7 @@ from torch import nn
 
 from rope_patch.distillation import CopiedTeacher, HiddenDistiller, HiddenTargets, SharedTeacher
 
-from .base import Objective
+from .base import Objective, from_fields
 
 
 class HiddenObjective(Objective):
@@ -39,8 +39,4 @@ def hidden_options(hidden_args: dict[str, Any]) -> HiddenTargets:
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
-    try:
-        layers = hidden_args.get("layers")
-        return HiddenTargets(**{**hidden_args, "layers": None if layers is None else tuple(layers)})
-    except TypeError as error:
-        raise ValueError(f"hidden_args takes the fields of HiddenTargets: {error}.") from error
+    return from_fields(HiddenTargets, "hidden_args", hidden_args)

@@ -7,7 +7,7 @@ from torch import nn
 
 from rope_patch.distillation import CopiedTeacher, LogitKL, RelationDistiller, RelationTargets, SharedTeacher
 
-from .base import Objective
+from .base import Objective, from_fields
 
 
 class RelationObjective(Objective):
@@ -53,12 +53,5 @@ def relation_options(
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
-    try:
-        layers = relation_args.get("layers")
-        targets = RelationTargets(**{**relation_args, "layers": None if layers is None else tuple(layers)})
-    except TypeError as error:
-        raise ValueError(f"relation_args takes the fields of RelationTargets: {error}.") from error
-    try:
-        return targets, LogitKL(**logit_kl_args) if logit_kl_args else None
-    except TypeError as error:
-        raise ValueError(f"logit_kl_args takes the fields of LogitKL: {error}.") from error
+    targets = from_fields(RelationTargets, "relation_args", relation_args)
+    return targets, from_fields(LogitKL, "logit_kl_args", logit_kl_args) if logit_kl_args else None

@@ -100,6 +100,15 @@ def test_a_second_run_measures_nothing(results, monkeypatch):
         run_suite(models, character_tokenizer(), TEXTS[:3], plan, folder / "cache")
 
 
+def test_rows_are_tokenized_once_for_all_models(tmp_path, monkeypatch):
+    calls, real = [], suite.text_rows
+    monkeypatch.setattr(suite, "text_rows", lambda *a, **k: calls.append(1) or real(*a, **k))
+    plan = EvalPlan(("cliff", "view-kl"), length=600, n_rows=2)
+    models = {"a": model, "b": lambda: patch_model(model(), "pi", factor=2.0)}
+    run_suite(models, character_tokenizer(), TEXTS, plan, tmp_path)
+    assert len(calls) == 1
+
+
 def test_a_run_that_was_stopped_goes_on_within_a_measure(results, tmp_path, monkeypatch):
     """Retrieval at the second length fails once; the first length is not measured again."""
     import rope_patch.eval.retrieval as retrieval

@@ -1,0 +1,40 @@
+"""A folder that belongs to one run, which may be stopped and go on. Imports nothing heavy."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def other_settings(file: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Setting -> (there, here) for those in which an earlier run, recorded in `file`, differs; {} without one."""
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return {name: (found.get(name), here) for name, here in settings.items() if found.get(name) != here}
+
+
+def record_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    """Make the folder of `file` the run's."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+class Stopwatch:
+    """Seconds per step, kept in a file so that a run that was stopped still knows those of its earlier parts."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.times: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def __call__(self, step: str) -> "Stopwatch":
+        self.step = step
+        return self
+
+    def __enter__(self) -> None:
+        self.begin = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.times[self.step] = self.times.get(self.step, 0.0) + time.perf_counter() - self.begin
+        self.file.write_text(json.dumps(self.times, indent=2) + "\n", encoding="utf-8")
