@@ -1,9 +1,9 @@
 """Triton kernels of `relation_kl` and `attention_map_kl`. Imported where one of them is called on a GPU.
 
-A row's softmax is exp2((z - top) * scale - log_sum), with z the dot products, top the largest of them and scale times
-log2(e). The two parts of its log-sum-exp stay apart: z - top is exact near the top, where one rounded log-sum-exp of
-some hundreds would leave a probability close to 1 off by more than student and teacher differ. Rows that see nothing
-have log_sum = +inf, so that all their probabilities are 0 without a branch.
+A row's softmax is exp2(z scale - top - log_sum), with z the dot products, scale times log2(e) and top the largest of
+z scale. The two parts of its log-sum-exp stay apart: top is rounded alike for all entries of a row, so its rounding
+cancels, while one rounded log-sum-exp of some hundreds would leave a probability close to 1 off by more than student
+and teacher differ. Rows that see nothing have log_sum = +inf, so that all their probabilities are 0 without a branch.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def _visible(row, col, row_document, document_ptr, n, CAUSAL: tl.constexpr, HAS_
 @triton.jit
 def _difference(zs, zt, top_s, log_sum_s, top_t, log_sum_t, scale_s, scale_t):
     """P_student - P_teacher."""
-    return tl.exp2((zs - top_s) * scale_s - log_sum_s) - tl.exp2((zt - top_t) * scale_t - log_sum_t)
+    return tl.exp2(zs * scale_s - top_s - log_sum_s) - tl.exp2(zt * scale_t - top_t - log_sum_t)
 
 
 @triton.jit
@@ -41,16 +41,16 @@ def _accumulate(zs, zt, seen, top_s, sum_s, top_t, sum_t, gap, scale_s, scale_t,
     if MASKED:
         zs = tl.where(seen, zs, -float("inf"))
         zt = tl.where(seen, zt, -float("inf"))
-    new_s = tl.maximum(top_s, tl.max(zs, 1))
-    new_t = tl.maximum(top_t, tl.max(zt, 1))
-    a_s = (zs - new_s[:, None]) * scale_s
-    a_t = (zt - new_t[:, None]) * scale_t
+    new_s = tl.maximum(top_s, tl.max(zs, 1) * scale_s)
+    new_t = tl.maximum(top_t, tl.max(zt, 1) * scale_t)
+    a_s = zs * scale_s - new_s[:, None]
+    a_t = zt * scale_t - new_t[:, None]
     p = tl.exp2(a_t)
     weighted = p * (a_t - a_s)
     if MASKED:
         weighted = tl.where(seen, weighted, 0.0)
-    move_s = (top_s - new_s) * scale_s
-    move_t = (top_t - new_t) * scale_t
+    move_s = top_s - new_s
+    move_t = top_t - new_t
     shrink = tl.exp2(move_t)
     # what was summed relative to the old tops, relative to the new ones
     gap = (gap + sum_t * (move_t - move_s)) * shrink + tl.sum(weighted, 1)
@@ -59,7 +59,7 @@ def _accumulate(zs, zt, seen, top_s, sum_s, top_t, sum_t, gap, scale_s, scale_t,
     return new_s, sum_s, new_t, sum_t, gap
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_heads"])
 def _row_kl_fwd_kernel(
     qs_ptr,
     ks_ptr,
@@ -97,11 +97,13 @@ def _row_kl_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    REPAIR: tl.constexpr,
 ):
     """KL and both log-sum-exps of one block of rows in one sweep over the keys that they see.
 
-    For both sides it keeps top and sum: with a = (z - top) * scale, sum = sum_j exp2(a_j), and beside them gap = sum_j
-    exp2(a_t) (a_t - a_s). Then KL = gap / sum_t - log2(sum_t) + log2(sum_s), in bits.
+    For both sides it keeps top and sum: with a = z scale - top, sum = sum_j exp2(a_j), and beside them gap = sum_j
+    exp2(a_t) (a_t - a_s). Then KL = gap / sum_t - log2(sum_t) + log2(sum_s), in bits. With REPAIR, only blocks of rows
+    that hold a nan are computed.
     """
     # the longest rows first: short ones fill the gaps at the end
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -114,6 +116,11 @@ def _row_kl_fwd_kernel(
     in_row = row < n
     q_mask = in_row[:, None] & (d[None, :] < HEAD_DIM)
     at = row[:, None].to(tl.int64)
+    out = head.to(tl.int64) * n + row
+    if REPAIR:
+        found = tl.load(kl_ptr + out, mask=in_row, other=0.0)
+        if tl.sum((found != found).to(tl.int32)) == 0:
+            return
     qs = tl.load(
         qs_ptr + batch * stride_qs_b + q_head * stride_qs_h + at * stride_qs_n + d[None, :], mask=q_mask, other=0.0
     )
@@ -172,7 +179,6 @@ def _row_kl_fwd_kernel(
     log_sum_s = tl.log2(tl.where(saw, sum_s, 1.0))
     log_sum_t = tl.log2(tl.where(saw, sum_t, 1.0))
     kl = (gap / tl.where(saw, sum_t, 1.0) - (log_sum_t - log_sum_s)) * 0.6931471805599453
-    out = head.to(tl.int64) * n + row
     tl.store(kl_ptr + out, tl.where(saw, kl, 0.0), mask=in_row)
     tl.store(top_s_ptr + out, tl.where(saw, top_s, 0.0), mask=in_row)
     tl.store(top_t_ptr + out, tl.where(saw, top_t, 0.0), mask=in_row)
@@ -180,7 +186,7 @@ def _row_kl_fwd_kernel(
     tl.store(log_sum_t_ptr + out, tl.where(saw, log_sum_t, float("inf")), mask=in_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_heads"])
 def _relation_kl_bwd_kernel(
     s_ptr,
     t_ptr,
@@ -346,7 +352,7 @@ def _relation_kl_bwd_kernel(
     tl.store(grad_s_ptr + at * stride_g_n + d[None, :], (acc * factor).to(grad_s_ptr.dtype.element_ty), mask=x_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_heads"])
 def _attention_kl_dq_kernel(
     qs_ptr,
     ks_ptr,
@@ -446,7 +452,7 @@ def _attention_kl_dq_kernel(
     tl.store(grad_q_ptr + at * stride_g_n + d[None, :], (acc * factor).to(grad_q_ptr.dtype.element_ty), mask=q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_heads"])
 def _attention_kl_dk_kernel(
     qs_ptr,
     ks_ptr,
@@ -561,9 +567,42 @@ def row_kl_forward(
     visibility: Visibility,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """KL of each row, float32 [batch, n_heads, n], and the parts of its softmaxes, float32 [4, batch, n_heads, n]."""
-    batch, n_heads, n, _ = student_q.shape
-    kl = torch.empty(batch, n_heads, n, dtype=torch.float32, device=student_q.device)
+    kl = torch.empty(student_q.shape[:3], dtype=torch.float32, device=student_q.device)
     parts = torch.empty(4, *kl.shape, dtype=torch.float32, device=kl.device)
+    inputs = (student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility)
+    _launch_forward(*inputs, kl, parts, repair=False)
+    return kl, parts
+
+
+def repair(
+    student_q: torch.Tensor,
+    student_k: torch.Tensor,
+    teacher_q: torch.Tensor,
+    teacher_k: torch.Tensor,
+    student_scale: float,
+    teacher_scale: float,
+    visibility: Visibility,
+    kl: torch.Tensor,
+    parts: torch.Tensor,
+) -> None:
+    """Compute anew, in place, the rows of `kl` and `parts` near a nan of `kl`, as `row_kl_forward` does all."""
+    inputs = (student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility)
+    _launch_forward(*inputs, kl, parts, repair=True)
+
+
+def _launch_forward(
+    student_q: torch.Tensor,
+    student_k: torch.Tensor,
+    teacher_q: torch.Tensor,
+    teacher_k: torch.Tensor,
+    student_scale: float,
+    teacher_scale: float,
+    visibility: Visibility,
+    kl: torch.Tensor,
+    parts: torch.Tensor,
+    repair: bool,
+) -> None:
+    batch, n_heads, n, _ = student_q.shape
     options = _options(student_q, visibility, "forward")
     _row_kl_fwd_kernel[(triton.cdiv(n, options["BLOCK_M"]), batch * n_heads)](
         student_q,
@@ -582,9 +621,9 @@ def row_kl_forward(
         *teacher_q.stride()[:3],
         *teacher_k.stride()[:3],
         GROUP=n_heads // student_k.shape[1],
+        REPAIR=repair,
         **options,
     )
-    return kl, parts
 
 
 def relation_kl_backward(

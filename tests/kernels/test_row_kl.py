@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from rope_kernels import attention_map_kl, attention_map_kl_ref, make_visibility, relation_kl, relation_kl_ref
 
-# chunked torch on a CPU; Triton's interpreter on a CPU, which reads the same code as a GPU compiles; a GPU
-IMPLEMENTATIONS = ["chunked", "interpreter", pytest.param("gpu", marks=pytest.mark.gpu)]
+# chunked torch on a CPU; Triton's interpreter on a CPU, which reads the same code as a GPU compiles; a GPU, with the
+# kernels that it chooses and with those for any GPU
+IMPLEMENTATIONS = ["chunked", "interpreter", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("gpu", "any gpu"))]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -24,7 +25,9 @@ def implementation(name, monkeypatch, dtype=torch.float32):
         if torch.cuda.is_available():
             pytest.skip("the kernels are compiled here")
         monkeypatch.setattr("rope_kernels.row_kl.runs_on_triton", lambda x: True)
-    return "cuda" if name == "gpu" else "cpu"
+    if name == "any gpu":
+        monkeypatch.setattr("rope_kernels.row_kl_hopper.runs_on_hopper", lambda *_: False)
+    return "cuda" if name.endswith("gpu") else "cpu"
 
 
 def relations(batch, n_heads, n, head_dim, *, dtype=torch.float32, device="cpu", spread=1.0):
@@ -296,3 +299,28 @@ def test_keys_that_do_not_divide_the_queries_are_refused():
         ValueError, match=r"student_k must be \[1, n_kv_heads, 8, 32\].*a divisor of 4, got \[1, 3, 8, 32\]"
     ):
         attention_map_kl(q, k, q, k)
+
+
+def test_repair_computes_blocks_with_nan_and_leaves_the_others(device):
+    """What the Hopper kernels leave to these: a row that holds a nan, and no other block."""
+    from rope_kernels import row_kl_triton
+    from rope_kernels.visibility import Visibility
+
+    if not row_kl_triton_runs(device):
+        pytest.skip("chunked torch has no repair")
+    student, teacher = (x.detach() for x in relations(1, 2, 300, 32, device=device))
+    inputs = (student, student, teacher, teacher, 0.2, 0.2, Visibility(True))
+    wanted, wanted_parts = row_kl_triton.row_kl_forward(*inputs)
+    kl, parts = torch.full_like(wanted, 7.0), torch.full_like(wanted_parts, 7.0)
+    kl[0, 1, 290] = float("nan")
+    row_kl_triton.repair(*inputs, kl, parts)
+    touched = kl != 7.0
+    assert touched[0, 1, 290] and not touched[0, 0].any() and not touched[0, 1, :128].any()
+    assert torch.equal(kl[touched], wanted[touched])
+    assert torch.equal(parts[:, touched], wanted_parts[:, touched])
+
+
+def row_kl_triton_runs(device):
+    from rope_kernels import row_kl
+
+    return row_kl.runs_on_triton(torch.empty(0, device=device))

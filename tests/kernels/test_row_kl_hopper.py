@@ -1,0 +1,92 @@
+"""What only the Hopper kernels can get wrong: borders of tiles and groups, TMA's layouts, sums that overflow."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.test_row_kl import check, relations
+
+from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref
+from rope_kernels.visibility import Visibility
+
+pytestmark = pytest.mark.gpu
+
+
+def causal(n):
+    return torch.ones(n, n, dtype=torch.bool, device="cuda").tril()
+
+
+def require_hopper(*tensors):
+    from rope_kernels.row_kl_hopper import runs_on_hopper
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    assert runs_on_hopper(tensors, Visibility(True))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    n_heads=st.integers(1, 3),
+    n=st.one_of(st.integers(1, 600), st.sampled_from([63, 64, 65, 127, 128, 129, 191, 192, 193, 257])),
+    head_dim=st.sampled_from([32, 64, 80, 128]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    transposed=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_is_as_exact_as_torch(batch, n_heads, n, head_dim, dtype, transposed, seed):
+    torch.manual_seed(seed)
+    student, teacher = relations(batch, n_heads, n, head_dim, dtype=dtype, device="cuda")
+    if transposed:  # as attention layers have it: tokens before heads
+        student, teacher = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (student, teacher))
+        student.requires_grad_()
+    require_hopper(student, teacher)
+    check(
+        relation_kl(student, teacher),
+        [student],
+        lambda s: relation_kl_ref(s, teacher, causal(n)),
+        lambda s: relation_kl_ref(s, teacher.double(), causal(n)),
+        torch.rand(batch, n_heads, n, device="cuda"),
+    )
+
+
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+def test_attention_maps_of_shared_keys(n_kv_heads):
+    q, teacher_q = relations(2, 4, 333, 64, dtype=torch.bfloat16, device="cuda")
+    k, teacher_k = relations(2, n_kv_heads, 333, 64, dtype=torch.bfloat16, device="cuda")
+    require_hopper(q, k, teacher_q, teacher_k)
+    check(
+        attention_map_kl(q, k, teacher_q, teacher_k),
+        [q, k],
+        lambda a, b: attention_map_kl_ref(a, b, teacher_q, teacher_k, causal(333)),
+        lambda a, b: attention_map_kl_ref(a, b, teacher_q.double(), teacher_k.double(), causal(333)),
+        torch.rand(2, 4, 333, device="cuda"),
+    )
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_row_whose_sum_overflows_is_computed_anew(side):
+    """A key far above all near the diagonal: 2^127 of the diagonal's own weight are not enough."""
+    student, teacher = relations(1, 2, 500, 64, dtype=torch.bfloat16, device="cuda")
+    long = student if side == "student" else teacher
+    with torch.no_grad():
+        long[:, :, 7] = 40 * long[:, :, 400]
+    require_hopper(student, teacher)
+    kl = relation_kl(student, teacher)
+    scores = long[0, 0, 400].double() @ torch.stack([long[0, 0, 7], long[0, 0, 400]]).double().T * 64**-0.5
+    assert scores[0] - scores[1] > 100, "not far enough to overflow"
+    assert kl.isfinite().all()
+    check(
+        kl,
+        [student],
+        lambda s: relation_kl_ref(s, teacher, causal(500)),
+        lambda s: relation_kl_ref(s, teacher.double(), causal(500)),
+        torch.rand(1, 2, 500, device="cuda"),
+    )
+
+
+def test_two_runs_give_the_same_bits():
+    student, teacher = relations(1, 4, 1000, 128, dtype=torch.bfloat16, device="cuda")
+    require_hopper(student, teacher)
+    grads = [torch.autograd.grad(relation_kl(student, teacher).sum(), student)[0] for _ in range(2)]
+    assert torch.equal(*grads)
