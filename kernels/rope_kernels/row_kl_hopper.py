@@ -9,6 +9,7 @@ which comes first, serves as top for all of its tiles: no sum can underflow, and
 nats above those near the diagonal) comes out as nan, which `row_kl_triton` then computes anew.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,13 +39,18 @@ def runs_on_hopper(tensors: tuple[torch.Tensor, ...], visibility: Visibility) ->
     x = tensors[0]
     return (
         x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and _is_hopper(x.device)
         and x.dtype in _GLUON_DTYPES
         and x.shape[-1] <= 128
         and visibility.causal
         and visibility.document is None
         and all(_fits_tma(y) for y in tensors)
     )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _fits_tma(x: torch.Tensor) -> bool:
@@ -243,9 +249,9 @@ def _shared(own_s_desc, other_s_desc, own_t_desc, other_t_desc, STAGES: gl.const
 
 
 @gluon.jit
-def _difference(zs, zt, shift_s, shift_t, grad, scale_s, scale_t):
-    """(P_student - P_teacher) times the incoming gradient of the row that owns the softmax."""
-    return (gl.exp2(zs * scale_s + shift_s) - gl.exp2(zt * scale_t + shift_t)) * grad
+def _difference(zs, zt, shift_s, shift_t, scale_s, scale_t):
+    """P_student - P_teacher."""
+    return gl.exp2(zs * scale_s + shift_s) - gl.exp2(zt * scale_t + shift_t)
 
 
 @gluon.jit
@@ -267,7 +273,8 @@ def _backward_tile(
 ):
     """Add C X of the tile before to acc and form C of this one, so that a turn has three products in flight.
 
-    ROLE is that of the warpgroup's rows: "query", where they own the softmax, "key", where the tile's rows do, "both".
+    ROLE is that of the warpgroup's rows: "query", where they own the softmax and the caller multiplies by their
+    gradient, "key", where the tile's rows do, "both".
     """
     _, _, ring_s, ring_t, _, full, empty = memory
     shift_s_i, shift_t_i, grad_i = own_parts
@@ -292,15 +299,15 @@ def _backward_tile(
     acc, operand, zs, zt = warpgroup_mma_wait(0, deps=[acc, operand, zs, zt])
     mbarrier.arrive(empty.index(before), count=1, pred=tile > 0)
     if ROLE == "query":
-        difference = _difference(zs, zt, shift_s_i, shift_t_i, grad_i, scale_s, scale_t)
+        difference = _difference(zs, zt, shift_s_i, shift_t_i, scale_s, scale_t)
     elif ROLE == "key":
-        difference = _difference(zs, zt, shift_s_j, shift_t_j, grad_j, scale_s, scale_t)
+        difference = _difference(zs, zt, shift_s_j, shift_t_j, scale_s, scale_t) * grad_j
     else:
         i = gl.expand_dims(row, 1)
         j = gl.expand_dims(col, 0)
         shift_s = gl.where(j <= i, shift_s_i, shift_s_j)
         shift_t = gl.where(j <= i, shift_t_i, shift_t_j)
-        difference = _difference(zs, zt, shift_s, shift_t, gl.where(j <= i, grad_i, grad_j), scale_s, scale_t)
+        difference = _difference(zs, zt, shift_s, shift_t, scale_s, scale_t) * gl.where(j <= i, grad_i, grad_j)
         difference = gl.where(j == i, 2.0 * difference, difference)
     return acc, difference
 
@@ -346,6 +353,10 @@ def _backward_group(
         acc, c = _backward_tile(
             "query", tile, s_i, t_i, memory, acc, c, zero, row, own_parts, part_ptrs, scales, BLOCK_D, STAGES
         )
+    # the gradient of these rows, once for all tiles before, in which they own the softmax
+    at = first_row + GROUP_ID * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, ACC))
+    acc *= gl.expand_dims(gl.load(grad_ptr + at), 1)
+    c *= grad
     if diagonal < n_tiles:
         acc, c = _backward_tile(
             "both", diagonal, s_i, t_i, memory, acc, c, zero, row, own_parts, part_ptrs, scales, BLOCK_D, STAGES
@@ -356,7 +367,6 @@ def _backward_group(
         )
     operand = gl.convert_layout(c, gl.DotOperandLayout(0, ACC, 2)).to(dtype)
     acc = warpgroup_mma(operand, ring_s.index((n_tiles - 1) % STAGES).reshape([BLOCK_N, BLOCK_D]), acc)
-    at = first_row + GROUP_ID * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, ACC))
     d = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, ACC)), 0)
     out = out_ptr + gl.expand_dims(at.to(gl.int64) * stride_out, 1) + d
     gl.store(out, (acc * factor).to(dtype), mask=gl.expand_dims(at < n, 1) & (d < HEAD_DIM))
@@ -560,6 +570,9 @@ def _describe(x: torch.Tensor, rows: int, block_d: int) -> Any:
     """TMA's description of `rows` tokens of one head of [batch, n_heads, n, head_dim]."""
     # the stride of a dimension of one element is arbitrary in torch, and checked by TMA
     strides = [stride if size > 1 else block_d for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    block = [1, 1, rows, block_d]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block_d], _layout(rows, block_d, x.dtype))
+
+
+@cache
+def _layout(rows: int, block_d: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, block_d], _GLUON_DTYPES[dtype])
