@@ -89,36 +89,46 @@ class RelationTape(Tape):
             self.teacher[layer] = {n: tensors[n].detach().to(device) for n in sorted(needed)}
             return
         teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
-        losses = torch.stack([self._sum(name, tensors, teacher, scaling) for name in self.targets.weights])
+        rows = self._rows(tensors, teacher, scaling)
+        n_query_heads = query.shape[1]
+        own = self.targets.denominator == "own_heads"
+        losses = [rows[name].sum() / (rows[name].shape[1] if own else n_query_heads) for name in self.targets.weights]
         # in a recompute the value is known; only its graph counts
-        self.sums.setdefault(layer, losses)
+        self.sums.setdefault(layer, torch.stack(losses))
 
-    def _sum(
-        self, name: str, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
-    ) -> torch.Tensor:
+    def _rows(
+        self, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
+    ) -> dict[str, torch.Tensor]:
+        """Target -> divergence of each row, [batch, its heads, n]."""
         factor = self.student_factor**-2
-        if name == "attention":
-            rows = attention_map_kl(
-                student["q"],
-                student["k"],
-                teacher["q"],
-                teacher["k"],
-                student_scale=scaling * factor,
-                teacher_scale=scaling,
+        rows: dict[str, torch.Tensor] = {}
+        # relations of one width and scale are heads of one launch: a few heads alone leave a GPU idle
+        alike: dict[tuple[int, float], list[str]] = {}
+        for name in self.targets.weights:
+            if name == "attention":
+                rows[name] = attention_map_kl(
+                    student["q"],
+                    student["k"],
+                    teacher["q"],
+                    teacher["k"],
+                    student_scale=scaling * factor,
+                    teacher_scale=scaling,
+                    visibility=self.visibility,
+                )
+            else:
+                alike.setdefault((student[name].shape[-1], 1.0 if name == "v" else factor), []).append(name)
+        divergence = relation_kl if self.targets.divergence == "kl" else relation_mse
+        for (head_dim, correction), names in alike.items():
+            together = divergence(
+                torch.cat([student[name] for name in names], 1) if len(names) > 1 else student[names[0]],
+                torch.cat([teacher[name] for name in names], 1) if len(names) > 1 else teacher[names[0]],
+                student_scale=head_dim**-0.5 * correction,
+                teacher_scale=head_dim**-0.5,
                 visibility=self.visibility,
             )
-        else:
-            scale = student[name].shape[-1] ** -0.5
-            divergence = relation_kl if self.targets.divergence == "kl" else relation_mse
-            rows = divergence(
-                student[name],
-                teacher[name],
-                student_scale=scale if name == "v" else scale * factor,
-                teacher_scale=scale,
-                visibility=self.visibility,
-            )
-        heads = rows.shape[1] if self.targets.denominator == "own_heads" else student["q"].shape[1]
-        return rows.sum() / heads
+            parts = together.split([student[name].shape[1] for name in names], 1)
+            rows.update(zip(names, parts, strict=True))
+        return rows
 
     def _unrotated(self, module: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys before RoPE, by the family's own rotation with the opposite angle."""
