@@ -45,7 +45,12 @@ SHAPES = {
     },
 }
 # functions of the kernels that a profile shows: those of the KL of rows and of its gradient
-RELATION_KERNELS = ("_forward_kernel", "_relation_backward_kernel", "_row_kl_fwd_kernel", "_relation_kl_bwd_kernel")
+RELATION_KERNELS = (
+    "_row_kl_fwd_kernel",
+    "_relation_kl_bwd_kernel",
+    "_row_kl_hopper_fwd_kernel",
+    "_relation_kl_hopper_bwd_kernel",
+)
 WARM_UP = 3
 
 

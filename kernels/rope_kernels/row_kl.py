@@ -33,8 +33,14 @@ def row_kl(
 
     Returns:
         float32, float64 for float64 inputs, 0 on rows that see nothing.
+
+    Raises:
+        ValueError: a scale that is not above 0.
     """
     default = student[0].shape[-1] ** -0.5
+    for name, scale in (("student_scale", student_scale), ("teacher_scale", teacher_scale)):
+        if scale is not None and not 0 < scale < float("inf"):
+            raise ValueError(f"{name} must be above 0, or None for head_dim ** -0.5, got {scale}.")
     kl, _ = _row_kl(
         *(None if x is None else _unit_last_stride(x) for x in student),
         *(None if x is None else _unit_last_stride(x.detach()) for x in teacher),

@@ -182,7 +182,7 @@ def _forward_group(
 
 
 @gluon.jit(do_not_specialize=["n", "n_heads"])
-def _forward_kernel(
+def _row_kl_hopper_fwd_kernel(
     qs_desc,
     ks_desc,
     qt_desc,
@@ -373,7 +373,7 @@ def _backward_group(
 
 
 @gluon.jit(do_not_specialize=["n", "n_heads"])
-def _relation_backward_kernel(
+def _relation_kl_hopper_bwd_kernel(
     s_i_desc,
     s_j_desc,
     t_i_desc,
@@ -491,7 +491,7 @@ def row_kl_forward(
     kl = torch.empty(batch, n_heads, n, dtype=torch.float32, device=student_q.device)
     parts = torch.empty(4, *kl.shape, dtype=torch.float32, device=kl.device)
     block_d, block_n = _width(head_dim), 128
-    _forward_kernel[(triton.cdiv(n, 128), batch * n_heads)](
+    _row_kl_hopper_fwd_kernel[(triton.cdiv(n, 128), batch * n_heads)](
         _describe(student_q, 64, block_d),
         _describe(student_k, block_n, block_d),
         _describe(teacher_q, 64, block_d),
@@ -537,7 +537,7 @@ def relation_kl_backward(
     padded[2, ..., :n] = grad
     padded[:2, ..., n:] = -float("inf")
     padded[2, ..., n:] = 0.0
-    _relation_backward_kernel[(blocks, batch * n_heads)](
+    _relation_kl_hopper_bwd_kernel[(blocks, batch * n_heads)](
         _describe(student, 64, block_d),
         _describe(student, block_n, block_d),
         _describe(teacher, 64, block_d),

@@ -325,3 +325,10 @@ def row_kl_triton_runs(device):
     from rope_kernels import row_kl
 
     return row_kl.runs_on_triton(torch.empty(0, device=device))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan"), float("inf")])
+def test_scales_that_are_not_positive_are_refused(scale):
+    student, teacher = relations(1, 1, 8, 32)
+    with pytest.raises(ValueError, match="teacher_scale must be above 0"):
+        relation_kl(student, teacher, teacher_scale=scale)
