@@ -33,7 +33,7 @@ def linear_ce_rows(
     Raises:
         ValueError: a shape, a dtype, a label or `chunk_rows` is not as above.
     """
-    _require_matching(hidden, weight, labels, bias)
+    require_rows("hidden", hidden, weight, labels, bias)
     vocab_size = weight.shape[0]
     if chunk_rows is None:
         chunk_rows = max(1, 2**28 // (4 * max(1, vocab_size)))
@@ -55,29 +55,35 @@ def linear_ce_rows_ref(
     return F.cross_entropy(F.linear(hidden, weight, bias), labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
-def _require_matching(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
+def require_rows(
+    name: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
+    """Refuse rows, a head and labels that do not fit, `name` being that of `hidden`.
+
+    Raises:
+        ValueError: see above.
+    """
     if hidden.ndim != 2 or not hidden.is_floating_point():
-        raise ValueError(f"hidden must be [N, H] and floating point, got {_described(hidden)}.")
+        raise ValueError(f"{name} must be [N, H] and floating point, got {described(hidden)}.")
     n_rows, hidden_size = hidden.shape
     if weight.ndim != 2 or weight.shape[1] != hidden_size:
-        raise ValueError(f"weight must be [V, H] with H = {hidden_size} as in hidden, got {_described(weight)}.")
+        raise ValueError(f"weight must be [V, H] with H = {hidden_size} as in {name}, got {described(weight)}.")
     vocab_size = weight.shape[0]
     if bias is not None and bias.shape != (vocab_size,):
-        raise ValueError(f"bias must be None or [V] with V = {vocab_size} as in weight, got {_described(bias)}.")
-    for name, tensor in (("weight", weight), ("bias", bias)):
+        raise ValueError(f"bias must be None or [V] with V = {vocab_size} as in weight, got {described(bias)}.")
+    for other, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and (tensor.dtype != hidden.dtype or tensor.device != hidden.device):
             raise ValueError(
-                f"{name} must be {hidden.dtype} on {hidden.device} as hidden is, got {_described(tensor)}."
+                f"{other} must be {hidden.dtype} on {hidden.device} as {name} is, got {described(tensor)}."
             )
     if labels.shape != (n_rows,) or labels.dtype != torch.int64 or labels.device != hidden.device:
-        raise ValueError(f"labels must be [{n_rows}] int64 on {hidden.device} as hidden is, got {_described(labels)}.")
+        raise ValueError(f"labels must be [{n_rows}] int64 on {hidden.device} as {name} is, got {described(labels)}.")
     # checked here because a label out of range ends the whole CUDA context with a device-side assert
     wrong = labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))]
     if wrong.numel():
         raise ValueError(f"labels must be in [0, {vocab_size}) or {IGNORE_INDEX}, got {wrong[0].item()}.")
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor) -> str:
+    """Shape, dtype and device, for messages."""
     return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"

@@ -1,0 +1,248 @@
+"""Cross-entropy of the standard view and KL of a view to it, in one sweep over the vocabulary, gradients included."""
+
+from typing import Any, get_args
+
+import torch
+
+from .linear_ce import IGNORE_INDEX, described, require_rows
+from .vocabulary_rows import Direction, HeadOutput, RowMetrics, vocabulary_rows
+
+
+def linear_ce_kl(
+    hidden_std: torch.Tensor,
+    hidden_view: torch.Tensor | None,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    ce_weight: torch.Tensor,
+    kl_weight: torch.Tensor | None,
+    direction: Direction = "reverse",
+    *,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
+) -> tuple[torch.Tensor, RowMetrics]:
+    """sum_i ce_weight_i CE_i + kl_weight_i KL_i, without the logits of all rows.
+
+    With z = softcap tanh(logit_scale (h W^T + b) / softcap), q = softmax(z) of `hidden_std` and p of `hidden_view`:
+
+        CE_i = -ln q_i[labels_i]
+        KL_i = KL(p_i || q_i) for "reverse", KL(q_i || p_i) for "forward", their Jensen-Shannon divergence for "jsd"
+
+    q is a constant in the KL: gradients flow to `hidden_std` from the CE alone, to `hidden_view` from the KL alone, to
+    `weight` and `bias` from both, through p alone in the KL. They are formed in the forward, chunk by chunk: each
+    hidden state meets the head once, 6 products of [N, H] x [H, V] in all, 4 with a frozen head. Softmaxes are float32.
+
+    Row weights carry every divisor and coefficient; rows with neither label nor weight are never multiplied, and only
+    rows with a KL weight are on the view's side.
+
+    Args:
+        hidden_std: [N, H], floating point.
+        hidden_view: [N, H], or None with `kl_weight` None: cross-entropy alone.
+        weight: [V, H], the head, of the dtype and device of `hidden_std`.
+        labels: [N] int64 in [0, V), -100 for none; row i predicts labels[i].
+        ce_weight: [N], what each cross-entropy counts, constants.
+        kl_weight: [N] or None, what each KL counts, constants.
+        direction: "reverse" (RPSD), "forward" or "jsd".
+        bias: [V] or None.
+        logit_scale: factor of the products.
+        softcap: bound of the logits, as Gemma has it.
+        chunk_rows: rows whose logits exist at a time. None: as many as a quarter of free memory holds, 2 GiB at most.
+
+    Returns:
+        The scalar, float32 (float64 for float64 inputs), and `RowMetrics` of all rows.
+
+    Raises:
+        ValueError: a shape, dtype, device, label or option is not as above.
+
+    Source: RPSD, arXiv:2604.14339, Eq. 3 and 6, its loss; rows and divisors are the caller's.
+    """
+    _require(hidden_std, hidden_view, weight, labels, ce_weight, kl_weight, bias, direction, chunk_rows)
+    head = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
+    # FSDP2 shards the head: gathered once, for all chunks
+    weight = _whole(weight)
+    bias = None if bias is None else _whole(bias)
+    loss, *metrics = _LinearCEKL.apply(
+        hidden_std, hidden_view, weight, bias, labels, ce_weight, kl_weight, direction, head, chunk_rows
+    )
+    return loss, RowMetrics(*metrics)
+
+
+class _LinearCEKL(torch.autograd.Function):
+    """Gradients of the scalar are formed in the forward; the backward multiplies them by what comes in."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_std: torch.Tensor,
+        hidden_view: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        ce_weight: torch.Tensor,
+        kl_weight: torch.Tensor | None,
+        direction: Direction,
+        head: HeadOutput,
+        chunk_rows: int | None,
+    ) -> tuple[torch.Tensor, ...]:
+        exact = torch.float64 if hidden_std.dtype == torch.float64 else torch.float32
+        ce_weight = ce_weight.to(exact)
+        kl_weight = torch.zeros_like(ce_weight) if kl_weight is None else kl_weight.to(exact)
+        # rows weigh 1 at most, so that small weights do not vanish in 16 bits; the backward multiplies again
+        unit = torch.maximum(ce_weight.abs().max(), kl_weight.abs().max()) if len(labels) else ce_weight.new_ones(())
+        unit = torch.where(unit > 0, unit, 1.0)
+        scaled_ce, scaled_kl = ce_weight / unit, kl_weight / unit
+        ce, kl, entropy = (torch.zeros_like(ce_weight) for _ in range(3))
+        is_top1 = torch.zeros_like(labels, dtype=torch.bool)
+        wants_std, wants_view, wants_weight, wants_bias = ctx.needs_input_grad[:4]
+        grad_std = torch.zeros_like(hidden_std) if wants_std else None
+        grad_view = torch.zeros_like(hidden_view) if hidden_view is not None and wants_view else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
+        on_view = kl_weight != 0
+        for both, rows in ((False, (labels != IGNORE_INDEX) & ~on_view), (True, on_view)):
+            index = rows.nonzero().squeeze(1)
+            if not len(index):
+                continue
+            for chunk in index.split(chunk_rows or _rows_at_a_time(weight, 2 if both else 1)):
+                hidden = hidden_std[chunk]
+                products = _product(hidden, weight, bias, exact)
+                view_products = None
+                if both:
+                    assert hidden_view is not None
+                    hidden_of_view = hidden_view[chunk]
+                    view_products = _product(hidden_of_view, weight, bias, exact)
+                found, gradient, view_gradient = vocabulary_rows(
+                    products, view_products, labels[chunk], scaled_ce[chunk], scaled_kl[chunk], direction, head
+                )
+                del products, view_products
+                ce[chunk], kl[chunk], entropy[chunk] = found.ce, found.kl, found.entropy
+                is_top1[chunk] = found.is_top1
+                sides = [(gradient, hidden, grad_std)]
+                if view_gradient is not None:
+                    sides.append((view_gradient, hidden_of_view, grad_view))
+                for side_gradient, side_hidden, grad_hidden in sides:
+                    if grad_bias is not None:
+                        grad_bias += side_gradient.sum(0, dtype=exact)
+                    narrow = side_gradient.to(weight.dtype)
+                    if grad_hidden is not None:
+                        grad_hidden[chunk] = narrow @ weight
+                    if grad_weight is not None:
+                        _add_product(grad_weight, narrow.t(), side_hidden)
+        ctx.save_for_backward(
+            grad_std,
+            grad_view,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            unit,
+        )
+        loss = (ce_weight * ce + kl_weight * kl).sum()
+        ctx.mark_non_differentiable(ce, kl, entropy, is_top1)
+        return loss, ce, kl, entropy, is_top1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        *grads, unit = ctx.saved_tensors
+        factor = grad * unit
+        return (*(None if g is None else (g * factor).to(g.dtype) for g in grads), *(None,) * 6)
+
+
+def linear_ce_kl_ref(
+    hidden_std: torch.Tensor,
+    hidden_view: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    ce_weight: torch.Tensor,
+    kl_weight: torch.Tensor,
+    direction: Direction = "reverse",
+    *,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Reference twin of `linear_ce_kl`'s scalar: all logits at once, in the dtype of the inputs, through autograd."""
+
+    def log_probabilities(hidden: torch.Tensor) -> torch.Tensor:
+        z = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
+        return (z if softcap is None else softcap * torch.tanh(z / softcap)).log_softmax(-1)
+
+    log_q, log_p = log_probabilities(hidden_std), log_probabilities(hidden_view)
+    ce = torch.nn.functional.nll_loss(log_q, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    log_q = log_q.detach()
+    if direction == "reverse":
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    elif direction == "forward":
+        kl = (log_q.exp() * (log_q - log_p)).sum(-1)
+    else:
+        log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+        kl = ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
+    return (ce_weight * ce + kl_weight * kl).sum()
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor (DTensor) as an ordinary one, through which gradients flow back to the shards."""
+    full: torch.Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full
+
+
+def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: torch.dtype) -> torch.Tensor:
+    """Products of rows and head, [n, V] in `exact`, which tensor cores accumulate in anyway."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        products = torch.mm(hidden, weight.t(), out_dtype=exact)
+    else:
+        products = (hidden @ weight.t()).to(exact)
+    return products if bias is None else products.add_(bias)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left` @ `right` to `total`, accumulated in its dtype."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def _rows_at_a_time(weight: torch.Tensor, sides: int) -> int:
+    """Rows whose float32 logits of `sides` views fit into a quarter of the free memory, 256 MiB on a CPU."""
+    room = 2**28
+    if weight.is_cuda:
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        unused = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+        room = min(2**31, (free + unused) // 4)
+    return max(1, room // (4 * sides * weight.shape[0]))
+
+
+def _require(
+    hidden_std: torch.Tensor,
+    hidden_view: torch.Tensor | None,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    ce_weight: torch.Tensor,
+    kl_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    direction: str,
+    chunk_rows: int | None,
+) -> None:
+    require_rows("hidden_std", hidden_std, weight, labels, bias)
+    n_rows = len(hidden_std)
+    if (hidden_view is None) != (kl_weight is None):
+        raise ValueError("hidden_view and kl_weight must both be given, or both be None for cross-entropy alone.")
+    if hidden_view is not None and (
+        hidden_view.shape != hidden_std.shape
+        or hidden_view.dtype != hidden_std.dtype
+        or hidden_view.device != hidden_std.device
+    ):
+        raise ValueError(f"hidden_view must be {described(hidden_std)} as hidden_std is, got {described(hidden_view)}.")
+    for name, tensor in (("ce_weight", ce_weight), ("kl_weight", kl_weight)):
+        if tensor is None:
+            continue
+        if tensor.shape != (n_rows,) or not tensor.is_floating_point() or tensor.device != hidden_std.device:
+            raise ValueError(
+                f"{name} must be [{n_rows}] floating point on {hidden_std.device}, got {described(tensor)}."
+            )
+        if tensor.requires_grad:
+            raise ValueError(f"{name} is a constant here: detach it.")
+    if direction not in get_args(Direction):
+        raise ValueError(f"direction must be one of {get_args(Direction)}, got {direction!r}.")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1 or None, got {chunk_rows}.")

@@ -1,0 +1,120 @@
+"""Losses of rows of logits and their gradients in one go: next-token cross-entropy, and KL between two views."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .linear_ce import IGNORE_INDEX
+
+Direction = Literal["reverse", "forward", "jsd"]
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """What a model does to the products of its head: z = softcap tanh(scale product / softcap).
+
+    Args:
+        scale: multiplies the products.
+        softcap: bound that a tanh keeps them within, None for none.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.scale == self.scale or self.scale in (0.0, float("inf"), -float("inf")):
+            raise ValueError(f"logit_scale must be a finite number that is not 0, got {self.scale}.")
+        if self.softcap is not None and not 0 < self.softcap < float("inf"):
+            raise ValueError(f"softcap must be above 0 or None, got {self.softcap}.")
+
+    def logits(self, products: torch.Tensor) -> torch.Tensor:
+        """Logits z of products."""
+        logits = products * self.scale if self.scale != 1.0 else products
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def back(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Gradient to the products, given that to `logits`."""
+        if self.softcap is not None:
+            gradient = gradient * (1 - (logits / self.softcap).square())
+        return gradient * self.scale if self.scale != 1.0 else gradient
+
+
+@dataclass(frozen=True)
+class RowMetrics:
+    """Of each row, detached, float32 (float64 for float64 inputs).
+
+    Args:
+        ce: cross-entropy on the standard view, 0 without a label.
+        kl: divergence of the view from the standard view, 0 where its weight is 0.
+        entropy: of the standard view's distribution, 0 without a label.
+        is_top1: bool, whether the label has the largest logit on the standard view.
+    """
+
+    ce: torch.Tensor
+    kl: torch.Tensor
+    entropy: torch.Tensor
+    is_top1: torch.Tensor
+
+
+def vocabulary_rows(
+    standard: torch.Tensor,
+    view: torch.Tensor | None,
+    labels: torch.Tensor,
+    ce_weight: torch.Tensor,
+    kl_weight: torch.Tensor,
+    direction: Direction,
+    head: HeadOutput,
+) -> tuple[RowMetrics, torch.Tensor, torch.Tensor | None]:
+    """Metrics of each row, and the gradients of sum(ce_weight ce + kl_weight kl) to both products.
+
+    With q the distribution of the standard view, which the divergence holds fixed, p that of the view, m = (p + q) / 2:
+
+        ce        d/dz_q = q - 1[label]
+        reverse   KL(p || q)                            d/dz_p = p (ln p - ln q - KL)
+        forward   KL(q || p)                            d/dz_p = p - q
+        jsd       (KL(p || m) + KL(q || m)) / 2         d/dz_p = p (ln p - ln m - KL(p || m)) / 2
+
+    Args:
+        standard: products of hidden states and head, [n, V] in float32 or float64; may be overwritten.
+        view: likewise for the view, or None where no row has a divergence.
+        labels: [n] int64, -100 for none.
+        ce_weight: [n] of the dtype of `standard`; what it says about rows without a label does not count.
+        kl_weight: [n], likewise.
+        direction: of the divergence.
+        head: what turns products into logits.
+
+    Returns:
+        Metrics, the gradient to `standard` and that to `view`.
+    """
+    labelled = labels != IGNORE_INDEX
+    place = labels.clamp_min(0)[:, None]
+    z = head.logits(standard)
+    log_q = z.log_softmax(-1)
+    q = log_q.exp()
+    ce = torch.where(labelled, -log_q.gather(1, place).squeeze(1), 0.0)
+    # 0 ln 0 is 0: a head may mask words with -inf
+    entropy = torch.where(labelled, -torch.xlogy(q, q).sum(-1), 0.0)
+    is_top1 = (z.argmax(-1) == labels) & labelled
+    gradient = q.scatter_add(1, place, torch.full_like(place, -1, dtype=q.dtype))
+    gradient = head.back(gradient * torch.where(labelled, ce_weight, 0.0)[:, None], z)
+    if view is None:
+        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1), gradient, None
+    z = head.logits(view)
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    if direction == "reverse":
+        gap = torch.where(p > 0, log_p - log_q, 0.0)
+        kl = (p * gap).sum(-1)
+        view_gradient = p * (gap - kl[:, None])
+    elif direction == "forward":
+        kl = (q * torch.where(q > 0, log_q - log_p, 0.0)).sum(-1)
+        view_gradient = p - q
+    else:
+        log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=p.dtype))
+        gap = torch.where(p > 0, log_p - log_m, 0.0)
+        own = (p * gap).sum(-1)
+        kl = (own + (q * torch.where(q > 0, log_q - log_m, 0.0)).sum(-1)) / 2
+        view_gradient = p * (gap - own[:, None]) / 2
+    kl = torch.where(kl_weight != 0, kl, 0.0)
+    return RowMetrics(ce, kl, entropy, is_top1), gradient, head.back(view_gradient * kl_weight[:, None], z)

@@ -1,0 +1,163 @@
+"""`linear_ce_kl` against all logits at once in float64: value, every gradient, every row's metrics."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rope_kernels import linear_ce_kl, linear_ce_kl_ref
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DIRECTIONS = ["reverse", "forward", "jsd"]
+HEADS = [{}, {"logit_scale": 0.3}, {"softcap": 3.0}, {"logit_scale": 2.0, "softcap": 5.0}]
+
+
+def problem(n_rows=23, hidden=8, vocab=37, *, dtype=torch.float64, device="cpu"):
+    def tensor(*shape):
+        return torch.randn(*shape, device=device, dtype=torch.float64)
+
+    std, weight, bias = tensor(n_rows, hidden), tensor(vocab, hidden), tensor(vocab)
+    inputs = [x.to(dtype).requires_grad_() for x in (std, std + 0.3 * tensor(n_rows, hidden), weight, bias)]
+    labels = torch.randint(0, vocab, (n_rows,), device=device)
+    labels[torch.rand(n_rows, device=device) < 0.3] = -100
+    ce_weight, kl_weight = torch.rand(n_rows, device=device), torch.rand(n_rows, device=device)
+    kl_weight[torch.rand(n_rows, device=device) < 0.4] = 0
+    return inputs, labels, ce_weight, kl_weight
+
+
+def both(inputs, labels, ce_weight, kl_weight, direction, head, **options):
+    """Our scalar, metrics and gradients, and those of the formula in float64."""
+    std, view, weight, bias = inputs
+    loss, rows = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, bias=bias, **head, **options)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    wanted = linear_ce_kl_ref(
+        *exact[:3], labels, ce_weight.double(), kl_weight.double(), direction, bias=exact[3], **head
+    )
+    grads = torch.autograd.grad(3 * loss, inputs, retain_graph=True)
+    return loss, rows, grads, wanted, torch.autograd.grad(3 * wanted, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk_rows", [1, 4, None])
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_it_is_the_formula_with_all_its_gradients(direction, head, chunk_rows, device):
+    data = problem(device=device)
+    loss, _, grads, wanted, wanted_grads = both(*data, direction, head, chunk_rows=chunk_rows)
+    torch.testing.assert_close(loss, wanted)
+    for mine, right in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_metrics_are_those_of_the_standard_view(device):
+    (std, view, weight, bias), labels, ce_weight, kl_weight = problem(device=device)
+    _, rows = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)
+    logits = std @ weight.T + bias
+    q, p = logits.softmax(-1), (view @ weight.T + bias).softmax(-1)
+    labelled = labels != -100
+    torch.testing.assert_close(rows.ce[labelled], -q[labelled, labels[labelled]].log())
+    torch.testing.assert_close(rows.entropy[labelled], -(q * q.log()).sum(-1)[labelled])
+    assert torch.equal(rows.is_top1, (logits.argmax(-1) == labels) & labelled)
+    torch.testing.assert_close(rows.kl, torch.where(kl_weight != 0, (p * (p / q).log()).sum(-1), 0.0))
+    assert not (rows.ce[~labelled].any() or rows.entropy[~labelled].any())
+    assert not any(x.requires_grad for x in (rows.ce, rows.kl, rows.entropy))
+
+
+def test_the_standard_side_of_the_kl_is_a_constant():
+    (std, view, weight, bias), labels, _, kl_weight = problem()
+    loss, _ = linear_ce_kl(std, view, weight, labels, torch.zeros(23), kl_weight, bias=bias)
+    grad_std, grad_view = torch.autograd.grad(loss, [std, view])
+    assert not grad_std.any() and grad_view.any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n_rows=st.integers(0, 30),
+    vocab=st.integers(2, 70),
+    direction=st.sampled_from(DIRECTIONS),
+    head=st.sampled_from(HEADS),
+    chunk_rows=st.one_of(st.none(), st.integers(1, 40)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    size=st.sampled_from([1.0, 1e-6, 1e5]),
+    seed=st.integers(0, 2**31),
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_low_precision_is_as_exact_as_torch(device, n_rows, vocab, direction, head, chunk_rows, dtype, size, seed):
+    """Also where weights are tiny: 16-bit gradients of a token among millions must not vanish."""
+    torch.manual_seed(seed)
+    inputs, labels, ce_weight, kl_weight = problem(n_rows, 16, vocab, dtype=dtype, device=device)
+    ce_weight, kl_weight = ce_weight * size, kl_weight * size
+    loss, _, grads, wanted, rights = both(inputs, labels, ce_weight, kl_weight, direction, head, chunk_rows=chunk_rows)
+    plain = linear_ce_kl_ref(
+        *inputs[:3], labels, ce_weight.to(dtype), kl_weight.to(dtype), direction, bias=inputs[3], **head
+    )
+    slack = 2 * (plain.double() - wanted).abs() + (2e-2 if dtype != torch.float32 else 1e-5) * wanted.abs() + 1e-9
+    assert (loss.double() - wanted).abs() <= slack
+    if dtype == torch.float16 and size != 1.0:
+        return  # the gradients themselves are out of its range
+    for mine, their, right in zip(grads, torch.autograd.grad(3 * plain, inputs), rights, strict=True):
+        error = (mine.double() - right).norm()
+        assert error <= 2 * (their.double() - right).norm() + 1e-5 * right.norm() + 1e-12
+
+
+def test_a_frozen_head_gets_no_gradient_and_costs_no_product():
+    (std, view, weight, bias), labels, ce_weight, kl_weight = problem()
+    frozen = weight.detach()
+    loss, _ = linear_ce_kl(std, view, frozen, labels, ce_weight, kl_weight, bias=bias.detach())
+    loss.backward()
+    assert frozen.grad is None and std.grad is not None and view.grad is not None
+
+
+def test_tied_embeddings_get_both_parts():
+    embedding = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    ids, labels = torch.tensor([1, 2, 3]), torch.tensor([2, 3, 4])
+    hidden = embedding[ids]
+    ones = torch.ones(3)
+    loss, _ = linear_ce_kl(hidden, hidden * 1.1, embedding, labels, ones, ones)
+    wanted = linear_ce_kl_ref(hidden, hidden * 1.1, embedding, labels, ones.double(), ones.double())
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, embedding, retain_graph=True)[0], torch.autograd.grad(wanted, embedding)[0]
+    )
+
+
+def test_cross_entropy_alone_needs_no_view():
+    (std, _, weight, _), labels, ce_weight, _ = problem()
+    loss, rows = linear_ce_kl(std, None, weight, labels, ce_weight, None)
+    nll = torch.nn.functional.cross_entropy(std @ weight.T, labels, reduction="none")
+    torch.testing.assert_close(loss, (ce_weight * nll).sum())
+    assert not rows.kl.any()
+
+
+def test_a_head_that_masks_words():
+    """Words at -inf, as a padded vocabulary has them: probability 0 on both sides, and no nan."""
+    (std, view, weight, bias), labels, ce_weight, kl_weight = problem()
+    labels[labels == 5] = 6
+    with torch.no_grad():
+        bias[5] = -float("inf")
+    for direction in DIRECTIONS:
+        loss, rows = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, bias=bias)
+        grads = torch.autograd.grad(loss, [std, view, weight])
+        assert loss.isfinite() and all(x.isfinite().all() for x in (*grads, rows.ce, rows.kl, rows.entropy))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.full((23,), 37)}, r"labels must be in \[0, 37\) or -100, got 37"),
+        ({"direction": "both"}, r"direction must be one of .*, got 'both'"),
+        ({"hidden_view": torch.zeros(22, 8, dtype=torch.float64)}, r"hidden_view must be \[23, 8\] .*, got \[22, 8\]"),
+        ({"hidden_view": None}, "must both be given, or both be None"),
+        ({"ce_weight": torch.zeros(22)}, r"ce_weight must be \[23\] floating point"),
+        ({"kl_weight": torch.zeros(23, requires_grad=True)}, "kl_weight is a constant here: detach it"),
+        ({"logit_scale": 0.0}, "logit_scale must be a finite number that is not 0, got 0.0"),
+        ({"softcap": -1.0}, "softcap must be above 0 or None, got -1.0"),
+        ({"chunk_rows": 0}, "chunk_rows must be at least 1 or None, got 0"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(change, message):
+    (std, view, weight, _), labels, ce_weight, kl_weight = problem()
+    arguments = {"hidden_std": std, "hidden_view": view, "weight": weight, "labels": labels, "ce_weight": ce_weight}
+    with pytest.raises(ValueError, match=message):
+        linear_ce_kl(**{**arguments, "kl_weight": kl_weight, **change})
