@@ -5,6 +5,7 @@ from typing import Any, get_args
 import torch
 
 from .linear_ce import IGNORE_INDEX, described, require_rows
+from .row_kl import runs_on_triton
 from .vocabulary_rows import Direction, HeadOutput, RowMetrics, vocabulary_rows
 
 
@@ -99,6 +100,9 @@ class _LinearCEKL(torch.autograd.Function):
         grad_view = torch.zeros_like(hidden_view) if hidden_view is not None and wants_view else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
+        in_rows = vocabulary_rows
+        if runs_on_triton(hidden_std):
+            from .vocabulary_rows_triton import vocabulary_rows as in_rows
         on_view = kl_weight != 0
         for both, rows in ((False, (labels != IGNORE_INDEX) & ~on_view), (True, on_view)):
             index = rows.nonzero().squeeze(1)
@@ -112,8 +116,9 @@ class _LinearCEKL(torch.autograd.Function):
                     assert hidden_view is not None
                     hidden_of_view = hidden_view[chunk]
                     view_products = _product(hidden_of_view, weight, bias, exact)
-                found, gradient, view_gradient = vocabulary_rows(
-                    products, view_products, labels[chunk], scaled_ce[chunk], scaled_kl[chunk], direction, head
+                weights = (scaled_ce[chunk], scaled_kl[chunk])
+                found, gradient, view_gradient = in_rows(
+                    products, view_products, labels[chunk], *weights, direction, head, weight.dtype
                 )
                 del products, view_products
                 ce[chunk], kl[chunk], entropy[chunk] = found.ce, found.kl, found.entropy
@@ -124,11 +129,10 @@ class _LinearCEKL(torch.autograd.Function):
                 for side_gradient, side_hidden, grad_hidden in sides:
                     if grad_bias is not None:
                         grad_bias += side_gradient.sum(0, dtype=exact)
-                    narrow = side_gradient.to(weight.dtype)
                     if grad_hidden is not None:
-                        grad_hidden[chunk] = narrow @ weight
+                        grad_hidden[chunk] = side_gradient @ weight
                     if grad_weight is not None:
-                        _add_product(grad_weight, narrow.t(), side_hidden)
+                        _add_product(grad_weight, side_gradient.t(), side_hidden)
         ctx.save_for_backward(
             grad_std,
             grad_view,

@@ -48,7 +48,7 @@ class RowMetrics:
         ce: cross-entropy on the standard view, 0 without a label.
         kl: divergence of the view from the standard view, 0 where its weight is 0.
         entropy: of the standard view's distribution, 0 without a label.
-        is_top1: bool, whether the label has the largest logit on the standard view.
+        is_top1: bool, whether no logit of the standard view is above the label's.
     """
 
     ce: torch.Tensor
@@ -65,6 +65,7 @@ def vocabulary_rows(
     kl_weight: torch.Tensor,
     direction: Direction,
     head: HeadOutput,
+    dtype: torch.dtype,
 ) -> tuple[RowMetrics, torch.Tensor, torch.Tensor | None]:
     """Metrics of each row, and the gradients of sum(ce_weight ce + kl_weight kl) to both products.
 
@@ -83,6 +84,7 @@ def vocabulary_rows(
         kl_weight: [n], likewise.
         direction: of the divergence.
         head: what turns products into logits.
+        dtype: of the gradients.
 
     Returns:
         Metrics, the gradient to `standard` and that to `view`.
@@ -95,11 +97,11 @@ def vocabulary_rows(
     ce = torch.where(labelled, -log_q.gather(1, place).squeeze(1), 0.0)
     # 0 ln 0 is 0: a head may mask words with -inf
     entropy = torch.where(labelled, -torch.xlogy(q, q).sum(-1), 0.0)
-    is_top1 = (z.argmax(-1) == labels) & labelled
+    is_top1 = (z.gather(1, place).squeeze(1) >= z.amax(-1)) & labelled
     gradient = q.scatter_add(1, place, torch.full_like(place, -1, dtype=q.dtype))
     gradient = head.back(gradient * torch.where(labelled, ce_weight, 0.0)[:, None], z)
     if view is None:
-        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1), gradient, None
+        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1), gradient.to(dtype), None
     z = head.logits(view)
     log_p = z.log_softmax(-1)
     p = log_p.exp()
@@ -117,4 +119,5 @@ def vocabulary_rows(
         kl = (own + (q * torch.where(q > 0, log_q - log_m, 0.0)).sum(-1)) / 2
         view_gradient = p * (gap - own[:, None]) / 2
     kl = torch.where(kl_weight != 0, kl, 0.0)
-    return RowMetrics(ce, kl, entropy, is_top1), gradient, head.back(view_gradient * kl_weight[:, None], z)
+    view_gradient = head.back(view_gradient * kl_weight[:, None], z)
+    return RowMetrics(ce, kl, entropy, is_top1), gradient.to(dtype), view_gradient.to(dtype)

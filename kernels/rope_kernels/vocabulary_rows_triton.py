@@ -1,0 +1,191 @@
+"""Triton kernel of `vocabulary_rows`: two sweeps over a row of products, three for "jsd"; gradients replace them."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .vocabulary_rows import Direction, HeadOutput, RowMetrics
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _logits(ptr, col, n_cols, scale, softcap, SOFTCAP: tl.constexpr):
+    """What the model makes of products, -inf behind the end."""
+    z = tl.load(ptr + col, mask=col < n_cols, other=-float("inf")) * scale
+    if SOFTCAP:
+        z = tl.where(col < n_cols, softcap * (2 * tl.sigmoid(2 * z / softcap) - 1), -float("inf"))
+    return z
+
+
+@triton.jit
+def _product_gradient(gradient, z, scale, softcap, SOFTCAP: tl.constexpr):
+    """Gradient to products, given that to logits."""
+    if SOFTCAP:
+        gradient *= 1 - (z / softcap) * (z / softcap)
+    return gradient * scale
+
+
+@triton.jit
+def _ln_mean(a, b):
+    """ln((e^a + e^b) / 2); -inf where both are."""
+    top = tl.maximum(a, b)
+    finite = tl.where(top == -float("inf"), 0.0, top)
+    return tl.where(top == -float("inf"), top, finite + tl.log((tl.exp(a - finite) + tl.exp(b - finite)) / 2))
+
+
+@triton.jit(do_not_specialize=["n_cols"])
+def _vocabulary_rows_kernel(
+    std_ptr,
+    view_ptr,
+    std_out_ptr,
+    view_out_ptr,
+    label_ptr,
+    ce_weight_ptr,
+    kl_weight_ptr,
+    ce_ptr,
+    kl_ptr,
+    entropy_ptr,
+    is_top1_ptr,
+    stride_row,
+    stride_out,
+    n_cols,
+    scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    HAS_VIEW: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row. Gradients lie over the products: block by block, each is written where all before it has been read."""
+    row = tl.program_id(0).to(tl.int64)
+    std_ptr += row * stride_row
+    std_out_ptr += row * stride_out
+    if HAS_VIEW:
+        view_ptr += row * stride_row
+        view_out_ptr += row * stride_out
+    label = tl.load(label_ptr + row)
+    labelled = label >= 0
+    # finite tops: a block may be all -inf, and -inf - -inf is nan
+    top_q, sum_q, mean_q = -1.0e30, 0.0, 0.0
+    top_p, sum_p, gap = -1.0e30, 0.0, 0.0
+    for start in range(0, n_cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        zq = _logits(std_ptr, col, n_cols, scale, softcap, SOFTCAP)
+        new_q = tl.maximum(top_q, tl.max(zq, 0))
+        eq = tl.exp(zq - new_q)
+        shrink_q = tl.exp(top_q - new_q)
+        sum_q = sum_q * shrink_q + tl.sum(eq, 0)
+        mean_q = mean_q * shrink_q + tl.sum(tl.where(eq > 0, eq * zq, 0.0), 0)
+        if HAS_VIEW:
+            zp = _logits(view_ptr, col, n_cols, scale, softcap, SOFTCAP)
+            new_p = tl.maximum(top_p, tl.max(zp, 0))
+            ep = tl.exp(zp - new_p)
+            shrink_p = tl.exp(top_p - new_p)
+            sum_p = sum_p * shrink_p + tl.sum(ep, 0)
+            if DIRECTION == "reverse":
+                gap = gap * shrink_p + tl.sum(tl.where(ep > 0, ep * (zp - zq), 0.0), 0)
+            elif DIRECTION == "forward":
+                gap = gap * shrink_q + tl.sum(tl.where(eq > 0, eq * (zq - zp), 0.0), 0)
+            top_p = new_p
+        top_q = new_q
+    lse_q = top_q + tl.log(sum_q)
+    own = 0.0
+    if labelled:
+        z_label = tl.load(std_ptr + label) * scale
+        if SOFTCAP:
+            z_label = softcap * (2 * tl.sigmoid(2 * z_label / softcap) - 1)
+        tl.store(ce_ptr + row, lse_q - z_label)
+        tl.store(entropy_ptr + row, lse_q - mean_q / sum_q)
+        tl.store(is_top1_ptr + row, z_label >= top_q)
+    ce_weight = tl.where(labelled, tl.load(ce_weight_ptr + row), 0.0)
+    lse_p = 0.0
+    kl_weight = 0.0
+    if HAS_VIEW:
+        lse_p = top_p + tl.log(sum_p)
+        kl_weight = tl.load(kl_weight_ptr + row)
+        if DIRECTION == "reverse":
+            kl = gap / sum_p - lse_p + lse_q
+            own = kl
+        elif DIRECTION == "forward":
+            kl = gap / sum_q - lse_q + lse_p
+        else:
+            other = 0.0
+            for start in range(0, n_cols, BLOCK):
+                col = start + tl.arange(0, BLOCK)
+                lq = _logits(std_ptr, col, n_cols, scale, softcap, SOFTCAP) - lse_q
+                lp = _logits(view_ptr, col, n_cols, scale, softcap, SOFTCAP) - lse_p
+                lm = _ln_mean(lp, lq)
+                p = tl.exp(lp)
+                q = tl.exp(lq)
+                own += tl.sum(tl.where(p > 0, p * (lp - lm), 0.0), 0)
+                other += tl.sum(tl.where(q > 0, q * (lq - lm), 0.0), 0)
+            kl = (own + other) / 2
+        tl.store(kl_ptr + row, tl.where(kl_weight != 0, kl, 0.0))
+    for start in range(0, n_cols, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        in_row = col < n_cols
+        zq = _logits(std_ptr, col, n_cols, scale, softcap, SOFTCAP)
+        q = tl.exp(zq - lse_q)
+        std_gradient = (q - tl.where(col == label, 1.0, 0.0)) * ce_weight
+        std_gradient = _product_gradient(std_gradient, tl.where(q > 0, zq, 0.0), scale, softcap, SOFTCAP)
+        view_gradient = std_gradient
+        if HAS_VIEW:
+            zp = _logits(view_ptr, col, n_cols, scale, softcap, SOFTCAP)
+            lp = zp - lse_p
+            p = tl.exp(lp)
+            if DIRECTION == "reverse":
+                view_gradient = tl.where(p > 0, p * (lp - (zq - lse_q) - own), 0.0)
+            elif DIRECTION == "forward":
+                view_gradient = p - q
+            else:
+                view_gradient = tl.where(p > 0, p * (lp - _ln_mean(lp, zq - lse_q) - own), 0.0) / 2
+            view_gradient = _product_gradient(
+                view_gradient * kl_weight, tl.where(p > 0, zp, 0.0), scale, softcap, SOFTCAP
+            )
+        tl.debug_barrier()  # every thread has read this block, over the first half of which it writes
+        tl.store(std_out_ptr + col, std_gradient.to(std_out_ptr.dtype.element_ty), mask=in_row)
+        if HAS_VIEW:
+            tl.store(view_out_ptr + col, view_gradient.to(view_out_ptr.dtype.element_ty), mask=in_row)
+
+
+def vocabulary_rows(
+    standard: torch.Tensor,
+    view: torch.Tensor | None,
+    labels: torch.Tensor,
+    ce_weight: torch.Tensor,
+    kl_weight: torch.Tensor,
+    direction: Direction,
+    head: HeadOutput,
+    dtype: torch.dtype,
+) -> tuple[RowMetrics, torch.Tensor, torch.Tensor | None]:
+    """`vocabulary_rows.vocabulary_rows` for contiguous float32 products, which the gradients in `dtype` replace."""
+    n_rows, n_cols = standard.shape
+    out = [None if x is None else x.view(dtype)[:, :n_cols] for x in (standard, view)]
+    ce, kl, entropy = (torch.zeros(n_rows, dtype=torch.float32, device=standard.device) for _ in range(3))
+    is_top1 = torch.zeros(n_rows, dtype=torch.bool, device=standard.device)
+    assert out[0] is not None
+    _vocabulary_rows_kernel[(n_rows,)](
+        standard,
+        view,
+        out[0],
+        out[1],
+        labels,
+        ce_weight,
+        kl_weight,
+        ce,
+        kl,
+        entropy,
+        is_top1,
+        standard.stride(0),
+        out[0].stride(0),
+        n_cols,
+        head.scale,
+        head.softcap or 1.0,
+        SOFTCAP=head.softcap is not None,
+        HAS_VIEW=view is not None,
+        DIRECTION=direction,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(n_cols)),
+        num_warps=8,
+    )
+    return RowMetrics(ce, kl, entropy, is_top1), out[0], out[1]
