@@ -23,7 +23,8 @@ class RopeSFTConfig(SFTConfig):
     > Parameters that control the objective
 
     Args:
-        objective: "clm" is the next-token loss on the sampled view; "relation-distill" makes the rescaled model's
+        objective: "clm" is the next-token loss on the sampled view; "self-distill" that under true positions plus the
+            KL of the sampled view's predictions to those (RPSD); "relation-distill" makes the rescaled model's
             relations those of the model as it was pretrained (LinearARD); "hidden-distill" its hidden states (LongReD).
         view: view to sample in every training forward, by name; "standard" changes nothing.
         view_args: its options, e.g. `{"max_skip": 32768}`.
@@ -33,6 +34,9 @@ class RopeSFTConfig(SFTConfig):
         logit_kl_args: of "relation-distill", a KL of next-token distributions beside it, fields of
             `rope_patch.distillation.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
         hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
+        kl_weight: of "self-distill", lambda.
+        self_distill_args: of "self-distill", `direction`, `rows` and `reduction` of
+            `rope_patch.distillation.ViewConsistency`, e.g. `{"direction": "forward"}`.
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
     """
 
@@ -43,6 +47,7 @@ class RopeSFTConfig(SFTConfig):
         "relation_args",
         "logit_kl_args",
         "hidden_args",
+        "self_distill_args",
     ]
 
     max_length: int | None = field(
@@ -56,11 +61,12 @@ class RopeSFTConfig(SFTConfig):
     rescale_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rescaling as a JSON object, e.g. '{\"factor\": 4.0}'."}
     )
-    objective: Literal["clm", "relation-distill", "hidden-distill"] = field(
+    objective: Literal["clm", "self-distill", "relation-distill", "hidden-distill"] = field(
         default="clm",
         metadata={
-            "help": "Loss: 'clm' is next-token cross-entropy on the sampled view, 'relation-distill' and "
-            "'hidden-distill' distil the model as it was pretrained into the rescaled one."
+            "help": "Loss: 'clm' is next-token cross-entropy on the sampled view, 'self-distill' that under true "
+            "positions plus the KL of the view to those, 'relation-distill' and 'hidden-distill' distil the model as "
+            "it was pretrained into the rescaled one."
         },
     )
     view: str = field(
@@ -83,6 +89,11 @@ class RopeSFTConfig(SFTConfig):
     hidden_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'hidden-distill' as a JSON object, e.g. '{\"weight\": 5.0}'."}
     )
+    kl_weight: float = field(default=1.0, metadata={"help": "Weight of the KL between views in 'self-distill'."})
+    self_distill_args: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Options of 'self-distill' as a JSON object, e.g. '{\"direction\": \"forward\"}'."},
+    )
     teacher_offload: bool = field(
         default=False, metadata={"help": "Keep what the teacher needs on the CPU while it is not in use."}
     )
@@ -101,6 +112,7 @@ class RopeSFTConfig(SFTConfig):
         from .objectives import OBJECTIVES
         from .objectives.hidden import hidden_options
         from .objectives.relation import relation_options
+        from .objectives.self_distill import self_distill_options
 
         if self.objective != "clm" and self.objective not in OBJECTIVES:
             raise ValueError(
@@ -112,12 +124,16 @@ class RopeSFTConfig(SFTConfig):
             "relation_args": "relation-distill",
             "logit_kl_args": "relation-distill",
             "hidden_args": "hidden-distill",
+            "self_distill_args": "self-distill",
         }
         for name, objective in owners.items():
             if getattr(self, name) and self.objective != objective:
                 raise ValueError(f"{name} belongs to objective={objective!r}, got objective={self.objective!r}.")
         relation_options(self._options("relation_args"), self._options("logit_kl_args"))
         hidden_options(self._options("hidden_args"))
+        self_distill_options(self.kl_weight, self._options("self_distill_args"))
+        if self.kl_weight != 1.0 and self.objective != "self-distill":
+            raise ValueError(f"kl_weight belongs to objective='self-distill', got objective={self.objective!r}.")
 
     def _options(self, name: str) -> dict[str, Any]:
         options = getattr(self, name)

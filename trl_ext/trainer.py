@@ -133,8 +133,14 @@ class RopeSFTTrainer(SFTTrainer):
             for batch, first in zip(batches, before[:, self.accelerator.process_index].tolist(), strict=True):
                 batch[_FIRST_SAMPLE] = first
         if self._objective is not None and batches:
-            self._step_counts = self._total_counts([self._objective.counts(batch) for batch in batches], device)
+            self._step_counts = self._total_counts([self._counts(batch) for batch in batches], device)
         return batches, num_items
+
+    def _counts(self, batch: dict[str, Any]) -> dict[str, int]:
+        assert self._objective is not None
+        if self._source is not None:  # what is counted may depend on draws
+            self._source.clock.set(self.state.global_step, batch.get(_FIRST_SAMPLE, 0))
+        return self._objective.counts(batch)
 
     def _total_counts(self, counts: list[dict[str, int]], device: torch.device) -> dict[str, int]:
         """Sums over the micro-batches of a step and, where losses are normalised so, over ranks."""
@@ -181,7 +187,6 @@ class RopeSFTTrainer(SFTTrainer):
     def _distil(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         assert self._objective is not None
         mode = "train" if self.model.training else "eval"
-        inputs = {name: value for name, value in inputs.items() if name != "labels"}
         own = self._objective.counts(inputs)
         counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in own.items()}
         loss, parts = self._objective.loss(model, inputs, counts, own)

@@ -5,6 +5,7 @@ from .hidden import HiddenDistiller, HiddenTargets
 from .relations import LogitKL, RelationDistiller
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
+from .two_views import ViewConsistency, ViewDistiller
 
 __all__ = [
     "TAPE",
@@ -15,4 +16,6 @@ __all__ = [
     "RelationDistiller",
     "RelationTargets",
     "SharedTeacher",
+    "ViewConsistency",
+    "ViewDistiller",
 ]

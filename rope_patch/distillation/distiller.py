@@ -44,16 +44,16 @@ class Distiller:
 
     Args:
         model: the student, patched, bare or wrapped.
-        teacher: the same weights with adapters off, or a frozen copy.
+        teacher: the same weights with adapters off, or a frozen copy; None where a subclass needs none.
 
     Raises:
         ValueError: the student's RoPE is the teacher's.
     """
 
-    def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> None:
+    def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher | None) -> None:
         self.core: Any = find_core(model)
         self.decoder: Any = find_decoder(model)
-        self.teacher = teacher
+        self.teacher: Any = teacher
         self.state = state_of(self.decoder)
         source = None if self.state is None else self.state.source
         if self.state is None or (self.state.rescaling is None and not (source and source.view.perturbs)):

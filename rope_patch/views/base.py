@@ -43,6 +43,13 @@ class View:
         """RoPE index minus that of the document's first token, int64 or float64, for t (int64 or float64)."""
         raise NotImplementedError
 
+    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """First t whose distance to an earlier token of its document is not the true one, `length` where none is.
+
+        Rows before it predict the same as without the view. Token 0 sees no other; from 1 on every view may differ.
+        """
+        return torch.ones_like(length)
+
     def check_length(self, length: int) -> None:
         """Raise ValueError if rows of `length` tokens cannot be viewed this way."""
 

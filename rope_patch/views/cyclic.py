@@ -40,6 +40,9 @@ class Cyclic(View):
         # a document shorter than the shift turns by the remainder, as the formula's modulus says
         return {"shift": self.shift % length, "length": length}
 
+    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return length - parameters["shift"]
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         turned = t + parameters["shift"]
         return torch.where(turned < parameters["length"], turned, turned - parameters["length"])

@@ -52,5 +52,8 @@ class Skip(View):
             return {"split": split, "skip": torch.full_like(key.sample, self.skip)}
         return {"split": split, "skip": key.integers(1, length if self.max_skip is None else self.max_skip, slot=1)}
 
+    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return parameters["split"]
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.where(t >= parameters["split"], t + parameters["skip"], t)

@@ -19,6 +19,11 @@ for name, options in {
     "skip": {"view": "skip"},
     "posaug": {"view": "posaug"},
     "packed": {"view": "skip", "padding_free": True, "max_length": None},
+    "self-distill": {"objective": "self-distill", "view": "skip"},
+    "self-distill-packed": {
+        "objective": "self-distill", "view": "cyclic", "padding_free": True, "max_length": None,
+        "self_distill_args": {"reduction": "token"}, "gradient_checkpointing": True,
+    },
     "relation": {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}},
     "relation-checkpointed": {
         "objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}, "trainable": "qkv",

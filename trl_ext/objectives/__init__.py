@@ -3,7 +3,12 @@
 from .base import Objective
 from .hidden import HiddenObjective
 from .relation import RelationObjective
+from .self_distill import SelfDistillObjective
 
-OBJECTIVES: dict[str, type[Objective]] = {"relation-distill": RelationObjective, "hidden-distill": HiddenObjective}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "self-distill": SelfDistillObjective,
+    "relation-distill": RelationObjective,
+    "hidden-distill": HiddenObjective,
+}
 
-__all__ = ["OBJECTIVES", "HiddenObjective", "Objective", "RelationObjective"]
+__all__ = ["OBJECTIVES", "HiddenObjective", "Objective", "RelationObjective", "SelfDistillObjective"]

@@ -24,7 +24,7 @@ class Objective:
 
     def __init__(self, model: nn.Module, args: "RopeSFTConfig") -> None:
         self.args = args
-        self.distiller = self._make_distiller(model, _teacher(model, args))
+        self.distiller = self._make_distiller(model)
 
     def active(self) -> AbstractContextManager[None]:
         """To be open around forward and backward of a step."""
@@ -41,22 +41,26 @@ class Objective:
 
         Args:
             model: the student, wrapped as the trainer has it.
-            inputs: of the batch, without labels.
+            inputs: of the batch.
             counts: of the optimizer step that the batch belongs to.
             own: of the batch alone.
 
         Returns:
             The loss, and its parts before weighting, detached: each a mean over the batch's own tokens.
         """
-        tape = self.distiller.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
+        tape = self._tape(inputs, counts)
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
         # the loss needs no logits; those of the last token tie every parameter of the path to it, as wrappers that wait
         # for all gradients want
         outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{TAPE: tape})
         loss, parts = self._combine(tape, counts, own)
         return loss + 0.0 * outputs.logits.float().sum(), parts
 
-    def _make_distiller(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> Distiller:
+    def _make_distiller(self, model: nn.Module) -> Distiller:
         raise NotImplementedError
+
+    def _tape(self, inputs: dict[str, Any], counts: dict[str, int]) -> Any:
+        return self.distiller.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
 
     def _forward_options(self) -> dict[str, Any]:
         return {}
@@ -71,7 +75,8 @@ class Objective:
         return real_tokens(batch["input_ids"], batch.get("attention_mask"))
 
 
-def _teacher(model: nn.Module, args: "RopeSFTConfig") -> SharedTeacher | CopiedTeacher:
+def teacher_of(model: nn.Module, args: "RopeSFTConfig") -> SharedTeacher | CopiedTeacher:
+    """The model as it was pretrained: its own weights where it has adapters, else a copy."""
     if find_core(model) is not model:  # PEFT
         return SharedTeacher(model)
     return CopiedTeacher(model, offload=args.teacher_offload)

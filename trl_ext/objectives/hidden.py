@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.distillation import CopiedTeacher, HiddenDistiller, HiddenTargets, SharedTeacher
+from rope_patch.distillation import HiddenDistiller, HiddenTargets
 
-from .base import Objective, from_fields
+from .base import Objective, from_fields, teacher_of
 
 
 class HiddenObjective(Objective):
@@ -20,8 +20,9 @@ class HiddenObjective(Objective):
 
     distiller: HiddenDistiller
 
-    def _make_distiller(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> HiddenDistiller:
-        return HiddenDistiller(model, hidden_options(self.args._options("hidden_args")), teacher)
+    def _make_distiller(self, model: nn.Module) -> HiddenDistiller:
+        targets = hidden_options(self.args._options("hidden_args"))
+        return HiddenDistiller(model, targets, teacher_of(model, self.args))
 
     def _forward_options(self) -> dict[str, Any]:
         return {"output_hidden_states": True}

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.distillation import CopiedTeacher, LogitKL, RelationDistiller, RelationTargets, SharedTeacher
+from rope_patch.distillation import LogitKL, RelationDistiller, RelationTargets
 
-from .base import Objective, from_fields
+from .base import Objective, from_fields, teacher_of
 
 
 class RelationObjective(Objective):
@@ -21,9 +21,11 @@ class RelationObjective(Objective):
 
     distiller: RelationDistiller
 
-    def _make_distiller(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher) -> RelationDistiller:
+    def _make_distiller(self, model: nn.Module) -> RelationDistiller:
         targets, logit_kl = relation_options(self.args._options("relation_args"), self.args._options("logit_kl_args"))
-        return RelationDistiller(model, targets, teacher, logit_kl=logit_kl, offload=self.args.teacher_offload)
+        return RelationDistiller(
+            model, targets, teacher_of(model, self.args), logit_kl=logit_kl, offload=self.args.teacher_offload
+        )
 
     def counts(self, batch: dict[str, Any]) -> dict[str, int]:
         """Real tokens, and those that the logit KL counts."""

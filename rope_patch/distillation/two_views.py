@@ -1,0 +1,243 @@
+"""Self-distillation between views: a model's predictions under true positions teach those under a view."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from rope_kernels import RowMetrics, linear_ce_kl
+
+from ..documents import Documents, locate_documents
+from ..heads import logit_transform
+from ..patch import rope_view
+from .distiller import TAPE, Distiller, Tape, real_tokens
+
+Direction = Literal["reverse", "forward", "jsd"]
+Rows = Literal["paper", "query_in_suffix"]
+Reduction = Literal["sequence", "token"]
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewConsistency:
+    """L = L_CLM(standard view) + weight L_KL; p the view's next-token distribution, q the standard view's, held fixed.
+
+    For a document of L tokens whose RoPE indices are true before token s,
+
+        L_KL = mean over documents of 1 / (L - s) sum_{t=s}^{L-2} KL(p_t || q_t)
+
+    with t the query's token: the paper's Eq. 6 sums over the tokens i = t + 1 that are predicted from i = s on, and the
+    first of these, predicted from query s - 1, has a KL of 0. With labels on some tokens only, the sum and L - s count
+    those.
+
+    Args:
+        weight: lambda.
+        direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
+        rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
+        reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s.
+
+    Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations.
+    """
+
+    weight: float = 1.0
+    direction: Direction = "reverse"
+    rows: Rows = "paper"
+    reduction: Reduction = "sequence"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight < float("inf"):
+            raise ValueError(f"weight must be a number of at least 0, got {self.weight!r}.")
+        for name, allowed in (("direction", Direction), ("rows", Rows), ("reduction", Reduction)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Labels and documents of a batch, with what does not depend on draws.
+
+    Args:
+        documents: of each token.
+        ordinal: of each token's document, [batch, n].
+        t: index of each token in its document, [batch, n].
+        valid: which tokens are real, bool [batch, n].
+        labels: of each token, -100 for none, [batch, n].
+        next_label: label that each query predicts, -100 for none, [batch, n].
+        counted: bool [batch, n], tokens that have a label; a document's first one counts with its second.
+        ends: bool [batch, n], last query of a document.
+    """
+
+    documents: Documents
+    ordinal: torch.Tensor
+    t: torch.Tensor
+    valid: torch.Tensor
+    labels: torch.Tensor
+    next_label: torch.Tensor
+    counted: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: dict[str, Any]) -> "Labelled":
+        """Read a collator's batch: input_ids, labels, and attention_mask and position_ids where it has them."""
+        ids, position_ids, attention_mask = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
+        rows, seq_len = ids.shape
+        documents = locate_documents(rows, seq_len, ids.device, position_ids, attention_mask)
+        positions = torch.arange(seq_len, device=ids.device) if position_ids is None else position_ids
+        t = (positions - documents.start).expand(rows, seq_len)
+        ordinal = documents.ordinal.expand(rows, seq_len)
+        valid = real_tokens(ids, attention_mask)
+        labels = batch.get("labels", ids).masked_fill(~valid, IGNORE_INDEX)
+        follows = torch.zeros_like(valid)
+        follows[:, :-1] = valid[:, :-1] & valid[:, 1:] & (ordinal[:, :-1] == ordinal[:, 1:])
+        next_label = torch.full_like(labels, IGNORE_INDEX)
+        next_label[:, :-1] = torch.where(follows[:, :-1], labels[:, 1:], IGNORE_INDEX)
+        counted = (labels != IGNORE_INDEX) | (valid & (t == 0) & (next_label != IGNORE_INDEX))
+        return cls(documents, ordinal, t, valid, labels, next_label, counted, valid & ~follows)
+
+    @property
+    def n_labels(self) -> int:
+        """Queries with a label."""
+        return int((self.next_label != IGNORE_INDEX).sum())
+
+    @property
+    def n_documents(self) -> int:
+        """Documents with one."""
+        return int(self._per_document(self.next_label != IGNORE_INDEX).gt(0).sum())
+
+    def suffix(self, affected_from: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which queries the KL sums over, and L - s of the document of each token, both [batch, n].
+
+        Args:
+            affected_from: s of each document, in the shape of its documents.
+            rows: as in `ViewConsistency`.
+        """
+        behind = self.t >= affected_from
+        chosen = behind & (self.next_label != IGNORE_INDEX)
+        if rows == "query_in_suffix":
+            chosen = chosen | (behind & self.ends & self.counted)
+        return chosen, self._per_document(behind & self.counted)[self.ordinal]
+
+    def suffix_total(self, affected_from: torch.Tensor) -> int:
+        """Sum of L - s over documents."""
+        return int(((self.t >= affected_from) & self.counted).sum())
+
+    def _per_document(self, what: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(int(self.ordinal.max()) + 1, dtype=torch.int64, device=what.device)
+        return total.scatter_add_(0, self.ordinal.flatten(), what.flatten().long())
+
+
+class ViewTape(Tape):
+    """Hidden states of the standard view, and the loss and metrics of both.
+
+    Args:
+        labelled: the batch.
+        ce_divisor: what the sum of cross-entropies is divided by.
+        kl_divisor: what the KL is divided by: documents, or the sum of L - s for the "token" reduction.
+    """
+
+    standard: torch.Tensor
+    loss: torch.Tensor
+    rows: RowMetrics
+    in_kl: torch.Tensor  # [batch, n], queries that the KL sums over
+    suffix_length: torch.Tensor  # [batch, n], L - s
+    queries: torch.Tensor  # [N] indices of `rows` among the flattened queries
+
+    def __init__(self, labelled: Labelled, ce_divisor: int, kl_divisor: int) -> None:
+        super().__init__(labelled.valid, labelled.ordinal)
+        self.labelled, self.ce_divisor, self.kl_divisor = labelled, ce_divisor, kl_divisor
+
+
+class ViewDistiller(Distiller):
+    """Distils the standard view of a model into its sampled view, in one call of the model.
+
+    The standard view's forward runs first, with its graph; then the view's. Gradients of the KL flow through all of the
+    view's path, the keys and values of its unchanged prefix included.
+
+    Args:
+        model: patched with a view, bare or wrapped.
+        consistency: rows, divisors and direction.
+
+    Raises:
+        ValueError: the model has no view that perturbs, or one that a checkpointed layer would not repeat.
+    """
+
+    def __init__(self, model: nn.Module, consistency: ViewConsistency) -> None:
+        super().__init__(model, None)
+        assert self.state is not None
+        if self.state.source is None or not self.state.source.view.perturbs:
+            raise ValueError(
+                "objective 'self-distill' compares a view with true positions: give view='skip' or another that "
+                "perturbs."
+            )
+        if self.state.layers_call_rotary:
+            raise ValueError(
+                f"{type(self.core).__name__} computes RoPE inside its layers, which have one view a step: objective "
+                "'self-distill' needs two. Use objective='clm' with the view."
+            )
+        self.source = self.state.source
+        self.consistency = consistency
+
+    def affected_from(self, labelled: Labelled) -> torch.Tensor:
+        """The s that the clock's next draw gives each document."""
+        documents = labelled.documents
+        parameters = self.source.view.draw(documents.length, self.source.clock.key(documents))
+        return self.source.view.affected_from(documents.length, parameters)
+
+    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tape = kwargs.get(TAPE)
+        if tape is None or tape.teaching or tape.taught:
+            return
+        tape.teaching = True
+        try:
+            with rope_view(decoder, "standard"):
+                tape.standard = decoder(*args, **kwargs).last_hidden_state
+        finally:
+            tape.teaching = False
+        tape.taught = True
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        assert self.state is not None
+        forced = not self.decoder.training and self.state.when == "train"  # evaluation samples no view by itself
+        if forced:
+            self.state.overrides.append(self.source)
+        try:
+            yield
+        finally:
+            if forced:
+                self.state.overrides.remove(self.source)
+
+    def _compare_student(self, tape: ViewTape, output: Any) -> None:
+        assert self.source.last is not None
+        labelled = tape.labelled
+        first = self.source.view.affected_from(labelled.documents.length, self.source.last.parameters)
+        tape.in_kl, tape.suffix_length = labelled.suffix(first, self.consistency.rows)
+        # evaluation measures the KL whatever it weighs in training
+        weight = self.consistency.weight if self.decoder.training else 1.0
+        kl_weight = tape.in_kl * (weight / tape.kl_divisor)
+        if self.consistency.reduction == "sequence":
+            kl_weight = kl_weight / tape.suffix_length.clamp(min=1)
+        labels = labelled.next_label.flatten()
+        kl_weight = kl_weight.flatten().float()
+        head = self.core.get_output_embeddings()
+        scale, softcap = logit_transform(self.core.config.get_text_config())
+        tape.queries = ((labels != IGNORE_INDEX) | (kl_weight != 0)).nonzero().squeeze(1)
+        standard, view = (
+            x.flatten(0, 1)[tape.queries].to(head.weight.dtype) for x in (tape.standard, output.last_hidden_state)
+        )
+        del tape.standard
+        tape.loss, tape.rows = linear_ce_kl(
+            standard,
+            view,
+            head.weight,
+            labels[tape.queries],
+            torch.full_like(kl_weight[tape.queries], 1 / tape.ce_divisor),
+            kl_weight[tape.queries],
+            self.consistency.direction,
+            bias=getattr(head, "bias", None),
+            logit_scale=scale,
+            softcap=softcap,
+        )

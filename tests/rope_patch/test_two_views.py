@@ -1,0 +1,215 @@
+"""Self-distillation between views against two plain passes and sums over tokens written one at a time."""
+
+import pytest
+import torch
+from support.tiny import tiny, tokens
+
+from rope_patch import patch_model, rope_view
+from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
+from rope_patch.distillation.two_views import Labelled, ViewTape
+from rope_patch.draws import DrawKey
+
+FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
+
+
+def batch(kind):
+    """input_ids, labels and what a collator adds, for each kind of batch."""
+    if kind == "plain":
+        ids = tokens(2, 19)
+        return {"input_ids": ids, "labels": ids.clone()}
+    if kind in ("right", "left"):
+        ids, mask = tokens(3, 17), torch.ones(3, 17, dtype=torch.long)
+        for row, n in enumerate((17, 11, 6)):
+            mask[row, n:] = 0
+        if kind == "left":
+            mask = mask.flip(1)
+        ids = ids.masked_fill(mask == 0, 0)
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if kind == "packed":
+        ids = tokens(1, 24)
+        positions = torch.cat([torch.arange(n) for n in (7, 12, 5)])[None]
+        return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    assert kind == "completion"  # a prompt without labels
+    ids = tokens(2, 19)
+    labels = ids.clone()
+    labels[0, :8] = -100
+    labels[1, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def documents_of(data):
+    """(row, first token, length) of each document."""
+    for row in range(len(data["input_ids"])):
+        positions = data.get("position_ids")
+        if positions is not None:
+            begins = [i for i, p in enumerate(positions[row].tolist()) if p == 0] + [positions.shape[1]]
+            for a, b in zip(begins, begins[1:], strict=False):
+                yield row, a, b - a
+        elif "attention_mask" in data:
+            real = data["attention_mask"][row].nonzero().flatten().tolist()
+            yield row, real[0], len(real)
+        else:
+            yield row, 0, data["input_ids"].shape[1]
+
+
+def divergence(p, q, direction):
+    if direction == "reverse":
+        return (p * (p / q).log()).sum()
+    if direction == "forward":
+        return (q * (q / p).log()).sum()
+    m = (p + q) / 2
+    return ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2
+
+
+def by_hand(model, data, view, parameters, consistency):
+    """Two plain passes of each document alone, and Eq. 6 token by token."""
+    ce = kl = 0.0
+    n_labels = n_documents = suffixes = 0
+    for number, (row, start, length) in enumerate(documents_of(data)):
+        ids = data["input_ids"][row : row + 1, start : start + length]
+        labels = data["labels"][row, start : start + length].tolist()
+        draws = {name: value.flatten() for name, value in parameters.items()}
+        own = {  # one value a document, or one a token in packed rows
+            name: value[number if len(value) < data["input_ids"].numel() else row * data["input_ids"].shape[1] + start]
+            for name, value in draws.items()
+        }
+        index = view.rope_index(torch.arange(length), own)
+        with rope_view(model, "standard"):
+            standard = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
+        with rope_view(model, index=index[None]):
+            seen = model(ids, use_cache=False).logits[0].double().softmax(-1)
+        s = int(own["split"]) if "split" in own else length - int(own["shift"])
+        # token i is predicted from query i - 1; the first token has a label if the second one has
+        labelled = [i for i in range(length) if labels[i] != -100]
+        if 0 not in labelled and 1 in labelled:
+            labelled = [0, *labelled]
+        for i in labelled:
+            if i > 0:
+                ce = ce - standard[i - 1, labels[i]]
+                n_labels += 1
+        divisor = sum(i >= s for i in labelled)
+        queries = [i - 1 for i in labelled if i - 1 >= s and i > 0]
+        if consistency.rows == "query_in_suffix" and length - 1 in labelled and length - 1 >= s:
+            queries.append(length - 1)
+        q = standard.detach().exp()
+        total = sum((divergence(seen[t], q[t], consistency.direction) for t in queries), torch.zeros(()))
+        n_documents += any(i > 0 for i in labelled)
+        suffixes += divisor
+        kl = kl + (total if consistency.reduction == "token" else total / max(divisor, 1))
+    kl = kl / (suffixes if consistency.reduction == "token" else n_documents)
+    return ce / n_labels + consistency.weight * kl, kl
+
+
+def run(model, data, consistency, step=3):
+    """The distiller's loss in one call of the model."""
+    distiller = ViewDistiller(model, consistency)
+    distiller.source.clock.set(step, 0)
+    labelled = Labelled.of(data)
+    divisor = labelled.n_documents
+    if consistency.reduction == "token":
+        divisor = labelled.suffix_total(distiller.affected_from(labelled))
+    tape = ViewTape(labelled, labelled.n_labels, divisor)
+    inputs = {name: value for name, value in data.items() if name != "labels"}
+    with distiller.active():
+        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        if tape.loss.requires_grad:
+            tape.loss.backward()
+    return tape, distiller.source.last
+
+
+def compare(family, kind, options, consistency, checkpointing=False):
+    torch.manual_seed(3)
+    data = batch(kind)
+    model = patch_model(tiny(family, dtype=torch.float64), **options).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tape, bound = run(model, data, consistency)
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    wanted, _ = by_hand(model, data, bound.view, bound.parameters, consistency)
+    wanted.backward()
+    torch.testing.assert_close(tape.loss.detach(), wanted.detach(), rtol=1e-6, atol=1e-7)
+    for name, p in model.named_parameters():
+        # float32 norms inside a float64 model
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item() + 1e-9)
+
+
+SKIP = {"method": "skip", "max_skip": 40}
+
+
+@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "completion"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_are_those_of_two_plain_passes(family, kind):
+    compare(family, kind, SKIP, ViewConsistency(weight=0.7))
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("rows", ["paper", "query_in_suffix"])
+def test_every_direction_reduction_and_choice_of_rows(direction, reduction, rows):
+    consistency = ViewConsistency(weight=2.0, direction=direction, reduction=reduction, rows=rows)
+    compare("llama", "right", SKIP, consistency)
+    compare("llama", "packed", {"method": "cyclic"}, consistency)
+
+
+def test_checkpointing_changes_nothing():
+    compare("llama", "packed", SKIP, ViewConsistency(), checkpointing=True)
+
+
+def test_the_last_query_adds_a_row_and_the_divisor_stays():
+    """The paper's sum from i = s has L - s terms, of which the first, before the first query that differs, is 0."""
+    data = batch("plain")
+    labelled = Labelled.of(data)
+    first = torch.tensor([[4], [0]])
+    chosen, suffix = labelled.suffix(first, "paper")
+    assert chosen.sum(1).tolist() == [14, 18] and suffix[:, 0].tolist() == [15, 19]
+    chosen, suffix = labelled.suffix(first, "query_in_suffix")
+    assert chosen.sum(1).tolist() == [15, 19] and suffix[:, 0].tolist() == [15, 19]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "first"),
+    [
+        ("skip", {"split": 5, "skip": 9}, 5),
+        ("cyclic", {"shift": 6}, 13),
+        ("dilation", {"low": 2.0, "high": 2.0}, 1),
+        ("nope", {}, 1),
+        ("compose", {"views": [{"view": "cyclic", "shift": 6}, {"view": "skip", "split": 5, "skip": 9}]}, 5),
+        ("standard", {}, 19),
+    ],
+)
+def test_rows_before_the_first_affected_one_predict_the_same(method, options, first):
+    model, ids = tiny(dtype=torch.float64), tokens(1, 19)
+    patch_model(model, method, when="always", **options)
+    view = model.model._rope_patch.source.view
+    length = torch.tensor([[19]])
+    parameters = view.draw(length, DrawKey(0, torch.tensor(0), torch.tensor([[0]])))
+    assert view.affected_from(length, parameters).item() == first
+    with torch.no_grad():
+        seen = model(ids).logits
+        with rope_view(model, "standard"):
+            standard = model(ids).logits
+    # RoPE itself is float32: equal distances at other indices round differently
+    torch.testing.assert_close(seen[:, :first], standard[:, :first], atol=1e-5, rtol=0)
+    if first < 19:
+        assert (seen[:, -1] - standard[:, -1]).abs().max() > 1e-3
+
+
+def test_evaluation_samples_the_view_too_and_takes_it_off_again():
+    model = patch_model(tiny(), **SKIP).eval()
+    with torch.no_grad():
+        tape, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
+        again, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
+    assert tape.rows.kl.sum() > 0 and not model.model._rope_patch.overrides
+    assert tape.rows.kl.shape == again.rows.kl.shape
+
+
+def test_what_cannot_be_distilled_is_refused():
+    with pytest.raises(ValueError, match="same RoPE"):
+        ViewDistiller(patch_model(tiny(), "standard"), ViewConsistency())
+    with pytest.raises(ValueError, match="give view='skip' or another that perturbs"):
+        ViewDistiller(patch_model(tiny(), "pi", factor=2.0), ViewConsistency())
+    with pytest.raises(ValueError, match="direction must be one of"):
+        ViewConsistency(direction="both")
+    with pytest.raises(ValueError, match="weight must be a number of at least 0"):
+        ViewConsistency(weight=-1.0)

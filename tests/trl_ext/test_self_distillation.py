@@ -1,0 +1,139 @@
+"""objective="self-distill" in the trainer: normalisation over a step, evaluation, what is logged, resuming, errors."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from support.training import documents, logged, trainer
+from transformers import CohereConfig, CohereForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
+
+WAYS = {
+    "padded": {"per_device_train_batch_size": 4},
+    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "mixed": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "padding-free": {"per_device_train_batch_size": 4, "padding_free": True, "max_length": None},
+    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 4 * 24},
+    "checkpointed": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+    },
+}
+
+
+@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_one_mean_however_it_is_batched(way, reduction, tmp_path):
+    """Draws are keyed by document, so every way of batching the same documents in the same order has one loss."""
+    data = documents(4)
+    options = {"train_dataset": data, "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
+    options |= {"self_distill_args": {"reduction": reduction}, "data_seed": 0}
+    reference = trainer(tmp_path, **options, **SELF, **WAYS["padded"])
+    reference.train()
+    run = trainer(tmp_path, **options, **SELF, **WAYS[way])
+    run.train()
+    (wanted,), (found,) = (logged(x, "loss", "grad_norm", "num_tokens") for x in (reference, run))
+    if way == "packed":  # packing sorts documents by length, and so gives them other draws
+        assert found["num_tokens"] == wanted["num_tokens"]
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=0.3)
+    else:
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_without_the_kl_it_is_the_plain_loss(tmp_path):
+    data = documents(4)
+    options = {"train_dataset": data, "max_steps": 3, "per_device_train_batch_size": 4}
+    ours = trainer(tmp_path, **options, **SELF, kl_weight=0.0)
+    ours.train()
+    plain = trainer(tmp_path, SFTTrainer, SFTConfig, **options)
+    plain.train()
+    for mine, theirs in zip(logged(ours, "loss", "entropy"), logged(plain, "loss", "entropy"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_evaluation_is_plain_cross_entropy_with_the_kl_beside_it(tmp_path):
+    data = documents(6)
+    ours = trainer(tmp_path, eval_dataset=data, **SELF)
+    plain = trainer(tmp_path, SFTTrainer, SFTConfig, eval_dataset=data)
+    mine, theirs = ours.evaluate(), plain.evaluate()
+    assert mine["eval_loss"] == pytest.approx(
+        theirs["eval_loss"], rel=2e-2
+    )  # a mean over batches there, over tokens here
+    assert mine["eval_kl"] > 0 and ours.evaluate()["eval_kl"] == mine["eval_kl"], "evaluation draws the same each time"
+
+
+def test_the_kl_brings_the_view_to_true_positions(tmp_path):
+    """Against the same run without it: cross-entropy falls in both."""
+    data = documents(4)
+    options = {"max_steps": 40, "train_dataset": data, "eval_dataset": data, "learning_rate": 3e-3, **SELF}
+    results = {}
+    for weight in (0.0, 5.0):
+        run = trainer(tmp_path, **options, kl_weight=weight)
+        before = run.evaluate()
+        run.train()
+        results[weight] = run.evaluate()
+        assert results[weight]["eval_loss"] < 0.5 * before["eval_loss"]
+    assert results[5.0]["eval_kl"] < 0.5 * results[0.0]["eval_kl"]
+
+
+def test_what_is_logged(tmp_path):
+    run = trainer(tmp_path, max_steps=2, **SELF)
+    run.train()
+    names = ("kl", "ce", "view", "entropy", "mean_token_accuracy", "num_tokens")
+    for entry in logged(run, *names):
+        wanted = {"kl", "ce", "entropy", "mean_token_accuracy", "view/split", "view/skip", "num_tokens"}
+        assert wanted <= set(entry) and {f"kl/depth_{i}of4" for i in range(1, 5)} <= set(entry)
+
+
+def test_lora_and_resuming(tmp_path):
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {"peft_config": config, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **SELF}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    again = trainer(tmp_path / "whole", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert logged(again, "loss", "kl")[-2:] == logged(whole, "loss", "kl")[-2:]
+
+
+def test_labels_of_completions_count_alone(tmp_path):
+    rows = [{"prompt": "w3 w4 w5 w6 w7", "completion": "w8 w9 w10 w11 w12 w13"}] * 4
+    run = trainer(tmp_path, max_steps=1, train_dataset=Dataset.from_list(rows), per_device_train_batch_size=4, **SELF)
+    run.train()
+    counts = run._step_counts
+    assert counts["documents"] == 4 and counts["labels"] in (4 * 6, 4 * 7)  # with or without a closing token
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"view": "standard", "view_args": None}, "same RoPE|give view='skip'"),
+        ({"kl_weight": -1.0}, "weight must be a number of at least 0"),
+        ({"self_distill_args": {"direction": "both"}}, "direction must be one of"),
+        ({"self_distill_args": {"weight": 2.0}}, "give kl_weight"),
+        ({"self_distill_args": {"depth": 2}}, "self_distill_args takes the fields of ViewConsistency"),
+        ({"objective": "clm", "kl_weight": 2.0}, "kl_weight belongs to objective='self-distill'"),
+        ({"objective": "clm", "self_distill_args": {"rows": "paper"}}, "belongs to objective='self-distill'"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_before_training(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **{**SELF, **options})
+
+
+def test_a_head_that_scales_and_caps_its_logits(tmp_path):
+    """Gemma's cap and Cohere's scale are part of the loss."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = CohereForCausalLM(CohereConfig(vocab_size=101, num_key_value_heads=2, logit_scale=0.25, **shape))
+    data = documents(4)
+    options = {"train_dataset": data, "max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 4}
+    ours = trainer(tmp_path, model=model, **options, **SELF)
+    ours.train()
+    plain = trainer(tmp_path, SFTTrainer, SFTConfig, model=model, **options)
+    plain.train()
+    assert logged(ours, "ce")[0]["ce"] == pytest.approx(logged(plain, "loss")[0]["loss"], rel=1e-4)

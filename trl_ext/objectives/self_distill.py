@@ -1,0 +1,81 @@
+"""objective="self-distill": RPSD."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.distillation import ViewConsistency, ViewDistiller
+from rope_patch.distillation.two_views import Labelled, ViewTape
+
+from .base import Objective, from_fields
+
+
+class SelfDistillObjective(Objective):
+    """Next-token loss under true positions, and the KL of the sampled view's predictions to those.
+
+    loss = (sum of cross-entropies) / labels of the step + kl_weight L_KL, with L_KL as in
+    `rope_patch.distillation.ViewConsistency` over the documents of the optimizer step. Evaluation gives the
+    cross-entropy alone, and logs the KL beside it.
+
+    Source: RPSD, arXiv:2604.14339, Eq. 3-6.
+    """
+
+    distiller: ViewDistiller
+
+    def _make_distiller(self, model: nn.Module) -> ViewDistiller:
+        consistency = self_distill_options(self.args.kl_weight, self.args._options("self_distill_args"))
+        return ViewDistiller(model, consistency)
+
+    def counts(self, batch: dict[str, Any]) -> dict[str, int]:
+        """Real tokens, labels, documents, and the sum of L - s that the clock's draws give."""
+        labelled = Labelled.of(batch)
+        counts = {"tokens": int(labelled.valid.sum()), "labels": labelled.n_labels, "documents": labelled.n_documents}
+        if self.distiller.consistency.reduction == "token":
+            counts["suffix"] = labelled.suffix_total(self.distiller.affected_from(labelled))
+        return counts
+
+    def _kl_divisor(self, counts: dict[str, int]) -> int:
+        return max(1, counts["suffix" if self.distiller.consistency.reduction == "token" else "documents"])
+
+    def _tape(self, inputs: dict[str, Any], counts: dict[str, int]) -> ViewTape:
+        return ViewTape(Labelled.of(inputs), counts["labels"], self._kl_divisor(counts))
+
+    def _combine(
+        self, tape: ViewTape, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        rows, n_labels = tape.rows, max(own["labels"], 1)
+        ce = rows.ce.sum() / n_labels
+        share = 1.0 / tape.suffix_length.flatten()[tape.queries].clamp(min=1)
+        weighted = rows.kl * share if self.distiller.consistency.reduction == "sequence" else rows.kl
+        training = self.distiller.decoder.training
+        parts = {
+            "entropy": rows.entropy.sum() / n_labels,
+            "mean_token_accuracy": rows.is_top1.sum() / n_labels,
+        }
+        if self.distiller.consistency.weight or not training:  # else no KL was computed
+            parts |= {"kl": weighted.sum() / self._kl_divisor(own), **self._by_depth(tape)}
+        return (tape.loss, {"ce": ce, **parts}) if training else (ce, parts)
+
+    def _by_depth(self, tape: ViewTape) -> dict[str, torch.Tensor]:
+        """Mean KL of the queries in each quarter of their document, where there are any."""
+        labelled = tape.labelled
+        length = labelled.documents.length.expand_as(labelled.t)
+        quarter = (4 * labelled.t // length.clamp(min=1)).clamp(max=3).flatten()[tape.queries]
+        chosen = tape.in_kl.flatten()[tape.queries]
+        means = {}
+        for i in range(4):
+            here = chosen & (quarter == i)
+            means[f"kl/depth_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum() / here.sum().clamp(min=1)
+        return means
+
+
+def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> ViewConsistency:
+    """The options of the objective, checked.
+
+    Raises:
+        ValueError: an unknown option, or one out of its range.
+    """
+    if "weight" in self_distill_args:
+        raise ValueError("self_distill_args has no weight: give kl_weight.")
+    return from_fields(ViewConsistency, "self_distill_args", {"weight": kl_weight, **self_distill_args})
