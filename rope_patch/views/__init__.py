@@ -1,6 +1,7 @@
 """Views: rules from token index to RoPE index. Each is a frozen dataclass, found by name in `VIEWS`."""
 
 from .base import VIEWS, View
+from .chunk_permute import ChunkPermute
 from .compose import Compose
 from .cyclic import Cyclic
 from .dilation import Dilation
@@ -9,4 +10,4 @@ from .posaug import PosAug
 from .skip import Skip
 from .standard import Standard
 
-__all__ = ["VIEWS", "Compose", "Cyclic", "Dilation", "NoPE", "PosAug", "Skip", "Standard", "View"]
+__all__ = ["VIEWS", "ChunkPermute", "Compose", "Cyclic", "Dilation", "NoPE", "PosAug", "Skip", "Standard", "View"]

@@ -29,7 +29,7 @@ def lora(**kwargs):
 def test_list_methods_names_everything():
     names = set(list_methods())
     assert {"pi", "ntk", "dynamic-ntk", "abf", "yarn", "longrope", "llama3"} <= names
-    assert {"standard", "skip", "cyclic", "dilation", "posaug", "nope", "compose"} <= names
+    assert {"standard", "skip", "cyclic", "dilation", "chunk-permute", "posaug", "nope", "compose"} <= names
 
 
 def test_patching_returns_the_same_object_and_twice_is_once():

@@ -174,6 +174,7 @@ def test_the_last_query_adds_a_row_and_the_divisor_stays():
         ("cyclic", {"shift": 6}, 13),
         ("dilation", {"low": 2.0, "high": 2.0}, 1),
         ("nope", {}, 1),
+        ("chunk-permute", {"blocks": 4}, 5),
         ("compose", {"views": [{"view": "cyclic", "shift": 6}, {"view": "skip", "split": 5, "skip": 9}]}, 5),
         ("standard", {}, 19),
     ],

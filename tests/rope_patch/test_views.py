@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rope_patch.draws import DrawKey
-from rope_patch.views import VIEWS, Compose, Cyclic, Dilation, NoPE, PosAug, Skip, Standard
+from rope_patch.views import VIEWS, ChunkPermute, Compose, Cyclic, Dilation, NoPE, PosAug, Skip, Standard
 
 L = 12
 
@@ -60,6 +60,27 @@ def test_cyclic_goes_on_after_the_suffix_when_decoding():
     assert index(Cyclic(shift=4), t=torch.arange(L, L + 3)[None]) == [4, 5, 6]
 
 
+@pytest.mark.parametrize(("length", "blocks"), [(12, 3), (13, 4), (5, 8), (1, 2), (9, 8)])
+def test_chunk_permute_moves_whole_blocks(length, blocks):
+    chunk = -(-length // blocks)
+    n_blocks = -(-length // chunk)
+    for step in range(20):
+        parameters = ChunkPermute(blocks=blocks).draw(torch.tensor([[length]]), key(step=step))
+        t = torch.arange(length + 3)[None]
+        r = ChunkPermute(blocks=blocks).rope_index(t, parameters)[0].tolist()
+        places = [r[b * chunk] // chunk for b in range(n_blocks)]
+        assert sorted(places) == list(range(n_blocks))
+        assert r[:length] == [chunk * places[i // chunk] + i % chunk for i in range(length)]
+        assert r[length:] == [length, length + 1, length + 2], "what is decoded behind the document keeps its place"
+
+
+def test_chunk_permute_draws_every_permutation_equally_often():
+    parameters = drawn(ChunkPermute(blocks=3), samples=6000)
+    orders = torch.cat([parameters[f"block_{b}"] for b in range(3)], 1)
+    _, counts = orders.unique(dim=0, return_counts=True)
+    assert len(counts) == 6 and (counts - 1000).abs().max() < 4 * math.sqrt(6000 * (1 / 6) * (5 / 6))
+
+
 def test_dilation_draws_one_factor_a_document_and_posaug_one_a_step():
     assert drawn(Dilation())["factor"].shape == (2000, 1)
     assert 0.5 <= drawn(Dilation())["factor"].min() < 0.52 and 1.98 < drawn(Dilation())["factor"].max() <= 2
@@ -94,13 +115,14 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
         (lambda: Skip(max_skip=0), "max_skip must be at least 1, got 0."),
         (lambda: Skip(skip=3, max_skip=3), "give skip or max_skip, not both"),
         (lambda: Cyclic(shift=-2), "view 'cyclic': shift must be at least 0, got -2."),
+        (lambda: ChunkPermute(blocks=1), "view 'chunk-permute': blocks must be at least 2, got 1."),
         (lambda: Dilation(low=0), "view 'dilation': low must be a finite number above 0, got 0."),
         (lambda: PosAug(low=2, high=1), "view 'posaug': low must not exceed high, got low=2 and high=1."),
         (lambda: PosAug(high=float("inf")), "high must be a finite number above 0, got inf."),
         (lambda: PosAug(law="normal"), "law must be one of \\('uniform', 'log-uniform'\\), got 'normal'."),
         (lambda: Compose([]), "views must be a list of at least one view, got \\[\\]."),
         (lambda: Compose(["skip"]), "views must hold views such as Skip\\(\\), got 'skip'."),
-        (lambda: VIEWS["skp"], "Unknown view 'skp'. Did you mean 'skip'\\? Known: compose, cyclic"),
+        (lambda: VIEWS["skp"], "Unknown view 'skp'. Did you mean 'skip'\\? Known: chunk-permute, compose"),
         (
             lambda: Skip(split=L).check_length(L),
             "split must be below the number of tokens in the sequence, got split=12",

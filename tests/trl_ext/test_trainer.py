@@ -50,7 +50,7 @@ def test_standard_view_is_sft_bit_for_bit(batch, peft, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("view", ["skip", "cyclic", "dilation"])
+@pytest.mark.parametrize("view", ["skip", "cyclic", "dilation", "chunk-permute"])
 def test_draws_belong_to_documents_however_they_are_batched(view, tmp_path):
     """Padded, padding-free, accumulated: the same documents in a step give the same draws and so the same loss."""
     ways = [
@@ -213,11 +213,11 @@ def test_a_patched_model_keeps_its_patches(tmp_path):
     ("options", "message"),
     [
         ({"view": "skp"}, "Unknown method 'skp'. Did you mean 'skip'"),
-        ({"view": "yarn", "view_args": {"factor": 2.0}}, "'yarn' is a rescaling; a view is one of compose, cyclic"),
+        ({"view": "yarn", "view_args": {"factor": 2.0}}, "'yarn' is a rescaling; a view is one of chunk-permute, compose"),
         ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, dynamic-ntk"),
         ({"view": "skip", "view_args": {"maxskip": 3}}, "Unknown option of 'skip' 'maxskip'. Did you mean 'max_skip'"),
         ({"rescale_args": {"factor": 2.0}}, "rescale_args needs rescale"),
-        ({"objective": "dpo"}, "objective must be one of 'clm', 'relation-distill', 'hidden-distill', got 'dpo'"),
+        ({"objective": "dpo"}, "objective must be one of 'clm', 'self-distill', 'relation-distill', 'hidden-distill', got 'dpo'"),
         ({"view": "skip", "view_args": "[1]"}, "view_args must be a JSON object"),
     ],
 )
