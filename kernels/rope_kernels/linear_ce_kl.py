@@ -21,13 +21,16 @@ def linear_ce_kl(
     bias: torch.Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    ce_reference: torch.Tensor | None = None,
+    ce_cap: float = 5.0,
     chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, RowMetrics]:
-    """sum_i ce_weight_i CE_i + kl_weight_i KL_i, without the logits of all rows.
+    """sum_i f_i ce_weight_i CE_i + kl_weight_i KL_i, without the logits of all rows.
 
     With z = softcap tanh(logit_scale (h W^T + b) / softcap), q = softmax(z) of `hidden_std` and p of `hidden_view`:
 
         CE_i = -ln q_i[labels_i]
+        f_i = min(e^(ce_reference_i - CE_i), ce_cap), a constant; 1 without a reference
         KL_i = KL(p_i || q_i) for "reverse", KL(q_i || p_i) for "forward", their Jensen-Shannon divergence for "jsd"
 
     q is a constant in the KL: gradients flow to `hidden_std` from the CE alone, to `hidden_view` from the KL alone, to
@@ -48,6 +51,9 @@ def linear_ce_kl(
         bias: [V] or None.
         logit_scale: factor of the products.
         softcap: bound of the logits, as Gemma has it.
+        ce_reference: [N] or None, nan for rows that have none: LongCE's cross-entropy of the same tokens in a short
+            context, in nats.
+        ce_cap: LongCE's gamma, above 0.
         chunk_rows: rows whose logits exist at a time. None: as many as a quarter of free memory holds, 2 GiB at most.
 
     Returns:
@@ -56,15 +62,33 @@ def linear_ce_kl(
     Raises:
         ValueError: a shape, dtype, device, label or option is not as above.
 
-    Source: RPSD, arXiv:2604.14339, Eq. 3 and 6, its loss; rows and divisors are the caller's.
+    Source: RPSD, arXiv:2604.14339, Eq. 3 and 6, its loss; rows and divisors are the caller's. LongCE, arXiv:2410.23771,
+        for f.
     """
     _require(hidden_std, hidden_view, weight, labels, ce_weight, kl_weight, bias, direction, chunk_rows)
+    if ce_reference is not None and (ce_reference.shape != labels.shape or ce_reference.device != labels.device):
+        raise ValueError(
+            f"ce_reference must be [{len(labels)}] on {labels.device} or None, got {described(ce_reference)}."
+        )
+    if not ce_cap > 0:
+        raise ValueError(f"ce_cap must be above 0, got {ce_cap}.")
     head = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
     # FSDP2 shards the head: gathered once, for all chunks
     weight = _whole(weight)
     bias = None if bias is None else _whole(bias)
     loss, *metrics = _LinearCEKL.apply(
-        hidden_std, hidden_view, weight, bias, labels, ce_weight, kl_weight, direction, head, chunk_rows
+        hidden_std,
+        hidden_view,
+        weight,
+        bias,
+        labels,
+        ce_weight,
+        kl_weight,
+        direction,
+        head,
+        ce_reference,
+        ce_cap,
+        chunk_rows,
     )
     return loss, RowMetrics(*metrics)
 
@@ -84,6 +108,8 @@ class _LinearCEKL(torch.autograd.Function):
         kl_weight: torch.Tensor | None,
         direction: Direction,
         head: HeadOutput,
+        ce_reference: torch.Tensor | None,
+        ce_cap: float,
         chunk_rows: int | None,
     ) -> tuple[torch.Tensor, ...]:
         exact = torch.float64 if hidden_std.dtype == torch.float64 else torch.float32
@@ -95,6 +121,8 @@ class _LinearCEKL(torch.autograd.Function):
         scaled_ce, scaled_kl = ce_weight / unit, kl_weight / unit
         ce, kl, entropy = (torch.zeros_like(ce_weight) for _ in range(3))
         is_top1 = torch.zeros_like(labels, dtype=torch.bool)
+        ce_factor = torch.ones_like(ce_weight)
+        reference = None if ce_reference is None else ce_reference.to(exact)
         wants_std, wants_view, wants_weight, wants_bias = ctx.needs_input_grad[:4]
         grad_std = torch.zeros_like(hidden_std) if wants_std else None
         grad_view = torch.zeros_like(hidden_view) if hidden_view is not None and wants_view else None
@@ -118,11 +146,19 @@ class _LinearCEKL(torch.autograd.Function):
                     view_products = _product(hidden_of_view, weight, bias, exact)
                 weights = (scaled_ce[chunk], scaled_kl[chunk])
                 found, gradient, view_gradient = in_rows(
-                    products, view_products, labels[chunk], *weights, direction, head, weight.dtype
+                    products,
+                    view_products,
+                    labels[chunk],
+                    *weights,
+                    direction,
+                    head,
+                    weight.dtype,
+                    None if reference is None else reference[chunk],
+                    ce_cap,
                 )
                 del products, view_products
                 ce[chunk], kl[chunk], entropy[chunk] = found.ce, found.kl, found.entropy
-                is_top1[chunk] = found.is_top1
+                is_top1[chunk], ce_factor[chunk] = found.is_top1, found.ce_factor
                 sides = [(gradient, hidden, grad_std)]
                 if view_gradient is not None:
                     sides.append((view_gradient, hidden_of_view, grad_view))
@@ -140,15 +176,15 @@ class _LinearCEKL(torch.autograd.Function):
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
             unit,
         )
-        loss = (ce_weight * ce + kl_weight * kl).sum()
-        ctx.mark_non_differentiable(ce, kl, entropy, is_top1)
-        return loss, ce, kl, entropy, is_top1
+        loss = (ce_weight * ce_factor * ce + kl_weight * kl).sum()
+        ctx.mark_non_differentiable(ce, kl, entropy, is_top1, ce_factor)
+        return loss, ce, kl, entropy, is_top1, ce_factor
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         *grads, unit = ctx.saved_tensors
         factor = grad * unit
-        return (*(None if g is None else (g * factor).to(g.dtype) for g in grads), *(None,) * 6)
+        return (*(None if g is None else (g * factor).to(g.dtype) for g in grads), *(None,) * 8)
 
 
 def linear_ce_kl_ref(

@@ -49,12 +49,21 @@ class RowMetrics:
         kl: divergence of the view from the standard view, 0 where its weight is 0.
         entropy: of the standard view's distribution, 0 without a label.
         is_top1: bool, whether no logit of the standard view is above the label's.
+        ce_factor: what `ce_reference` made of the cross-entropy's weight, 1 where there is none.
     """
 
     ce: torch.Tensor
     kl: torch.Tensor
     entropy: torch.Tensor
     is_top1: torch.Tensor
+    ce_factor: torch.Tensor
+
+
+def ce_factors(ce: torch.Tensor, reference: torch.Tensor | None, cap: float) -> torch.Tensor:
+    """min(e^(reference - ce), cap) of each row, 1 where `reference` is None or nan."""
+    if reference is None:
+        return torch.ones_like(ce)
+    return torch.where(reference.isnan(), 1.0, (reference - ce).exp().clamp(max=cap))
 
 
 def vocabulary_rows(
@@ -66,8 +75,10 @@ def vocabulary_rows(
     direction: Direction,
     head: HeadOutput,
     dtype: torch.dtype,
+    ce_reference: torch.Tensor | None = None,
+    ce_cap: float = 1.0,
 ) -> tuple[RowMetrics, torch.Tensor, torch.Tensor | None]:
-    """Metrics of each row, and the gradients of sum(ce_weight ce + kl_weight kl) to both products.
+    """Metrics of each row, and the gradients of sum(ce_factor ce_weight ce + kl_weight kl) to both products.
 
     With q the distribution of the standard view, which the divergence holds fixed, p that of the view, m = (p + q) / 2:
 
@@ -85,6 +96,8 @@ def vocabulary_rows(
         direction: of the divergence.
         head: what turns products into logits.
         dtype: of the gradients.
+        ce_reference: [n] or None, as in `ce_factors`, whose values are constants.
+        ce_cap: likewise.
 
     Returns:
         Metrics, the gradient to `standard` and that to `view`.
@@ -99,9 +112,10 @@ def vocabulary_rows(
     entropy = torch.where(labelled, -torch.xlogy(q, q).sum(-1), 0.0)
     is_top1 = (z.gather(1, place).squeeze(1) >= z.amax(-1)) & labelled
     gradient = q.scatter_add(1, place, torch.full_like(place, -1, dtype=q.dtype))
-    gradient = head.back(gradient * torch.where(labelled, ce_weight, 0.0)[:, None], z)
+    factor = ce_factors(ce, ce_reference, ce_cap)
+    gradient = head.back(gradient * torch.where(labelled, factor * ce_weight, 0.0)[:, None], z)
     if view is None:
-        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1), gradient.to(dtype), None
+        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1, factor), gradient.to(dtype), None
     z = head.logits(view)
     log_p = z.log_softmax(-1)
     p = log_p.exp()
@@ -120,4 +134,4 @@ def vocabulary_rows(
         view_gradient = p * (gap - own[:, None]) / 2
     kl = torch.where(kl_weight != 0, kl, 0.0)
     view_gradient = head.back(view_gradient * kl_weight[:, None], z)
-    return RowMetrics(ce, kl, entropy, is_top1), gradient.to(dtype), view_gradient.to(dtype)
+    return RowMetrics(ce, kl, entropy, is_top1, factor), gradient.to(dtype), view_gradient.to(dtype)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .vocabulary_rows import Direction, HeadOutput, RowMetrics
+from .vocabulary_rows import Direction, HeadOutput, RowMetrics, ce_factors
 
 _BLOCK = 4096
 
@@ -43,6 +43,7 @@ def _vocabulary_rows_kernel(
     label_ptr,
     ce_weight_ptr,
     kl_weight_ptr,
+    reference_ptr,
     ce_ptr,
     kl_ptr,
     entropy_ptr,
@@ -52,8 +53,10 @@ def _vocabulary_rows_kernel(
     n_cols,
     scale,
     softcap,
+    cap,
     SOFTCAP: tl.constexpr,
     HAS_VIEW: tl.constexpr,
+    HAS_REFERENCE: tl.constexpr,
     DIRECTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -91,14 +94,19 @@ def _vocabulary_rows_kernel(
         top_q = new_q
     lse_q = top_q + tl.log(sum_q)
     own = 0.0
+    factor = 1.0
     if labelled:
         z_label = tl.load(std_ptr + label) * scale
         if SOFTCAP:
             z_label = softcap * (2 * tl.sigmoid(2 * z_label / softcap) - 1)
-        tl.store(ce_ptr + row, lse_q - z_label)
+        ce = lse_q - z_label
+        tl.store(ce_ptr + row, ce)
+        if HAS_REFERENCE:
+            reference = tl.load(reference_ptr + row)
+            factor = tl.where(reference != reference, 1.0, tl.minimum(tl.exp(reference - ce), cap))
         tl.store(entropy_ptr + row, lse_q - mean_q / sum_q)
         tl.store(is_top1_ptr + row, z_label >= top_q)
-    ce_weight = tl.where(labelled, tl.load(ce_weight_ptr + row), 0.0)
+    ce_weight = tl.where(labelled, factor * tl.load(ce_weight_ptr + row), 0.0)
     lse_p = 0.0
     kl_weight = 0.0
     if HAS_VIEW:
@@ -158,6 +166,8 @@ def vocabulary_rows(
     direction: Direction,
     head: HeadOutput,
     dtype: torch.dtype,
+    ce_reference: torch.Tensor | None = None,
+    ce_cap: float = 1.0,
 ) -> tuple[RowMetrics, torch.Tensor, torch.Tensor | None]:
     """`vocabulary_rows.vocabulary_rows` for contiguous float32 products, which the gradients in `dtype` replace."""
     n_rows, n_cols = standard.shape
@@ -173,6 +183,7 @@ def vocabulary_rows(
         labels,
         ce_weight,
         kl_weight,
+        ce_reference,
         ce,
         kl,
         entropy,
@@ -182,10 +193,13 @@ def vocabulary_rows(
         n_cols,
         head.scale,
         head.softcap or 1.0,
+        ce_cap,
         SOFTCAP=head.softcap is not None,
         HAS_VIEW=view is not None,
+        HAS_REFERENCE=ce_reference is not None,
         DIRECTION=direction,
         BLOCK=min(_BLOCK, triton.next_power_of_2(n_cols)),
         num_warps=8,
     )
-    return RowMetrics(ce, kl, entropy, is_top1), out[0], out[1]
+    factor = ce_factors(ce, ce_reference, ce_cap)
+    return RowMetrics(ce, kl, entropy, is_top1, factor), out[0], out[1]

@@ -132,6 +132,30 @@ def compare(device, n_rows, vocab, direction, head, chunk_rows, dtype, size, see
         assert error <= 2 * (their.double() - right).norm() + floor * right.norm() + 1e-12
 
 
+def test_longce_factors_are_constants_of_the_sweep(device, dtype):
+    """w = min(e^(ce_short - ce), gamma), no gradient through it; 1 for tokens without a short context's loss."""
+    (std, view, weight, bias), labels, ce_weight, kl_weight = problem(device=device, dtype=dtype)
+    logits = (std @ weight.T + bias).detach()
+    near = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    reference = near + torch.linspace(-2, 2, len(labels), device=device)
+    reference[::4] = float("nan")
+    loss, rows = linear_ce_kl(
+        std, view, weight, labels, ce_weight, kl_weight, bias=bias, ce_reference=reference, ce_cap=1.5
+    )
+    grads = torch.autograd.grad(loss, [std, view, weight, bias])
+    exact = [x.detach().double().requires_grad_() for x in (std, view, weight, bias)]
+    nll = torch.nn.functional.cross_entropy(exact[0] @ exact[2].T + exact[3], labels, reduction="none").detach()
+    factor = torch.where(reference.isnan(), 1.0, (reference.double() - nll).exp().clamp(max=1.5))
+    wanted = linear_ce_kl_ref(*exact[:3], labels, factor * ce_weight, kl_weight.double(), bias=exact[3])
+    labelled = labels != -100
+    assert (rows.ce_factor[labelled] == 1.5).any() and (rows.ce_factor[labelled] == 1).any()
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-7, "rtol": 1e-6}
+    torch.testing.assert_close(rows.ce_factor[labelled], factor[labelled].to(dtype), **tolerance)
+    torch.testing.assert_close(loss, wanted.to(dtype), **tolerance)
+    for mine, right in zip(grads, torch.autograd.grad(wanted, exact), strict=True):
+        torch.testing.assert_close(mine, right.to(dtype), **tolerance)
+
+
 def test_a_frozen_head_gets_no_gradient_and_costs_no_product():
     (std, view, weight, bias), labels, ce_weight, kl_weight = problem()
     frozen = weight.detach()

@@ -213,11 +213,17 @@ def test_a_patched_model_keeps_its_patches(tmp_path):
     ("options", "message"),
     [
         ({"view": "skp"}, "Unknown method 'skp'. Did you mean 'skip'"),
-        ({"view": "yarn", "view_args": {"factor": 2.0}}, "'yarn' is a rescaling; a view is one of chunk-permute, compose"),
+        (
+            {"view": "yarn", "view_args": {"factor": 2.0}},
+            "'yarn' is a rescaling; a view is one of chunk-permute, compose",
+        ),
         ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, dynamic-ntk"),
         ({"view": "skip", "view_args": {"maxskip": 3}}, "Unknown option of 'skip' 'maxskip'. Did you mean 'max_skip'"),
         ({"rescale_args": {"factor": 2.0}}, "rescale_args needs rescale"),
-        ({"objective": "dpo"}, "objective must be one of 'clm', 'self-distill', 'relation-distill', 'hidden-distill', got 'dpo'"),
+        (
+            {"objective": "dpo"},
+            "objective must be one of 'clm', 'self-distill', 'relation-distill', 'hidden-distill', got 'dpo'",
+        ),
         ({"view": "skip", "view_args": "[1]"}, "view_args must be a JSON object"),
     ],
 )
