@@ -37,6 +37,9 @@ class RopeSFTConfig(SFTConfig):
         kl_weight: of "self-distill", lambda.
         self_distill_args: of "self-distill", `direction`, `rows` and `reduction` of
             `rope_patch.distillation.ViewConsistency`, e.g. `{"direction": "forward"}`.
+        token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
+            "self-distill"; None weighs all alike.
+        longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
     """
 
@@ -48,6 +51,7 @@ class RopeSFTConfig(SFTConfig):
         "logit_kl_args",
         "hidden_args",
         "self_distill_args",
+        "longce_args",
     ]
 
     max_length: int | None = field(
@@ -94,6 +98,12 @@ class RopeSFTConfig(SFTConfig):
         default=None,
         metadata={"help": "Options of 'self-distill' as a JSON object, e.g. '{\"direction\": \"forward\"}'."},
     )
+    token_weighting: Literal["longce"] | None = field(
+        default=None, metadata={"help": "Weights of tokens in the cross-entropy: 'longce', or None for all alike."}
+    )
+    longce_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
+    )
     teacher_offload: bool = field(
         default=False, metadata={"help": "Keep what the teacher needs on the CPU while it is not in use."}
     )
@@ -112,7 +122,7 @@ class RopeSFTConfig(SFTConfig):
         from .objectives import OBJECTIVES
         from .objectives.hidden import hidden_options
         from .objectives.relation import relation_options
-        from .objectives.self_distill import self_distill_options
+        from .objectives.self_distill import longce_options, self_distill_options
 
         if self.objective != "clm" and self.objective not in OBJECTIVES:
             raise ValueError(
@@ -132,6 +142,10 @@ class RopeSFTConfig(SFTConfig):
         relation_options(self._options("relation_args"), self._options("logit_kl_args"))
         hidden_options(self._options("hidden_args"))
         self_distill_options(self.kl_weight, self._options("self_distill_args"))
+        if longce_options(self) is not None and self.objective not in ("clm", "self-distill"):
+            raise ValueError(
+                f"token_weighting weighs the cross-entropy of 'clm' and 'self-distill', got {self.objective!r}."
+            )
         if self.kl_weight != 1.0 and self.objective != "self-distill":
             raise ValueError(f"kl_weight belongs to objective='self-distill', got objective={self.objective!r}.")
 

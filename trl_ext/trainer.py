@@ -22,7 +22,7 @@ from rope_patch.rotary import find_core, find_decoder
 from rope_patch.state import state_of
 
 from .config import RopeSFTConfig
-from .objectives import OBJECTIVES, Objective
+from .objectives import OBJECTIVES, Objective, WeightedObjective
 
 logger = logging.get_logger(__name__)
 
@@ -107,7 +107,7 @@ class RopeSFTTrainer(SFTTrainer):
                 )
 
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
-        if args.objective == "clm":
+        if args.objective == "clm" and args.token_weighting is None:
             return None
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
@@ -116,7 +116,16 @@ class RopeSFTTrainer(SFTTrainer):
                 "reentrant checkpointing drops its gradient without an error."
             )
         self._refuse_sharded_sequences()
-        return OBJECTIVES[args.objective](self.model, args)
+        if args.token_weighting is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError(
+                "token_weighting='longce' reads as many short windows as the rank's own documents have, and sharded "
+                "weights are gathered by all ranks together: use DDP, or token_weighting=None."
+            )
+        return (
+            WeightedObjective(self.model, args)
+            if args.objective == "clm"
+            else OBJECTIVES[args.objective](self.model, args)
+        )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device

@@ -2,10 +2,11 @@
 
 from .distiller import TAPE
 from .hidden import HiddenDistiller, HiddenTargets
+from .longce import LongCE
 from .relations import LogitKL, RelationDistiller
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
-from .two_views import ViewConsistency, ViewDistiller
+from .two_views import ViewConsistency, ViewDistiller, WeightedDistiller
 
 __all__ = [
     "TAPE",
@@ -13,9 +14,11 @@ __all__ = [
     "HiddenDistiller",
     "HiddenTargets",
     "LogitKL",
+    "LongCE",
     "RelationDistiller",
     "RelationTargets",
     "SharedTeacher",
     "ViewConsistency",
     "ViewDistiller",
+    "WeightedDistiller",
 ]

@@ -13,12 +13,14 @@ from rope_kernels import RowMetrics, linear_ce_kl
 from ..documents import Documents, locate_documents
 from ..heads import logit_transform
 from ..patch import rope_view
+from ..rotary import find_core, find_decoder
+from ..state import state_of
 from .distiller import TAPE, Distiller, Tape, real_tokens
+from .longce import IGNORE_INDEX, LongCE
 
 Direction = Literal["reverse", "forward", "jsd"]
 Rows = Literal["paper", "query_in_suffix"]
 Reduction = Literal["sequence", "token"]
-IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +138,10 @@ class ViewTape(Tape):
         labelled: the batch.
         ce_divisor: what the sum of cross-entropies is divided by.
         kl_divisor: what the KL is divided by: documents, or the sum of L - s for the "token" reduction.
+        ids: of the tokens, [batch, n].
     """
 
+    reference: torch.Tensor | None = None  # [batch, n], cross-entropy in a short context
     standard: torch.Tensor
     loss: torch.Tensor
     rows: RowMetrics
@@ -145,9 +149,9 @@ class ViewTape(Tape):
     suffix_length: torch.Tensor  # [batch, n], L - s
     queries: torch.Tensor  # [N] indices of `rows` among the flattened queries
 
-    def __init__(self, labelled: Labelled, ce_divisor: int, kl_divisor: int) -> None:
+    def __init__(self, labelled: Labelled, ce_divisor: int, kl_divisor: int, ids: torch.Tensor) -> None:
         super().__init__(labelled.valid, labelled.ordinal)
-        self.labelled, self.ce_divisor, self.kl_divisor = labelled, ce_divisor, kl_divisor
+        self.labelled, self.ce_divisor, self.kl_divisor, self.ids = labelled, ce_divisor, kl_divisor, ids
 
 
 class ViewDistiller(Distiller):
@@ -159,12 +163,13 @@ class ViewDistiller(Distiller):
     Args:
         model: patched with a view, bare or wrapped.
         consistency: rows, divisors and direction.
+        longce: token weights of the cross-entropy, or None.
 
     Raises:
         ValueError: the model has no view that perturbs, or one that a checkpointed layer would not repeat.
     """
 
-    def __init__(self, model: nn.Module, consistency: ViewConsistency) -> None:
+    def __init__(self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None = None) -> None:
         super().__init__(model, None)
         assert self.state is not None
         if self.state.source is None or not self.state.source.view.perturbs:
@@ -178,7 +183,7 @@ class ViewDistiller(Distiller):
                 "'self-distill' needs two. Use objective='clm' with the view."
             )
         self.source = self.state.source
-        self.consistency = consistency
+        self.consistency, self.longce = consistency, longce
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
         """The s that the clock's next draw gives each document."""
@@ -190,6 +195,9 @@ class ViewDistiller(Distiller):
         tape = kwargs.get(TAPE)
         if tape is None or tape.teaching or tape.taught:
             return
+        if self.longce is not None and decoder.training:
+            one = tape.labelled
+            tape.reference = self.longce.reference(self.core, decoder, tape.ids, one.ordinal, one.t, one.next_label)
         tape.teaching = True
         try:
             with rope_view(decoder, "standard"):
@@ -240,4 +248,52 @@ class ViewDistiller(Distiller):
             bias=getattr(head, "bias", None),
             logit_scale=scale,
             softcap=softcap,
+            **weighting(self.longce, tape),
+        )
+
+
+def weighting(longce: LongCE | None, tape: ViewTape) -> dict[str, Any]:
+    """What `linear_ce_kl` is to know of token weights."""
+    if longce is None or tape.reference is None:
+        return {}
+    return {"ce_reference": tape.reference.flatten()[tape.queries], "ce_cap": longce.cap}
+
+
+class WeightedDistiller(Distiller):
+    """Next-token loss with LongCE's token weights, under whatever view is in force.
+
+    Args:
+        model: patched, bare or wrapped.
+        longce: the weights.
+    """
+
+    def __init__(self, model: nn.Module, longce: LongCE) -> None:
+        self.core, self.decoder = find_core(model), find_decoder(model)
+        self.teacher, self.state = None, state_of(self.decoder)
+        self.longce = longce
+
+    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tape = kwargs.get(TAPE)
+        if tape is not None and not tape.taught:
+            tape.taught = True
+            if decoder.training:
+                one = tape.labelled
+                tape.reference = self.longce.reference(self.core, decoder, tape.ids, one.ordinal, one.t, one.next_label)
+
+    def _compare_student(self, tape: ViewTape, output: Any) -> None:
+        labels = tape.labelled.next_label.flatten()
+        head = self.core.get_output_embeddings()
+        scale, softcap = logit_transform(self.core.config.get_text_config())
+        tape.queries = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        tape.loss, tape.rows = linear_ce_kl(
+            output.last_hidden_state.flatten(0, 1)[tape.queries].to(head.weight.dtype),
+            None,
+            head.weight,
+            labels[tape.queries],
+            torch.full((len(tape.queries),), 1 / tape.ce_divisor, device=labels.device),
+            None,
+            bias=getattr(head, "bias", None),
+            logit_scale=scale,
+            softcap=softcap,
+            **weighting(self.longce, tape),
         )

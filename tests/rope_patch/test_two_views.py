@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.batches import batch, documents_of
 from support.tiny import tiny, tokens
 
 from rope_patch import patch_model, rope_view
@@ -10,46 +11,6 @@ from rope_patch.distillation.two_views import Labelled, ViewTape
 from rope_patch.draws import DrawKey
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
-
-
-def batch(kind):
-    """input_ids, labels and what a collator adds, for each kind of batch."""
-    if kind == "plain":
-        ids = tokens(2, 19)
-        return {"input_ids": ids, "labels": ids.clone()}
-    if kind in ("right", "left"):
-        ids, mask = tokens(3, 17), torch.ones(3, 17, dtype=torch.long)
-        for row, n in enumerate((17, 11, 6)):
-            mask[row, n:] = 0
-        if kind == "left":
-            mask = mask.flip(1)
-        ids = ids.masked_fill(mask == 0, 0)
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    if kind == "packed":
-        ids = tokens(1, 24)
-        positions = torch.cat([torch.arange(n) for n in (7, 12, 5)])[None]
-        return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
-    assert kind == "completion"  # a prompt without labels
-    ids = tokens(2, 19)
-    labels = ids.clone()
-    labels[0, :8] = -100
-    labels[1, :3] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
-def documents_of(data):
-    """(row, first token, length) of each document."""
-    for row in range(len(data["input_ids"])):
-        positions = data.get("position_ids")
-        if positions is not None:
-            begins = [i for i, p in enumerate(positions[row].tolist()) if p == 0] + [positions.shape[1]]
-            for a, b in zip(begins, begins[1:], strict=False):
-                yield row, a, b - a
-        elif "attention_mask" in data:
-            real = data["attention_mask"][row].nonzero().flatten().tolist()
-            yield row, real[0], len(real)
-        else:
-            yield row, 0, data["input_ids"].shape[1]
 
 
 def divergence(p, q, direction):
@@ -108,7 +69,7 @@ def run(model, data, consistency, step=3):
     divisor = labelled.n_documents
     if consistency.reduction == "token":
         divisor = labelled.suffix_total(distiller.affected_from(labelled))
-    tape = ViewTape(labelled, labelled.n_labels, divisor)
+    tape = ViewTape(labelled, labelled.n_labels, divisor, data["input_ids"])
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})

@@ -79,6 +79,21 @@ def test_the_kl_brings_the_view_to_true_positions(tmp_path):
     assert results[5.0]["eval_kl"] < 0.5 * results[0.0]["eval_kl"]
 
 
+@pytest.mark.parametrize("objective", [SELF, {"objective": "clm", "view": "posaug"}], ids=["self-distill", "clm"])
+def test_longce_weighs_tokens_and_evaluation_does_not(objective, tmp_path):
+    data = documents(4)
+    options = {"train_dataset": data, "eval_dataset": data, "max_steps": 2, "learning_rate": 0.0, **objective}
+    weighted = trainer(
+        tmp_path, **options, token_weighting="longce", longce_args={"short_context": 6, "stride": 4, "cap": 3.0}
+    )
+    weighted.train()
+    plain = trainer(tmp_path, **options)
+    plain.train()
+    for mine, theirs in zip(logged(weighted, "loss", "token_weight"), logged(plain, "loss"), strict=True):
+        assert mine["loss"] != pytest.approx(theirs["loss"], rel=1e-3) and 0 < mine["token_weight"] <= 3
+    assert weighted.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-2)
+
+
 def test_what_is_logged(tmp_path):
     run = trainer(tmp_path, max_steps=2, **SELF)
     run.train()
@@ -116,6 +131,18 @@ def test_labels_of_completions_count_alone(tmp_path):
         ({"self_distill_args": {"depth": 2}}, "self_distill_args takes the fields of ViewConsistency"),
         ({"objective": "clm", "kl_weight": 2.0}, "kl_weight belongs to objective='self-distill'"),
         ({"objective": "clm", "self_distill_args": {"rows": "paper"}}, "belongs to objective='self-distill'"),
+        ({"token_weighting": "short"}, "token_weighting must be 'longce' or None, got 'short'"),
+        ({"longce_args": {"cap": 2.0}}, "longce_args belongs to token_weighting='longce'"),
+        ({"token_weighting": "longce", "longce_args": {"cap": -2.0}}, "cap must be a number above 0"),
+        (
+            {
+                "objective": "relation-distill",
+                "rescale": "pi",
+                "rescale_args": {"factor": 2.0},
+                "token_weighting": "longce",
+            },
+            "token_weighting weighs the cross-entropy of 'clm' and 'self-distill'",
+        ),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
     ],
     ids=str,

@@ -3,7 +3,7 @@
 from .base import Objective
 from .hidden import HiddenObjective
 from .relation import RelationObjective
-from .self_distill import SelfDistillObjective
+from .self_distill import SelfDistillObjective, WeightedObjective
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "self-distill": SelfDistillObjective,
@@ -11,4 +11,11 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "hidden-distill": HiddenObjective,
 }
 
-__all__ = ["OBJECTIVES", "HiddenObjective", "Objective", "RelationObjective", "SelfDistillObjective"]
+__all__ = [
+    "OBJECTIVES",
+    "HiddenObjective",
+    "Objective",
+    "RelationObjective",
+    "SelfDistillObjective",
+    "WeightedObjective",
+]

@@ -1,14 +1,17 @@
 """objective="self-distill": RPSD."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rope_patch.distillation import ViewConsistency, ViewDistiller
+from rope_patch.distillation import LongCE, ViewConsistency, ViewDistiller, WeightedDistiller
 from rope_patch.distillation.two_views import Labelled, ViewTape
 
 from .base import Objective, from_fields
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
 
 
 class SelfDistillObjective(Objective):
@@ -25,7 +28,7 @@ class SelfDistillObjective(Objective):
 
     def _make_distiller(self, model: nn.Module) -> ViewDistiller:
         consistency = self_distill_options(self.args.kl_weight, self.args._options("self_distill_args"))
-        return ViewDistiller(model, consistency)
+        return ViewDistiller(model, consistency, longce_options(self.args))
 
     def counts(self, batch: dict[str, Any]) -> dict[str, int]:
         """Real tokens, labels, documents, and the sum of L - s that the clock's draws give."""
@@ -39,7 +42,7 @@ class SelfDistillObjective(Objective):
         return max(1, counts["suffix" if self.distiller.consistency.reduction == "token" else "documents"])
 
     def _tape(self, inputs: dict[str, Any], counts: dict[str, int]) -> ViewTape:
-        return ViewTape(Labelled.of(inputs), counts["labels"], self._kl_divisor(counts))
+        return ViewTape(Labelled.of(inputs), counts["labels"], self._kl_divisor(counts), inputs["input_ids"])
 
     def _combine(
         self, tape: ViewTape, counts: dict[str, int], own: dict[str, int]
@@ -50,6 +53,7 @@ class SelfDistillObjective(Objective):
         weighted = rows.kl * share if self.distiller.consistency.reduction == "sequence" else rows.kl
         training = self.distiller.decoder.training
         parts = {
+            **_weights(tape),
             "entropy": rows.entropy.sum() / n_labels,
             "mean_token_accuracy": rows.is_top1.sum() / n_labels,
         }
@@ -68,6 +72,62 @@ class SelfDistillObjective(Objective):
             here = chosen & (quarter == i)
             means[f"kl/depth_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum() / here.sum().clamp(min=1)
         return means
+
+
+class WeightedObjective(Objective):
+    """Next-token loss of the sampled view with LongCE's token weights: objective="clm", token_weighting="longce".
+
+    loss = (sum over labels of w CE) / labels of the step. Evaluation gives the plain cross-entropy.
+
+    Source: LongCE, arXiv:2410.23771.
+    """
+
+    distiller: WeightedDistiller
+
+    def _make_distiller(self, model: nn.Module) -> WeightedDistiller:
+        longce = longce_options(self.args)
+        assert longce is not None
+        return WeightedDistiller(model, longce)
+
+    def counts(self, batch: dict[str, Any]) -> dict[str, int]:
+        """Real tokens and labels."""
+        labelled = Labelled.of(batch)
+        return {"tokens": int(labelled.valid.sum()), "labels": labelled.n_labels}
+
+    def _tape(self, inputs: dict[str, Any], counts: dict[str, int]) -> ViewTape:
+        return ViewTape(Labelled.of(inputs), counts["labels"], 1, inputs["input_ids"])
+
+    def _combine(
+        self, tape: ViewTape, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        rows, n_labels = tape.rows, max(own["labels"], 1)
+        ce = rows.ce.sum() / n_labels
+        parts = {
+            **_weights(tape),
+            "entropy": rows.entropy.sum() / n_labels,
+            "mean_token_accuracy": rows.is_top1.sum() / n_labels,
+        }
+        return (tape.loss, {"ce": ce, **parts}) if self.distiller.decoder.training else (ce, parts)
+
+
+def _weights(tape: ViewTape) -> dict[str, torch.Tensor]:
+    return {} if tape.reference is None else {"token_weight": tape.rows.ce_factor.mean()}
+
+
+def longce_options(args: "RopeSFTConfig") -> LongCE | None:
+    """The token weights that `args` asks for.
+
+    Raises:
+        ValueError: an unknown weighting or option, or one out of its range.
+    """
+    options = args._options("longce_args")
+    if args.token_weighting is None:
+        if options:
+            raise ValueError(f"longce_args belongs to token_weighting='longce', got longce_args={options}.")
+        return None
+    if args.token_weighting != "longce":
+        raise ValueError(f"token_weighting must be 'longce' or None, got {args.token_weighting!r}.")
+    return from_fields(LongCE, "longce_args", options)
 
 
 def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> ViewConsistency:
