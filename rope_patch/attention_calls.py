@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-Watch = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], None]
+Watch = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor | None]
 """(attention module, query [batch, n_heads, n, head_dim], key and value [batch, n_kv_heads, n, head_dim], after RoPE
-and not repeated, keyword arguments of the call, from which it may take its own) -> None."""
+and not repeated, keyword arguments of the call, from which it may take its own) -> None, or the attention's output
+[batch, n, n_heads, head_dim], which then replaces the call."""
 
 
 def attention_name(core: Any) -> str:
@@ -39,7 +40,9 @@ def watched_attention(core: nn.Module, watch: Watch) -> Iterator[None]:
     def watching(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        watch(module, query, key, value, kwargs)
+        output = watch(module, query, key, value, kwargs)
+        if output is not None:
+            return output, None
         run = before or sys.modules[type(module).__module__].eager_attention_forward
         return run(module, query, key, value, *args, **kwargs)
 

@@ -33,8 +33,11 @@ class Tape:
         self.teaching = False  # whether the forward in flight is the teacher's
         self.taught = False
 
-    def visit(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
-        """Look at an attention call of the forward that carries this tape."""
+    def visit(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor | None:
+        """Look at an attention call of the forward that carries this tape; what is returned replaces its output."""
+        return None
 
 
 class Distiller:
@@ -92,7 +95,7 @@ class Distiller:
             for handle in handles:
                 handle.remove()
 
-    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = kwargs.get(TAPE)
         if tape is None or tape.teaching or tape.taught:
             return
@@ -131,7 +134,9 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
 
 def _take_tape(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
-) -> None:
+) -> torch.Tensor | None:
     tape = kwargs.pop(TAPE, None)
-    if tape is not None:
-        tape.visit(module, query, key, value, softmax_scale(query, kwargs))
+    if tape is None:
+        return None
+    output: torch.Tensor | None = tape.visit(module, query, key, value, softmax_scale(query, kwargs))
+    return output

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from rope_kernels import RowMetrics, linear_ce_kl
 
@@ -14,9 +15,12 @@ from ..documents import Documents, locate_documents
 from ..heads import logit_transform
 from ..patch import rope_view
 from ..rotary import find_core, find_decoder
-from ..state import state_of
+from ..state import Batch, TableSource, state_of
 from .distiller import TAPE, Distiller, Tape, real_tokens
 from .longce import IGNORE_INDEX, LongCE
+from .one_pass import TwoViewLayout, why_two_passes
+
+logger = logging.get_logger(__name__)
 
 Direction = Literal["reverse", "forward", "jsd"]
 Rows = Literal["paper", "query_in_suffix"]
@@ -142,6 +146,7 @@ class ViewTape(Tape):
     """
 
     reference: torch.Tensor | None = None  # [batch, n], cross-entropy in a short context
+    layout: TwoViewLayout | None = None  # of the forward in flight, where one gives both views
     standard: torch.Tensor
     loss: torch.Tensor
     rows: RowMetrics
@@ -153,23 +158,33 @@ class ViewTape(Tape):
         super().__init__(labelled.valid, labelled.ordinal)
         self.labelled, self.ce_divisor, self.kl_divisor, self.ids = labelled, ce_divisor, kl_divisor, ids
 
+    def visit(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor | None:
+        """Attention of both views, where one forward gives both."""
+        return None if self.layout is None else self.layout.attention(query, key, value, scaling)
+
 
 class ViewDistiller(Distiller):
     """Distils the standard view of a model into its sampled view, in one call of the model.
 
-    The standard view's forward runs first, with its graph; then the view's. Gradients of the KL flow through all of the
-    view's path, the keys and values of its unchanged prefix included.
+    Where it is exact, one forward gives both views (`one_pass`); elsewhere the standard view's forward runs first, with
+    its graph, then the view's. Gradients of the KL flow through all of the view's path either way, the keys and values
+    of its unchanged prefix included.
 
     Args:
         model: patched with a view, bare or wrapped.
         consistency: rows, divisors and direction.
         longce: token weights of the cross-entropy, or None.
+        one_pass: whether one forward may give both views.
 
     Raises:
         ValueError: the model has no view that perturbs, or one that a checkpointed layer would not repeat.
     """
 
-    def __init__(self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None = None, *, one_pass: bool = True
+    ) -> None:
         super().__init__(model, None)
         assert self.state is not None
         if self.state.source is None or not self.state.source.view.perturbs:
@@ -184,6 +199,9 @@ class ViewDistiller(Distiller):
             )
         self.source = self.state.source
         self.consistency, self.longce = consistency, longce
+        reason = why_two_passes(self.core, self.decoder) if one_pass else "one_pass=False"
+        self.one_pass = reason is None
+        logger.info("Two views in one forward." if reason is None else f"Two views in two passes: {reason}.")
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
         """The s that the clock's next draw gives each document."""
@@ -191,13 +209,16 @@ class ViewDistiller(Distiller):
         parameters = self.source.view.draw(documents.length, self.source.clock.key(documents))
         return self.source.view.affected_from(documents.length, parameters)
 
-    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = kwargs.get(TAPE)
         if tape is None or tape.teaching or tape.taught:
-            return
+            return None
         if self.longce is not None and decoder.training:
             one = tape.labelled
             tape.reference = self.longce.reference(self.core, decoder, tape.ids, one.ordinal, one.t, one.next_label)
+        if self.one_pass:
+            tape.taught = True
+            return self._with_copies(tape, args, kwargs)
         tape.teaching = True
         try:
             with rope_view(decoder, "standard"):
@@ -205,21 +226,61 @@ class ViewDistiller(Distiller):
         finally:
             tape.teaching = False
         tape.taught = True
+        return None
+
+    def _with_copies(self, tape: ViewTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call of the decoder with copies of the suffixes, whose RoPE indices are the view's."""
+        assert self.state is not None
+        one, (n_rows, seq_len) = tape.labelled, tape.ids.shape
+        position_ids = kwargs.get("position_ids")
+        bound = self.source.bind(
+            Batch(
+                rows=n_rows,
+                seq_len=seq_len,
+                device=tape.ids.device,
+                position_ids=position_ids,
+                attention_mask=kwargs.get("attention_mask"),
+                cached=0,
+                training=self.decoder.training,
+            )
+        )
+        positions = torch.arange(seq_len, device=tape.ids.device) if position_ids is None else position_ids
+        positions = positions.expand(n_rows, seq_len)
+        first = self.source.view.affected_from(one.documents.length, self.source.last.parameters)  # type: ignore[union-attr]
+        tape.layout = TwoViewLayout.of(one.t, one.ordinal, one.valid, first)
+        moved = bound(positions)
+        # a prefix may be as a whole elsewhere in the view (cyclic), which RoPE does not see: here it is where it was
+        begins = one.valid & (one.t == 0)
+        shift = torch.zeros(int(one.ordinal.max()) + 1, dtype=moved.dtype, device=moved.device)
+        shift[one.ordinal[begins]] = (moved - positions)[begins]
+        index = tape.layout.index(positions, moved - shift[one.ordinal])
+        self.state.overrides.append(TableSource(index))
+        # a mask of four dimensions keeps Transformers from making one; the attention of the layout needs none
+        unused = torch.ones(n_rows, 1, 1, 1, dtype=torch.bool, device=tape.ids.device)
+        changed = {
+            "input_ids": tape.layout.tokens(tape.ids),
+            "attention_mask": unused,
+            "position_ids": index.clamp(min=0).long(),
+            "use_cache": False,
+        }
+        return args, {**kwargs, **changed}
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         assert self.state is not None
         forced = not self.decoder.training and self.state.when == "train"  # evaluation samples no view by itself
+        n_before = len(self.state.overrides)
         if forced:
             self.state.overrides.append(self.source)
         try:
             yield
         finally:
-            if forced:
-                self.state.overrides.remove(self.source)
+            del self.state.overrides[n_before:]  # also what a forward that raised has left
 
     def _compare_student(self, tape: ViewTape, output: Any) -> None:
-        assert self.source.last is not None
+        assert self.source.last is not None and self.state is not None
+        if tape.layout is not None:
+            self.state.overrides.pop()
         labelled = tape.labelled
         first = self.source.view.affected_from(labelled.documents.length, self.source.last.parameters)
         tape.in_kl, tape.suffix_length = labelled.suffix(first, self.consistency.rows)
@@ -233,10 +294,14 @@ class ViewDistiller(Distiller):
         head = self.core.get_output_embeddings()
         scale, softcap = logit_transform(self.core.config.get_text_config())
         tape.queries = ((labels != IGNORE_INDEX) | (kl_weight != 0)).nonzero().squeeze(1)
-        standard, view = (
-            x.flatten(0, 1)[tape.queries].to(head.weight.dtype) for x in (tape.standard, output.last_hidden_state)
-        )
-        del tape.standard
+        hidden = output.last_hidden_state
+        if tape.layout is None:
+            standard, view = (x.flatten(0, 1)[tape.queries] for x in (tape.standard, hidden))
+            del tape.standard
+        else:
+            rows, tokens = tape.queries // tape.ids.shape[1], tape.queries % tape.ids.shape[1]
+            standard, view = hidden[rows, tokens], hidden[rows, tape.layout.seen[rows, tokens]]
+        standard, view = standard.to(head.weight.dtype), view.to(head.weight.dtype)
         tape.loss, tape.rows = linear_ce_kl(
             standard,
             view,

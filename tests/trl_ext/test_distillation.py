@@ -172,7 +172,7 @@ def test_the_logit_kl_counts_the_last_tokens_alone(tmp_path):
     [
         (
             {"objective": "distill"},
-            "objective must be one of 'clm', 'relation-distill', 'hidden-distill', got 'distill'",
+            "objective must be one of 'clm', 'self-distill', 'relation-distill', 'hidden-distill', got 'distill'",
         ),
         ({"relation_args": {"v": 0.0}}, "relation_args belongs to objective='relation-distill', got objective='clm'"),
         ({**RELATION, "relation_args": {"w": 1.0}}, "relation_args takes the fields of RelationTargets: .*'w'"),
