@@ -477,16 +477,9 @@ def _relation_kl_hopper_bwd_kernel(
         )  # fmt: skip
 
 
-def row_kl_forward(
-    student_q: torch.Tensor,
-    student_k: torch.Tensor,
-    teacher_q: torch.Tensor,
-    teacher_k: torch.Tensor,
-    student_scale: float,
-    teacher_scale: float,
-    visibility: Visibility,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def row_kl_forward(*inputs: *row_kl_triton.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """`row_kl_triton.row_kl_forward` for what `runs_on_hopper`."""
+    student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, _ = inputs
     batch, n_heads, n, head_dim = student_q.shape
     kl = torch.empty(batch, n_heads, n, dtype=torch.float32, device=student_q.device)
     parts = torch.empty(4, *kl.shape, dtype=torch.float32, device=kl.device)
@@ -508,8 +501,7 @@ def row_kl_forward(
         STAGES=2 if block_d == 128 else 4,
         num_warps=4,
     )
-    inputs = (student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility)
-    row_kl_triton.repair(*inputs, kl, parts)
+    row_kl_triton.repair(inputs, kl, parts)
     return kl, parts
 
 

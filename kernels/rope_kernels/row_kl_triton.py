@@ -557,51 +557,25 @@ def _attention_kl_dk_kernel(
     tl.store(grad_k_ptr + to * stride_g_n + d[None, :], (acc * factor).to(grad_k_ptr.dtype.element_ty), mask=k_mask)
 
 
-def row_kl_forward(
-    student_q: torch.Tensor,
-    student_k: torch.Tensor,
-    teacher_q: torch.Tensor,
-    teacher_k: torch.Tensor,
-    student_scale: float,
-    teacher_scale: float,
-    visibility: Visibility,
-) -> tuple[torch.Tensor, torch.Tensor]:
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, float, Visibility]
+"""Queries and keys of the student and of the teacher, scales of student and teacher, and which keys a query sees."""
+
+
+def row_kl_forward(*inputs: *Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """KL of each row, float32 [batch, n_heads, n], and the parts of its softmaxes, float32 [4, batch, n_heads, n]."""
-    kl = torch.empty(student_q.shape[:3], dtype=torch.float32, device=student_q.device)
+    kl = torch.empty(inputs[0].shape[:3], dtype=torch.float32, device=inputs[0].device)
     parts = torch.empty(4, *kl.shape, dtype=torch.float32, device=kl.device)
-    inputs = (student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility)
-    _launch_forward(*inputs, kl, parts, repair=False)
+    _launch_forward(inputs, kl, parts, repair=False)
     return kl, parts
 
 
-def repair(
-    student_q: torch.Tensor,
-    student_k: torch.Tensor,
-    teacher_q: torch.Tensor,
-    teacher_k: torch.Tensor,
-    student_scale: float,
-    teacher_scale: float,
-    visibility: Visibility,
-    kl: torch.Tensor,
-    parts: torch.Tensor,
-) -> None:
+def repair(inputs: Inputs, kl: torch.Tensor, parts: torch.Tensor) -> None:
     """Compute anew, in place, the rows of `kl` and `parts` near a nan of `kl`, as `row_kl_forward` does all."""
-    inputs = (student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility)
-    _launch_forward(*inputs, kl, parts, repair=True)
+    _launch_forward(inputs, kl, parts, repair=True)
 
 
-def _launch_forward(
-    student_q: torch.Tensor,
-    student_k: torch.Tensor,
-    teacher_q: torch.Tensor,
-    teacher_k: torch.Tensor,
-    student_scale: float,
-    teacher_scale: float,
-    visibility: Visibility,
-    kl: torch.Tensor,
-    parts: torch.Tensor,
-    repair: bool,
-) -> None:
+def _launch_forward(inputs: Inputs, kl: torch.Tensor, parts: torch.Tensor, repair: bool) -> None:
+    student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, visibility = inputs
     batch, n_heads, n, _ = student_q.shape
     options = _options(student_q, visibility, "forward")
     _row_kl_fwd_kernel[(triton.cdiv(n, options["BLOCK_M"]), batch * n_heads)](

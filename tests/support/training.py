@@ -11,6 +11,20 @@ from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
 from .tiny import VOCAB, tiny
 
+# ways to batch the same four documents in a step
+WAYS = {
+    "padded": {"per_device_train_batch_size": 4},
+    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "mixed": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "padding-free": {"per_device_train_batch_size": 4, "padding_free": True, "max_length": None},
+    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 4 * 24},
+    "checkpointed": {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+    },
+}
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Every id is a word; ids 0, 1, 2 are special."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.tiny import VOCAB, tiny
-from support.training import documents, logged, trainer
+from support.training import WAYS, documents, logged, trainer
 from transformers import AutoModelForCausalLM
 
 from rope_patch import describe, load_adapter, patch_model
@@ -32,19 +32,6 @@ def relation_by_hand(rows):
         total += sum(tape.loss(name).item() for name in "qkv")
         tokens += len(row)
     return total / tokens
-
-
-WAYS = {
-    "padded": {"per_device_train_batch_size": 4},
-    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-    "padding-free": {"per_device_train_batch_size": 4, "padding_free": True, "max_length": None},
-    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 4 * 24},
-    "checkpointed": {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": True,
-    },
-}
 
 
 @pytest.mark.parametrize("way", WAYS)

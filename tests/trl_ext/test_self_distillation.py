@@ -4,24 +4,11 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from support.training import documents, logged, trainer
+from support.training import WAYS, documents, logged, trainer
 from transformers import CohereConfig, CohereForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
-
-WAYS = {
-    "padded": {"per_device_train_batch_size": 4},
-    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-    "mixed": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-    "padding-free": {"per_device_train_batch_size": 4, "padding_free": True, "max_length": None},
-    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 4 * 24},
-    "checkpointed": {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_checkpointing": True,
-    },
-}
 
 
 @pytest.mark.parametrize("reduction", ["sequence", "token"])
