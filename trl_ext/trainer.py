@@ -200,7 +200,9 @@ class RopeSFTTrainer(SFTTrainer):
         counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in own.items()}
         loss, parts = self._objective.loss(model, inputs, counts, own)
         for name, value in parts.items():
-            self._metrics[mode][name].append(self.accelerator.gather(value).mean().item())
+            mean = self.accelerator.gather(value).nanmean().item()
+            if mean == mean:  # nan: nothing to measure on any rank
+                self._metrics[mode][name].append(mean)
         if mode == "train":
             tokens = torch.tensor(own["tokens"], device=loss.device)
             self._total_train_tokens += self.accelerator.gather(tokens).sum().item()

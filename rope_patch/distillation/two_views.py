@@ -199,9 +199,12 @@ class ViewDistiller(Distiller):
             )
         self.source = self.state.source
         self.consistency, self.longce = consistency, longce
-        reason = why_two_passes(self.core, self.decoder) if one_pass else "one_pass=False"
+        reason = why_two_passes(self.core, self.decoder) if one_pass else "been asked for it"
         self.one_pass = reason is None
-        logger.info("Two views in one forward." if reason is None else f"Two views in two passes: {reason}.")
+        if reason is None:
+            logger.info("Both views run in one forward.")
+        else:
+            logger.warning(f"Both views run, in two passes instead of one: the model has {reason}.")
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
         """The s that the clock's next draw gives each document."""

@@ -46,7 +46,8 @@ class Objective:
             own: of the batch alone.
 
         Returns:
-            The loss, and its parts before weighting, detached: each a mean over the batch's own tokens.
+            The loss, and its parts before weighting, detached: each a mean over the batch's own tokens, nan for one
+            that this batch has nothing for.
         """
         tape = self._tape(inputs, counts)
         inputs = {name: value for name, value in inputs.items() if name != "labels"}

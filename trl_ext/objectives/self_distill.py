@@ -62,7 +62,7 @@ class SelfDistillObjective(Objective):
         return (tape.loss, {"ce": ce, **parts}) if training else (ce, parts)
 
     def _by_depth(self, tape: ViewTape) -> dict[str, torch.Tensor]:
-        """Mean KL of the queries in each quarter of their document, where there are any."""
+        """Mean KL of the queries in each quarter of their document, nan where there are none."""
         labelled = tape.labelled
         length = labelled.documents.length.expand_as(labelled.t)
         quarter = (4 * labelled.t // length.clamp(min=1)).clamp(max=3).flatten()[tape.queries]
@@ -70,7 +70,7 @@ class SelfDistillObjective(Objective):
         means = {}
         for i in range(4):
             here = chosen & (quarter == i)
-            means[f"kl/depth_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum() / here.sum().clamp(min=1)
+            means[f"kl/depth_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum() / here.sum()
         return means
 
 
