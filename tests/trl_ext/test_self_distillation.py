@@ -92,6 +92,16 @@ def test_what_is_logged(tmp_path):
         assert {f"kl/depth_{i}of4" for i in range(1, 5)} - set(entry) == {"kl/depth_1of4"}
 
 
+def test_the_kl_is_logged_by_how_far_the_view_moves(tmp_path):
+    run = trainer(tmp_path, max_steps=6, learning_rate=0.0, per_device_train_batch_size=4, **SELF)
+    run.train()
+    for entry in logged(run, "kl/skip", "view/skip"):
+        quarters = [i for i in range(1, 5) if f"kl/skip_{i}of4" in entry]
+        assert quarters and 1 <= entry["view/skip"] <= 40
+        # four documents, whose mean lies between the lowest and the highest quarter that was drawn
+        assert 10 * (min(quarters) - 1) < entry["view/skip"] + 10 and entry["view/skip"] <= 10 * max(quarters)
+
+
 def test_lora_and_resuming(tmp_path):
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     options = {"peft_config": config, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **SELF}

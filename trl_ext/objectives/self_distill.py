@@ -7,6 +7,7 @@ from torch import nn
 
 from rope_patch.distillation import LongCE, ViewConsistency, ViewDistiller, WeightedDistiller
 from rope_patch.distillation.two_views import Labelled, ViewTape
+from rope_patch.views import Skip
 
 from .base import Objective, from_fields
 
@@ -58,20 +59,37 @@ class SelfDistillObjective(Objective):
             "mean_token_accuracy": rows.is_top1.sum() / n_labels,
         }
         if self.distiller.consistency.weight or not training:  # else no KL was computed
-            parts |= {"kl": weighted.sum() / self._kl_divisor(own), **self._by_depth(tape)}
+            parts |= {"kl": weighted.sum() / self._kl_divisor(own), **self._by_depth(tape), **self._by_skip(tape)}
         return (tape.loss, {"ce": ce, **parts}) if training else (ce, parts)
 
     def _by_depth(self, tape: ViewTape) -> dict[str, torch.Tensor]:
-        """Mean KL of the queries in each quarter of their document, nan where there are none."""
+        """Mean KL of the queries in each quarter of their document."""
         labelled = tape.labelled
         length = labelled.documents.length.expand_as(labelled.t)
-        quarter = (4 * labelled.t // length.clamp(min=1)).clamp(max=3).flatten()[tape.queries]
-        chosen = tape.in_kl.flatten()[tape.queries]
-        means = {}
-        for i in range(4):
-            here = chosen & (quarter == i)
-            means[f"kl/depth_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum() / here.sum()
-        return means
+        return _by_quarter("kl/depth", tape, labelled.t, length)
+
+    def _by_skip(self, tape: ViewTape) -> dict[str, torch.Tensor]:
+        """Mean KL by how far the view moves the suffix, in quarters of the largest skip that it draws."""
+        source = self.distiller.source
+        assert source.last is not None
+        if not isinstance(source.view, Skip) or source.view.skip is not None:
+            return {}
+        skip = source.last.parameters["skip"].expand_as(tape.labelled.t)
+        largest = tape.labelled.documents.length.expand_as(skip)
+        if source.view.max_skip is not None:
+            largest = torch.full_like(skip, source.view.max_skip)
+        return _by_quarter("kl/skip", tape, skip - 1, largest)
+
+
+def _by_quarter(name: str, tape: ViewTape, value: torch.Tensor, end: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Mean KL of the queries whose value is in each quarter of [0, end), nan where there are none."""
+    quarter = (4 * value // end.clamp(min=1)).clamp(max=3).flatten()[tape.queries]
+    chosen = tape.in_kl.flatten()[tape.queries]
+    means = {}
+    for i in range(4):
+        here = chosen & (quarter == i)
+        means[f"{name}_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum() / here.sum()
+    return means
 
 
 class WeightedObjective(Objective):
