@@ -19,21 +19,13 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
+from view_overhead import LLAMA3_8B
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
 GIB = 1 << 30
 SHAPES = {
-    "llama-3-8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
+    "llama-3-8b": LLAMA3_8B,
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 64,

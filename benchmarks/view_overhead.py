@@ -22,17 +22,20 @@ from rope_patch import patch_model, unpatch_model
 VIEWS = ["standard", "skip", "cyclic", "dilation", "posaug", "nope", "compose"]
 
 
+LLAMA3_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
+
 def llama3_8b(layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )
+    config = LlamaConfig(**{**LLAMA3_8B, "num_hidden_layers": layers})
     with torch.device("cuda"):
         return LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).eval()
 

@@ -1,6 +1,10 @@
-"""What a family does to the products of its head before they are logits."""
+"""What a family does to the products of its head before they are logits, and losses through its head."""
 
 from typing import Any
+
+import torch
+
+from rope_kernels import RowMetrics, linear_ce_kl
 
 
 def logit_transform(config: Any) -> tuple[float, float | None]:
@@ -20,3 +24,39 @@ def logit_transform(config: Any) -> tuple[float, float | None]:
     if scale is None and scaling is not None:
         scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
     return 1.0 if scale is None else float(scale), getattr(config, "final_logit_softcapping", None)
+
+
+def head_losses(
+    core: Any,
+    hidden_std: torch.Tensor,
+    hidden_view: torch.Tensor | None,
+    labels: torch.Tensor,
+    ce_weight: torch.Tensor,
+    kl_weight: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, RowMetrics]:
+    """`rope_kernels.linear_ce_kl` through the head of a causal LM, with what its family does to logits.
+
+    Args:
+        core: the causal LM.
+        hidden_std: last hidden states, [N, H] of any floating dtype.
+        hidden_view: likewise, or None.
+        labels: [N].
+        ce_weight: [N].
+        kl_weight: [N] or None.
+        **options: of `linear_ce_kl`.
+    """
+    head = core.get_output_embeddings()
+    scale, softcap = logit_transform(core.config.get_text_config())
+    return linear_ce_kl(
+        hidden_std.to(head.weight.dtype),
+        None if hidden_view is None else hidden_view.to(head.weight.dtype),
+        head.weight,
+        labels,
+        ce_weight,
+        kl_weight,
+        bias=getattr(head, "bias", None),
+        logit_scale=scale,
+        softcap=softcap,
+        **options,
+    )

@@ -121,8 +121,9 @@ class RopeSFTConfig(SFTConfig):
     def _check_objective(self) -> None:
         from .objectives import OBJECTIVES
         from .objectives.hidden import hidden_options
+        from .objectives.next_token import longce_options
         from .objectives.relation import relation_options
-        from .objectives.self_distill import longce_options, self_distill_options
+        from .objectives.self_distill import self_distill_options
 
         if self.objective != "clm" and self.objective not in OBJECTIVES:
             raise ValueError(

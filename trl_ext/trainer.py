@@ -22,7 +22,7 @@ from rope_patch.rotary import find_core, find_decoder
 from rope_patch.state import state_of
 
 from .config import RopeSFTConfig
-from .objectives import OBJECTIVES, Objective, WeightedObjective
+from .objectives import OBJECTIVES, NextTokenObjective, Objective
 
 logger = logging.get_logger(__name__)
 
@@ -122,7 +122,7 @@ class RopeSFTTrainer(SFTTrainer):
                 "weights are gathered by all ranks together: use DDP, or token_weighting=None."
             )
         return (
-            WeightedObjective(self.model, args)
+            NextTokenObjective(self.model, args)
             if args.objective == "clm"
             else OBJECTIVES[args.objective](self.model, args)
         )
@@ -149,7 +149,7 @@ class RopeSFTTrainer(SFTTrainer):
         assert self._objective is not None
         if self._source is not None:  # what is counted may depend on draws
             self._source.clock.set(self.state.global_step, batch.get(_FIRST_SAMPLE, 0))
-        return self._objective.counts(batch)
+        return self._objective.counts(self._objective.read(batch))
 
     def _total_counts(self, counts: list[dict[str, int]], device: torch.device) -> dict[str, int]:
         """Sums over the micro-batches of a step and, where losses are normalised so, over ranks."""
@@ -196,9 +196,10 @@ class RopeSFTTrainer(SFTTrainer):
     def _distil(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         assert self._objective is not None
         mode = "train" if self.model.training else "eval"
-        own = self._objective.counts(inputs)
+        read = self._objective.read(inputs)
+        own = self._objective.counts(read)
         counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in own.items()}
-        loss, parts = self._objective.loss(model, inputs, counts, own)
+        loss, parts = self._objective.loss(model, inputs, read, counts, own)
         for name, value in parts.items():
             mean = self.accelerator.gather(value).nanmean().item()
             if mean == mean:  # nan: nothing to measure on any rank

@@ -76,6 +76,10 @@ def linear_ce_kl(
     # FSDP2 shards the head: gathered once, for all chunks
     weight = _whole(weight)
     bias = None if bias is None else _whole(bias)
+    if not torch.is_grad_enabled():
+        # the forward forms the gradients of what requires one, whether or not a backward can follow
+        hidden_std, weight = hidden_std.detach(), weight.detach()
+        hidden_view, bias = (None if x is None else x.detach() for x in (hidden_view, bias))
     loss, *metrics = _LinearCEKL.apply(
         hidden_std,
         hidden_view,

@@ -53,11 +53,15 @@ class Distiller:
         ValueError: the student's RoPE is the teacher's.
     """
 
-    def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher | None) -> None:
+    def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher | None = None) -> None:
         self.core: Any = find_core(model)
         self.decoder: Any = find_decoder(model)
         self.teacher: Any = teacher
         self.state = state_of(self.decoder)
+        if teacher is not None:
+            self._require_difference()
+
+    def _require_difference(self) -> None:
         source = None if self.state is None else self.state.source
         if self.state is None or (self.state.rescaling is None and not (source and source.view.perturbs)):
             raise ValueError(

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 
-from rope_kernels import linear_ce_kl
+from rope_kernels.linear_ce import IGNORE_INDEX
 
-from ..heads import logit_transform
+from ..heads import head_losses
 from ..patch import rope_view
-
-IGNORE_INDEX = -100
+from .labelled import Labelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,70 +42,41 @@ class LongCE:
             raise ValueError(f"cap must be a number above 0, got {self.cap!r}.")
 
     @torch.no_grad()
-    def reference(
-        self, core: Any, decoder: Any, ids: torch.Tensor, ordinal: torch.Tensor, t: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def reference(self, core: Any, decoder: Any, ids: torch.Tensor, labelled: Labelled) -> torch.Tensor:
         """Cross-entropy of the label of each query in its short context, float32 [batch, n], nan where it has none.
 
         Args:
             core: the causal LM, for its head.
             decoder: its decoder.
             ids: [batch, n].
-            ordinal: of each token's document, [batch, n].
-            t: index of each token in its document, negative or repeated on padding, [batch, n].
-            labels: label that each query predicts, -100 for none, [batch, n].
+            labelled: the batch.
         """
-        found = torch.full(ids.shape, float("nan"), device=ids.device)
-        windows = self._windows(ordinal, t, labels)
-        size = self.short_context + self.stride
-        head = core.get_output_embeddings()
-        weight = head.weight.detach()
-        bias = None if getattr(head, "bias", None) is None else head.bias.detach()
-        scale, softcap = logit_transform(core.config.get_text_config())
-        at_a_time = max(1, ids.numel() // size)
-        for first in range(0, len(windows), at_a_time):
-            chosen = windows[first : first + at_a_time]
-            rows = torch.zeros(len(chosen), size, dtype=ids.dtype, device=ids.device)
-            for i, (row, begin, length) in enumerate(chosen):
-                rows[i, :length] = ids[row, begin : begin + length]
+        found = torch.full(ids.shape, float("nan"), device=ids.device).flatten()
+        size, seq_len = self.short_context + self.stride, ids.shape[1]
+        # windows as [first token among all rows, tokens]
+        windows = torch.tensor(
+            [
+                (row * seq_len + first + start, min(size, length - start))
+                for row, first, length in labelled.spans
+                for start in range(0, max(length - self.short_context, 0), self.stride)
+            ],
+            dtype=torch.int64,
+            device=ids.device,
+        ).view(-1, 2)
+        if not len(windows):
+            return found.view(ids.shape)
+        offset = torch.arange(size, device=ids.device)
+        labels = labelled.next_label.flatten()
+        for chosen in windows.split(max(1, ids.numel() // size)):
+            begin, length = chosen[:, :1], chosen[:, 1:]
+            token = (begin + offset).clamp(max=ids.numel() - 1)
             # padding is on the right, where nothing real looks
+            rows = ids.flatten()[token].masked_fill(offset >= length, 0)
             with rope_view(decoder, "standard"):
                 hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state
-            for i, (row, begin, length) in enumerate(chosen):
-                queries = slice(self.short_context - 1, length - 1)
-                targets = labels[row, begin + self.short_context - 1 : begin + length - 1]
-                _, metrics = linear_ce_kl(
-                    hidden[i, queries].to(weight.dtype),
-                    None,
-                    weight,
-                    targets,
-                    torch.zeros(len(targets), device=ids.device),
-                    None,
-                    bias=bias,
-                    logit_scale=scale,
-                    softcap=softcap,
-                )
-                ce = torch.where(targets == IGNORE_INDEX, float("nan"), metrics.ce.float())
-                found[row, begin + self.short_context - 1 : begin + length - 1] = ce
-        return found
-
-    def _windows(self, ordinal: torch.Tensor, t: torch.Tensor, labels: torch.Tensor) -> list[tuple[int, int, int]]:
-        """(row, first token, tokens) of each window that holds a label behind its short context."""
-        windows = []
-        for row in range(len(t)):
-            # a document's real tokens count up from 0; what does not is padding
-            firsts = (t[row] == 0).nonzero().flatten().tolist()
-            for first in firsts:
-                length = _run(t[row, first:], ordinal[row, first:])
-                for start in range(0, max(length - self.short_context, 0), self.stride):
-                    end = min(start + self.short_context + self.stride, length)
-                    queries = labels[row, first + start + self.short_context - 1 : first + end - 1]
-                    if bool((queries != IGNORE_INDEX).any()):
-                        windows.append((row, first + start, end - start))
-        return windows
-
-
-def _run(t: torch.Tensor, ordinal: torch.Tensor) -> int:
-    """Tokens from the first on that are of one document and follow each other."""
-    same = (ordinal == ordinal[0]) & (t == torch.arange(len(t), device=t.device))
-    return int(same.long().cumprod(0).sum())
+            asked = (offset >= self.short_context - 1) & (offset < length - 1) & (labels[token] != IGNORE_INDEX)
+            queries = token[asked]
+            none = torch.zeros(len(queries), device=ids.device)
+            _, metrics = head_losses(core, hidden[asked], None, labels[queries], none, None)
+            found[queries] = metrics.ce.float()
+        return found.view(ids.shape)

@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
 from ..attention_calls import attention_name
+from .labelled import Labelled
 
 
 @dataclass(frozen=True)
@@ -43,37 +44,31 @@ class TwoViewLayout:
     seen: torch.Tensor
 
     @classmethod
-    def of(cls, t: torch.Tensor, ordinal: torch.Tensor, valid: torch.Tensor, first: torch.Tensor) -> "TwoViewLayout":
+    def of(cls, labelled: Labelled, first: torch.Tensor) -> "TwoViewLayout":
         """Lay out a batch.
 
         Args:
-            t: index of each token in its document, [batch, n].
-            ordinal: of the document, [batch, n].
-            valid: which tokens are real, bool [batch, n].
+            labelled: the batch.
             first: first t that the view moves, in the shape of documents, [batch, 1] or [batch, n].
         """
-        batch, n = t.shape
-        moved = valid & (t >= first)
-        rank = moved.long().cumsum(1) - 1
-        m = max(int(moved.sum(1).max()), 1)
-        source = torch.zeros(batch, m, dtype=torch.int64, device=t.device)
-        is_copy = torch.zeros(batch, m, dtype=torch.bool, device=t.device)
+        batch, n = labelled.t.shape
+        moved = labelled.valid & (labelled.t >= first)
+        n_copies = moved.long().cumsum(1)
+        m = max(int(n_copies[:, -1].max()), 1)
+        source = torch.zeros(batch, m, dtype=torch.int64, device=moved.device)
+        is_copy = torch.zeros(batch, m, dtype=torch.bool, device=moved.device)
         rows, tokens = moved.nonzero(as_tuple=True)
-        source[rows, rank[rows, tokens]] = tokens
-        is_copy[rows, rank[rows, tokens]] = True
-        token = torch.arange(n, device=t.device).expand(batch, n)
-        seen = torch.where(moved, n + rank, token)
-        begins = valid & (t == 0)
-        count = torch.zeros(int(ordinal.max()) + 1, dtype=torch.int64, device=t.device)
-        length = count.scatter_add(0, ordinal.flatten(), valid.flatten().long())
-        n_moved = count.scatter_add(0, ordinal.flatten(), moved.flatten().long())
-        rows, tokens = begins.nonzero(as_tuple=True)
-        number = ordinal[rows, tokens]
-        split = tokens + length[number] - n_moved[number]
-        before = (rank + 1 - moved.long())[rows, tokens]  # copies of the documents before it
-        columns = (rows, tokens, split, tokens + length[number], n + before)
-        segments = tuple(Segment(*values) for values in zip(*(x.tolist() for x in columns), strict=True))
-        return cls(segments, source, is_copy, seen)
+        places = n_copies[rows, tokens] - 1
+        source[rows, places] = tokens
+        is_copy[rows, places] = True
+        seen = torch.where(moved, n + n_copies - 1, torch.arange(n, device=moved.device))
+        segments, copy = [], dict.fromkeys(range(batch), n)
+        firsts = torch.tensor([span[:2] for span in labelled.spans], dtype=torch.int64, device=moved.device).view(-1, 2)
+        in_document = labelled.per_document(moved)[labelled.ordinal[firsts[:, 0], firsts[:, 1]]]
+        for (row, begin, length), k in zip(labelled.spans, in_document.tolist(), strict=True):
+            segments.append(Segment(row, begin, begin + length - k, begin + length, copy[row]))
+            copy[row] += k
+        return cls(tuple(segments), source, is_copy, seen)
 
     def tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids of tokens and copies, [batch, n + m]."""
@@ -96,23 +91,36 @@ class TwoViewLayout:
             scale: of the scores.
         """
         shared = query.shape[1] != key.shape[1]
-        out = torch.zeros_like(query[..., : value.shape[-1]])
+        pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in query]
         for one in self.segments:
-            row, copies = slice(one.row, one.row + 1), slice(one.copy, one.copy + one.end - one.split)
-            whole = (row, slice(None), slice(one.begin, one.end))
-            out[whole] = F.scaled_dot_product_attention(
-                query[whole], key[whole], value[whole], is_causal=True, scale=scale, enable_gqa=shared
-            )
+            row, whole = slice(one.row, one.row + 1), slice(one.begin, one.end)
+            q, k, v = (x[row, :, whole] for x in (query, key, value))
+            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
+            pieces[one.row].append((one.begin, seen))
+        for one in self.segments:
             n_copies = one.end - one.split
             if not n_copies:
                 continue
+            row, copies = slice(one.row, one.row + 1), slice(one.copy, one.copy + n_copies)
             k, v = (torch.cat([x[row, :, one.begin : one.split], x[row, :, copies]], 2) for x in (key, value))
             # bottom-right: the first copy sees the whole prefix and itself
             mask = causal_lower_right(n_copies, k.shape[2])
-            out[row, :, copies] = F.scaled_dot_product_attention(
+            seen = F.scaled_dot_product_attention(
                 query[row, :, copies], k, v, attn_mask=mask, scale=scale, enable_gqa=shared
             )
-        return out.transpose(1, 2)
+            pieces[one.row].append((one.copy, seen))
+        # joined, not written into one tensor: autograd would copy all of it for each piece
+        like = query[:1, :, :, : value.shape[-1]]
+        return torch.cat([_joined(row, like) for row in pieces]).transpose(1, 2)
+
+
+def _joined(pieces: list[tuple[int, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+    """Pieces [1, n_heads, n, head_dim] at their rising places, zeros between them, in the shape of `like`."""
+    parts, place = [], 0
+    for begin, piece in [*pieces, (like.shape[2], like[:, :, :0])]:
+        parts += [like.new_zeros(*like.shape[:2], begin - place, like.shape[3]), piece]
+        place = begin + piece.shape[2]
+    return torch.cat(parts, 2)
 
 
 _MIXES_TOKENS = ("mamba", "conv", "ssm", "recurrent", "deltanet", "rwkv", "linearattention", "lightning")

@@ -9,21 +9,20 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from rope_kernels import RowMetrics, linear_ce_kl
+from rope_kernels import RowMetrics
+from rope_kernels.linear_ce import IGNORE_INDEX
 
-from ..documents import Documents, locate_documents
-from ..heads import logit_transform
+from ..heads import head_losses
 from ..patch import rope_view
-from ..rotary import find_core, find_decoder
-from ..state import Batch, TableSource, state_of
-from .distiller import TAPE, Distiller, Tape, real_tokens
-from .longce import IGNORE_INDEX, LongCE
+from ..state import Batch, TableSource
+from .distiller import TAPE, Distiller, Tape
+from .labelled import Labelled, Rows
+from .longce import LongCE
 from .one_pass import TwoViewLayout, why_two_passes
 
 logger = logging.get_logger(__name__)
 
 Direction = Literal["reverse", "forward", "jsd"]
-Rows = Literal["paper", "query_in_suffix"]
 Reduction = Literal["sequence", "token"]
 
 
@@ -59,80 +58,6 @@ class ViewConsistency:
         for name, allowed in (("direction", Direction), ("rows", Rows), ("reduction", Reduction)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """Labels and documents of a batch, with what does not depend on draws.
-
-    Args:
-        documents: of each token.
-        ordinal: of each token's document, [batch, n].
-        t: index of each token in its document, [batch, n].
-        valid: which tokens are real, bool [batch, n].
-        labels: of each token, -100 for none, [batch, n].
-        next_label: label that each query predicts, -100 for none, [batch, n].
-        counted: bool [batch, n], tokens that have a label; a document's first one counts with its second.
-        ends: bool [batch, n], last query of a document.
-    """
-
-    documents: Documents
-    ordinal: torch.Tensor
-    t: torch.Tensor
-    valid: torch.Tensor
-    labels: torch.Tensor
-    next_label: torch.Tensor
-    counted: torch.Tensor
-    ends: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: dict[str, Any]) -> "Labelled":
-        """Read a collator's batch: input_ids, labels, and attention_mask and position_ids where it has them."""
-        ids, position_ids, attention_mask = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
-        rows, seq_len = ids.shape
-        documents = locate_documents(rows, seq_len, ids.device, position_ids, attention_mask)
-        positions = torch.arange(seq_len, device=ids.device) if position_ids is None else position_ids
-        t = (positions - documents.start).expand(rows, seq_len)
-        ordinal = documents.ordinal.expand(rows, seq_len)
-        valid = real_tokens(ids, attention_mask)
-        labels = batch.get("labels", ids).masked_fill(~valid, IGNORE_INDEX)
-        follows = torch.zeros_like(valid)
-        follows[:, :-1] = valid[:, :-1] & valid[:, 1:] & (ordinal[:, :-1] == ordinal[:, 1:])
-        next_label = torch.full_like(labels, IGNORE_INDEX)
-        next_label[:, :-1] = torch.where(follows[:, :-1], labels[:, 1:], IGNORE_INDEX)
-        counted = (labels != IGNORE_INDEX) | (valid & (t == 0) & (next_label != IGNORE_INDEX))
-        return cls(documents, ordinal, t, valid, labels, next_label, counted, valid & ~follows)
-
-    @property
-    def n_labels(self) -> int:
-        """Queries with a label."""
-        return int((self.next_label != IGNORE_INDEX).sum())
-
-    @property
-    def n_documents(self) -> int:
-        """Documents with one."""
-        return int(self._per_document(self.next_label != IGNORE_INDEX).gt(0).sum())
-
-    def suffix(self, affected_from: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which queries the KL sums over, and L - s of the document of each token, both [batch, n].
-
-        Args:
-            affected_from: s of each document, in the shape of its documents.
-            rows: as in `ViewConsistency`.
-        """
-        behind = self.t >= affected_from
-        chosen = behind & (self.next_label != IGNORE_INDEX)
-        if rows == "query_in_suffix":
-            chosen = chosen | (behind & self.ends & self.counted)
-        return chosen, self._per_document(behind & self.counted)[self.ordinal]
-
-    def suffix_total(self, affected_from: torch.Tensor) -> int:
-        """Sum of L - s over documents."""
-        return int(((self.t >= affected_from) & self.counted).sum())
-
-    def _per_document(self, what: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros(int(self.ordinal.max()) + 1, dtype=torch.int64, device=what.device)
-        return total.scatter_add_(0, self.ordinal.flatten(), what.flatten().long())
 
 
 class ViewTape(Tape):
@@ -185,7 +110,8 @@ class ViewDistiller(Distiller):
     def __init__(
         self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None = None, *, one_pass: bool = True
     ) -> None:
-        super().__init__(model, None)
+        super().__init__(model)
+        self._require_difference()
         assert self.state is not None
         if self.state.source is None or not self.state.source.view.perturbs:
             raise ValueError(
@@ -217,8 +143,7 @@ class ViewDistiller(Distiller):
         if tape is None or tape.teaching or tape.taught:
             return None
         if self.longce is not None and decoder.training:
-            one = tape.labelled
-            tape.reference = self.longce.reference(self.core, decoder, tape.ids, one.ordinal, one.t, one.next_label)
+            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
         if self.one_pass:
             tape.taught = True
             return self._with_copies(tape, args, kwargs)
@@ -250,7 +175,7 @@ class ViewDistiller(Distiller):
         positions = torch.arange(seq_len, device=tape.ids.device) if position_ids is None else position_ids
         positions = positions.expand(n_rows, seq_len)
         first = self.source.view.affected_from(one.documents.length, self.source.last.parameters)  # type: ignore[union-attr]
-        tape.layout = TwoViewLayout.of(one.t, one.ordinal, one.valid, first)
+        tape.layout = TwoViewLayout.of(one, first)
         moved = bound(positions)
         # a prefix may be as a whole elsewhere in the view (cyclic), which RoPE does not see: here it is where it was
         begins = one.valid & (one.t == 0)
@@ -294,8 +219,6 @@ class ViewDistiller(Distiller):
             kl_weight = kl_weight / tape.suffix_length.clamp(min=1)
         labels = labelled.next_label.flatten()
         kl_weight = kl_weight.flatten().float()
-        head = self.core.get_output_embeddings()
-        scale, softcap = logit_transform(self.core.config.get_text_config())
         tape.queries = ((labels != IGNORE_INDEX) | (kl_weight != 0)).nonzero().squeeze(1)
         hidden = output.last_hidden_state
         if tape.layout is None:
@@ -304,18 +227,14 @@ class ViewDistiller(Distiller):
         else:
             rows, tokens = tape.queries // tape.ids.shape[1], tape.queries % tape.ids.shape[1]
             standard, view = hidden[rows, tokens], hidden[rows, tape.layout.seen[rows, tokens]]
-        standard, view = standard.to(head.weight.dtype), view.to(head.weight.dtype)
-        tape.loss, tape.rows = linear_ce_kl(
+        tape.loss, tape.rows = head_losses(
+            self.core,
             standard,
             view,
-            head.weight,
             labels[tape.queries],
             torch.full_like(kl_weight[tape.queries], 1 / tape.ce_divisor),
             kl_weight[tape.queries],
-            self.consistency.direction,
-            bias=getattr(head, "bias", None),
-            logit_scale=scale,
-            softcap=softcap,
+            direction=self.consistency.direction,
             **weighting(self.longce, tape),
         )
 
@@ -336,8 +255,7 @@ class WeightedDistiller(Distiller):
     """
 
     def __init__(self, model: nn.Module, longce: LongCE) -> None:
-        self.core, self.decoder = find_core(model), find_decoder(model)
-        self.teacher, self.state = None, state_of(self.decoder)
+        super().__init__(model)
         self.longce = longce
 
     def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -345,23 +263,17 @@ class WeightedDistiller(Distiller):
         if tape is not None and not tape.taught:
             tape.taught = True
             if decoder.training:
-                one = tape.labelled
-                tape.reference = self.longce.reference(self.core, decoder, tape.ids, one.ordinal, one.t, one.next_label)
+                tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
 
     def _compare_student(self, tape: ViewTape, output: Any) -> None:
         labels = tape.labelled.next_label.flatten()
-        head = self.core.get_output_embeddings()
-        scale, softcap = logit_transform(self.core.config.get_text_config())
         tape.queries = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        tape.loss, tape.rows = linear_ce_kl(
-            output.last_hidden_state.flatten(0, 1)[tape.queries].to(head.weight.dtype),
+        tape.loss, tape.rows = head_losses(
+            self.core,
+            output.last_hidden_state.flatten(0, 1)[tape.queries],
             None,
-            head.weight,
             labels[tape.queries],
             torch.full((len(tape.queries),), 1 / tape.ce_divisor, device=labels.device),
             None,
-            bias=getattr(head, "bias", None),
-            logit_scale=scale,
-            softcap=softcap,
             **weighting(self.longce, tape),
         )

@@ -2,8 +2,9 @@
 
 from .base import Objective
 from .hidden import HiddenObjective
+from .next_token import NextTokenObjective
 from .relation import RelationObjective
-from .self_distill import SelfDistillObjective, WeightedObjective
+from .self_distill import SelfDistillObjective
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "self-distill": SelfDistillObjective,
@@ -14,8 +15,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
 __all__ = [
     "OBJECTIVES",
     "HiddenObjective",
+    "NextTokenObjective",
     "Objective",
     "RelationObjective",
     "SelfDistillObjective",
-    "WeightedObjective",
 ]

@@ -30,18 +30,23 @@ class Objective:
         """To be open around forward and backward of a step."""
         return self.distiller.active()
 
-    def counts(self, batch: dict[str, Any]) -> dict[str, int]:
+    def read(self, batch: dict[str, Any]) -> Any:
+        """What of a batch `counts` and `loss` need, read once: here which tokens are real, bool [batch, n]."""
+        return real_tokens(batch["input_ids"], batch.get("attention_mask"))
+
+    def counts(self, read: Any) -> dict[str, int]:
         """What the sums of a batch are divided by, for adding up over an optimizer step."""
-        return {"tokens": int(self._real(batch).sum())}
+        return {"tokens": int(read.sum())}
 
     def loss(
-        self, model: nn.Module, inputs: dict[str, Any], counts: dict[str, int], own: dict[str, int]
+        self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], own: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Run teacher and student.
 
         Args:
             model: the student, wrapped as the trainer has it.
             inputs: of the batch.
+            read: of the batch.
             counts: of the optimizer step that the batch belongs to.
             own: of the batch alone.
 
@@ -49,7 +54,7 @@ class Objective:
             The loss, and its parts before weighting, detached: each a mean over the batch's own tokens, nan for one
             that this batch has nothing for.
         """
-        tape = self._tape(inputs, counts)
+        tape = self._tape(inputs, read, counts)
         inputs = {name: value for name, value in inputs.items() if name != "labels"}
         # the loss needs no logits; those of the last token tie every parameter of the path to it, as wrappers that wait
         # for all gradients want
@@ -60,7 +65,7 @@ class Objective:
     def _make_distiller(self, model: nn.Module) -> Distiller:
         raise NotImplementedError
 
-    def _tape(self, inputs: dict[str, Any], counts: dict[str, int]) -> Any:
+    def _tape(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
         return self.distiller.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
 
     def _forward_options(self) -> dict[str, Any]:
@@ -70,10 +75,6 @@ class Objective:
         self, tape: Any, counts: dict[str, int], own: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         raise NotImplementedError
-
-    @staticmethod
-    def _real(batch: dict[str, Any]) -> torch.Tensor:
-        return real_tokens(batch["input_ids"], batch.get("attention_mask"))
 
 
 def teacher_of(model: nn.Module, args: "RopeSFTConfig") -> SharedTeacher | CopiedTeacher:

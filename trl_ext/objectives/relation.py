@@ -27,11 +27,11 @@ class RelationObjective(Objective):
             model, targets, teacher_of(model, self.args), logit_kl=logit_kl, offload=self.args.teacher_offload
         )
 
-    def counts(self, batch: dict[str, Any]) -> dict[str, int]:
+    def counts(self, read: torch.Tensor) -> dict[str, int]:
         """Real tokens, and those that the logit KL counts."""
-        counts = super().counts(batch)
+        counts = super().counts(read)
         if self.distiller.logit_kl is not None:
-            counts["last"] = int(self.distiller.logit_kl.chosen(self._real(batch)).sum())
+            counts["last"] = int(self.distiller.logit_kl.chosen(read).sum())
         return counts
 
     def _combine(

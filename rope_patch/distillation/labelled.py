@@ -1,0 +1,96 @@
+"""Labels and documents of a batch, as losses of tokens need them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from rope_kernels.linear_ce import IGNORE_INDEX
+
+from ..documents import Documents, locate_documents
+from .distiller import real_tokens
+
+Rows = Literal["paper", "query_in_suffix"]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Labels and documents of a batch, with what does not depend on draws.
+
+    Args:
+        documents: of each token.
+        ordinal: of each token's document, [batch, n].
+        t: index of each token in its document, [batch, n].
+        valid: which tokens are real, bool [batch, n].
+        labels: of each token, -100 for none, [batch, n].
+        next_label: label that each query predicts, -100 for none, [batch, n].
+        counted: bool [batch, n], tokens that have a label; a document's first one counts with its second.
+        ends: bool [batch, n], last query of a document.
+    """
+
+    documents: Documents
+    ordinal: torch.Tensor
+    t: torch.Tensor
+    valid: torch.Tensor
+    labels: torch.Tensor
+    next_label: torch.Tensor
+    counted: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: dict[str, Any]) -> "Labelled":
+        """Read a collator's batch: input_ids, labels, and attention_mask and position_ids where it has them."""
+        ids, position_ids, attention_mask = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
+        rows, seq_len = ids.shape
+        documents = locate_documents(rows, seq_len, ids.device, position_ids, attention_mask)
+        positions = torch.arange(seq_len, device=ids.device) if position_ids is None else position_ids
+        t = (positions - documents.start).expand(rows, seq_len)
+        ordinal = documents.ordinal.expand(rows, seq_len)
+        valid = real_tokens(ids, attention_mask)
+        labels = batch.get("labels", ids).masked_fill(~valid, IGNORE_INDEX)
+        follows = torch.zeros_like(valid)
+        follows[:, :-1] = valid[:, :-1] & valid[:, 1:] & (ordinal[:, :-1] == ordinal[:, 1:])
+        next_label = torch.full_like(labels, IGNORE_INDEX)
+        next_label[:, :-1] = torch.where(follows[:, :-1], labels[:, 1:], IGNORE_INDEX)
+        counted = (labels != IGNORE_INDEX) | (valid & (t == 0) & (next_label != IGNORE_INDEX))
+        return cls(documents, ordinal, t, valid, labels, next_label, counted, valid & ~follows)
+
+    @property
+    def n_labels(self) -> int:
+        """Queries with a label."""
+        return int((self.next_label != IGNORE_INDEX).sum())
+
+    @property
+    def n_documents(self) -> int:
+        """Documents with one."""
+        return int(self.per_document(self.next_label != IGNORE_INDEX).gt(0).sum())
+
+    def suffix(self, affected_from: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which queries the KL sums over, and L - s of the document of each token, both [batch, n].
+
+        Args:
+            affected_from: s of each document, in the shape of its documents.
+            rows: as in `ViewConsistency`.
+        """
+        behind = self.t >= affected_from
+        chosen = behind & (self.next_label != IGNORE_INDEX)
+        if rows == "query_in_suffix":
+            chosen = chosen | (behind & self.ends & self.counted)
+        return chosen, self.per_document(behind & self.counted)[self.ordinal]
+
+    def suffix_total(self, affected_from: torch.Tensor) -> int:
+        """Sum of L - s over documents."""
+        return int(((self.t >= affected_from) & self.counted).sum())
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(row, first token, tokens) of each document."""
+        rows, tokens = (self.valid & (self.t == 0)).nonzero(as_tuple=True)
+        length = self.per_document(self.valid)[self.ordinal[rows, tokens]]
+        return list(zip(rows.tolist(), tokens.tolist(), length.tolist(), strict=True))
+
+    def per_document(self, what: torch.Tensor) -> torch.Tensor:
+        """How many tokens of each document are so, int64 [documents], given bool [batch, n]."""
+        total = torch.zeros(int(self.ordinal.max()) + 1, dtype=torch.int64, device=what.device)
+        return total.scatter_add_(0, self.ordinal.flatten(), what.flatten().long())

@@ -1,0 +1,73 @@
+"""Next-token training whose tokens differ in weight: objective="clm" with token_weighting="longce"."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rope_patch.distillation import LongCE, WeightedDistiller
+from rope_patch.distillation.distiller import Distiller
+from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation.two_views import ViewTape
+
+from .base import Objective, from_fields
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
+
+
+class NextTokenObjective(Objective):
+    """Next-token loss of the sampled view with LongCE's token weights.
+
+    loss = (sum over labels of w CE) / labels of the step. Evaluation gives the plain cross-entropy.
+
+    Source: LongCE, arXiv:2410.23771.
+    """
+
+    def _make_distiller(self, model: nn.Module) -> Distiller:
+        longce = longce_options(self.args)
+        assert longce is not None
+        return WeightedDistiller(model, longce)
+
+    def read(self, batch: dict[str, Any]) -> Labelled:
+        """Labels and documents."""
+        return Labelled.of(batch)
+
+    def counts(self, read: Labelled) -> dict[str, int]:
+        """Real tokens and labels."""
+        return {"tokens": int(read.valid.sum()), "labels": read.n_labels}
+
+    def _kl_divisor(self, counts: dict[str, int]) -> int:
+        return 1  # there is no KL
+
+    def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> ViewTape:
+        return ViewTape(read, counts["labels"], self._kl_divisor(counts), inputs["input_ids"])
+
+    def _combine(
+        self, tape: ViewTape, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ce = tape.rows.ce.sum() / max(own["labels"], 1)
+        parts = self._parts(tape, own)
+        return (tape.loss, {"ce": ce, **parts}) if self.distiller.decoder.training else (ce, parts)
+
+    def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, torch.Tensor]:
+        rows, n_labels = tape.rows, max(own["labels"], 1)
+        weights = {} if tape.reference is None else {"token_weight": rows.ce_factor.mean()}
+        entropy, accuracy = rows.entropy.sum() / n_labels, rows.is_top1.sum() / n_labels
+        return {**weights, "entropy": entropy, "mean_token_accuracy": accuracy}
+
+
+def longce_options(args: "RopeSFTConfig") -> LongCE | None:
+    """The token weights that `args` asks for.
+
+    Raises:
+        ValueError: an unknown weighting or option, or one out of its range.
+    """
+    options = args._options("longce_args")
+    if args.token_weighting is None:
+        if options:
+            raise ValueError(f"longce_args belongs to token_weighting='longce', got longce_args={options}.")
+        return None
+    if args.token_weighting != "longce":
+        raise ValueError(f"token_weighting must be 'longce' or None, got {args.token_weighting!r}.")
+    return from_fields(LongCE, "longce_args", options)
