@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .hopper import runs_on_hopper
 from .visibility import Visibility
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -78,13 +79,6 @@ def runs_on_triton(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64
 
 
-def _gpu_kernels(tensors: tuple[torch.Tensor, ...], visibility: Visibility) -> Any:
-    """The module whose kernels take the inputs."""
-    from . import row_kl_hopper, row_kl_triton
-
-    return row_kl_hopper if row_kl_hopper.runs_on_hopper(tensors, visibility) else row_kl_triton
-
-
 def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
     """`x` as it is, or a contiguous copy where the features of a token are not neighbours in memory."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -108,7 +102,11 @@ def _row_kl(
     inputs = (student_q, keys[0], teacher_q, keys[1], student_scale, teacher_scale)
     visibility = Visibility(causal, document, first, end)
     if runs_on_triton(student_q):
-        return _gpu_kernels((student_q, keys[0], teacher_q, keys[1]), visibility).row_kl_forward(*inputs, visibility)
+        if runs_on_hopper((student_q, keys[0], teacher_q, keys[1]), visibility):
+            from .row_kl_hopper import row_kl_forward
+        else:
+            from .row_kl_triton import row_kl_forward
+        return row_kl_forward(*inputs, visibility)
     from .row_kl_chunked import row_kl_forward as chunked
 
     kl = chunked(*inputs, visibility)
@@ -142,8 +140,11 @@ def _row_kl_backward(
     scales = (student_scale, teacher_scale)
     if runs_on_triton(student_q):
         if student_k is None or teacher_k is None:
-            kernels = _gpu_kernels((student_q, teacher_q), visibility)
-            both = kernels.relation_kl_backward(grad, student_q, teacher_q, parts, *scales, visibility)
+            if runs_on_hopper((student_q, teacher_q), visibility):
+                from .relation_kl_hopper import relation_kl_backward
+            else:
+                from .row_kl_triton import relation_kl_backward
+            both = relation_kl_backward(grad, student_q, teacher_q, parts, *scales, visibility)
             return both, both.new_empty(0)
         from .row_kl_triton import attention_map_kl_backward
 

@@ -27,7 +27,7 @@ def implementation(name, monkeypatch, dtype=torch.float32):
             pytest.skip("the kernels are compiled here")
         monkeypatch.setattr("rope_kernels.row_kl.runs_on_triton", lambda x: True)
     if name == "any gpu":
-        monkeypatch.setattr("rope_kernels.row_kl_hopper.runs_on_hopper", lambda *_: False)
+        monkeypatch.setattr("rope_kernels.row_kl.runs_on_hopper", lambda *_: False)
     return "cuda" if name.endswith("gpu") else "cpu"
 
 

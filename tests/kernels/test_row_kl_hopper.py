@@ -17,7 +17,7 @@ def causal(n):
 
 
 def require_hopper(*tensors):
-    from rope_kernels.row_kl_hopper import runs_on_hopper
+    from rope_kernels.hopper import runs_on_hopper
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
@@ -90,3 +90,37 @@ def test_two_runs_give_the_same_bits():
     require_hopper(student, teacher)
     grads = [torch.autograd.grad(relation_kl(student, teacher).sum(), student)[0] for _ in range(2)]
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_of_several_launches(monkeypatch, head_dim):
+    """Their integer sums are the same memory, zeroed between launches."""
+    from rope_kernels import relation_kl_hopper
+
+    student, teacher = relations(2, 5, 700, head_dim, dtype=torch.bfloat16, device="cuda")
+    require_hopper(student, teacher)
+    grad = torch.rand(2, 5, 700, device="cuda")
+    at_once = torch.autograd.grad(relation_kl(student, teacher), student, grad)[0]
+    monkeypatch.setattr(relation_kl_hopper, "_SUMS_BYTES", 3 * 768 * head_dim * 4)
+    assert torch.equal(torch.autograd.grad(relation_kl(student, teacher), student, grad)[0], at_once)
+
+
+def test_rows_whose_gradients_differ_by_orders_of_magnitude():
+    """Each row's integers have their own unit; a row of gradient 0 gives nothing as a query."""
+    student, teacher = relations(1, 2, 300, 64, dtype=torch.bfloat16, device="cuda")
+    require_hopper(student, teacher)
+    weight = torch.logspace(-6, 4, 300, device="cuda") * torch.tensor([1.0, -1.0, 0.0], device="cuda").repeat(100)
+    weight = weight.flip(0).expand(1, 2, 300)  # so that no row sees much of larger ones that come after it
+    grad = torch.autograd.grad(relation_kl(student, teacher), student, weight)[0]
+    exact = student.detach().double().requires_grad_()
+    relation_kl_ref(exact, teacher.double(), causal(300)).mul(weight).sum().backward()
+    for rows in (slice(0, 100), slice(100, 200), slice(290, 300)):
+        error = (grad[:, :, rows].double() - exact.grad[:, :, rows]).norm() / exact.grad[:, :, rows].norm()
+        assert error < 1e-2, (rows, error)
+
+
+def test_a_gradient_of_zeros():
+    student, teacher = relations(1, 2, 100, 64, dtype=torch.bfloat16, device="cuda")
+    require_hopper(student, teacher)
+    grad = torch.autograd.grad(relation_kl(student, teacher), student, torch.zeros(1, 2, 100, device="cuda"))[0]
+    assert grad.abs().max() == 0

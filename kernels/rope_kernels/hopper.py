@@ -1,0 +1,37 @@
+"""Which inputs the Hopper kernels take. It imports no Gluon, which Triton before 3.6 has in another form."""
+
+from functools import cache
+
+import torch
+
+from .visibility import Visibility
+
+_TRITON = (3, 6)  # the first whose warp_specialize takes functions with their arguments
+
+
+def runs_on_hopper(tensors: tuple[torch.Tensor, ...], visibility: Visibility) -> bool:
+    """Whether Hopper's kernels take the inputs: its GPU, 16 bits, head_dim up to 128, causal, no borders, aligned."""
+    x = tensors[0]
+    return (
+        x.is_cuda
+        and _has_kernels(x.device)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[-1] <= 128
+        and visibility.causal
+        and visibility.document is None
+        and all(_fits_tma(y) for y in tensors)
+    )
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return torch.cuda.get_device_capability(device)[0] == 9 and version >= _TRITON
+
+
+def _fits_tma(x: torch.Tensor) -> bool:
+    """16-byte alignment of the start and of every stride that is walked."""
+    steps = [stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    return x.data_ptr() % 16 == 0 and all(step % 8 == 0 and step > 0 for step in steps)
