@@ -2,16 +2,20 @@
 
 Run: python benchmarks/restoration.py MODEL --train books.jsonl.xz --val val.jsonl.xz --short-data FOLDER
          [--arms NAME ...] [--seeds 0 1 2] [--out FILE.jsonl]
+     python benchmarks/restoration.py --table FILE.jsonl ...
 
-Each arm is rescaled, trained in one or two stages and measured: loss by position on held-out books up to 32K, and
-short-text accuracy through lm-eval. One JSON line a run is added to --out, and runs that are in it are not done again.
+Each arm is rescaled, trained in one or two stages and measured after each: loss by position on held-out books up to
+32K, and short-text accuracy through lm-eval. One JSON line a stage is added to --out, and what is in it is not done
+again. --table prints the means over seeds of such files, with what was won back of the model before its rescaling.
 """
 
 import argparse
 import gc
 import json
+import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +54,12 @@ class Arm:
 
 
 PI4, PI8, YARN4 = ("pi", {"factor": 4.0}), ("pi", {"factor": 8.0}), ("yarn", {"factor": 4.0})
-LR = {"learning_rate": 2e-4}
+# of those tried, the rate that does best in each stage; the authors' is 2e-5 in both
+DISTIL_LR, EXTEND_LR = {"learning_rate": 1e-3}, {"learning_rate": 2e-4}
 # as many tokens of next-token training as both stages have together
 EQUAL = {"max_steps": 34}
+# the rows of a step of stage 1 together and without checkpointing: the same batch in fewer launches
+AT_ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "gradient_checkpointing": False}
 
 
 def arms() -> dict[str, Arm]:
@@ -60,10 +67,12 @@ def arms() -> dict[str, Arm]:
     found = {"native": Arm(None)}
     for name, rescale in (("pi4", PI4), ("pi8", PI8), ("yarn4", YARN4)):
         found[name] = Arm(rescale)
-        found[f"{name} cpt"] = Arm(rescale, extend={**LR, **EQUAL})
-        found[f"{name} ard"] = Arm(rescale, LR)
-        found[f"{name} ard+cpt"] = Arm(rescale, LR, LR)
-    for lr in (2e-5, 5e-5, 1e-3):
+        found[f"{name} cpt"] = Arm(rescale, extend={**EXTEND_LR, **EQUAL})
+        found[f"{name} ard+cpt"] = Arm(rescale, DISTIL_LR, EXTEND_LR)
+    found["pi4 ard+cpt as the authors"] = Arm(PI4, {}, {})
+    for lr in (2e-5, 1e-3):
+        found[f"pi4 cpt lr {lr:g}"] = Arm(PI4, extend={"learning_rate": lr, **EQUAL})
+    for lr in (5e-5, 2e-4, 3e-3):
         found[f"pi4 ard lr {lr:g}"] = Arm(PI4, {"learning_rate": lr})
     variants: dict[str, dict[str, Any]] = {
         "w/o v": {"relation_args": {"v": 0.0}},
@@ -74,11 +83,11 @@ def arms() -> dict[str, Arm]:
         "mse": {"relation_args": {"divergence": "mse"}},
     }
     for name, options in variants.items():
-        found[f"pi4 ard {name}"] = Arm(PI4, {**LR, **options})
-    found["pi4 hidden"] = Arm(PI4, {**LR, "objective": "hidden-distill"})
-    found["pi4 ard all weights"] = Arm(PI4, LR, trainable="all")
-    found["pi4 ard lora 64"] = Arm(PI4, {"learning_rate": 1e-3}, lora=64)
-    found["yarn4 ard no factor"] = Arm(YARN4, {**LR, "relation_args": {"strip_attention_factor": True}})
+        found[f"pi4 ard {name}"] = Arm(PI4, {**DISTIL_LR, **options})
+    found["pi4 hidden"] = Arm(PI4, {**DISTIL_LR, "objective": "hidden-distill"})
+    found["pi4 ard all weights"] = Arm(PI4, DISTIL_LR, trainable="all")
+    found["pi4 ard lora 64"] = Arm(PI4, DISTIL_LR, lora=64)
+    found["yarn4 ard no factor"] = Arm(YARN4, {**DISTIL_LR, "relation_args": {"strip_attention_factor": True}})
     return found
 
 
@@ -95,8 +104,10 @@ def train(model: Any, tokenizer: Any, options: dict[str, Any], rows: Dataset, pe
         return trainer.model, trainer.state.log_history
 
 
-def run(arm: Arm, args: argparse.Namespace, tokenizer: Any, data: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Train and measure one arm."""
+def run(
+    arm: Arm, args: argparse.Namespace, tokenizer: Any, data: dict[str, Any], seed: int
+) -> Iterator[dict[str, Any]]:
+    """Train one arm, and measure it after each stage, or as it is where it has none."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # float32 master weights: what is trained is small steps on them, in bf16 autocast
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -106,22 +117,30 @@ def run(arm: Arm, args: argparse.Namespace, tokenizer: Any, data: dict[str, Any]
     if arm.lora is not None:
         targets = ["q_proj", "k_proj", "v_proj"]
         adapters = LoraConfig(r=arm.lora, lora_alpha=2 * arm.lora, target_modules=targets, task_type="CAUSAL_LM")
-    logs, begin = {}, time.perf_counter()
-    for stage, defaults in (("distil", DISTIL), ("extend", EXTEND)):
+    if arm.distil is None and arm.extend is None:
+        yield {"after": None, **measure(model, tokenizer, args, data["val"])}
+    for stage, defaults in (("distil", {**DISTIL, **AT_ONCE}), ("extend", EXTEND)):
         given = getattr(arm, stage)
         if given is None:
             continue
         trained = {} if arm.lora is not None else {"trainable": arm.trainable if stage == "distil" else "all"}
         options = {**defaults, "bf16": device == "cuda", **trained, **given, **args.override}
         rows = data["rows"](options["max_length"]).shuffle(seed)
-        model, logs[stage] = train(model, tokenizer, options, rows, adapters, seed)
+        begin = time.perf_counter()
+        model, log = train(model, tokenizer, options, rows, adapters, seed)
+        seconds = time.perf_counter() - begin
         adapters = None
-    seconds = time.perf_counter() - begin
-    if arm.lora is not None:
-        model = model.merge_and_unload()
-    model = model.to(torch.bfloat16 if device == "cuda" else torch.float32)
-    curve = loss_by_position(model, data["val"], progress=False)
-    short = short_text(model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64)
+        if arm.lora is not None:
+            model = model.merge_and_unload()
+        log = [e for e in log if "loss" in e]
+        yield {"after": stage, **measure(model, tokenizer, args, data["val"]), "train_seconds": seconds, "log": log}
+
+
+def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Tensor) -> dict[str, Any]:
+    """Loss by position and short-text accuracy, under autocast as in training."""
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+        curve = loss_by_position(model, val, progress=False)
+        short = short_text(model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64)
     edges = [e for e in EDGES if e <= curve.seq_len]
     return {
         "loss_in_window": curve.in_window(WINDOW) if curve.seq_len > WINDOW else curve.mean(64, curve.seq_len),
@@ -129,17 +148,45 @@ def run(arm: Arm, args: argparse.Namespace, tokenizer: Any, data: dict[str, Any]
         "loss_by_position": curve.bins(edges),
         "short": short.accuracy,
         "short_mean": short.mean,
-        "train_seconds": seconds,
-        "log": {stage: [e for e in log if "loss" in e] for stage, log in logs.items()},
     }
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown: means over seeds, with the span of what is compared, and recovery of the model before its rescaling."""
+    native = next(r for r in runs if r["arm"] == "native")
+    spans = [(0, 8192), (8192, 16384), (16384, 32768)]
+    head = ["arm", "after", "seeds", *(f"loss {a // 1024}-{b // 1024}K" for a, b in spans), "short text", "recovery %"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for found in runs:
+        groups.setdefault((found["arm"], found["after"] or ""), []).append(found)
+    for (arm, after), same in groups.items():
+        cells = [spread([mean_of(r["loss_by_position"], a, b) for r in same], 3) for a, b in spans]
+        cells += [spread([r["short_mean"] for r in same], 3)]
+        cells += [spread([recovery_ratio(r["short"], native["short"]) for r in same], 1)]
+        lines.append(f"| {arm} | {after} | {len(same)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def mean_of(bins: list[dict[str, float]], first: int, end: int) -> float:
+    """Mean loss of the positions from first to end, of bins that lie within."""
+    inside = [b for b in bins if first <= b["first"] and b["end"] <= end]
+    return sum(b["loss"] * (b["end"] - b["first"]) for b in inside) / sum(b["end"] - b["first"] for b in inside)
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The mean, with half of the distance between smallest and largest."""
+    shown = f"{statistics.mean(values):.{digits}f}"
+    return shown if len(values) == 1 else f"{shown} ± {(max(values) - min(values)) / 2:.{digits}f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--train", nargs="+", required=True)
-    parser.add_argument("--val", nargs="+", required=True)
-    parser.add_argument("--short-data", required=True)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--table", nargs="+", type=Path)
+    parser.add_argument("--train", nargs="+")
+    parser.add_argument("--val", nargs="+")
+    parser.add_argument("--short-data")
     parser.add_argument("--arms", nargs="+", default=list(arms()))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--val-length", type=int, default=32768)
@@ -148,6 +195,11 @@ def main() -> None:
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every stage, as JSON")
     parser.add_argument("--out", type=Path, default=Path("restoration.jsonl"))
     args = parser.parse_args()
+    if args.table:
+        print(table([json.loads(line) for file in args.table for line in file.read_text().splitlines()]))
+        return
+    if not (args.model and args.train and args.val and args.short_data):
+        parser.error("give MODEL, --train, --val and --short-data, or --table")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     documents = Dataset.from_list([{"text": text} for text in read_texts(args.train)])
     cut: dict[int, Dataset] = {}
@@ -159,27 +211,19 @@ def main() -> None:
 
     val = text_rows(tokenizer, read_texts(args.val), seq_len=args.val_length, n_rows=args.val_rows)
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.is_file() else []
-    known = {(r["arm"], r["seed"]): r for r in done}
-    native = next((r for r in done if r["arm"] == "native"), None)
     for seed in args.seeds:
         for name in args.arms:
-            if (name, seed) in known:
+            stages = {r["after"] for r in done if (r["arm"], r["seed"]) == (name, seed)}
+            arm = arms()[name]
+            if stages and (arm.extend is None or "extend" in stages):
                 continue
-            found = run(arms()[name], args, tokenizer, {"rows": rows, "val": val}, seed)
-            native = native or (found if name == "native" else None)
-            if native is not None:
-                found["recovery"] = recovery_ratio(found["short"], native["short"])
-            with args.out.open("a") as out:
-                out.write(json.dumps({"arm": name, "seed": seed, **found}) + "\n")
-            figures = {
-                "in window": found["loss_in_window"],
-                "cliff": found["cliff"],
-                "short": found["short_mean"],
-                "recovery %": found.get("recovery"),
-                "seconds": found["train_seconds"],
-            }
-            shown = "  ".join(f"{k} {v:.3f}" for k, v in figures.items() if v is not None)
-            print(f"{name:24} seed {seed}  {shown}", flush=True)
+            for found in run(arm, args, tokenizer, {"rows": rows, "val": val}, seed):
+                if found["after"] in stages:
+                    continue
+                with args.out.open("a") as out:
+                    out.write(json.dumps({"arm": name, "seed": seed, **found}) + "\n")
+                shown = f"in window {found['loss_in_window']:.3f}  short {found['short_mean']:.3f}"
+                print(f"{name:28} seed {seed}  after {found['after'] or '-':6}  {shown}", flush=True)
             gc.collect()
 
 
