@@ -4,6 +4,7 @@ from typing import Any, get_args
 
 import torch
 
+from .autocast import as_multiplied
 from .linear_ce import IGNORE_INDEX, described, require_rows
 from .row_kl import runs_on_triton
 from .vocabulary_rows import Direction, HeadOutput, RowMetrics, vocabulary_rows
@@ -59,6 +60,8 @@ def linear_ce_kl(
     Returns:
         The scalar, float32 (float64 for float64 inputs), and `RowMetrics` of all rows.
 
+    Under autocast float32 hidden states and heads are multiplied in its dtype, logits are float32 nevertheless.
+
     Raises:
         ValueError: a shape, dtype, device, label or option is not as above.
 
@@ -72,28 +75,30 @@ def linear_ce_kl(
         )
     if not ce_cap > 0:
         raise ValueError(f"ce_cap must be above 0, got {ce_cap}.")
+    hidden_std, hidden_view = as_multiplied(hidden_std), as_multiplied(hidden_view)
     head = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
     # FSDP2 shards the head: gathered once, for all chunks
-    weight = _whole(weight)
-    bias = None if bias is None else _whole(bias)
+    weight = as_multiplied(_whole(weight))
+    bias = None if bias is None else as_multiplied(_whole(bias))
     if not torch.is_grad_enabled():
         # the forward forms the gradients of what requires one, whether or not a backward can follow
         hidden_std, weight = hidden_std.detach(), weight.detach()
         hidden_view, bias = (None if x is None else x.detach() for x in (hidden_view, bias))
-    loss, *metrics = _LinearCEKL.apply(
-        hidden_std,
-        hidden_view,
-        weight,
-        bias,
-        labels,
-        ce_weight,
-        kl_weight,
-        direction,
-        head,
-        ce_reference,
-        ce_cap,
-        chunk_rows,
-    )
+    with torch.autocast(hidden_std.device.type, enabled=False):
+        loss, *metrics = _LinearCEKL.apply(
+            hidden_std,
+            hidden_view,
+            weight,
+            bias,
+            labels,
+            ce_weight,
+            kl_weight,
+            direction,
+            head,
+            ce_reference,
+            ce_cap,
+            chunk_rows,
+        )
     return loss, RowMetrics(*metrics)
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .autocast import as_multiplied
 from .row_kl import require_heads
 from .visibility import Visibility, make_visibility
 
@@ -38,14 +39,16 @@ def relation_mse(
         visibility = make_visibility(batch, n, student.device, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens)
     seen_by = visibility
     dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
+    student, teacher = as_multiplied(student), as_multiplied(teacher)
     scales = [head_dim**-0.5 if scale is None else scale for scale in (student_scale, teacher_scale)]
 
     def rows(student: torch.Tensor, teacher: torch.Tensor, first: int, end: int) -> torch.Tensor:
         seen = seen_by.mask(slice(first, end), n, student.device)
         maps = []
-        for x, scale in zip((student.to(dtype), teacher.to(dtype)), scales, strict=True):
-            scores = (x[:, :, first:end] @ x.transpose(-1, -2) * scale).masked_fill(~seen, torch.finfo(dtype).min)
-            maps.append(scores.softmax(-1).masked_fill(~seen, 0))
+        with torch.autocast(student.device.type, enabled=False):
+            for x, scale in zip((student.to(dtype), teacher.to(dtype)), scales, strict=True):
+                scores = (x[:, :, first:end] @ x.transpose(-1, -2) * scale).masked_fill(~seen, torch.finfo(dtype).min)
+                maps.append(scores.softmax(-1).masked_fill(~seen, 0))
         return (maps[1] - maps[0]).square().sum(-1)
 
     step = max(1, _CHUNK_BYTES // (dtype.itemsize * batch * n_heads * n))

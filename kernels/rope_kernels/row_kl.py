@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .autocast import as_multiplied
 from .hopper import runs_on_hopper
 from .visibility import Visibility
 
@@ -33,7 +34,8 @@ def row_kl(
         visibility: which keys each query sees.
 
     Returns:
-        float32, float64 for float64 inputs, 0 on rows that see nothing.
+        float32, float64 for float64 inputs, 0 on rows that see nothing. Under autocast float32 inputs are multiplied in
+        its dtype.
 
     Raises:
         ValueError: a scale that is not above 0.
@@ -42,14 +44,16 @@ def row_kl(
     for name, scale in (("student_scale", student_scale), ("teacher_scale", teacher_scale)):
         if scale is not None and not 0 < scale < float("inf"):
             raise ValueError(f"{name} must be above 0, or None for head_dim ** -0.5, got {scale}.")
-    kl, _ = _row_kl(
-        *(None if x is None else _unit_last_stride(x) for x in student),
-        *(None if x is None else _unit_last_stride(x.detach()) for x in teacher),
-        default if student_scale is None else student_scale,
-        default if teacher_scale is None else teacher_scale,
-        visibility.causal,
-        *visibility.tensors,
-    )
+    sides = (*student, *(None if x is None else x.detach() for x in teacher))
+    tensors = [None if x is None else _unit_last_stride(as_multiplied(x)) for x in sides]
+    with torch.autocast(student[0].device.type, enabled=False):
+        kl, _ = _row_kl(
+            *tensors,
+            default if student_scale is None else student_scale,
+            default if teacher_scale is None else teacher_scale,
+            visibility.causal,
+            *visibility.tensors,
+        )
     return kl
 
 

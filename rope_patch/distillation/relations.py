@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rope_kernels import Visibility, attention_map_kl, linear_kl_rows, relation_kl, relation_mse
+from rope_kernels.autocast import as_multiplied
 
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import TAPE, Distiller, Tape
@@ -86,10 +87,11 @@ class RelationTape(Tape):
         needed = set(self.targets.weights) - {"attention"} | ({"q", "k"} if self.targets.attention else set())
         if self.teaching:
             device = "cpu" if self.offload else query.device
-            self.teacher[layer] = {n: tensors[n].detach().to(device) for n in sorted(needed)}
+            self.teacher[layer] = {n: as_multiplied(tensors[n].detach()).to(device) for n in sorted(needed)}
             return
         teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
-        rows = self._rows(tensors, teacher, scaling)
+        student = {n: as_multiplied(tensors[n]) for n in teacher}
+        rows = self._rows(student, teacher, scaling)
         n_query_heads = query.shape[1]
         own = self.targets.denominator == "own_heads"
         losses = [rows[name].sum() / (rows[name].shape[1] if own else n_query_heads) for name in self.targets.weights]

@@ -1,0 +1,18 @@
+"""What autocast means for operators that torch knows nothing of."""
+
+from typing import TypeVar
+
+import torch
+
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
+
+
+def as_multiplied(x: MaybeTensor) -> MaybeTensor:
+    """`x` in the dtype that autocast would multiply it in: `x` itself without autocast, and unless it is float32.
+
+    Weights in float32 under bf16 autocast are the trainers' default. Attention and linear layers then multiply in bf16,
+    and so must a loss on what they made, or it runs many times slower than they do.
+    """
+    if x is None or x.dtype != torch.float32 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
