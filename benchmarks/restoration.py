@@ -105,9 +105,9 @@ def train(model: Any, tokenizer: Any, options: dict[str, Any], rows: Dataset, pe
 
 
 def run(
-    arm: Arm, args: argparse.Namespace, tokenizer: Any, data: dict[str, Any], seed: int
+    arm: Arm, args: argparse.Namespace, tokenizer: Any, data: dict[str, Any], seed: int, known: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """Train one arm, and measure it after each stage, or as it is where it has none."""
+    """Train one arm, and measure it after each stage that is not known yet, or as it is where it has none."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # float32 master weights: what is trained is small steps on them, in bf16 autocast
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
@@ -133,7 +133,8 @@ def run(
         if arm.lora is not None:
             model = model.merge_and_unload()
         log = [e for e in log if "loss" in e]
-        yield {"after": stage, **measure(model, tokenizer, args, data["val"]), "train_seconds": seconds, "log": log}
+        if stage not in known:
+            yield {"after": stage, **measure(model, tokenizer, args, data["val"]), "train_seconds": seconds, "log": log}
 
 
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Tensor) -> dict[str, Any]:
@@ -217,9 +218,7 @@ def main() -> None:
             arm = arms()[name]
             if stages and (arm.extend is None or "extend" in stages):
                 continue
-            for found in run(arm, args, tokenizer, {"rows": rows, "val": val}, seed):
-                if found["after"] in stages:
-                    continue
+            for found in run(arm, args, tokenizer, {"rows": rows, "val": val}, seed, stages):
                 with args.out.open("a") as out:
                     out.write(json.dumps({"arm": name, "seed": seed, **found}) + "\n")
                 shown = f"in window {found['loss_in_window']:.3f}  short {found['short_mean']:.3f}"

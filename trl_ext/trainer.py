@@ -62,6 +62,7 @@ class RopeSFTTrainer(SFTTrainer):
             )
         if isinstance(model, nn.Module):
             find_decoder(model)  # a model without RoPE stops here, before the dataset is prepared
+            _forget_earlier_trainer(model)
         elif "dtype" not in (args.model_init_kwargs or {}):
             logger.warning(
                 "TRL loads a model given by name in float32. Pass model_init_kwargs={'dtype': 'bfloat16'} to halve its "
@@ -256,6 +257,18 @@ def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedM
         window = max(args.max_length, decoder.config.max_position_embeddings)
         return ABF(theta=rescaling.theta, max_position_embeddings=window)
     return rescaling
+
+
+def _forget_earlier_trainer(model: nn.Module) -> None:
+    """Take off what accelerate put on a model that another trainer has trained.
+
+    accelerate wraps no model twice, and TRL puts its own forward over the wrapper: a second stage would run without
+    autocast, in float32, and say nothing.
+    """
+    forward = model.__dict__.pop("_original_forward", None)
+    if forward is not None:
+        model.forward = forward
+    model.__dict__.pop("_is_accelerate_prepared", None)
 
 
 def _keep_quantised_weights(model: nn.Module) -> None:
