@@ -286,3 +286,15 @@ def test_a_model_by_name_loads_from_a_folder(tmp_path):
     )  # fmt: skip
     run.train()
     assert run.model.config.max_position_embeddings == 2 * WINDOW
+
+
+@pytest.mark.parametrize("first", [{"bf16": True}, {"bf16": False}], ids=["bf16", "float32"])
+def test_a_second_trainer_of_one_model_has_its_own_autocast(first, tmp_path):
+    """accelerate wraps a model once, and TRL's forward would be put over that wrapper."""
+    run = trainer(tmp_path, max_steps=1, **first)
+    run.train()
+    model, seen = run.model, []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    trainer(tmp_path, model=model, max_steps=1, bf16=True).train()
+    trainer(tmp_path, model=model, max_steps=1, bf16=False).train()
+    assert seen == [torch.bfloat16, torch.float32]
