@@ -4,6 +4,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from .vocabulary_rows import HeadOutput
+
 _CHUNK_BYTES = 2**28  # of float32 logits of one side
 
 
@@ -16,8 +18,12 @@ def linear_kl_rows(
     student_bias: torch.Tensor | None = None,
     teacher_bias: torch.Tensor | None = None,
     temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """KL(softmax(z_t / T) || softmax(z_s / T)) of each row, z = hidden weight^T + bias, in nats, without T^2.
+    """KL(softmax(z_t / T) || softmax(z_s / T)) of each row, in nats, without T^2.
+
+    z = softcap tanh(logit_scale (hidden weight^T + bias) / softcap), softcap None for none.
 
     Gradients flow to `student_hidden`, `student_weight` and `student_bias`. Logits exist for some rows at a time, in
     the forward and again in the backward; products run in the dtype of the hidden states, softmaxes in float32.
@@ -30,12 +36,14 @@ def linear_kl_rows(
         student_bias: [V] or None.
         teacher_bias: [V] or None.
         temperature: T, above 0.
+        logit_scale: factor of the products, of both sides.
+        softcap: bound of the logits, of both sides.
 
     Returns:
         [N] float32, float64 for float64 inputs.
 
     Raises:
-        ValueError: a shape or `temperature` is not as above.
+        ValueError: a shape or number is not as above.
 
     Source: LinearARD, arXiv:2604.00004, its optional logit KL on the last positions.
     """
@@ -50,13 +58,14 @@ def linear_kl_rows(
         )
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}.")
+    output = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
     n_rows = max(1, _CHUNK_BYTES // (4 * len(student_weight)))
     teacher_hidden, teacher_weight = teacher_hidden.detach(), teacher_weight.detach()
 
     def rows(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            wanted = _log_probabilities(teacher, teacher_weight, teacher_bias, temperature)
-        found = _log_probabilities(student, student_weight, student_bias, temperature)
+            wanted = _log_probabilities(teacher, teacher_weight, teacher_bias, output, temperature)
+        found = _log_probabilities(student, student_weight, student_bias, output, temperature)
         return (wanted.exp() * (wanted - found)).sum(-1)
 
     parts = [
@@ -67,8 +76,8 @@ def linear_kl_rows(
 
 
 def _log_probabilities(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, output: HeadOutput, temperature: float
 ) -> torch.Tensor:
-    logits = F.linear(hidden, weight, bias)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return (logits.to(dtype) / temperature).log_softmax(-1)
+    products = F.linear(hidden, weight, bias)
+    dtype = torch.float64 if products.dtype == torch.float64 else torch.float32
+    return (output.logits(products.to(dtype)) / temperature).log_softmax(-1)

@@ -12,6 +12,7 @@ from torch import nn
 from rope_kernels import Visibility, attention_map_kl, linear_kl_rows, relation_kl, relation_mse
 from rope_kernels.autocast import as_multiplied
 
+from ..heads import logit_transform
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import TAPE, Distiller, Tape
 from .targets import RelationTargets
@@ -226,6 +227,7 @@ class RelationDistiller(Distiller):
             return
         assert tape.teacher_hidden is not None
         head, teacher_head = self.core.get_output_embeddings(), self.teacher.head
+        scale, softcap = logit_transform(self.core.config.get_text_config())
         tape.logit_kl = linear_kl_rows(
             output.last_hidden_state[self.logit_kl.chosen(tape.valid)].to(head.weight.dtype),
             tape.teacher_hidden.to(teacher_head.weight.dtype),
@@ -234,6 +236,8 @@ class RelationDistiller(Distiller):
             student_bias=getattr(head, "bias", None),
             teacher_bias=getattr(teacher_head, "bias", None),
             temperature=self.logit_kl.temperature,
+            logit_scale=scale,
+            softcap=softcap,
         ).sum()
 
     def _attention_factor(self) -> float:

@@ -15,9 +15,9 @@ def problem(dtype=torch.float64, device="cpu", n_rows=21, vocab=37):
     return hidden, hidden + 0.3 * tensor(n_rows, 8), weight, weight + 0.1 * tensor(vocab, 8), bias
 
 
-def formula(student, teacher, student_weight, teacher_weight, bias, temperature):
-    p = ((teacher @ teacher_weight.T) / temperature).softmax(-1)
-    q = ((student @ student_weight.T + bias) / temperature).softmax(-1)
+def formula(student, teacher, student_weight, teacher_weight, bias, temperature, logits=lambda z: z):
+    p = (logits(teacher @ teacher_weight.T) / temperature).softmax(-1)
+    q = (logits(student @ student_weight.T + bias) / temperature).softmax(-1)
     return (p * (p / q).log()).sum(-1)
 
 
@@ -37,6 +37,20 @@ def test_it_is_the_formula_with_all_its_gradients(rows_at_a_time, temperature, d
         torch.autograd.grad((wanted * coefficients).sum(), inputs),
         strict=True,
     ):
+        torch.testing.assert_close(mine, right)
+
+
+def test_what_a_family_does_to_its_logits_is_done_on_both_sides():
+    student, teacher, student_weight, teacher_weight, bias = problem()
+    inputs = [x.requires_grad_() for x in (student, student_weight, bias)]
+    options = {"temperature": 2.0, "logit_scale": 0.7, "softcap": 1.5}
+    found = linear_kl_rows(student, teacher, student_weight, teacher_weight, student_bias=bias, **options)
+    wanted = formula(
+        student, teacher, student_weight, teacher_weight, bias, 2.0, lambda z: 1.5 * (0.7 * z / 1.5).tanh()
+    )
+    torch.testing.assert_close(found, wanted)
+    pairs = zip(torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True)
+    for mine, right in pairs:
         torch.testing.assert_close(mine, right)
 
 

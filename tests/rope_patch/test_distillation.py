@@ -6,10 +6,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support import oracle
-from support.tiny import FAMILIES, tiny, tokens
+from support.tiny import FAMILIES, tiny, tokens, transformed_logits
 
 from rope_kernels import attention_map_kl_ref, relation_kl_ref
-from rope_patch import describe, patch_model, rope_view
+from rope_patch import describe, native_rope, patch_model, rope_view
 from rope_patch.distillation import (
     TAPE,
     CopiedTeacher,
@@ -364,3 +364,18 @@ def test_merged_adapters_are_refused():
 
 def test_the_families_here_are_those_of_the_other_tests():
     assert set(NAMES) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "Granite"])
+def test_the_logit_kl_is_of_the_logits_that_a_family_makes(kind):
+    model = transformed_logits(kind).double()
+    patch_model(model, "pi", factor=4.0)
+    ids = tokens(2, L)
+    distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model), logit_kl=LogitKL(weight=1.0, last=L))
+    with distiller.active(), torch.no_grad():
+        tape = distiller.tape(input_ids=ids)
+        student = model(ids, use_cache=False, **{TAPE: tape}).logits
+        with native_rope(model):
+            teacher = model(ids).logits
+    p, q = (z.double().log_softmax(-1) for z in (teacher, student))
+    torch.testing.assert_close(tape.logit_kl.double(), (p.exp() * (p - q)).sum(), rtol=1e-4, atol=1e-9)

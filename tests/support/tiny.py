@@ -59,3 +59,27 @@ def tiny(
 def tokens(*shape: int) -> torch.Tensor:
     """Random token ids without special ones."""
     return torch.randint(3, VOCAB, shape)
+
+
+def transformed_logits(kind: str) -> PreTrainedModel:
+    """A family that scales or caps its logits: "Gemma2", "Cohere" or "Granite"."""
+    from transformers import (
+        CohereConfig,
+        CohereForCausalLM,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GraniteConfig,
+        GraniteForCausalLM,
+    )
+
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    }  # fmt: skip
+    shape = {**shape, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    make = {
+        "Gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=0.5)),
+        "Cohere": lambda: CohereForCausalLM(CohereConfig(**shape, logit_scale=3.0)),
+        "Granite": lambda: GraniteForCausalLM(GraniteConfig(**shape, logits_scaling=0.2)),
+    }
+    return make[kind]().eval()

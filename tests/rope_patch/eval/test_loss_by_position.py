@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from support.tiny import VOCAB, tiny, tokens
+from support.tiny import VOCAB, tiny, tokens, transformed_logits
 
 from rope_patch import patch_model
 from rope_patch.eval import LossByPosition, loss_by_position
@@ -36,26 +36,7 @@ def transformed(kind):
         model = get_peft_model(tiny(), LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
         assert not torch.equal(model(tokens(1, 4)).logits, tiny()(tokens(1, 4)).logits)
         return model.eval()
-    from transformers import (
-        CohereConfig,
-        CohereForCausalLM,
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        GraniteConfig,
-        GraniteForCausalLM,
-    )
-
-    shape = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    }  # fmt: skip
-    shape = {**shape, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    make = {
-        "Gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=0.5)),
-        "Cohere": lambda: CohereForCausalLM(CohereConfig(**shape, logit_scale=3.0)),
-        "Granite": lambda: GraniteForCausalLM(GraniteConfig(**shape, logits_scaling=0.2)),
-    }
-    return make[kind]().eval()
+    return transformed_logits(kind)
 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Cohere", "Granite", "adapter on the head"])
