@@ -3,27 +3,55 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-Watch = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor | None]
-"""(attention module, query [batch, n_heads, n, head_dim], key and value [batch, n_kv_heads, n, head_dim], after RoPE
-and not repeated, keyword arguments of the call, from which it may take its own) -> None, or the attention's output
-[batch, n, n_heads, head_dim], which then replaces the call."""
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of a model's attention function.
+
+    Args:
+        module: the attention module.
+        query: [batch, n_heads, n, head_dim], after RoPE.
+        key: [batch, n_kv_heads, n, head_dim], after RoPE, not repeated.
+        value: [batch, n_kv_heads, n, value_dim].
+        options: keyword arguments, from which a watch may take its own.
+        function: the attention function itself.
+    """
+
+    module: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    options: dict[str, Any]
+    function: Callable[..., Any]
+
+    @property
+    def scale(self) -> float:
+        """What the scores are multiplied by: the call's own scale, else head_dim ** -0.5."""
+        scaling = self.options.get("scaling")
+        return self.query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def with_inputs(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> torch.Tensor:
+        """The function's output [batch, n, n_heads, value_dim] for other tensors, another mask, other options."""
+        output: torch.Tensor = self.function(self.module, query, key, value, mask, **{**self.options, **options})[0]
+        return output
+
+
+Watch = Callable[[AttentionCall], torch.Tensor | None]
+"""What it returns, [batch, n, n_heads, value_dim], replaces the call's output; None lets the call run."""
 
 
 def attention_name(core: Any) -> str:
     """The attention implementation that the text decoder runs, e.g. "sdpa"."""
     return core.config.get_text_config(decoder=True)._attn_implementation
-
-
-def softmax_scale(query: torch.Tensor, kwargs: dict[str, Any]) -> float:
-    """What the scores of an attention call are multiplied by: its own scale, else head_dim ** -0.5."""
-    scaling = kwargs.get("scaling")
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 @contextmanager
@@ -40,11 +68,9 @@ def watched_attention(core: nn.Module, watch: Watch) -> Iterator[None]:
     def watching(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        output = watch(module, query, key, value, kwargs)
-        if output is not None:
-            return output, None
-        run = before or sys.modules[type(module).__module__].eager_attention_forward
-        return run(module, query, key, value, *args, **kwargs)
+        function = before or sys.modules[type(module).__module__].eager_attention_forward
+        output = watch(AttentionCall(module, query, key, value, kwargs, function))
+        return function(module, query, key, value, *args, **kwargs) if output is None else (output, None)
 
     local: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
     had, old = name in local, local.get(name)

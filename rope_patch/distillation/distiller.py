@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention_calls import softmax_scale, watched_attention
+from ..attention_calls import AttentionCall, watched_attention
 from ..documents import locate_documents
 from ..rotary import find_core, find_decoder
 from ..state import state_of
@@ -33,9 +33,7 @@ class Tape:
         self.teaching = False  # whether the forward in flight is the teacher's
         self.taught = False
 
-    def visit(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor | None:
+    def visit(self, call: AttentionCall) -> torch.Tensor | None:
         """Look at an attention call of the forward that carries this tape; what is returned replaces its output."""
         return None
 
@@ -136,11 +134,6 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
     return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
 
 
-def _take_tape(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
-) -> torch.Tensor | None:
-    tape = kwargs.pop(TAPE, None)
-    if tape is None:
-        return None
-    output: torch.Tensor | None = tape.visit(module, query, key, value, softmax_scale(query, kwargs))
-    return output
+def _take_tape(call: AttentionCall) -> torch.Tensor | None:
+    tape: Tape | None = call.options.pop(TAPE, None)
+    return None if tape is None else tape.visit(call)

@@ -1,14 +1,9 @@
 """Two views in one forward: the tokens, and once more those behind the first index that the view changes."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention.bias import causal_lower_right
 
-from ..attention_calls import attention_name
 from .labelled import Labelled
 
 
@@ -36,12 +31,18 @@ class TwoViewLayout:
         source: token of the row that each copy repeats, 0 where there is none, [batch, m].
         is_copy: bool [batch, m].
         seen: where, among n + m, the state of each token under the view is, [batch, n].
+        document: of tokens and copies, -1 on padding and where there is no copy, [batch, n + m].
+        t: index in the document, of tokens and copies, [batch, n + m].
+        in_prefix: bool [batch, n + m], tokens that the view leaves where they are.
     """
 
     segments: tuple[Segment, ...]
     source: torch.Tensor
     is_copy: torch.Tensor
     seen: torch.Tensor
+    document: torch.Tensor
+    t: torch.Tensor
+    in_prefix: torch.Tensor
 
     @classmethod
     def of(cls, labelled: Labelled, first: torch.Tensor) -> "TwoViewLayout":
@@ -68,7 +69,17 @@ class TwoViewLayout:
         for (row, begin, length), k in zip(labelled.spans, in_document.tolist(), strict=True):
             segments.append(Segment(row, begin, begin + length - k, begin + length, copy[row]))
             copy[row] += k
-        return cls(tuple(segments), source, is_copy, seen)
+        document = labelled.ordinal.expand(batch, n).masked_fill(~labelled.valid, -1)
+        t = labelled.t.expand(batch, n)
+        return cls(
+            tuple(segments),
+            source,
+            is_copy,
+            seen,
+            torch.cat([document, document.gather(1, source).masked_fill(~is_copy, -1)], 1),
+            torch.cat([t, t.gather(1, source)], 1),
+            torch.cat([~moved, torch.zeros_like(is_copy)], 1),
+        )
 
     def tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids of tokens and copies, [batch, n + m]."""
@@ -79,72 +90,20 @@ class TwoViewLayout:
         copies = moved.gather(1, self.source).masked_fill(~self.is_copy, 0)
         return torch.cat([positions.to(moved.dtype), copies], 1)
 
-    def attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        """Attention of both views, [batch, n + m, n_heads, head_dim], by fused calls without a mask in memory.
+    def visible(self, row: torch.Tensor, q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Whether place q of a row, token or copy, attends to place k; broadcasts.
 
         Args:
-            query: [batch, n_heads, n + m, head_dim].
-            key: [batch, n_kv_heads, n + m, head_dim].
-            value: likewise.
-            scale: of the scores.
+            row: of the batch.
+            q: among n + m.
+            k: likewise.
+            window: most tokens back that a query sees, itself counted, None for all.
         """
-        shared = query.shape[1] != key.shape[1]
-        pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in query]
-        for one in self.segments:
-            row, whole = slice(one.row, one.row + 1), slice(one.begin, one.end)
-            q, k, v = (x[row, :, whole] for x in (query, key, value))
-            seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
-            pieces[one.row].append((one.begin, seen))
-        for one in self.segments:
-            n_copies = one.end - one.split
-            if not n_copies:
-                continue
-            row, copies = slice(one.row, one.row + 1), slice(one.copy, one.copy + n_copies)
-            k, v = (torch.cat([x[row, :, one.begin : one.split], x[row, :, copies]], 2) for x in (key, value))
-            # bottom-right: the first copy sees the whole prefix and itself
-            mask = causal_lower_right(n_copies, k.shape[2])
-            seen = F.scaled_dot_product_attention(
-                query[row, :, copies], k, v, attn_mask=mask, scale=scale, enable_gqa=shared
-            )
-            pieces[one.row].append((one.copy, seen))
-        # joined, not written into one tensor: autograd would copy all of it for each piece
-        like = query[:1, :, :, : value.shape[-1]]
-        return torch.cat([_joined(row, like) for row in pieces]).transpose(1, 2)
-
-
-def _joined(pieces: list[tuple[int, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
-    """Pieces [1, n_heads, n, head_dim] at their rising places, zeros between them, in the shape of `like`."""
-    parts, place = [], 0
-    for begin, piece in [*pieces, (like.shape[2], like[:, :, :0])]:
-        parts += [like.new_zeros(*like.shape[:2], begin - place, like.shape[3]), piece]
-        place = begin + piece.shape[2]
-    return torch.cat(parts, 2)
-
-
-_MIXES_TOKENS = ("mamba", "conv", "ssm", "recurrent", "deltanet", "rwkv", "linearattention", "lightning")
-
-
-def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
-    """Why a model needs two passes for two views, None where one is exact."""
-    name = attention_name(core)
-    if name != "sdpa":
-        return f"attention implementation {name!r}"
-    config = decoder.config
-    types = set(getattr(config, "layer_types", None) or [])
-    if types - {"full_attention"}:
-        return f"layers of type {', '.join(sorted(types - {'full_attention'}))}"
-    if getattr(config, "sliding_window", None) is not None and not types:
-        return "sliding-window attention"
-    for module in decoder.modules():
-        kind = type(module).__name__.lower()
-        if any(part in kind for part in _MIXES_TOKENS):
-            return f"{type(module).__name__}, which carries a state from token to token"
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            return "dropout, which two passes draw apart"
-    if getattr(config, "attention_dropout", 0.0):
-        return "attention dropout, which two passes draw apart"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "soft-capped attention scores"
-    return None
+        n = self.seen.shape[1]
+        same = (self.document[row, q] == self.document[row, k]) & (self.document[row, q] >= 0)
+        distance = self.t[row, q] - self.t[row, k]
+        seen = same & (distance >= 0) & (((q < n) == (k < n)) | ((q >= n) & self.in_prefix[row, k]))
+        if window is not None:
+            seen = seen & (distance < window)
+        # what belongs to no document sees itself: a softmax over nothing is not a number
+        return seen | (q == k)

@@ -12,6 +12,7 @@ from torch import nn
 from rope_kernels import Visibility, attention_map_kl, linear_kl_rows, relation_kl, relation_mse
 from rope_kernels.autocast import as_multiplied
 
+from ..attention_calls import AttentionCall
 from ..heads import logit_transform
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import TAPE, Distiller, Tape
@@ -77,14 +78,14 @@ class RelationTape(Tape):
         self.teacher_hidden: torch.Tensor | None = None
         self.logit_kl: torch.Tensor | None = None
 
-    def visit(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> None:
+    def visit(self, call: AttentionCall) -> None:
         """Record the teacher's tensors of a layer, or compute the student's loss against them."""
-        layer = module.layer_idx
+        layer, query, key = call.module.layer_idx, call.query, call.key
         if self.targets.layers is not None and layer not in self.targets.layers:
             return
         if self.targets.rope == "pre":
-            query, key = self._unrotated(module, query, key)
-        tensors = {"q": query, "k": key, "v": value}
+            query, key = self._unrotated(call.module, query, key)
+        tensors = {"q": query, "k": key, "v": call.value}
         needed = set(self.targets.weights) - {"attention"} | ({"q", "k"} if self.targets.attention else set())
         if self.teaching:
             device = "cpu" if self.offload else query.device
@@ -92,7 +93,7 @@ class RelationTape(Tape):
             return
         teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
         student = {n: as_multiplied(tensors[n]) for n in teacher}
-        rows = self._rows(student, teacher, scaling)
+        rows = self._rows(student, teacher, call.scale)
         n_query_heads = query.shape[1]
         own = self.targets.denominator == "own_heads"
         losses = [rows[name].sum() / (rows[name].shape[1] if own else n_query_heads) for name in self.targets.weights]

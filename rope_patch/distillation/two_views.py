@@ -12,13 +12,15 @@ from transformers.utils import logging
 from rope_kernels import RowMetrics
 from rope_kernels.linear_ce import IGNORE_INDEX
 
+from ..attention_calls import AttentionCall
 from ..heads import head_losses
 from ..patch import rope_view
 from ..state import Batch, TableSource
 from .distiller import TAPE, Distiller, Tape
 from .labelled import Labelled, Rows
 from .longce import LongCE
-from .one_pass import TwoViewLayout, why_two_passes
+from .one_pass import TwoViewLayout
+from .two_view_attention import TwoViewAttention, why_two_passes
 
 logger = logging.get_logger(__name__)
 
@@ -71,7 +73,7 @@ class ViewTape(Tape):
     """
 
     reference: torch.Tensor | None = None  # [batch, n], cross-entropy in a short context
-    layout: TwoViewLayout | None = None  # of the forward in flight, where one gives both views
+    attention: TwoViewAttention | None = None  # of the forward in flight, where one gives both views
     standard: torch.Tensor
     loss: torch.Tensor
     rows: RowMetrics
@@ -83,11 +85,9 @@ class ViewTape(Tape):
         super().__init__(labelled.valid, labelled.ordinal)
         self.labelled, self.ce_divisor, self.kl_divisor, self.ids = labelled, ce_divisor, kl_divisor, ids
 
-    def visit(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor | None:
+    def visit(self, call: AttentionCall) -> torch.Tensor | None:
         """Attention of both views, where one forward gives both."""
-        return None if self.layout is None else self.layout.attention(query, key, value, scaling)
+        return None if self.attention is None else self.attention(call)
 
 
 class ViewDistiller(Distiller):
@@ -175,18 +175,19 @@ class ViewDistiller(Distiller):
         positions = torch.arange(seq_len, device=tape.ids.device) if position_ids is None else position_ids
         positions = positions.expand(n_rows, seq_len)
         first = self.source.view.affected_from(one.documents.length, self.source.last.parameters)  # type: ignore[union-attr]
-        tape.layout = TwoViewLayout.of(one, first)
+        layout = TwoViewLayout.of(one, first)
+        tape.attention = TwoViewAttention(layout, self.core, self.decoder.config)
         moved = bound(positions)
         # a prefix may be as a whole elsewhere in the view (cyclic), which RoPE does not see: here it is where it was
         begins = one.valid & (one.t == 0)
         shift = torch.zeros(int(one.ordinal.max()) + 1, dtype=moved.dtype, device=moved.device)
         shift[one.ordinal[begins]] = (moved - positions)[begins]
-        index = tape.layout.index(positions, moved - shift[one.ordinal])
+        index = layout.index(positions, moved - shift[one.ordinal])
         self.state.overrides.append(TableSource(index))
-        # a mask of four dimensions keeps Transformers from making one; the attention of the layout needs none
+        # a mask of four dimensions keeps Transformers from making one; the attention of both views has its own
         unused = torch.ones(n_rows, 1, 1, 1, dtype=torch.bool, device=tape.ids.device)
         changed = {
-            "input_ids": tape.layout.tokens(tape.ids),
+            "input_ids": layout.tokens(tape.ids),
             "attention_mask": unused,
             "position_ids": index.clamp(min=0).long(),
             "use_cache": False,
@@ -207,7 +208,7 @@ class ViewDistiller(Distiller):
 
     def _compare_student(self, tape: ViewTape, output: Any) -> None:
         assert self.source.last is not None and self.state is not None
-        if tape.layout is not None:
+        if tape.attention is not None:
             self.state.overrides.pop()
         labelled = tape.labelled
         first = self.source.view.affected_from(labelled.documents.length, self.source.last.parameters)
@@ -221,12 +222,12 @@ class ViewDistiller(Distiller):
         kl_weight = kl_weight.flatten().float()
         tape.queries = ((labels != IGNORE_INDEX) | (kl_weight != 0)).nonzero().squeeze(1)
         hidden = output.last_hidden_state
-        if tape.layout is None:
+        if tape.attention is None:
             standard, view = (x.flatten(0, 1)[tape.queries] for x in (tape.standard, hidden))
             del tape.standard
         else:
             rows, tokens = tape.queries // tape.ids.shape[1], tape.queries % tape.ids.shape[1]
-            standard, view = hidden[rows, tokens], hidden[rows, tape.layout.seen[rows, tokens]]
+            standard, view = hidden[rows, tokens], hidden[rows, tape.attention.layout.seen[rows, tokens]]
         tape.loss, tape.rows = head_losses(
             self.core,
             standard,

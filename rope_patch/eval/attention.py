@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..attention_calls import attention_name, softmax_scale, watched_attention
+from ..attention_calls import AttentionCall, attention_name, watched_attention
 from .result import Result
 from .subject import Subject
 
@@ -268,21 +268,15 @@ def _watched(core: Any, queries: torch.Tensor, visit: Visit) -> AbstractContextM
             f"attention is recomputed from sdpa and eager only, the model runs {name!r}: load it with sdpa."
         )
 
-    def watch(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
-    ) -> None:
-        _visit_groups(module, query, key, queries, kwargs, visit)
-
-    return watched_attention(core, watch)
+    return watched_attention(core, lambda call: _visit_groups(call, queries, visit))
 
 
-def _visit_groups(
-    module: Any, query: torch.Tensor, key: torch.Tensor, queries: torch.Tensor, kwargs: dict[str, Any], visit: Visit
-) -> None:
-    """Softmax of chosen queries over keys, of query [1, n_heads, n, d] and key [1, n_kv_heads, n, d], in float32."""
+def _visit_groups(call: AttentionCall, queries: torch.Tensor, visit: Visit) -> None:
+    """Softmax of chosen queries over keys, of one row, in float32."""
+    module, query, key, kwargs = call.module, call.query, call.key, call.options
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} has attention sinks, which q and k alone do not give.")
-    scaling = softmax_scale(query, kwargs)
+    scaling = call.scale
     distance = queries[:, None] - torch.arange(key.shape[2], device=key.device)
     hidden = distance < 0
     if kwargs.get("sliding_window"):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from support.batches import batch, documents_of
-from support.tiny import tiny, tokens
+from support.flash import as_flash, emulate
+from support.tiny import SLIDING_WINDOW, tiny, tokens
 
 from rope_patch import patch_model, rope_view
 from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
@@ -65,8 +66,7 @@ def by_hand(model, data, view, parameters, consistency):
 def run(model, data, consistency, step=3, one_pass=True):
     """The distiller's loss in one call of the model."""
     distiller = ViewDistiller(model, consistency, one_pass=one_pass)
-    if one_pass:
-        assert distiller.one_pass != (model.config.model_type == "mistral" and model.config.sliding_window is not None)
+    assert distiller.one_pass == one_pass
     distiller.source.clock.set(step, 0)
     labelled = Labelled.of(data)
     divisor = labelled.n_documents
@@ -140,6 +140,75 @@ def test_one_pass_is_two_passes_under_every_view(view, kind):
     for one, two in zip(*results, strict=True):
         # float32 norms and RoPE inside a float64 model
         assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
+
+
+IMPLEMENTATIONS = ["sdpa", "eager", "flash"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3-mixed"])
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_one_pass_is_two_passes_by_every_attention(attention, family, kind, monkeypatch):
+    calls = emulate(monkeypatch)
+    data, results = batch(kind), []
+    for one_pass in (True, False):
+        # two passes by SDPA, whose masks are Transformers' own
+        model = patch_model(windowed(family, "eager" if one_pass and attention == "eager" else "sdpa"), **SKIP).train()
+        if one_pass and attention == "flash":
+            as_flash(model)
+        tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
+        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+    assert bool(calls) == (attention == "flash")
+    for one, two in zip(*results, strict=True):
+        # float32 norms and RoPE inside a float64 model
+        assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
+
+
+def windowed(family, attention, dtype=torch.float64):
+    """A model of full layers, of sliding ones, or of both, whose windows are shorter than the rows."""
+    if family != "qwen3-mixed":
+        return tiny(family, attention, dtype=dtype)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    return tiny("qwen3", attention, dtype, use_sliding_window=True, sliding_window=SLIDING_WINDOW, layer_types=types)
+
+
+@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3-mixed"])
+def test_flex_attention_gives_the_losses_of_sdpa(family, kind):
+    """Its gradient needs a GPU: tests/gpu."""
+    data, losses = batch(kind), []
+    for attention in ("flex_attention", "sdpa"):
+        shape = {"head_dim": 16, "hidden_size": 64}
+        mixed = {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW} if family == "qwen3-mixed" else {}
+        if mixed:
+            mixed["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+        model = tiny(family.removesuffix("-mixed"), attention, torch.float32, **shape, **mixed)
+        with torch.no_grad():
+            tape, _ = run(patch_model(model, **SKIP), data, ViewConsistency())
+        losses.append((tape.rows.ce.sum(), tape.rows.kl.sum()))
+    assert losses[1][1] > 1e-3
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+
+
+def test_capped_scores_need_an_attention_that_caps_them():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {
+        "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    results = []
+    for one_pass in (True, False):
+        torch.manual_seed(0)
+        config = Gemma2Config(**shape, sliding_window=SLIDING_WINDOW, attn_logit_softcapping=0.5)
+        model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").double().train()
+        tape, _ = run(patch_model(model, **SKIP), batch("plain"), ViewConsistency(), one_pass=one_pass)
+        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+    for one, two in zip(*results, strict=True):
+        assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
+    model = patch_model(tiny(), **SKIP)
+    model.config.attn_logit_softcapping = 0.5
+    assert not ViewDistiller(model, ViewConsistency()).one_pass
 
 
 def test_a_prefix_keeps_its_graph():
