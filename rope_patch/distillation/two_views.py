@@ -30,7 +30,9 @@ Reduction = Literal["sequence", "token"]
 
 @dataclass(frozen=True, kw_only=True)
 class ViewConsistency:
-    """L = L_CLM(standard view) + weight L_KL; p the view's next-token distribution, q the standard view's, held fixed.
+    """L = L_CLM(standard view) + view_clm L_CLM(view) + weight L_KL.
+
+    p is the view's next-token distribution, q the standard view's, held fixed.
 
     For a document of L tokens whose RoPE indices are true before token s,
 
@@ -42,6 +44,8 @@ class ViewConsistency:
 
     Args:
         weight: lambda.
+        view_clm: of the view's own cross-entropy, with the labels and the divisor of the standard view's; 1 with weight
+            0 is the paper's ablation "w/ CLM".
         direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
         rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
         reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s.
@@ -50,13 +54,15 @@ class ViewConsistency:
     """
 
     weight: float = 1.0
+    view_clm: float = 0.0
     direction: Direction = "reverse"
     rows: Rows = "paper"
     reduction: Reduction = "sequence"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.weight < float("inf"):
-            raise ValueError(f"weight must be a number of at least 0, got {self.weight!r}.")
+        for name in ("weight", "view_clm"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)!r}.")
         for name, allowed in (("direction", Direction), ("rows", Rows), ("reduction", Reduction)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
@@ -77,6 +83,7 @@ class ViewTape(Tape):
     standard: torch.Tensor
     loss: torch.Tensor
     rows: RowMetrics
+    view_ce: torch.Tensor | None = None  # sum over labels, where it counts
     in_kl: torch.Tensor  # [batch, n], queries that the KL sums over
     suffix_length: torch.Tensor  # [batch, n], L - s
     queries: torch.Tensor  # [N] indices of `rows` among the flattened queries
@@ -228,16 +235,30 @@ class ViewDistiller(Distiller):
         else:
             rows, tokens = tape.queries // tape.ids.shape[1], tape.queries % tape.ids.shape[1]
             standard, view = hidden[rows, tokens], hidden[rows, tape.attention.layout.seen[rows, tokens]]
-        tape.loss, tape.rows = head_losses(
+        labels, kl_weight = labels[tape.queries], kl_weight[tape.queries]
+        ce_weight = torch.full_like(kl_weight, 1 / tape.ce_divisor)
+        options = weighting(self.longce, tape)
+        n_rows = len(labels)
+        if self.consistency.view_clm and self.decoder.training:
+            # the view's states once more, as rows of their own that have no KL
+            standard, view = torch.cat([standard, view]), torch.cat([view, view])
+            labels = labels.repeat(2)
+            ce_weight = torch.cat([ce_weight, self.consistency.view_clm * ce_weight])
+            kl_weight = torch.cat([kl_weight, torch.zeros_like(kl_weight)])
+            options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        tape.loss, metrics = head_losses(
             self.core,
             standard,
             view,
-            labels[tape.queries],
-            torch.full_like(kl_weight[tape.queries], 1 / tape.ce_divisor),
-            kl_weight[tape.queries],
+            labels,
+            ce_weight,
+            kl_weight,
             direction=self.consistency.direction,
-            **weighting(self.longce, tape),
+            **options,
         )
+        tape.rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
+        if len(labels) > n_rows:
+            tape.view_ce = metrics.ce[n_rows:].sum()
 
 
 def weighting(longce: LongCE | None, tape: ViewTape) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def divergence(p, q, direction):
 
 def by_hand(model, data, view, parameters, consistency):
     """Two plain passes of each document alone, and Eq. 6 token by token."""
-    ce = kl = 0.0
+    ce = view_ce = kl = 0.0
     n_labels = n_documents = suffixes = 0
     for number, (row, start, length) in enumerate(documents_of(data)):
         ids = data["input_ids"][row : row + 1, start : start + length]
@@ -49,6 +49,7 @@ def by_hand(model, data, view, parameters, consistency):
         for i in labelled:
             if i > 0:
                 ce = ce - standard[i - 1, labels[i]]
+                view_ce = view_ce - seen[i - 1, labels[i]].log()
                 n_labels += 1
         divisor = sum(i >= s for i in labelled)
         queries = [i - 1 for i in labelled if i - 1 >= s and i > 0]
@@ -60,7 +61,7 @@ def by_hand(model, data, view, parameters, consistency):
         suffixes += divisor
         kl = kl + (total if consistency.reduction == "token" else total / max(divisor, 1))
     kl = kl / (suffixes if consistency.reduction == "token" else n_documents)
-    return ce / n_labels + consistency.weight * kl, kl
+    return (ce + consistency.view_clm * view_ce) / n_labels + consistency.weight * kl, kl
 
 
 def run(model, data, consistency, step=3, one_pass=True):
@@ -115,6 +116,12 @@ def test_every_direction_reduction_and_choice_of_rows(direction, reduction, rows
     consistency = ViewConsistency(weight=2.0, direction=direction, reduction=reduction, rows=rows)
     compare("llama", "right", SKIP, consistency)
     compare("llama", "packed", {"method": "cyclic"}, consistency)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["left", "packed", "completion"])
+def test_next_token_loss_under_the_view_too(kind, weight):
+    compare("llama", kind, SKIP, ViewConsistency(weight=weight, view_clm=0.7))
 
 
 VIEWS = {

@@ -42,6 +42,8 @@ class SelfDistillObjective(NextTokenObjective):
 
     def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, torch.Tensor]:
         parts = super()._parts(tape, own)
+        if tape.view_ce is not None:
+            parts["view_ce"] = tape.view_ce / max(own["labels"], 1)
         if not self.distiller.consistency.weight and self.distiller.decoder.training:
             return parts  # no KL was computed
         kl = tape.rows.kl

@@ -1,0 +1,77 @@
+"""Distillation where only a GPU shows it: gradients through flex attention and FlashAttention, bf16."""
+
+import pytest
+import torch
+from support.batches import batch
+from support.tiny import SLIDING_WINDOW, tiny
+from transformers.utils import import_utils
+
+from rope_patch import patch_model
+from rope_patch.distillation import TAPE, CopiedTeacher, RelationDistiller, RelationTargets, ViewConsistency
+from rope_patch.distillation import ViewDistiller as Views
+from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation.two_views import ViewTape
+
+pytestmark = pytest.mark.gpu
+SHAPE = {"head_dim": 64, "hidden_size": 256}
+MIXED = {
+    "use_sliding_window": True,
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_4"]
+
+
+def require(attention):
+    number = attention.removeprefix("flash_attention_")
+    if number != attention and not getattr(import_utils, f"is_flash_attn_{number}_available", lambda: False)():
+        pytest.skip(f"{attention} is not installed")
+
+
+def two_views(family, attention, dtype, data, one_pass):
+    model = tiny(family.removesuffix("-mixed"), attention, dtype, **SHAPE, **(MIXED if "mixed" in family else {}))
+    model = patch_model(model.cuda(), "skip", max_skip=40).train()
+    distiller = Views(model, ViewConsistency(), one_pass=one_pass)
+    assert distiller.one_pass == one_pass
+    distiller.source.clock.set(3, 0)
+    labelled = Labelled.of(data)
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, data["input_ids"])
+    inputs = {name: value for name, value in data.items() if name != "labels"}
+    with distiller.active():
+        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        tape.loss.backward()
+    return tape.loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3-mixed"])
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_one_pass_is_two_passes(attention, family, kind):
+    require(attention)
+    torch.manual_seed(0)
+    data = {name: value.cuda() for name, value in batch(kind).items()}
+    dtype = torch.bfloat16 if "flash" in attention else torch.float32
+    loss, grad = two_views(family, attention, dtype, data, one_pass=True)
+    wanted, wanted_grad = two_views(family, "sdpa", torch.float32, data, one_pass=False)
+    torch.testing.assert_close(loss, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=0)
+    error = (grad - wanted_grad).norm() / wanted_grad.norm()
+    assert error < (5e-2 if dtype == torch.bfloat16 else 5e-3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "right", "packed"])
+def test_relations_through_flex_attention_are_those_of_sdpa(kind):
+    torch.manual_seed(0)
+    data = {name: value.cuda() for name, value in batch(kind).items() if name != "labels"}
+    found = []
+    for attention in ("flex_attention", "sdpa"):
+        model = patch_model(tiny("llama", attention, **SHAPE).cuda(), "yarn", factor=4.0).train()
+        distiller = RelationDistiller(model, RelationTargets(attention=1.0), CopiedTeacher(model))
+        with distiller.active():
+            tape = distiller.tape(**data)
+            model(**data, use_cache=False, logits_to_keep=1, **{TAPE: tape})
+            loss = sum(tape.loss(name) for name in distiller.targets.weights)
+            loss.backward()
+        found.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    (loss, grad), (wanted, wanted_grad) = found
+    torch.testing.assert_close(loss, wanted, rtol=1e-3, atol=0)
+    assert (grad - wanted_grad).norm() < 5e-3 * wanted_grad.norm()
