@@ -54,6 +54,22 @@ def attention_name(core: Any) -> str:
     return core.config.get_text_config(decoder=True)._attn_implementation
 
 
+def sliding_window(call: AttentionCall, config: Any) -> int | None:
+    """Most tokens back that a query of this layer sees, itself counted; None for all.
+
+    Args:
+        call: of the layer, which most families give the window.
+        config: of the decoder, by whose rule Transformers makes masks for those that do not.
+    """
+    if "sliding_window" in call.options:
+        window: int | None = call.options["sliding_window"]
+        return window
+    types = getattr(config, "layer_types", None)
+    if types and types[call.module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
 @contextmanager
 def watched_attention(core: nn.Module, watch: Watch) -> Iterator[None]:
     """Call `watch` before every attention of models that run the implementation of `core`.

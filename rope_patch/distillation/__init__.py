@@ -1,15 +1,20 @@
 """Distillation from the model as it was pretrained into the model as it is rescaled."""
 
+from .consistency import ViewConsistency
+from .controls import Control, ControlDistiller
 from .distiller import TAPE
 from .hidden import HiddenDistiller, HiddenTargets
 from .longce import LongCE
 from .relations import LogitKL, RelationDistiller
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
-from .two_views import ViewConsistency, ViewDistiller, WeightedDistiller
+from .two_views import ViewDistiller
+from .weighted import WeightedDistiller
 
 __all__ = [
     "TAPE",
+    "Control",
+    "ControlDistiller",
     "CopiedTeacher",
     "HiddenDistiller",
     "HiddenTargets",

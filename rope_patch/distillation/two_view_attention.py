@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
-from ..attention_calls import AttentionCall, attention_name
+from ..attention_calls import AttentionCall, attention_name, sliding_window
 from .one_pass import Segment, TwoViewLayout
 
 _MIXES_TOKENS = ("mamba", "conv", "ssm", "recurrent", "deltanet", "rwkv", "linearattention", "lightning")
@@ -77,7 +77,7 @@ class TwoViewAttention:
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Output [batch, n + m, n_heads, value_dim]."""
-        window = call.options.get("sliding_window", self._window(call.module))
+        window = sliding_window(call, self.config)
         kernel = _kernel(attention_name(self.core))
         if kernel == "sdpa":
             return self._sdpa(call, window)
@@ -88,14 +88,6 @@ class TwoViewAttention:
         if key not in self._masks:
             self._masks[key] = make(call.query, window)
         return call.with_inputs(call.query, call.key, call.value, self._masks[key])
-
-    def _window(self, module: Any) -> int | None:
-        """The window of a layer that does not pass it on, by the rule that Transformers makes masks by."""
-        types = getattr(self.config, "layer_types", None)
-        if types and types[module.layer_idx] != "sliding_attention":
-            return None
-        window: int | None = getattr(self.config, "sliding_window", None)
-        return window
 
     def _sdpa(self, call: AttentionCall, window: int | None) -> torch.Tensor:
         shared = call.query.shape[1] != call.key.shape[1]

@@ -9,8 +9,8 @@ from transformers.utils import import_utils
 from rope_patch import patch_model
 from rope_patch.distillation import TAPE, CopiedTeacher, RelationDistiller, RelationTargets, ViewConsistency
 from rope_patch.distillation import ViewDistiller as Views
+from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.two_views import ViewTape
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 256}

@@ -7,8 +7,8 @@ from support.tiny import tiny
 
 from rope_patch import patch_model, rope_view
 from rope_patch.distillation import TAPE, LongCE, ViewConsistency, ViewDistiller, WeightedDistiller
+from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.two_views import ViewTape
 
 K, D = 5, 3
 

@@ -8,8 +8,8 @@ from support.tiny import SLIDING_WINDOW, tiny, tokens
 
 from rope_patch import patch_model, rope_view
 from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
+from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.two_views import ViewTape
 from rope_patch.draws import DrawKey
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]

@@ -127,6 +127,8 @@ def test_labels_of_completions_count_alone(tmp_path):
         ({"kl_weight": -1.0}, "weight must be a number of at least 0"),
         ({"self_distill_args": {"direction": "both"}}, "direction must be one of"),
         ({"self_distill_args": {"weight": 2.0}}, "give kl_weight"),
+        ({"self_distill_args": {"strength": 2}}, "strength in self_distill_args is that of a control"),
+        ({"self_distill_args": {"control": "weights"}}, "control must be one of"),
         ({"self_distill_args": {"depth": 2}}, "self_distill_args takes the fields of ViewConsistency"),
         ({"objective": "clm", "kl_weight": 2.0}, "kl_weight belongs to objective='self-distill'"),
         ({"objective": "clm", "self_distill_args": {"rows": "paper"}}, "belongs to objective='self-distill'"),
@@ -163,3 +165,21 @@ def test_a_head_that_scales_and_caps_its_logits(tmp_path):
     plain = trainer(tmp_path, SFTTrainer, SFTConfig, model=model, **options)
     plain.train()
     assert logged(ours, "ce")[0]["ce"] == pytest.approx(logged(plain, "loss")[0]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("control", ["dropout", "attention_noise"])
+def test_controls_train_and_are_measured(control, tmp_path):
+    data = documents(4)
+    options = {"objective": "self-distill", "self_distill_args": {"control": control, "strength": 0.3}}
+    run = trainer(tmp_path, train_dataset=data, eval_dataset=data, max_steps=2, **options)
+    run.train()
+    assert all(entry["kl"] > 0 for entry in logged(run, "kl"))
+    plain = trainer(tmp_path, SFTTrainer, SFTConfig, model=run.model, eval_dataset=data)
+    assert run.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-2)
+
+
+def test_the_views_own_loss_is_logged(tmp_path):
+    run = trainer(tmp_path, train_dataset=documents(4), max_steps=1, **SELF, self_distill_args={"view_clm": 1.0})
+    run.train()
+    (entry,) = logged(run, "view_ce", "ce")
+    assert entry["view_ce"] > 0 and entry["view_ce"] != entry["ce"]

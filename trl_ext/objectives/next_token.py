@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from rope_patch.distillation import LongCE, WeightedDistiller
+from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.distiller import Distiller
 from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.two_views import ViewTape
 
 from .base import Objective, from_fields
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_patch.distillation import ViewConsistency, ViewDistiller
+from rope_patch.distillation import Control, ControlDistiller, ViewConsistency, ViewDistiller
+from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.two_views import ViewTape
 from rope_patch.views import Skip
 
 from .base import from_fields
@@ -24,11 +24,14 @@ class SelfDistillObjective(NextTokenObjective):
     Source: RPSD, arXiv:2604.14339, Eq. 3-6.
     """
 
-    distiller: ViewDistiller
+    distiller: ViewDistiller | ControlDistiller
 
-    def _make_distiller(self, model: nn.Module) -> ViewDistiller:
-        consistency = self_distill_options(self.args.kl_weight, self.args._options("self_distill_args"))
-        return ViewDistiller(model, consistency, longce_options(self.args))
+    def _make_distiller(self, model: nn.Module) -> ViewDistiller | ControlDistiller:
+        consistency, control = self_distill_options(self.args.kl_weight, self.args._options("self_distill_args"))
+        longce = longce_options(self.args)
+        if control is not None:
+            return ControlDistiller(model, consistency, control, longce)
+        return ViewDistiller(model, consistency, longce)
 
     def counts(self, read: Labelled) -> dict[str, int]:
         """Real tokens, labels, documents, and the sum of L - s that the clock's draws give."""
@@ -59,6 +62,8 @@ class SelfDistillObjective(NextTokenObjective):
 
     def _by_skip(self, tape: ViewTape) -> dict[str, torch.Tensor]:
         """Mean KL by how far the view moves the suffix, in quarters of the largest skip that it draws."""
+        if isinstance(self.distiller, ControlDistiller):
+            return {}
         source = self.distiller.source
         assert source.last is not None
         if not isinstance(source.view, Skip) or source.view.skip is not None:
@@ -81,7 +86,11 @@ def _by_quarter(name: str, tape: ViewTape, value: torch.Tensor, end: torch.Tenso
     return means
 
 
-def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> ViewConsistency:
+# names in self_distill_args -> fields of Control
+_CONTROL = {"control": "kind", "strength": "strength"}
+
+
+def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> tuple[ViewConsistency, Control | None]:
     """The options of the objective, checked.
 
     Raises:
@@ -89,4 +98,11 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
     """
     if "weight" in self_distill_args:
         raise ValueError("self_distill_args has no weight: give kl_weight.")
-    return from_fields(ViewConsistency, "self_distill_args", {"weight": kl_weight, **self_distill_args})
+    control = {new: self_distill_args[old] for old, new in _CONTROL.items() if old in self_distill_args}
+    rest = {name: value for name, value in self_distill_args.items() if name not in _CONTROL}
+    if "strength" in control and control.get("kind") is None:
+        raise ValueError("strength in self_distill_args is that of a control: give control='dropout', or leave it out.")
+    return (
+        from_fields(ViewConsistency, "self_distill_args", {"weight": kl_weight, **rest}),
+        from_fields(Control, "self_distill_args", control) if control.get("kind") is not None else None,
+    )

@@ -1,0 +1,165 @@
+"""Controls for self-distillation: the standard view against itself under noise that is not one of positions."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from transformers.utils import logging
+
+from ..attention_calls import AttentionCall, attention_name, sliding_window
+from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
+from .distiller import TAPE
+from .labelled import Labelled
+from .longce import LongCE
+
+logger = logging.get_logger(__name__)
+
+Kind = Literal["dropout", "attention_noise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """What stands in for a view, over all rows of a document.
+
+    - "dropout": both passes drop features of what attention and MLP of each layer give, at random, apart.
+    - "attention_noise": the second pass adds normal noise to the scores of attention, before the softmax.
+
+    Args:
+        kind: see above.
+        strength: probability of a feature to be dropped, or standard deviation of the noise. The paper gives neither.
+
+    Source: RPSD, arXiv:2604.14339, its controls.
+    """
+
+    kind: Kind
+    strength: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"control must be one of {get_args(Kind)} or None, got {self.kind!r}.")
+        largest = 1.0 if self.kind == "dropout" else float("inf")
+        if not 0 < self.strength < largest:
+            raise ValueError(f"strength of {self.kind!r} must be in (0, {largest}), got {self.strength!r}.")
+
+
+class _Untouched(ViewTape):
+    """Goes through the first pass: no hook of the second one takes it for its own, in a recompute neither."""
+
+    def __init__(self) -> None:
+        self.teaching = self.taught = True
+
+    def visit(self, call: AttentionCall) -> None:
+        return None
+
+
+class ControlDistiller(ConsistencyDistiller):
+    """Distils a model into itself under noise, in two passes of one call.
+
+    Noise comes from torch's generator, which a checkpoint's recompute repeats and a trainer's checkpoint holds; each
+    batch of an evaluation starts from the same seed.
+
+    Args:
+        model: bare or wrapped, with no view that perturbs.
+        consistency: direction and divisors; s is 0.
+        control: the noise.
+        longce: token weights of the cross-entropy, or None.
+
+    Raises:
+        ValueError: a view that perturbs, layers without attention and MLP, or an attention that takes no such mask.
+    """
+
+    def __init__(
+        self, model: nn.Module, consistency: ViewConsistency, control: Control, longce: LongCE | None = None
+    ) -> None:
+        super().__init__(model, consistency, longce)
+        if self.state is not None and self.state.source is not None and self.state.source.view.perturbs:
+            raise ValueError("a control compares true positions with themselves: leave view at 'standard'.")
+        self.control = control
+        self._modules = self._noisy_modules() if control.kind == "dropout" else []
+        name = attention_name(self.core)
+        if control.kind == "attention_noise" and name not in ("sdpa", "eager"):
+            raise ValueError(f"attention_noise is a mask of scores, which {name!r} does not take: load it with sdpa.")
+        self._dropping = False
+
+    def affected_from(self, labelled: Labelled) -> torch.Tensor:
+        return torch.zeros_like(labelled.documents.length)
+
+    def _first(self, labelled: Labelled) -> torch.Tensor:
+        return self.affected_from(labelled)
+
+    def _noisy_modules(self) -> list[nn.Module]:
+        found: list[nn.Module] = []
+        for layer in self.decoder.layers:
+            children = list(layer.children())
+            attention = [m for m in children if "attention" in type(m).__name__.lower()]
+            mlp = [
+                m for m in children if any(part in type(m).__name__.lower() for part in ("mlp", "moe", "feedforward"))
+            ]
+            if not attention or not mlp:
+                names = ", ".join(type(m).__name__ for m in children)
+                raise ValueError(f"dropout goes behind attention and MLP of each layer, which has only: {names}.")
+            found += [*attention, *mlp]
+        return found
+
+    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tape = kwargs.get(TAPE)
+        if tape is None or tape.taught:
+            return
+        tape.taught = True
+        if self.longce is not None and decoder.training:
+            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        # in training the first pass drops too; its loss in evaluation is the plain one
+        self._dropping = decoder.training
+        tape.standard = decoder(*args, **{**kwargs, TAPE: _Untouched()}).last_hidden_state
+        self._dropping = True
+        if self.control.kind == "attention_noise":
+            tape.attention = _NoisyAttention(tape.labelled, self.decoder.config, self.control.strength)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        handles = [module.register_forward_hook(self._drop) for module in self._modules]
+        try:
+            if self.decoder.training:
+                yield
+            else:  # the same noise in each evaluation
+                with torch.random.fork_rng():
+                    torch.manual_seed(0)
+                    yield
+        finally:
+            self._dropping = False
+            for handle in handles:
+                handle.remove()
+
+    def _drop(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._dropping:
+            return None
+        if isinstance(output, tuple):
+            return F.dropout(output[0], self.control.strength), *output[1:]
+        return F.dropout(output, self.control.strength)
+
+
+@dataclass(frozen=True)
+class _NoisyAttention:
+    """Attention within documents, with noise on the scores: a mask [batch, n_heads, n, n], so for short rows."""
+
+    labelled: Labelled
+    config: Any
+    strength: float
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        query, one = call.query, self.labelled
+        document = one.ordinal.masked_fill(~one.valid, -1)
+        distance = one.t[:, :, None] - one.t[:, None]
+        seen = (document[:, :, None] == document[:, None]) & (distance >= 0)
+        window = sliding_window(call, self.config)
+        if window is not None:
+            seen &= distance < window
+        seen |= torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
+        shape = (*query.shape[:3], query.shape[2])
+        noise = self.strength * torch.randn(shape, dtype=query.dtype, device=query.device)
+        mask = noise.masked_fill(~seen[:, None], torch.finfo(query.dtype).min)
+        return call.with_inputs(query, call.key, call.value, mask)

@@ -1,0 +1,129 @@
+"""Controls of self-distillation against plain passes with the same noise, written by hand."""
+
+import pytest
+import torch
+from support.batches import batch, documents_of
+from support.tiny import tiny
+from torch.nn import functional as F  # noqa: N812
+from transformers import AttentionInterface
+
+from rope_patch import patch_model
+from rope_patch.distillation import TAPE, Control, ControlDistiller, ViewConsistency
+from rope_patch.distillation.consistency import ViewTape
+from rope_patch.distillation.labelled import Labelled
+
+STRENGTH = 0.3
+
+
+def run(model, data, kind, consistency=None, strength=STRENGTH):
+    distiller = ControlDistiller(model, consistency or ViewConsistency(), Control(kind=kind, strength=strength))
+    labelled = Labelled.of(data)
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, data["input_ids"])
+    inputs = {name: value for name, value in data.items() if name != "labels"}
+    torch.manual_seed(7)
+    with distiller.active():
+        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        if tape.loss.requires_grad:
+            tape.loss.backward()
+    return tape
+
+
+def noisy(module, query, key, value, mask, scaling=None, **_):
+    """Dense attention with noise on its scores, of one unpadded batch."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling + STRENGTH * torch.randn(
+        *query.shape[:3], key.shape[2], dtype=query.dtype
+    )
+    n = scores.shape[-1]
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("noisy_by_hand", noisy)
+
+
+def by_hand(model, data, kind):
+    """Cross-entropy of the first pass and the mean over all rows of KL(second || first)."""
+    inputs = {"input_ids": data["input_ids"], "use_cache": False}
+    handles = []
+    if kind == "dropout":
+
+        def drop(module, args, output):
+            return (
+                (F.dropout(output[0], STRENGTH), *output[1:])
+                if isinstance(output, tuple)
+                else F.dropout(output, STRENGTH)
+            )
+
+        for layer in model.model.layers:
+            handles += [layer.self_attn.register_forward_hook(drop), layer.mlp.register_forward_hook(drop)]
+    torch.manual_seed(7)
+    first = model(**inputs).logits.log_softmax(-1)
+    if kind == "attention_noise":
+        model.set_attn_implementation("noisy_by_hand")
+    second = model(**inputs).logits.log_softmax(-1)
+    for handle in handles:
+        handle.remove()
+    ids = data["input_ids"]
+    ce = -first[:, :-1].gather(2, ids[:, 1:, None]).mean()
+    kl = (second[:, :-1].exp() * (second[:, :-1] - first[:, :-1].detach())).sum(-1)
+    return ce + (kl.sum(1) / ids.shape[1]).mean()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["dropout", "attention_noise"])
+def test_loss_and_every_gradient_are_those_of_two_noisy_passes(kind, family, checkpointing):
+    data = batch("plain")
+    model = tiny(family, dtype=torch.float64).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tape = run(model, data, kind)
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_disable()
+    wanted = by_hand(model, data, kind)
+    wanted.backward()
+    torch.testing.assert_close(tape.loss, wanted, rtol=1e-6, atol=0)
+    for name, p in model.named_parameters():
+        # float32 norms inside a float64 model
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item())
+
+
+@pytest.mark.parametrize("data", ["left", "right", "packed"])
+@pytest.mark.parametrize("kind", ["dropout", "attention_noise"])
+def test_documents_stay_apart_and_all_their_rows_count(kind, data):
+    data = batch(data)
+    tape = run(tiny("mistral-sliding", dtype=torch.float64).train(), data, kind)
+    lengths = [n for _, _, n in documents_of(data)]
+    assert tape.in_kl.sum() == sum(lengths) - len(lengths) and tape.loss.isfinite()
+    assert sorted(set(tape.suffix_length[tape.in_kl].tolist())) == sorted(set(lengths))
+
+
+def test_no_noise_is_no_difference():
+    """KL falls with the square of the noise, so what is left without it is nothing."""
+    kl = [run(tiny(dtype=torch.float64).train(), batch("plain"), "attention_noise", strength=s).rows.kl.sum()
+          for s in (1e-2, 2e-2)]  # fmt: skip
+    assert kl[0] > 0 and kl[1] / kl[0] == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "attention_noise"])
+@torch.no_grad()
+def test_evaluation_has_the_plain_loss_and_the_same_noise_each_time(kind):
+    data, model = batch("plain"), tiny(dtype=torch.float64).eval()
+    first, again = (run(model, data, kind) for _ in range(2))
+    plain = model(**data).loss
+    assert first.rows.ce.mean() == pytest.approx(plain.item(), rel=1e-5)
+    assert first.rows.kl.sum() > 0 and torch.equal(first.rows.kl, again.rows.kl)
+
+
+def test_what_is_no_control_is_refused():
+    with pytest.raises(ValueError, match="control must be one of"):
+        Control(kind="weights")
+    with pytest.raises(ValueError, match=r"strength of 'dropout' must be in \(0, 1.0\), got 1.0"):
+        Control(kind="dropout", strength=1.0)
+    with pytest.raises(ValueError, match="leave view at 'standard'"):
+        ControlDistiller(patch_model(tiny(), "skip"), ViewConsistency(), Control(kind="dropout"))
+    with pytest.raises(ValueError, match="attention_noise is a mask of scores, which 'flex_attention' does not take"):
+        ControlDistiller(tiny(attention="flex_attention"), ViewConsistency(), Control(kind="attention_noise"))
