@@ -35,8 +35,9 @@ class RopeSFTConfig(SFTConfig):
             `rope_patch.distillation.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
         hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
         kl_weight: of "self-distill", lambda.
-        self_distill_args: of "self-distill", `direction`, `rows` and `reduction` of
-            `rope_patch.distillation.ViewConsistency`, e.g. `{"direction": "forward"}`.
+        self_distill_args: of "self-distill", `direction`, `rows`, `reduction` and `view_clm` of
+            `rope_patch.distillation.ViewConsistency`, e.g. `{"direction": "forward"}`, and `control` and `strength` of
+            `rope_patch.distillation.Control`, which stands in for a view.
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
