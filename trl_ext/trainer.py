@@ -123,9 +123,9 @@ class RopeSFTTrainer(SFTTrainer):
                 "weights are gathered by all ranks together: use DDP, or token_weighting=None."
             )
         return (
-            NextTokenObjective(self.model, args)
+            NextTokenObjective(self.model, args, self.accelerator)
             if args.objective == "clm"
-            else OBJECTIVES[args.objective](self.model, args)
+            else OBJECTIVES[args.objective](self.model, args, self.accelerator)
         )
 
     def get_batch_samples(

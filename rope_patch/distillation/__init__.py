@@ -6,6 +6,7 @@ from .distiller import TAPE
 from .hidden import HiddenDistiller, HiddenTargets
 from .longce import LongCE
 from .relations import LogitKL, RelationDistiller
+from .sequential import SequentialDistiller
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
 from .two_views import ViewDistiller
@@ -22,6 +23,7 @@ __all__ = [
     "LongCE",
     "RelationDistiller",
     "RelationTargets",
+    "SequentialDistiller",
     "SharedTeacher",
     "ViewConsistency",
     "ViewDistiller",

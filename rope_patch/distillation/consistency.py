@@ -117,26 +117,41 @@ class ConsistencyDistiller(Distiller):
         return standard, view
 
     def _compare_student(self, tape: ViewTape, output: Any) -> None:
+        kl_weight = self._choose_rows(tape)
+        standard, view = self._states(tape, output.last_hidden_state)
+        labels = tape.labelled.next_label.flatten()[tape.queries]
+        self._sweep(tape, standard, view, labels, labels, kl_weight)
+
+    def _choose_rows(self, tape: ViewTape) -> torch.Tensor:
+        """Which queries count, written on the tape, and what the KL of each of `tape.queries` weighs."""
         labelled = tape.labelled
-        first = self._first(labelled)
-        tape.in_kl, tape.suffix_length = labelled.suffix(first, self.consistency.rows)
+        tape.in_kl, tape.suffix_length = labelled.suffix(self._first(labelled), self.consistency.rows)
         # evaluation measures the KL whatever it weighs in training
         weight = self.consistency.weight if self.decoder.training else 1.0
         kl_weight = tape.in_kl * (weight / tape.kl_divisor)
         if self.consistency.reduction == "sequence":
             kl_weight = kl_weight / tape.suffix_length.clamp(min=1)
-        labels = labelled.next_label.flatten()
         kl_weight = kl_weight.flatten().float()
-        tape.queries = ((labels != IGNORE_INDEX) | (kl_weight != 0)).nonzero().squeeze(1)
-        standard, view = self._states(tape, output.last_hidden_state)
-        labels, kl_weight = labels[tape.queries], kl_weight[tape.queries]
+        tape.queries = ((labelled.next_label.flatten() != IGNORE_INDEX) | (kl_weight != 0)).nonzero().squeeze(1)
+        return kl_weight[tape.queries]
+
+    def _sweep(
+        self,
+        tape: ViewTape,
+        standard: torch.Tensor,
+        view: torch.Tensor,
+        labels: torch.Tensor,
+        view_labels: torch.Tensor,
+        kl_weight: torch.Tensor,
+    ) -> None:
+        """Losses and metrics of hidden states of `tape.queries`, with labels of either view, onto the tape."""
         ce_weight = torch.full_like(kl_weight, 1 / tape.ce_divisor)
         options = weighting(self.longce, tape)
         n_rows = len(labels)
         if self.consistency.view_clm and self.decoder.training:
             # the view's states once more, as rows of their own that have no KL
             standard, view = torch.cat([standard, view]), torch.cat([view, view])
-            labels = labels.repeat(2)
+            labels = torch.cat([labels, view_labels])
             ce_weight = torch.cat([ce_weight, self.consistency.view_clm * ce_weight])
             kl_weight = torch.cat([kl_weight, torch.zeros_like(kl_weight)])
             options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}

@@ -24,6 +24,10 @@ for name, options in {
         "objective": "self-distill", "view": "cyclic", "padding_free": True, "max_length": None,
         "self_distill_args": {"reduction": "token"}, "gradient_checkpointing": True,
     },
+    "self-distill-sequential": {
+        "objective": "self-distill", "view": "skip", "self_distill_args": {"passes": "sequential", "view_clm": 0.5},
+        "gradient_checkpointing": True,
+    },
     "relation": {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}},
     "relation-checkpointed": {
         "objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}, "trainable": "qkv",

@@ -127,6 +127,8 @@ def test_labels_of_completions_count_alone(tmp_path):
         ({"kl_weight": -1.0}, "weight must be a number of at least 0"),
         ({"self_distill_args": {"direction": "both"}}, "direction must be one of"),
         ({"self_distill_args": {"weight": 2.0}}, "give kl_weight"),
+        ({"self_distill_args": {"passes": "one"}}, "passes in self_distill_args must be one of"),
+        ({"self_distill_args": {"passes": "two", "control": "dropout"}}, "a control runs in two passes"),
         ({"self_distill_args": {"strength": 2}}, "strength in self_distill_args is that of a control"),
         ({"self_distill_args": {"control": "weights"}}, "control must be one of"),
         ({"self_distill_args": {"depth": 2}}, "self_distill_args takes the fields of ViewConsistency"),
@@ -183,3 +185,35 @@ def test_the_views_own_loss_is_logged(tmp_path):
     run.train()
     (entry,) = logged(run, "view_ce", "ce")
     assert entry["view_ce"] > 0 and entry["view_ce"] != entry["ce"]
+
+
+SEQUENTIAL = {
+    "plain": {},
+    "lora": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")},
+    "checkpointed": {"gradient_checkpointing": True},
+    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "packed": {"per_device_train_batch_size": 1, "packing": True, "max_length": 96},
+    "longce": {"token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}},
+    "view's loss too": {"self_distill_args": {"view_clm": 0.5, "rows": "query_in_suffix", "reduction": "token"}},
+    "only the view's loss": {"self_distill_args": {"view_clm": 1.0}, "kl_weight": 0.0},
+}
+
+
+@pytest.mark.parametrize("passes", ["two", "sequential"])
+@pytest.mark.parametrize("way", SEQUENTIAL)
+def test_passes_change_neither_loss_nor_weights(way, passes, tmp_path):
+    """Weights after steps of SGD are sums of gradients."""
+    runs = []
+    for chosen in ("auto", passes):
+        options = {"per_device_train_batch_size": 4, **SEQUENTIAL[way]}
+        options["self_distill_args"] = {**options.get("self_distill_args", {}), "passes": chosen}
+        torch.manual_seed(0)
+        run = trainer(tmp_path, train_dataset=documents(4), max_steps=2, optim="sgd", **SELF, **options)
+        run.train()
+        names = ("loss", "grad_norm", "ce", "kl", "view_ce", "entropy", "mean_token_accuracy", "token_weight")
+        runs.append((logged(run, *names), [p.detach() for p in run.model.parameters()]))
+    (wanted, weights), (found, others) = runs
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-4, abs=1e-6, nan_ok=True)
+    for mine, theirs in zip(others, weights, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from rope_patch.distillation import TAPE, CopiedTeacher, SharedTeacher
@@ -20,10 +21,11 @@ class Objective:
     Args:
         model: patched, with its adapters, before anything wraps it.
         args: of the trainer.
+        accelerator: of the trainer.
     """
 
-    def __init__(self, model: nn.Module, args: "RopeSFTConfig") -> None:
-        self.args = args
+    def __init__(self, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> None:
+        self.args, self.accelerator = args, accelerator
         self.distiller = self._make_distiller(model)
 
     def active(self) -> AbstractContextManager[None]:
@@ -55,12 +57,19 @@ class Objective:
             that this batch has nothing for.
         """
         tape = self._tape(inputs, read, counts)
-        inputs = {name: value for name, value in inputs.items() if name != "labels"}
-        # the loss needs no logits; those of the last token tie every parameter of the path to it, as wrappers that wait
-        # for all gradients want
-        outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        tie = self._call(model, inputs, tape)
         loss, parts = self._combine(tape, counts, own)
-        return loss + 0.0 * outputs.logits.float().sum(), parts
+        return loss + tie, parts
+
+    def _call(self, model: nn.Module, inputs: dict[str, Any], tape: Any) -> torch.Tensor:
+        """Run the model with a tape; returns a zero that ties every parameter of the path to the loss.
+
+        The loss needs no logits; those of the last token are what wrappers that wait for all gradients want.
+        """
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        zero: torch.Tensor = 0.0 * outputs.logits.float().sum()
+        return zero
 
     def _make_distiller(self, model: nn.Module) -> Distiller:
         raise NotImplementedError

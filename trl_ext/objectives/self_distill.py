@@ -1,17 +1,23 @@
 """objective="self-distill": RPSD."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 
-from rope_patch.distillation import Control, ControlDistiller, ViewConsistency, ViewDistiller
+from rope_patch import rope_view
+from rope_patch.distillation import Control, ControlDistiller, SequentialDistiller, ViewConsistency, ViewDistiller
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation.sequential import SequentialTape
 from rope_patch.views import Skip
 
 from .base import from_fields
 from .next_token import NextTokenObjective, longce_options
+
+Passes = Literal["auto", "two", "sequential"]
 
 
 class SelfDistillObjective(NextTokenObjective):
@@ -27,11 +33,32 @@ class SelfDistillObjective(NextTokenObjective):
     distiller: ViewDistiller | ControlDistiller
 
     def _make_distiller(self, model: nn.Module) -> ViewDistiller | ControlDistiller:
-        consistency, control = self_distill_options(self.args.kl_weight, self.args._options("self_distill_args"))
+        chosen = self_distill_options(self.args.kl_weight, self.args._options("self_distill_args"))
         longce = longce_options(self.args)
-        if control is not None:
-            return ControlDistiller(model, consistency, control, longce)
-        return ViewDistiller(model, consistency, longce)
+        if chosen.control is not None:
+            return ControlDistiller(model, chosen.consistency, chosen.control, longce)
+        if chosen.passes == "sequential":
+            if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+                raise ValueError("passes='sequential' has two backward passes a batch, DeepSpeed one: use 'auto'.")
+            return SequentialDistiller(model, chosen.consistency, longce)
+        return ViewDistiller(model, chosen.consistency, longce, one_pass=chosen.passes == "auto")
+
+    def loss(
+        self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if not isinstance(self.distiller, SequentialDistiller) or not self.distiller.decoder.training:
+            return super().loss(model, inputs, read, counts, own)
+        tape = SequentialTape(read, counts["labels"], self._kl_divisor(counts), inputs["input_ids"])
+        # gradients of both backward passes are exchanged with the second
+        with self.accelerator.no_sync(model):
+            with rope_view(self.distiller.decoder, "standard"):
+                first = self._call(model, inputs, tape) + tape.loss
+            # counts are those of all ranks, whose gradients are averaged
+            factor = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            self.accelerator.backward(first * factor)
+        tie = self._call(model, inputs, tape)
+        loss, parts = self._combine(tape, counts, own)
+        return loss + tie + first.detach(), parts
 
     def counts(self, read: Labelled) -> dict[str, int]:
         """Real tokens, labels, documents, and the sum of L - s that the clock's draws give."""
@@ -86,23 +113,41 @@ def _by_quarter(name: str, tape: ViewTape, value: torch.Tensor, end: torch.Tenso
     return means
 
 
-# names in self_distill_args -> fields of Control
-_CONTROL = {"control": "kind", "strength": "strength"}
+@dataclass(frozen=True)
+class Chosen:
+    """The options of the objective.
+
+    Args:
+        consistency: rows, divisors and direction.
+        control: what stands in for the view, or None.
+        passes: "auto" one forward for both views where that is exact, "two", or "sequential": two, each with its own
+            backward, in little more memory than next-token training takes.
+    """
+
+    consistency: ViewConsistency
+    control: Control | None
+    passes: Passes
 
 
-def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> tuple[ViewConsistency, Control | None]:
+def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> Chosen:
     """The options of the objective, checked.
 
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
-    if "weight" in self_distill_args:
+    rest = dict(self_distill_args)
+    if "weight" in rest:
         raise ValueError("self_distill_args has no weight: give kl_weight.")
-    control = {new: self_distill_args[old] for old, new in _CONTROL.items() if old in self_distill_args}
-    rest = {name: value for name, value in self_distill_args.items() if name not in _CONTROL}
-    if "strength" in control and control.get("kind") is None:
+    passes, kind = rest.pop("passes", "auto"), rest.pop("control", None)
+    if passes not in get_args(Passes):
+        raise ValueError(f"passes in self_distill_args must be one of {get_args(Passes)}, got {passes!r}.")
+    strength = {"strength": rest.pop("strength")} if "strength" in rest else {}
+    if kind is None and strength:
         raise ValueError("strength in self_distill_args is that of a control: give control='dropout', or leave it out.")
-    return (
+    if kind is not None and passes != "auto":
+        raise ValueError(f"a control runs in two passes: leave out passes={passes!r} of self_distill_args.")
+    return Chosen(
         from_fields(ViewConsistency, "self_distill_args", {"weight": kl_weight, **rest}),
-        from_fields(Control, "self_distill_args", control) if control.get("kind") is not None else None,
+        None if kind is None else from_fields(Control, "self_distill_args", {"kind": kind, **strength}),
+        passes,
     )

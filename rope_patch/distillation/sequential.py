@@ -1,0 +1,83 @@
+"""Self-distillation between views in two calls of the model, each with its own backward: one graph lives at a time."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from rope_kernels import RowMetrics
+from rope_kernels.linear_ce import IGNORE_INDEX
+
+from ..heads import head_losses
+from .consistency import ViewConsistency, ViewTape, weighting
+from .distiller import TAPE
+from .longce import LongCE
+from .two_views import ViewDistiller
+
+logger = logging.get_logger(__name__)
+
+
+class SequentialTape(ViewTape):
+    """A tape that goes through two calls of the model: the standard view, then the sampled one."""
+
+    of_labels: torch.Tensor | None = None  # [N] indices of the first call's rows among the flattened queries
+    first: RowMetrics  # of them
+
+
+class SequentialDistiller(ViewDistiller):
+    """`ViewDistiller` for training in two calls; q is held fixed, so that the KL needs its states and no graph of them.
+
+    The first call, with true positions in force and a `SequentialTape`, gives the cross-entropy, whose backward may run
+    at once; the second, with the same tape, the rest of the loss. Gradients are those of one call. Other tapes go
+    through one call, as evaluation does.
+    """
+
+    def __init__(self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None = None) -> None:
+        super().__init__(model, consistency, longce)
+        logger.info("Training runs both views one after the other, each with its own backward.")
+
+    def _before_student(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = kwargs.get(TAPE)
+        if not isinstance(tape, SequentialTape):
+            return super()._before_student(decoder, args, kwargs)
+        if self.longce is not None and tape.of_labels is None:
+            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        return None
+
+    def _compare_student(self, tape: ViewTape, output: Any) -> None:
+        if not isinstance(tape, SequentialTape):
+            super()._compare_student(tape, output)
+        elif tape.of_labels is None:
+            self._next_token(tape, output.last_hidden_state)
+        else:
+            self._against_first(tape, output)
+
+    def _next_token(self, tape: SequentialTape, hidden: torch.Tensor) -> None:
+        labels = tape.labelled.next_label.flatten()
+        tape.of_labels = tape.queries = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        ce_weight = torch.full((len(tape.queries),), 1 / tape.ce_divisor, device=labels.device)
+        tape.loss, tape.first = head_losses(
+            self.core,
+            hidden.flatten(0, 1)[tape.queries],
+            None,
+            labels[tape.queries],
+            ce_weight,
+            None,
+            **weighting(self.longce, tape),
+        )
+        tape.standard = hidden.detach()
+
+    def _against_first(self, tape: SequentialTape, output: Any) -> None:
+        kl_weight = self._choose_rows(tape)
+        labels = tape.labelled.next_label.flatten()
+        standard, view = self._states(tape, output.last_hidden_state)
+        ours = labels[tape.queries]
+        self._sweep(tape, standard, view, torch.full_like(ours, IGNORE_INDEX), ours, kl_weight)
+        # what the first call has found, at its rows of these
+        assert tape.of_labels is not None
+        found = {}
+        for name, values in vars(tape.first).items():
+            every = values.new_zeros(len(labels)).index_copy(0, tape.of_labels, values)
+            found[name] = every[tape.queries]
+        tape.rows = RowMetrics(**{**found, "kl": tape.rows.kl})
