@@ -1,9 +1,11 @@
-"""What a step of relation distillation costs: tokens per second, peak memory and the share of time in its loss.
+"""What a step of an objective costs beside a plain next-token step: tokens per second, peak memory, where time goes.
 
-Run:   python benchmarks/distillation_step.py [--shape llama-3-8b] [--length 8192] [--lora 64] [--nf4] [--out FILE.json]
-Shape: random weights in bf16, or 4-bit with --nf4, batch 1, PI 4x, adapters on q, k and v, gradient checkpointing. The
-teacher is the same weights with adapters off, so that there is one copy of them. A plain next-token step of the same
-model follows, for comparison. Share of time: of all kernels of a profiled step, those of the relation loss.
+Run:   python benchmarks/distillation_step.py [--runs relation-distill clm] [--shape llama-3-8b] [--length 8192]
+           [--lora 64] [--nf4] [--steps 5] [--out FILE.json]
+Shape: random weights in bf16, or 4-bit with --nf4, batch 1, PI 4x, adapters on q, k and v or, with --lora 0, all
+weights trained, gradient checkpointing. With adapters the teacher of relation-distill is the same weights with adapters
+off. The views of self-distill draw where they split anew in each step: give it enough steps for a mean. Share of time:
+of all kernels of a profiled step, those of the relation loss.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import transformers
 from datasets import Dataset
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from view_overhead import LLAMA3_8B
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
@@ -26,6 +28,18 @@ from trl_ext import RopeSFTConfig, RopeSFTTrainer
 GIB = 1 << 30
 SHAPES = {
     "llama-3-8b": LLAMA3_8B,
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
     "tiny": {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -36,6 +50,17 @@ SHAPES = {
         "max_position_embeddings": 512,
     },
 }
+RUNS: dict[str, dict[str, Any]] = {
+    "clm": {"objective": "clm"},
+    "relation-distill": {"objective": "relation-distill"},
+    "self-distill": {"objective": "self-distill", "view": "skip"},
+    "self-distill in two passes": {
+        "objective": "self-distill", "view": "skip", "self_distill_args": {"passes": "two"},
+    },
+    "self-distill sequential": {
+        "objective": "self-distill", "view": "skip", "self_distill_args": {"passes": "sequential"},
+    },
+}  # fmt: skip
 # functions of the kernels that a profile shows: those of the KL of rows and of its gradient
 RELATION_KERNELS = (
     "_row_kl_fwd_kernel",
@@ -82,7 +107,7 @@ def synchronize() -> None:
 
 
 def build(shape: str, nf4: bool) -> Any:
-    config = LlamaConfig(**SHAPES[shape])
+    config = AutoConfig.for_model(**{"model_type": "llama", **SHAPES[shape]})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
@@ -100,7 +125,7 @@ def build(shape: str, nf4: bool) -> Any:
         )
 
 
-def run(objective: str, args: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     model = build(args.shape, args.nf4)
     vocabulary = model.config.vocab_size
     rows = torch.randint(0, vocabulary, (WARM_UP + args.steps + 1, args.length)).tolist()
@@ -113,7 +138,7 @@ def run(objective: str, args: argparse.Namespace) -> dict[str, Any]:
             model=model,
             args=RopeSFTConfig(
                 output_dir=folder,
-                objective=objective,
+                **RUNS[name],
                 rescale="pi",
                 rescale_args={"factor": 4.0},
                 per_device_train_batch_size=1,
@@ -128,14 +153,14 @@ def run(objective: str, args: argparse.Namespace) -> dict[str, Any]:
             ),
             train_dataset=Dataset.from_dict({"input_ids": rows}),
             processing_class=stand_in_tokenizer(vocabulary),
-            peft_config=LoraConfig(
-                r=args.lora, lora_alpha=2 * args.lora, target_modules=["q_proj", "k_proj", "v_proj"]
-            ),
+            peft_config=LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=["q_proj", "k_proj", "v_proj"])
+            if args.lora
+            else None,
             callbacks=[watch],
         )
         trainer.train()
     return {
-        "objective": objective,
+        "run": name,
         "tokens_per_second": args.length * args.steps / watch.seconds,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
         "weights_gib": sum(p.nbytes for p in model.parameters()) / GIB,
@@ -155,6 +180,7 @@ def stand_in_tokenizer(vocabulary: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=["relation-distill", "clm"])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--lora", type=int, default=64)
@@ -172,8 +198,8 @@ def main() -> None:
         "nf4": args.nf4,
         "runs": [],
     }
-    for objective in ("relation-distill", "clm"):
-        facts["runs"].append(run(objective, args))
+    for name in args.runs:
+        facts["runs"].append(run(name, args))
         print(facts["runs"][-1], flush=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
