@@ -4,7 +4,7 @@ Run: python benchmarks/linear_ce_kl.py [--shapes NAME ...] [--out FILE.json]
 
 Forward and backward in bf16 of cross-entropy on one view and reverse KL of another to it, head trained and frozen.
 Peers: TRL's chunked log-probabilities and chunked divergence, which its trainers add up, and liger-kernel's fused
-linear cross-entropy and fused linear JSD where it is installed. Before anything is timed, each is compared with float64.
+linear cross-entropy and fused linear JSD where it is installed. Each is compared with float64 before it is timed.
 """
 
 import argparse

@@ -1,0 +1,270 @@
+"""RPSD and what its paper compares it with, at a scale of minutes: retrieval far beyond the window it was taught in.
+
+Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT ...] [--taught FOLDER] [--arms NAME ...]
+         [--seeds 0 1 2] [--out FILE.jsonl]
+     python benchmarks/rpsd_small_scale.py --table FILE.jsonl ...
+
+A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
+with steps of hard retrieval (many look-alike keys; which of several values of a key), the question at the end, done
+once, into --taught. Every arm then extends it with ABF by the same tokens of long text, without retrieval in it, and is
+measured: needles by length and by answer position, ordinal needles, loss by position. Texts default to the sources of
+Python's standard library. One JSON line an arm and seed is added to --out, and what is in it is not done again.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from rope_patch.eval import (
+    accuracy_by_answer_position,
+    loss_by_position,
+    niah,
+    read_texts,
+    standard_library_files,
+    text_rows,
+)
+from rope_patch.eval.needles import Kind, make_prompt
+from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext.restoration import cut_into_rows
+
+KINDS: tuple[Kind, ...] = ("multikey", "ordinal")
+N_NEEDLES: dict[Kind, int] = {"multikey": 32, "ordinal": 6}
+SELF = {"objective": "self-distill"}
+SKIP = {**SELF, "view": "skip"}
+LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 1024, "stride": 512}}
+
+
+def arms(long: int) -> dict[str, dict[str, Any]]:
+    """Name -> fields of RopeSFTConfig, None in "taught" for no training."""
+    return {
+        "standard": {"objective": "clm"},
+        "longce": {"objective": "clm", **LONGCE},
+        "pose baseline": {"objective": "clm", "view": "skip"},
+        "skip": SKIP,
+        "cyclic": {**SELF, "view": "cyclic"},
+        "dilation": {**SELF, "view": "dilation"},
+        "chunk-permute": {**SELF, "view": "chunk-permute"},
+        "nope": {**SELF, "view": "nope"},
+        "fixed skip": {**SKIP, "view_args": {"split": long // 2, "skip": long // 2}},
+        "forward kl": {**SKIP, "self_distill_args": {"direction": "forward"}},
+        "w/ clm": {**SKIP, "kl_weight": 0.0, "self_distill_args": {"view_clm": 1.0}},
+        "dropout": {**SELF, "self_distill_args": {"control": "dropout", "strength": 0.1}},
+        "noise": {**SELF, "self_distill_args": {"control": "attention_noise", "strength": 0.1}},
+        "skip + longce": {**SKIP, **LONGCE},
+    }
+
+
+def texts(paths: list[str] | None, held_out: bool) -> Iterator[str]:
+    """Documents to train on or to measure with."""
+    if paths is not None:
+        yield from read_texts(paths)
+        return
+    for number, file in enumerate(standard_library_files()):
+        if (number % 4 == 0) == held_out:
+            yield file.read_text(encoding="utf-8", errors="replace")
+
+
+def lessons(
+    documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int, n_steps: int, rows_a_step: int
+) -> Dataset:
+    """Rows of `length` tokens, a step of text and a step of retrieval in turn; of this the answers have labels."""
+    text = cut_into_rows(Dataset.from_list([{"text": d} for d in documents]), tokenizer, length)["input_ids"]
+    haystacks = itertools.cycle(text)
+    rng, rows = random.Random(0), []
+    plain = itertools.cycle(random.Random(1).sample(list(text), len(text)))
+    for step in range(n_steps):
+        for row in range(rows_a_step):
+            if step % 2 == 0:
+                ids = next(plain)
+                rows.append({"input_ids": ids, "completion_mask": [1] * len(ids)})
+                continue
+            kind = KINDS[row % len(KINDS)]
+            prompt = make_prompt(
+                kind,
+                tokenizer,
+                next(haystacks),
+                n_tokens=length - 16,
+                depth=rng.random(),
+                n_needles=N_NEEDLES[kind],
+                rng=rng,
+            )
+            answer = tokenizer(f" {prompt.answers[0]}.", add_special_tokens=False)["input_ids"]
+            mask = [0] * len(prompt.ids) + [1] * len(answer)
+            rows.append({"input_ids": prompt.ids + answer, "completion_mask": mask})
+    return Dataset.from_list(rows)
+
+
+def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any]) -> Any:
+    """One run; returns its log."""
+    gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        config = RopeSFTConfig(
+            output_dir=folder,
+            **{
+                "per_device_train_batch_size": 1,
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False},
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+                "warmup_steps": 10,
+                "save_strategy": "no",
+                "report_to": [],
+                "logging_steps": 8,
+                "disable_tqdm": True,
+                "seed": seed,
+                "bf16": gpu,
+                "use_cpu": not gpu,
+                **options,
+            },
+        )
+        trainer = RopeSFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def load(folder: str | Path) -> Any:
+    """float32 weights on the GPU if there is one: what is trained is small steps on them, in bf16 autocast."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def teach(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Retrieval in the short window, into `args.taught`."""
+    model = load(args.model)
+    rows = lessons(list(texts(args.train, False)), tokenizer, args.short, args.teach_steps, 4)
+    options = {
+        "max_length": args.short,
+        "max_steps": args.teach_steps,
+        "per_device_train_batch_size": 4,
+        "gradient_checkpointing": False,
+        "completion_only_loss": True,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": 5e-4,
+        **args.override,
+    }
+    for entry in train(model, tokenizer, rows, 0, options):
+        print(entry, flush=True)
+    model.save_pretrained(args.taught)
+    tokenizer.save_pretrained(args.taught)
+
+
+def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Tensor) -> dict[str, Any]:
+    """Needles and loss by position, under autocast as in training."""
+    found: dict[str, Any] = {}
+    haystack = list(texts(args.val, True))
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+        for kind in KINDS:
+            grid = niah(
+                model, tokenizer, haystack, args.lengths, kind=kind, trials=args.trials, n_needles=N_NEEDLES[kind],
+                batch_size=4, progress=False,
+            )  # fmt: skip
+            far = [k for k, length in enumerate(grid.lengths) for _ in range(len(grid.depths) * grid.trials)]
+            beyond = [k for k, which in enumerate(far) if grid.lengths[which] > args.short]
+            found[kind] = dict(zip(map(str, grid.lengths), grid.by_length, strict=True))
+            position = accuracy_by_answer_position(grid)
+            found[f"{kind} by position"] = position.accuracy
+            found[f"{kind} beyond the short window"] = statistics.mean(grid.scores[k] for k in beyond)
+        curve = loss_by_position(model, val, progress=False)
+    edges = [e for e in (64, args.short, 2 * args.short, 4 * args.short, 8 * args.short) if e <= curve.seq_len]
+    return {**found, "loss_by_position": curve.bins(edges)}
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown: means over seeds, with half the distance between the smallest and the largest."""
+    lengths = list(runs[0]["multikey"])
+    bins = [f"loss {b['first']}-{b['end']}" for b in runs[0]["loss_by_position"]]
+    head = ["arm", "seeds", *(f"{kind} {n}" for kind in KINDS for n in lengths), *bins, "seconds"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for arm in dict.fromkeys(r["arm"] for r in runs):
+        same = [r for r in runs if r["arm"] == arm]
+        columns = [[r[kind][n] for r in same] for kind in KINDS for n in lengths]
+        columns += [[r["loss_by_position"][k]["loss"] for r in same] for k in range(len(bins))]
+        cells = [
+            f"{statistics.mean(c):.3f}" + (f" ± {(max(c) - min(c)) / 2:.3f}" if len(c) > 1 else "") for c in columns
+        ]
+        seconds = f"{statistics.mean(r['train_seconds'] for r in same):.0f}"
+        lines.append(f"| {arm} | {len(same)} | " + " | ".join(cells) + f" | {seconds} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--table", nargs="+", type=Path)
+    parser.add_argument("--train", nargs="+", help="default: three quarters of the standard library's files")
+    parser.add_argument("--val", nargs="+", help="default: the other quarter")
+    parser.add_argument("--taught", type=Path, default=Path("taught"))
+    parser.add_argument("--short", type=int, default=4096, help="tokens of the window that retrieval is taught in")
+    parser.add_argument("--long", type=int, default=16384, help="tokens of a row that arms are trained on")
+    parser.add_argument("--teach-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=32, help="of 4 rows, of each arm")
+    parser.add_argument("--theta", type=float, default=8e5, help="base of ABF")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--arms", nargs="+")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32768])
+    parser.add_argument("--trials", type=int, default=2, help="prompts of each length and depth")
+    parser.add_argument("--val-rows", type=int, default=4)
+    parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")
+    parser.add_argument("--out", type=Path, default=Path("rpsd_small_scale.jsonl"))
+    args = parser.parse_args()
+    if args.table:
+        print(table([json.loads(line) for file in args.table for line in file.read_text().splitlines()]))
+        return
+    if not args.model:
+        parser.error("give MODEL, or --table")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if not (args.taught / "config.json").is_file():
+        teach(args, tokenizer)
+    known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.is_file() else []
+    done = {(r["arm"], r["seed"]) for r in known}
+    val = text_rows(tokenizer, texts(args.val, True), seq_len=max(args.lengths), n_rows=args.val_rows)
+    documents = Dataset.from_list([{"text": text} for text in texts(args.train, False)])
+    rows = cut_into_rows(documents, tokenizer, args.long)
+    abf = {"rescale": "abf", "rescale_args": {"theta": args.theta, "max_position_embeddings": max(args.lengths)}}
+    chosen = args.arms or list(arms(args.long))
+    for seed, name in itertools.product(args.seeds, chosen):
+        if (name, seed) in done:
+            continue
+        model = load(args.taught)
+        options = {
+            **abf,
+            **arms(args.long)[name],
+            "max_length": args.long,
+            "max_steps": args.steps,
+            "gradient_accumulation_steps": 4,
+            "learning_rate": args.learning_rate,
+            **args.override,
+        }
+        begin = time.perf_counter()
+        log = train(model, tokenizer, rows.shuffle(seed), seed, options)
+        seconds = time.perf_counter() - begin
+        found = {
+            "arm": name,
+            "seed": seed,
+            "train_seconds": seconds,
+            **measure(model, tokenizer, args, val),
+            "log": log,
+        }
+        with args.out.open("a") as out:
+            out.write(json.dumps(found) + "\n")
+        far = "  ".join(f"{kind} beyond {found[f'{kind} beyond the short window']:.3f}" for kind in KINDS)
+        print(f"{name:16} seed {seed}  {far}  {seconds:.0f} s", flush=True)
+        del model
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
