@@ -1,0 +1,118 @@
+"""Distillation under FSDP2: two gloo processes on the CPU, weights sharded, against plain models on the same rows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from peft import LoraConfig, get_peft_model
+from support.tiny import tiny
+from rope_patch import patch_model
+from rope_patch.distillation import (
+    TAPE, CopiedTeacher, HiddenDistiller, HiddenTargets, LogitKL, RelationDistiller, RelationTargets, SharedTeacher,
+    ViewConsistency, ViewDistiller,
+)
+from rope_patch.rotary import find_decoder
+from rope_patch.distillation.consistency import ViewTape
+from rope_patch.distillation.labelled import Labelled
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+ids = torch.randint(3, 101, (2, 24))
+
+
+def prepared(method, options, checkpointing, adapters):
+    model = patch_model(tiny("qwen3"), method, **options).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if adapters:
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config).train()
+    return model
+
+
+def relation(model):
+    targets = RelationTargets(attention=0.5)
+    teacher = SharedTeacher(model) if hasattr(model, "peft_config") else CopiedTeacher(model)
+    distiller = RelationDistiller(model, targets, teacher, logit_kl=LogitKL(weight=1.0, last=5))
+    def loss(tape):
+        return sum(w * tape.loss(name) for name, w in targets.weights.items()) + tape.logit_kl
+    return distiller, lambda: distiller.tape(ids), loss
+
+
+def hidden(model):
+    distiller = HiddenDistiller(model, HiddenTargets(), CopiedTeacher(model))
+    return distiller, lambda: distiller.tape(ids), lambda tape: tape.distance
+
+
+def views(one_pass):
+    def make(model):
+        distiller = ViewDistiller(model, ViewConsistency(view_clm=0.5), one_pass=one_pass)
+        distiller.source.clock.set(3, 0)
+        labelled = Labelled.of({"input_ids": ids})
+        return distiller, lambda: ViewTape(labelled, labelled.n_labels, 2, ids), lambda tape: tape.loss
+    return make
+
+
+def run(model, make, wrap):
+    distiller, new_tape, loss = make(model)
+    wrap(model)
+    with distiller.active():
+        tape = new_tape()
+        options = {"output_hidden_states": True} if isinstance(distiller, HiddenDistiller) else {}
+        out = model(input_ids=ids, use_cache=False, logits_to_keep=1, **options, **{TAPE: tape})
+        total = loss(tape) + 0.0 * out.logits.sum()
+        total.backward()
+    return total.detach()
+
+
+def shard(model):
+    for layer in find_decoder(model).layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+PI, SKIP = ("pi", {"factor": 4.0}), ("skip", {"max_skip": 40})
+for name, patch, make, adapters in [
+    ("relation", PI, relation, False),
+    ("relation, adapters", PI, relation, True),
+    ("hidden", PI, hidden, False),
+    ("one pass", SKIP, views(True), False),
+    ("one pass, adapters", SKIP, views(True), True),
+    ("two passes", SKIP, views(False), False),
+]:
+    for checkpointing in (False, True):
+        plain, sharded = (prepared(*patch, checkpointing, adapters) for _ in range(2))
+        wanted = run(plain, make, lambda model: None)
+        found = run(sharded, make, shard)
+        assert torch.allclose(found, wanted, rtol=1e-5), (name, found, wanted)
+        for (key, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(grad)
+            other = torch.zeros_like(p) if q.grad is None else q.grad.full_tensor()
+            gap = (other - grad / 2).abs().max() / (grad.abs().max() / 2 + 1e-9)
+            assert gap < 1e-4, (name, checkpointing, key, gap.item())
+dist.destroy_process_group()
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_losses_and_gradients_are_those_of_plain_models(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root), str(root / "kernels"), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29519", str(script)]
+    done = subprocess.run([sys.executable, *launch], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-3000:]
