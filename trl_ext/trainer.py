@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 from trl import SFTTrainer
 
@@ -117,6 +118,11 @@ class RopeSFTTrainer(SFTTrainer):
                 "reentrant checkpointing drops its gradient without an error."
             )
         self._refuse_sharded_sequences()
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                f"objective {args.objective!r} reads the head and layers' tensors outside of their modules' forwards, "
+                "where ZeRO-3 holds a part of them: use FSDP2, or ZeRO-2."
+            )
         if args.token_weighting is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
                 "token_weighting='longce' reads as many short windows as the rank's own documents have, and sharded "

@@ -216,3 +216,20 @@ def test_what_does_not_fit_is_refused(change, message):
     arguments = {"hidden_std": std, "hidden_view": view, "weight": weight, "labels": labels, "ce_weight": ce_weight}
     with pytest.raises(ValueError, match=message):
         linear_ce_kl(**{**arguments, "kl_weight": kl_weight, **change})
+
+
+def test_no_gradient_is_formed_where_none_can_be_asked_for(monkeypatch):
+    """The forward forms them, so evaluation and frozen inputs must say so before it runs."""
+    (std, view, weight, bias), labels, ce_weight, kl_weight = problem()
+    wanted = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
+
+    def refuse(*_):
+        raise AssertionError("a product for a gradient")
+
+    monkeypatch.setattr(sys.modules["rope_kernels.linear_ce_kl"], "_add_product", refuse)  # a function has its name
+    with torch.no_grad():
+        found = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
+    torch.testing.assert_close(found, wanted.detach())
+    linear_ce_kl(std, view, weight.detach(), labels, ce_weight, kl_weight, bias=bias.detach())
+    with pytest.raises(AssertionError, match="a product for a gradient"):
+        linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)

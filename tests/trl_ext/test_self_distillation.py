@@ -217,3 +217,10 @@ def test_passes_change_neither_loss_nor_weights(way, passes, tmp_path):
         assert mine == pytest.approx(theirs, rel=2e-4, abs=1e-6, nan_ok=True)
     for mine, theirs in zip(others, weights, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", [SELF, {"objective": "clm", "token_weighting": "longce"}])
+def test_partitioned_heads_are_refused(objective, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_ext.trainer.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="use FSDP2, or ZeRO-2"):
+        trainer(tmp_path, **objective)
