@@ -54,23 +54,32 @@ class DrawKey:
         step: optimizer step, int64 tensor of shape [].
         sample: ordinal of the document within the step, int64, [batch, 1] or [batch, seq_len].
         stream: tells apart several views that draw for the same sample.
+        progress: of training, from 0 to 1, float tensor of shape []; None, without a trainer, is the end.
     """
 
     seed: int
     step: torch.Tensor
     sample: torch.Tensor
     stream: int = 0
+    progress: torch.Tensor | None = None
 
     def per_step(self) -> "DrawKey":
         """The key of the whole optimizer step: the same for every sample of it."""
         return replace(self, sample=torch.zeros_like(self.step))
 
+    def per_forward(self) -> "DrawKey":
+        """The key of a micro-batch: that of its first sample, for every one."""
+        return replace(self, sample=self.sample.min())
+
     def substream(self, stream: int) -> "DrawKey":
         """The key of the `stream`-th part of a composed view."""
         return replace(self, stream=self.stream * 64 + stream + 1)
 
-    def uniform(self, slot: int) -> torch.Tensor:
-        """U[0, 1) with 53 random bits, float64, in the shape of `sample`. Each `slot` is an independent draw."""
+    def uniform(self, slot: int | torch.Tensor) -> torch.Tensor:
+        """U[0, 1) with 53 random bits, float64, in the shape of `sample`. Each `slot` is an independent draw.
+
+        Several slots, int64, broadcast with `sample`.
+        """
         high, low = self._words(slot)
         return ((high << 21) + (low >> 11)).double() * 2.0**-53
 
@@ -78,7 +87,7 @@ class DrawKey:
         """U{low..high}, both included, int64, high - low < 2**31. Its bias is below (high - low) / 2**32."""
         return low + ((self._words(slot)[0] * (high - low + 1)) >> 32)
 
-    def _words(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _words(self, slot: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counter = (self.step & _MASK, self.sample & _MASK, self.stream & _MASK, slot)
         key = (self.seed & _MASK, (self.seed >> 32) & _MASK)
         first, second, _, _ = philox4x32(counter, key)

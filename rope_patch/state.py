@@ -86,19 +86,28 @@ class DrawClock:
         # tensors, as a Python counter would make torch.compile trace every step anew
         self.step = torch.zeros((), dtype=torch.int64)
         self.first_sample = torch.zeros((), dtype=torch.int64)
+        self.progress = torch.ones((), dtype=torch.float64)
         self.is_set = False
 
-    def set(self, step: int, first_sample: int) -> None:
-        """Let the next forward draw for documents first_sample, first_sample + 1, ... of optimizer step `step`."""
+    def set(self, step: int, first_sample: int, progress: float = 1.0) -> None:
+        """Let the next forward draw for documents first_sample, first_sample + 1, ... of optimizer step `step`.
+
+        Args:
+            step: any integer.
+            first_sample: ordinal of the forward's first document within the step.
+            progress: of training, from 0 to 1, which curricula go by.
+        """
         self.step.fill_(step)
         self.first_sample.fill_(first_sample)
+        self.progress.fill_(progress)
         self.is_set = True
 
     def key(self, documents: Documents) -> DrawKey:
         """The key of these documents."""
         device = documents.ordinal.device
         sample = documents.ordinal + self.first_sample.to(device)
-        return DrawKey(self.seed, self.step.to(device, copy=True), sample)
+        step, progress = (x.to(device, copy=True) for x in (self.step, self.progress))
+        return DrawKey(self.seed, step, sample, progress=progress)
 
     def tick(self) -> None:
         """Move on after a forward, unless somebody sets the clock."""

@@ -155,8 +155,16 @@ class RopeSFTTrainer(SFTTrainer):
     def _counts(self, batch: dict[str, Any]) -> dict[str, int]:
         assert self._objective is not None
         if self._source is not None:  # what is counted may depend on draws
-            self._source.clock.set(self.state.global_step, batch.get(_FIRST_SAMPLE, 0))
+            self._set_clock(batch.get(_FIRST_SAMPLE, 0))
         return self._objective.counts(self._objective.read(batch))
+
+    def _set_clock(self, first_sample: int) -> None:
+        assert self._source is not None
+        if self.model.training:
+            progress = self.state.global_step / max(self.state.max_steps, 1)
+            self._source.clock.set(self.state.global_step, first_sample, progress)
+        else:  # draws only for a view that is always on, and then the same ones every time
+            self._source.clock.set(-1, first_sample)
 
     def _total_counts(self, counts: list[dict[str, int]], device: torch.device) -> dict[str, int]:
         """Sums over the micro-batches of a step and, where losses are normalised so, over ranks."""
@@ -184,8 +192,7 @@ class RopeSFTTrainer(SFTTrainer):
         first_sample = inputs.pop(_FIRST_SAMPLE, 0)
         training = self.model.training
         if self._source is not None:
-            # evaluation draws only for a view that is always on, and then the same ones every time
-            self._source.clock.set(self.state.global_step if training else -1, first_sample)
+            self._set_clock(first_sample)
         if self._objective is None:
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         else:
@@ -238,7 +245,8 @@ class RopeSFTTrainer(SFTTrainer):
 
     def _log_draws(self) -> None:
         assert self._source is not None and self._source.last is not None
-        parameters = {n: p for n, p in self._source.last.parameters.items() if n.rpartition(".")[2] != "length"}
+        drawn = self._source.last.parameters.items()
+        parameters = {n: p for n, p in drawn if n.rpartition(".")[2] != "length" and not n.rpartition(".")[2][0] == "_"}
         if not parameters:
             return
         means = torch.stack([p.double().mean() for p in parameters.values()])

@@ -7,7 +7,20 @@ from .cyclic import Cyclic
 from .dilation import Dilation
 from .nope import NoPE
 from .posaug import PosAug
+from .rpe import RPE
 from .skip import Skip
 from .standard import Standard
 
-__all__ = ["VIEWS", "ChunkPermute", "Compose", "Cyclic", "Dilation", "NoPE", "PosAug", "Skip", "Standard", "View"]
+__all__ = [
+    "RPE",
+    "VIEWS",
+    "ChunkPermute",
+    "Compose",
+    "Cyclic",
+    "Dilation",
+    "NoPE",
+    "PosAug",
+    "Skip",
+    "Standard",
+    "View",
+]

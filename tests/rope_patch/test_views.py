@@ -1,10 +1,11 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rope_patch.draws import DrawKey
-from rope_patch.views import VIEWS, ChunkPermute, Compose, Cyclic, Dilation, NoPE, PosAug, Skip, Standard
+from rope_patch.views import RPE, VIEWS, ChunkPermute, Compose, Cyclic, Dilation, NoPE, PosAug, Skip, Standard
 
 L = 12
 
@@ -95,6 +96,75 @@ def test_posaug_laws(law, below_one):
     assert abs((alphas < 1).double().mean() - below_one) < 4 * math.sqrt(below_one * (1 - below_one) / 3000)
 
 
+def alphas_of(view, samples=6, steps=range(12), progress=None):
+    progress = None if progress is None else torch.tensor(progress, dtype=torch.float64)
+    keys = [replace(key(samples, step), progress=progress) for step in steps]
+    return [view.draw(torch.full((samples, 1), L), k)["alpha"] for k in keys]
+
+
+def test_posaug_from_a_set_of_values():
+    cycle = alphas_of(PosAug(law="cycling", values=[1, 2, 4, 8]))
+    assert [a.item() for a in cycle] == [1, 2, 4, 8] * 3
+    chosen = torch.stack(alphas_of(PosAug(law="discrete", values=[0.5, 3.0]), steps=range(400)))
+    assert set(chosen.tolist()) == {0.5, 3.0} and 0.4 < (chosen == 3).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("law", ["uniform", "log-uniform", "discrete"])
+def test_posaug_is_shared_as_widely_as_asked(law):
+    assert all(a.shape == () for a in alphas_of(PosAug(law=law)))
+    view = PosAug(law=law, granularity="sample")
+    own = view.draw(torch.full((400, 1), L), key(400))["alpha"]
+    assert own.shape == (400, 1) and len(own.unique()) == (4 if law == "discrete" else 400)
+    # a micro-batch is known by its first document, wherever it is in the step
+    view = PosAug(law=law, granularity="micro-batch")
+    first, second = (DrawKey(0, torch.tensor(3), torch.arange(a, a + 4)[:, None]) for a in (0, 4))
+    drawn_apart = [view.draw(torch.full((4, 1), L), k)["alpha"] for k in (first, second, first)]
+    assert all(a.shape == () for a in drawn_apart) and drawn_apart[0] == drawn_apart[2]
+    assert law == "discrete" or drawn_apart[0] != drawn_apart[1]
+
+
+def test_posaug_curricula_go_by_the_progress_of_training():
+    view = PosAug(curriculum="linear", start=[0.5, 2.0])
+    for progress, (low, high) in {0.0: (0.5, 2.0), 0.5: (0.3125, 5.0), 1.0: (0.125, 8.0)}.items():
+        alphas = torch.stack(alphas_of(view, steps=range(3000), progress=progress))
+        assert low <= alphas.min() < low + 0.1 and high - 0.1 < alphas.max() <= high
+    view = PosAug(curriculum="step", until=0.25, law="log-uniform")
+    assert all(a == 1 for a in alphas_of(view, progress=0.2))
+    assert all(a != 1 for a in alphas_of(view, progress=0.25))
+    # without a trainer training is at its end
+    assert alphas_of(view) == alphas_of(PosAug(law="log-uniform"))
+
+
+def test_rpe_is_a_sorted_sample_without_repeats():
+    view = RPE(max_index=20)
+    rows = torch.stack([
+        view.rope_index(torch.arange(L), view.draw(torch.full((3, 1), L), key(3, step)))[0] for step in range(1500)
+    ])  # fmt: skip
+    assert (rows.diff(dim=1) > 0).all() and rows.min() == 0 and rows.max() == 19
+    chosen = torch.zeros(1500, 20).scatter_(1, rows, 1.0).mean(0)
+    assert (chosen - L / 20).abs().max() < 4 * math.sqrt(0.6 * 0.4 / 1500), "each index is as likely"
+    both = torch.zeros(1500, 20).scatter_(1, rows, 1.0)
+    pairs = (both.T @ both / 1500)[~torch.eye(20, dtype=torch.bool)]
+    assert (pairs - L * (L - 1) / (20 * 19)).abs().max() < 5 * math.sqrt(0.35 * 0.65 / 1500), "and each pair"
+
+
+def test_rpe_is_shared_by_a_step_or_drawn_for_each_document():
+    t = torch.arange(L)
+    shared = RPE(max_index=50)
+    rows = shared.rope_index(t, shared.draw(torch.full((4, 1), L), key(4)))
+    assert all(torch.equal(row, rows[0]) for row in rows)
+    apart = RPE(max_index=50, granularity="sample")
+    parameters = apart.draw(torch.full((4, 1), L), key(4))
+    rows = apart.rope_index(t, parameters)
+    assert len({tuple(row) for row in rows.tolist()}) == 4 and (rows.diff(dim=1) > 0).all()
+    # packed: one value a token, the same draws
+    sample = torch.arange(4).repeat_interleave(L)[None]
+    packed = apart.draw(torch.full((1, 4 * L), L), DrawKey(0, torch.tensor(0), sample))
+    assert torch.equal(apart.rope_index(t.repeat(4)[None], packed).view(4, L), rows)
+    # tokens that are decoded later follow on
+    assert apart.rope_index(torch.tensor([[L - 1, L, L + 1]]), parameters).diff(dim=1).tolist() == [[1, 1]] * 4
+
+
 def test_composed_views_draw_independently():
     parameters = drawn(Compose([Skip(), Skip()]))
     assert not torch.equal(parameters["0.split"], parameters["1.split"])
@@ -119,7 +189,18 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
         (lambda: Dilation(low=0), "view 'dilation': low must be a finite number above 0, got 0."),
         (lambda: PosAug(low=2, high=1), "view 'posaug': low must not exceed high, got low=2 and high=1."),
         (lambda: PosAug(high=float("inf")), "high must be a finite number above 0, got inf."),
-        (lambda: PosAug(law="normal"), "law must be one of \\('uniform', 'log-uniform'\\), got 'normal'."),
+        (lambda: PosAug(law="normal"), "law must be one of \\('uniform', .*\\), got 'normal'."),
+        (lambda: PosAug(granularity="row"), "granularity must be one of"),
+        (lambda: PosAug(curriculum="cosine"), "curriculum must be one of"),
+        (lambda: PosAug(law="discrete", values=[]), "values must hold at least one alpha"),
+        (lambda: PosAug(start=[2.0]), "start must be"),
+        (lambda: PosAug(until=1.0), "until must be in"),
+        (lambda: PosAug(law="cycling", granularity="sample"), "'cycling' goes by steps, got granularity='sample'"),
+        (lambda: PosAug(law="discrete", curriculum="linear"), "curriculum 'linear' moves a range"),
+        (lambda: PosAug(law="discrete", values=[64.0]).check_length(2**19), "RoPE indices would reach"),
+        (lambda: RPE(max_index=1), "max_index must be at least 2, got 1"),
+        (lambda: RPE(granularity="layer"), "granularity must be one of"),
+        (lambda: RPE(max_index=16).check_length(17), "documents of 17 tokens have no 17 different indices below"),
         (lambda: Compose([]), "views must be a list of at least one view, got \\[\\]."),
         (lambda: Compose(["skip"]), "views must hold views such as Skip\\(\\), got 'skip'."),
         (lambda: VIEWS["skp"], "Unknown view 'skp'. Did you mean 'skip'\\? Known: chunk-permute, compose"),

@@ -298,3 +298,19 @@ def test_a_second_trainer_of_one_model_has_its_own_autocast(first, tmp_path):
     trainer(tmp_path, model=model, max_steps=1, bf16=True).train()
     trainer(tmp_path, model=model, max_steps=1, bf16=False).train()
     assert seen == [torch.bfloat16, torch.float32]
+
+
+def test_a_curriculum_goes_by_the_steps_of_the_run(tmp_path):
+    options = {"curriculum": "step", "until": 0.5}
+    run = trainer(tmp_path, view="posaug", view_args=options, max_steps=6, gradient_accumulation_steps=2)
+    run.train()
+    alphas = [entry["view/alpha"] for entry in logged(run, "view/alpha")]
+    assert alphas[:3] == [1, 1, 1] and all(a != 1 for a in alphas[3:])
+
+
+@pytest.mark.parametrize("granularity", ["step", "sample"])
+def test_rpe_trains_padded_and_packed(granularity, tmp_path):
+    for batch in BATCHES.values():
+        run = trainer(tmp_path, view="rpe", view_args={"max_index": 200, "granularity": granularity}, **batch)
+        run.train()
+        assert not any(name.startswith("view/") for entry in logged(run, "view") for name in entry)
