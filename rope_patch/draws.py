@@ -83,7 +83,7 @@ class DrawKey:
         high, low = self._words(slot)
         return ((high << 21) + (low >> 11)).double() * 2.0**-53
 
-    def integers(self, low: torch.Tensor | int, high: torch.Tensor | int, slot: int) -> torch.Tensor:
+    def integers(self, low: torch.Tensor | int, high: torch.Tensor | int, slot: int | torch.Tensor) -> torch.Tensor:
         """U{low..high}, both included, int64, high - low < 2**31. Its bias is below (high - low) / 2**32."""
         return low + ((self._words(slot)[0] * (high - low + 1)) >> 32)
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .layerwise import Embeddings, LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
 from .rotary import rope_types
-from .state import Batch, RopeState
+from .state import Batch, BoundView, RopeState, ViewSource
 
 
 class DecoderEntry:
@@ -41,6 +42,9 @@ class DecoderEntry:
                 "backward, when the view has ended: gradients would be wrong. Switch gradient checkpointing off."
             )
         cache = call.get("past_key_values")
+        source = self.state.active(decoder.training)
+        if isinstance(source, ViewSource) and source.view.layerwise:
+            attach_layer_hooks(decoder, one_pair=self._gives_one_pair())
         self.state.enter(
             Batch(
                 rows=tokens.shape[0],
@@ -52,6 +56,11 @@ class DecoderEntry:
                 training=decoder.training,
             )
         )
+
+    def _gives_one_pair(self) -> bool:
+        """Whether there is one rotary module, outside of layers, and one schedule in it."""
+        schedules = [rotary.attributes.get("rope_type") for rotary in self.state.current.rotary.values()]
+        return not self.state.layers_call_rotary and len(schedules) == 1 and not isinstance(schedules[0], dict)
 
 
 class DecoderExit:
@@ -71,6 +80,7 @@ class RotaryEntry:
         self.state = state
         self.name = name
         self.frozen_type: Any = None
+        self.by_layer: dict[int, Embeddings] = {}  # for the exit of the same call
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,6 +100,11 @@ class RotaryEntry:
             self.frozen_type = rope_type
             module.rope_type = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
         self.state.applied = True
+        if isinstance(bound, BoundView) and bound.view.layerwise:
+            for layers, own in bound.by_layer(module.config.num_hidden_layers):
+                embeddings = module.forward(x, own(position_ids).to(x.device))
+                self.by_layer.update(dict.fromkeys(layers, embeddings))
+                bound = own  # any will do for the call itself, whose output no layer takes
         rope_index = bound(position_ids).to(x.device)
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": rope_index}
@@ -97,15 +112,19 @@ class RotaryEntry:
 
 
 class RotaryExit:
-    """Forward hook of a rotary module, also called when it raises: lets go of the schedule type held by the entry."""
+    """Forward hook of a rotary module, also called when it raises: lets go of what the entry holds."""
 
     def __init__(self, entry: RotaryEntry) -> None:
         self.entry = entry
 
-    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         if self.entry.frozen_type is not None:
             module.rope_type = self.entry.frozen_type
             self.entry.frozen_type = None
+        if not self.entry.by_layer:
+            return None
+        by_layer, self.entry.by_layer = self.entry.by_layer, {}
+        return None if output is None else LayerwiseEmbeddings.of(output, by_layer)
 
 
 def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState) -> None:
@@ -120,6 +139,7 @@ def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeSt
 
 def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module]) -> None:
     """Take them off again. Found by class, as handles do not survive a copy of the model."""
+    detach_layer_hooks(decoder)
     ours = (DecoderEntry, DecoderExit, RotaryEntry, RotaryExit)
     for module in (decoder, *rotary.values()):
         for hooks, companions in (

@@ -50,6 +50,11 @@ class BoundView:
     documents: Documents
     parameters: Parameters
 
+    def by_layer(self, n_layers: int) -> "list[tuple[range, BoundView]]":
+        """Groups of layers that share positions."""
+        groups = self.view.layer_groups(n_layers, self.parameters)
+        return [(layers, BoundView(self.view, self.documents, own)) for layers, own in groups]
+
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""
         start = self.documents.start
@@ -123,7 +128,7 @@ class ViewSource:
         self.clock = DrawClock(seed)
         self.last: BoundView | None = None  # of the last forward: for logging, and for tokens decoded after it
 
-    def bind(self, batch: Batch) -> BoundIndex:
+    def bind(self, batch: Batch) -> BoundView:
         """Draw for a forward; one that continues a cache in inference keeps the draws that filled it."""
         if batch.cached and not batch.training and self.last is not None:
             return self._continued(self.last, batch)

@@ -50,6 +50,15 @@ class View:
         """
         return torch.ones_like(length)
 
+    @property
+    def layerwise(self) -> bool:
+        """Whether layers have positions of their own: `layer_groups` then says which."""
+        return False
+
+    def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[range, Parameters]]:
+        """Layers that share positions, each group with its parameters; together they are all layers."""
+        return [(range(n_layers), parameters)]
+
     def check_length(self, length: int) -> None:
         """Raise ValueError if rows of `length` tokens cannot be viewed this way."""
 

@@ -1,0 +1,105 @@
+"""Positions that differ by layer, against a loop over the layers written by hand."""
+
+import copy
+
+import pytest
+import torch
+from support.tiny import tiny, tokens
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from rope_patch import patch_model, rope_view, unpatch_model
+from rope_patch.distillation import ViewConsistency, ViewDistiller
+from rope_patch.rotary import find_decoder
+from rope_patch.views import Compose, PosAug
+
+L = 21
+
+
+def by_hand(model, ids, alphas):
+    """Logits of a model whose layer i sees positions alphas[i] t."""
+    decoder = model.model
+    hidden = decoder.embed_tokens(ids)
+    t = torch.arange(ids.shape[1], dtype=torch.float64)[None]
+    for layer, alpha in zip(decoder.layers, alphas, strict=True):
+        embeddings = decoder.rotary_emb(hidden, alpha * t)
+        hidden = layer(hidden, attention_mask=None, position_embeddings=embeddings)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+    return model.lm_head(decoder.norm(hidden))
+
+
+def alphas_of(model):
+    bound = find_decoder(model)._rope_patch.source.last
+    groups = bound.view.layer_groups(model.config.num_hidden_layers, bound.parameters)
+    return [own["alpha"].item() for layers, own in groups for _ in layers]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layers", ["bottom", "top", "independent"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_logits_and_gradients_are_those_of_a_loop_by_hand(family, layers, checkpointing):
+    ids = tokens(2, L)
+    plain = tiny(family, dtype=torch.float64, num_hidden_layers=5).train()
+    model = patch_model(copy.deepcopy(plain), "posaug", layers=layers)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    direction = torch.randn(2, L, 101, dtype=torch.float64)
+    total = 0.0
+    for _ in range(2):  # the second forward draws anew before the first one's backward
+        logits = model(ids, use_cache=False).logits
+        total = total + (logits * direction).sum()
+        alphas = alphas_of(model)
+        wanted = by_hand(plain, ids, alphas)
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+        (wanted * direction).sum().backward()
+    total.backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        gap = (p.grad - q.grad).abs().max() / q.grad.abs().max()
+        assert gap < 1e-4, (name, gap)  # float32 norms and RoPE inside a float64 model
+    scaled = [a != 1 for a in alphas]
+    assert scaled == {"bottom": [True] * 2 + [False] * 3, "top": [False] * 2 + [True] * 3}.get(layers, [True] * 5)
+    assert len(set(alphas)) == (5 if layers == "independent" else 2)
+
+
+def test_evaluation_and_other_views_are_as_before_and_an_unpatch_leaves_nothing():
+    ids, model = tokens(1, L), tiny()
+    with torch.no_grad():
+        wanted = model(ids).logits
+        with rope_view(model, PosAug(low=3, high=3)):
+            scaled = model(ids).logits
+        patch_model(model, "posaug", layers="independent").train()
+        model(ids)
+        assert torch.equal(model.eval()(ids).logits, wanted)
+        with rope_view(model, PosAug(low=3, high=3)):
+            assert torch.equal(model(ids).logits, scaled)
+        with rope_view(model, PosAug(low=3, high=3, layers="top")):
+            assert not torch.equal(model(ids).logits, scaled)
+        assert torch.equal(unpatch_model(model)(ids).logits, wanted)
+    assert not any(layer._forward_pre_hooks or layer._forward_pre_hooks_with_kwargs for layer in model.model.layers)
+
+
+def test_self_distillation_takes_two_passes():
+    model = patch_model(tiny(), "posaug", layers="top").train()
+    assert not ViewDistiller(model, ViewConsistency()).one_pass
+
+
+def test_families_whose_layers_do_not_get_one_pair_are_refused():
+    shape = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}  # fmt: skip
+    model = patch_model(Gemma3ForCausalLM(Gemma3TextConfig(**shape)).train(), "posaug", layers="top")
+    with pytest.raises(ValueError, match="does not hand one pair of cosines and sines to each of its layers"):
+        model(tokens(1, 8))
+    # of older families too, where layers do get it
+    config = GPTNeoXConfig(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                           num_attention_heads=4)  # fmt: skip
+    model = patch_model(GPTNeoXForCausalLM(config).train(), "posaug", layers="independent", low=3.0)
+    first, second = (model(tokens(1, 8)[:, :8] * 0 + 5 + torch.arange(8)).logits for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_what_cannot_be_by_layer_is_refused():
+    with pytest.raises(ValueError, match="layers must be one of"):
+        PosAug(layers="middle")
+    with pytest.raises(ValueError, match="layers='independent' draws an alpha for each layer"):
+        PosAug(layers="independent", granularity="sample")
+    with pytest.raises(ValueError, match="stands alone"):
+        Compose([PosAug(layers="top")])
