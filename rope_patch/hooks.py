@@ -80,7 +80,8 @@ class RotaryEntry:
         self.state = state
         self.name = name
         self.frozen_type: Any = None
-        self.by_layer: dict[int, Embeddings] = {}  # for the exit of the same call
+        self.by_layer: dict[int, Embeddings] = {}  # for the exit of the same call, as is
+        self.frequencies: dict[str, torch.Tensor] = {}  # of the schedule, where the view has others
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,6 +101,10 @@ class RotaryEntry:
             self.frozen_type = rope_type
             module.rope_type = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
         self.state.applied = True
+        if isinstance(bound, BoundView) and bound.view.rescales:
+            self.frequencies = {name: getattr(module, name) for name in current.buffers}
+            for name, inv_freq in self.frequencies.items():
+                module._buffers[name] = bound.view.frequencies(inv_freq, bound.parameters)
         if isinstance(bound, BoundView) and bound.view.layerwise:
             for layers, own in bound.by_layer(module.config.num_hidden_layers):
                 embeddings = module.forward(x, own(position_ids).to(x.device))
@@ -121,6 +126,8 @@ class RotaryExit:
         if self.entry.frozen_type is not None:
             module.rope_type = self.entry.frozen_type
             self.entry.frozen_type = None
+        module._buffers.update(self.entry.frequencies)
+        self.entry.frequencies = {}
         if not self.entry.by_layer:
             return None
         by_layer, self.entry.by_layer = self.entry.by_layer, {}

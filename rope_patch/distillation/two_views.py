@@ -55,8 +55,8 @@ class ViewDistiller(ConsistencyDistiller):
             )
         self.source = self.state.source
         reason = why_two_passes(self.core, self.decoder) if one_pass else "been asked for it"
-        if self.source.view.layerwise:
-            reason = "a view with positions of their own in some layers"
+        if self.source.view.layerwise or self.source.view.rescales:
+            reason = "a view that differs by layer or rescales frequencies"
         self.one_pass = reason is None
         if reason is None:
             logger.info("Both views run in one forward.")

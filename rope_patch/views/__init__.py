@@ -7,6 +7,7 @@ from .cyclic import Cyclic
 from .dilation import Dilation
 from .nope import NoPE
 from .posaug import PosAug
+from .random_base import RandomBase
 from .rpe import RPE
 from .skip import Skip
 from .standard import Standard
@@ -20,6 +21,7 @@ __all__ = [
     "Dilation",
     "NoPE",
     "PosAug",
+    "RandomBase",
     "Skip",
     "Standard",
     "View",

@@ -55,6 +55,15 @@ class View:
         """Whether layers have positions of their own: `layer_groups` then says which."""
         return False
 
+    @property
+    def rescales(self) -> bool:
+        """Whether `frequencies` differ from the schedule's."""
+        return False
+
+    def frequencies(self, inv_freq: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """Frequencies of a forward, radians per position, given those of the schedule in force, [head_dim / 2]."""
+        return inv_freq
+
     def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[range, Parameters]]:
         """Layers that share positions, each group with its parameters; together they are all layers."""
         return [(range(n_layers), parameters)]

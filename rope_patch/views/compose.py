@@ -28,8 +28,8 @@ class Compose(View):
             raise ValueError(f"view 'compose': views must be a list of at least one view, got {self.views!r}.")
         # a tuple is hashable, and safe from later changes by the caller
         object.__setattr__(self, "views", tuple(_as_view(entry) for entry in self.views))
-        if any(view.layerwise for view in self.views):
-            raise ValueError("view 'compose': a view with positions of its own in some layers stands alone.")
+        if any(view.layerwise or view.rescales for view in self.views):
+            raise ValueError("view 'compose': a view that differs by layer or rescales frequencies stands alone.")
 
     @property
     def perturbs(self) -> bool:  # type: ignore[override]

@@ -10,7 +10,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPTNeoXConfig, GPT
 from rope_patch import patch_model, rope_view, unpatch_model
 from rope_patch.distillation import ViewConsistency, ViewDistiller
 from rope_patch.rotary import find_decoder
-from rope_patch.views import Compose, PosAug
+from rope_patch.views import Compose, PosAug, RandomBase
 
 L = 21
 
@@ -103,3 +103,5 @@ def test_what_cannot_be_by_layer_is_refused():
         PosAug(layers="independent", granularity="sample")
     with pytest.raises(ValueError, match="stands alone"):
         Compose([PosAug(layers="top")])
+    with pytest.raises(ValueError, match="stands alone"):
+        Compose([RandomBase()])

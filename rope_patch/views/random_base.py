@@ -1,0 +1,55 @@
+"""The base of RoPE drawn anew in every step."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View, require_range
+
+Law = Literal["uniform", "log-uniform"]
+
+
+@VIEWS.register("random-base")
+@dataclass(frozen=True)
+class RandomBase(View):
+    """r(t) = t, with the base B = c B_0, c ~ U[low, high], one draw for each optimizer step.
+
+    Each frequency theta_j of the schedule in force, j = 0 .. d/2 - 1, is multiplied by c^(-2j / d), which is what
+    another base does to B_0^(-2j / d).
+
+    Args:
+        low: smallest c, above 0.
+        high: largest c, at least low; low = high fixes the base.
+        law: "uniform" on [low, high], or "log-uniform". The paper does not say which it takes.
+
+    Source: Position Augmentation (PosAug), FoGen 2026, its random-base ablation.
+    """
+
+    low: float = 1 / 8
+    high: float = 8.0
+    law: Law = "uniform"
+
+    def __post_init__(self) -> None:
+        require_range(self, self.low, self.high)
+        if self.law not in get_args(Law):
+            raise ValueError(f"view 'random-base': law must be one of {get_args(Law)}, got {self.law!r}.")
+
+    @property
+    def rescales(self) -> bool:
+        return True
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        u = key.per_step().uniform(slot=0)
+        if self.law == "log-uniform":
+            return {"base_factor": self.low * (self.high / self.low) ** u}
+        return {"base_factor": self.low + (self.high - self.low) * u}
+
+    def frequencies(self, inv_freq: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        exponent = torch.arange(len(inv_freq), dtype=torch.float64, device=inv_freq.device) / len(inv_freq)
+        factor = parameters["base_factor"].to(inv_freq.device) ** -exponent
+        return (inv_freq.double() * factor).to(inv_freq.dtype)
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return t

@@ -1,0 +1,72 @@
+"""A base drawn for each step, against the rescaling that replaces it."""
+
+import copy
+import math
+
+import pytest
+import torch
+from support.tiny import tiny, tokens
+
+from rope_patch import patch_model, rope_view
+from rope_patch.draws import DrawKey
+from rope_patch.rotary import find_decoder, named_rotary_modules
+from rope_patch.views import RandomBase
+
+L = 21
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_it_is_abf_with_the_base_that_was_drawn(family, checkpointing):
+    ids = tokens(2, L)
+    plain = tiny(family, dtype=torch.float64).train()
+    model = patch_model(copy.deepcopy(plain), "random-base")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    before = [b.clone() for _, m in named_rotary_modules(model) for b in m.buffers()]
+    logits = model(ids, use_cache=False).logits
+    factor = find_decoder(model)._rope_patch.source.last.parameters["base_factor"].item()
+    assert 1 / 8 <= factor <= 8 and factor != 1
+    logits.square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, _buffers(model), strict=True)), "only for that forward"
+
+    theta = plain.config.rope_parameters["rope_theta"] * factor
+    wanted = patch_model(plain, "abf", theta=theta)(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+    wanted.square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() < 1e-4 * q.grad.abs().max(), name
+
+
+def _buffers(model):
+    return [b for _, m in named_rotary_modules(model) for b in m.buffers()]
+
+
+def test_one_base_a_step_by_either_law():
+    key = DrawKey(0, torch.tensor(0), torch.arange(3)[:, None])
+    for law, below in (("uniform", (1 - 1 / 8) / (8 - 1 / 8)), ("log-uniform", 0.5)):
+        view = RandomBase(law=law)
+        assert view.draw(torch.full((3, 1), L), key)["base_factor"].shape == ()
+        keys = [DrawKey(0, torch.tensor(step), key.sample) for step in range(2000)]
+        drawn = torch.stack([view.draw(torch.full((3, 1), L), k)["base_factor"] for k in keys])
+        assert drawn.min() >= 1 / 8 and drawn.max() <= 8
+        assert abs((drawn < 1).double().mean() - below) < 4 * math.sqrt(below * (1 - below) / 2000)
+
+
+def test_it_goes_with_a_rescaling_and_leaves_evaluation_alone():
+    ids = tokens(1, L)
+    model = patch_model(tiny(), "yarn", factor=4.0)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        patch_model(model, "random-base").train()
+        assert not torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model.eval()(ids).logits, wanted)
+        with rope_view(model, RandomBase(low=1.0, high=1.0)):
+            assert torch.equal(model(ids).logits, wanted)
+
+
+def test_what_is_no_range_is_refused():
+    with pytest.raises(ValueError, match="low must be a finite number above 0"):
+        RandomBase(low=0.0)
+    with pytest.raises(ValueError, match="law must be one of"):
+        RandomBase(law="normal")
