@@ -53,14 +53,14 @@ class DrawKey:
         seed: any integer; its low 64 bits count.
         step: optimizer step, int64 tensor of shape [].
         sample: ordinal of the document within the step, int64, [batch, 1] or [batch, seq_len].
-        stream: tells apart several views that draw for the same sample.
+        stream: tells apart several views that draw for the same sample; int64 tensors broadcast with `sample`.
         progress: of training, from 0 to 1, float tensor of shape []; None, without a trainer, is the end.
     """
 
     seed: int
     step: torch.Tensor
     sample: torch.Tensor
-    stream: int = 0
+    stream: int | torch.Tensor = 0
     progress: torch.Tensor | None = None
 
     def per_step(self) -> "DrawKey":

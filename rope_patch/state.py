@@ -50,10 +50,10 @@ class BoundView:
     documents: Documents
     parameters: Parameters
 
-    def by_layer(self, n_layers: int) -> "list[tuple[range, BoundView]]":
+    def by_layer(self, n_layers: int) -> "list[tuple[list[int], BoundView]]":
         """Groups of layers that share positions."""
         groups = self.view.layer_groups(n_layers, self.parameters)
-        return [(layers, BoundView(self.view, self.documents, own)) for layers, own in groups]
+        return [(layers, BoundView(view, self.documents, own)) for layers, view, own in groups if layers]
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""

@@ -6,6 +6,7 @@ from .compose import Compose
 from .cyclic import Cyclic
 from .dilation import Dilation
 from .nope import NoPE
+from .per_layer import PerLayer
 from .posaug import PosAug
 from .random_base import RandomBase
 from .rpe import RPE
@@ -20,6 +21,7 @@ __all__ = [
     "Cyclic",
     "Dilation",
     "NoPE",
+    "PerLayer",
     "PosAug",
     "RandomBase",
     "Skip",

@@ -64,9 +64,9 @@ class View:
         """Frequencies of a forward, radians per position, given those of the schedule in force, [head_dim / 2]."""
         return inv_freq
 
-    def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[range, Parameters]]:
-        """Layers that share positions, each group with its parameters; together they are all layers."""
-        return [(range(n_layers), parameters)]
+    def layer_groups(self, n_layers: int, parameters: Parameters) -> "list[tuple[list[int], View, Parameters]]":
+        """Layers that share positions, each group with its view and that one's parameters; together all layers."""
+        return [(list(range(n_layers)), self, parameters)]
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if rows of `length` tokens cannot be viewed this way."""

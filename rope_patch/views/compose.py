@@ -27,7 +27,7 @@ class Compose(View):
         if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or not self.views:
             raise ValueError(f"view 'compose': views must be a list of at least one view, got {self.views!r}.")
         # a tuple is hashable, and safe from later changes by the caller
-        object.__setattr__(self, "views", tuple(_as_view(entry) for entry in self.views))
+        object.__setattr__(self, "views", tuple(as_view(entry, "compose") for entry in self.views))
         if any(view.layerwise or view.rescales for view in self.views):
             raise ValueError("view 'compose': a view that differs by layer or rescales frequencies stands alone.")
 
@@ -50,23 +50,24 @@ class Compose(View):
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         first = length
         for i, view in enumerate(self.views):
-            first = torch.minimum(first, view.affected_from(length, _own(parameters, i)))
+            first = torch.minimum(first, view.affected_from(length, own_parameters(parameters, i)))
         return first
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         for i, view in enumerate(self.views):
-            t = view.rope_index(t, _own(parameters, i))
+            t = view.rope_index(t, own_parameters(parameters, i))
         return t
 
 
-def _own(parameters: Parameters, i: int) -> Parameters:
+def own_parameters(parameters: Parameters, i: int) -> Parameters:
     """Those of the i-th view."""
     return {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
 
 
-def _as_view(entry: object) -> View:
+def as_view(entry: object, owner: str) -> View:
+    """The view itself, or the one that a recipe's dictionary stands for."""
     if isinstance(entry, dict) and "view" in entry:
         return VIEWS[entry["view"]](**{name: value for name, value in entry.items() if name != "view"})
     if not isinstance(entry, View):
-        raise ValueError(f"view 'compose': views must hold views such as Skip(), got {entry!r}.")
+        raise ValueError(f"view {owner!r}: views must hold views such as Skip(), got {entry!r}.")
     return entry

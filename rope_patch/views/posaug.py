@@ -11,8 +11,6 @@ from .base import VIEWS, Parameters, View, require_indexable, require_range
 Law = Literal["uniform", "log-uniform", "discrete", "cycling"]
 Granularity = Literal["step", "micro-batch", "sample"]
 Curriculum = Literal["linear", "step"]
-Layers = Literal["bottom", "top", "independent"]
-_MOST_LAYERS = 256
 
 
 @VIEWS.register("posaug")
@@ -35,8 +33,6 @@ class PosAug(View):
             [low, high], at p = 1; "step" keeps alpha = 1 until p = `until`. None has neither. Without a trainer p is 1.
         start: [low, high] of "linear" at the start.
         until: share of training before the range of "step".
-        layers: which layers have scaled positions: the "bottom" or the "top" half, the others true ones, or all, with
-            an "independent" alpha each; None, all with one alpha.
 
     Source: Position Augmentation (PosAug), FoGen 2026; the default range is that of its main results, laws and
         curricula are those of its ablations, granularity is ours.
@@ -50,7 +46,6 @@ class PosAug(View):
     curriculum: Curriculum | None = None
     start: tuple[float, float] = (0.5, 2.0)
     until: float = 0.5
-    layers: Layers | None = None
 
     def __post_init__(self) -> None:
         for name in ("values", "start"):  # lists, from JSON
@@ -58,7 +53,6 @@ class PosAug(View):
         require_range(self, self.low, self.high)
         choices = {"law": get_args(Law), "granularity": get_args(Granularity)}
         choices["curriculum"] = (*get_args(Curriculum), None)
-        choices["layers"] = (*get_args(Layers), None)
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"view 'posaug': {name} must be one of {allowed}, got {getattr(self, name)!r}.")
@@ -73,11 +67,6 @@ class PosAug(View):
             raise ValueError(f"view 'posaug': until must be in (0, 1), got {self.until}.")
         if self.law == "cycling" and self.granularity != "step":
             raise ValueError(f"view 'posaug': 'cycling' goes by steps, got granularity={self.granularity!r}.")
-        if self.layers == "independent" and (self.law == "cycling" or self.granularity == "sample"):
-            raise ValueError(
-                "view 'posaug': layers='independent' draws an alpha for each layer, of a step or micro-batch, got "
-                f"law={self.law!r} and granularity={self.granularity!r}."
-            )
         if self._from_values and self.curriculum == "linear":
             raise ValueError(f"view 'posaug': curriculum 'linear' moves a range, which law {self.law!r} does not have.")
 
@@ -93,16 +82,13 @@ class PosAug(View):
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         own = {"step": key.per_step, "micro-batch": key.per_forward, "sample": lambda: key}[self.granularity]()
-        slot: int | torch.Tensor = 0
-        if self.layers == "independent":
-            slot = torch.arange(_MOST_LAYERS, device=own.step.device)
         if self._from_values:
             values = torch.tensor(self.values, dtype=torch.float64, device=own.sample.device)
             n = len(self.values)
-            alpha = values[own.step % n if self.law == "cycling" else own.integers(0, n - 1, slot=slot)]
+            alpha = values[own.step % n if self.law == "cycling" else own.integers(0, n - 1, slot=0)]
         else:
             low, high = self._range(key)
-            u = own.uniform(slot=slot)
+            u = own.uniform(slot=0)
             alpha = low * (high / low) ** u if self.law == "log-uniform" else low + (high - low) * u
         if self.curriculum == "step" and key.progress is not None:
             alpha = torch.where(key.progress < self.until, 1.0, alpha)
@@ -114,20 +100,6 @@ class PosAug(View):
             begin = torch.tensor(self.start, dtype=torch.float64, device=key.step.device)
             ends = torch.lerp(begin, ends, key.progress)
         return ends[0], ends[1]
-
-    @property
-    def layerwise(self) -> bool:
-        return self.layers is not None
-
-    def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[range, Parameters]]:
-        alpha, half = parameters["alpha"], n_layers // 2
-        if self.layers == "independent":
-            if n_layers > _MOST_LAYERS:
-                raise ValueError(f"view 'posaug': layers='independent' is for up to {_MOST_LAYERS}, got {n_layers}.")
-            return [(range(i, i + 1), {"alpha": alpha[i]}) for i in range(n_layers)]
-        bottom, top = range(half), range(half, n_layers)
-        true = {"alpha": torch.ones_like(alpha)}
-        return [(bottom, parameters), (top, true)] if self.layers == "bottom" else [(bottom, true), (top, parameters)]
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return t * parameters["alpha"]

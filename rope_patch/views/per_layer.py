@@ -1,0 +1,99 @@
+"""A view in force in some layers, or drawn for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View
+from .compose import as_view
+
+_MOST_LAYERS = 256
+_HALVES = ("bottom", "top")
+
+
+@VIEWS.register("per-layer")
+@dataclass(frozen=True)
+class PerLayer(View):
+    """r_l(t) = v(t) in some layers l and t in the others, or v drawn anew for each layer.
+
+    Args:
+        view: v; in a recipe `{view: posaug, high: 4}` stands for `PosAug(high=4)`.
+        layers: "bottom" or "top" half, the indices of layers, or "independent": all, with draws of their own.
+
+    Source: Position Augmentation (PosAug), FoGen 2026, its ablation by layers.
+    """
+
+    view: Any
+    layers: str | Sequence[int] = "independent"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "view", as_view(self.view, "per-layer"))
+        if self.view.layerwise or self.view.rescales:
+            raise ValueError("view 'per-layer': a view that differs by layer or rescales frequencies stands alone.")
+        if not isinstance(self.layers, str):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        indices = not isinstance(self.layers, str) and all(type(i) is int and i >= 0 for i in self.layers)
+        if self.layers not in (*_HALVES, "independent") and not (indices and self.layers):
+            raise ValueError(
+                f"view 'per-layer': layers must be one of {(*_HALVES, 'independent')} or indices, got {self.layers!r}."
+            )
+        if self.layers == "independent":
+            self._require_separate_draws()
+
+    def _require_separate_draws(self) -> None:
+        """Draws of several layers at once are only right where each stands for itself."""
+        key = DrawKey(0, torch.tensor(0), torch.arange(2)[:, None], torch.arange(3)[:, None, None])
+        try:
+            shapes = {p.shape for p in self.view.draw(torch.full((2, 1), 8), key).values()}
+        except (RuntimeError, ValueError, IndexError):
+            shapes = set()
+        apart = {shape for shape in shapes if len(shape) == 3 and shape[0] == 3}
+        if not apart or not shapes - apart <= {(), (1, 1), (2, 1)}:
+            raise ValueError(
+                f"view 'per-layer': {self.view!r} draws nothing, or a table, and so cannot be drawn for each layer: "
+                "name the layers."
+            )
+
+    @property
+    def perturbs(self) -> bool:  # type: ignore[override]
+        """Whether the view does."""
+        return self.view.perturbs
+
+    @property
+    def layerwise(self) -> bool:
+        return True
+
+    def check_length(self, length: int) -> None:
+        self.view.check_length(length)
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        if self.layers == "independent":
+            streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=length.device)
+            key = replace(key, stream=streams[:, None, None])
+        return self.view.draw(length, key)
+
+    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        first = self.view.affected_from(length, parameters)
+        return first.amin(0) if first.ndim == 3 else first
+
+    def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[list[int], View, Parameters]]:
+        if self.layers == "independent":
+            if n_layers > _MOST_LAYERS:
+                raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers are drawn apart, got {n_layers}.")
+            own = [{name: p[i] if p.ndim == 3 else p for name, p in parameters.items()} for i in range(n_layers)]
+            return [([i], self.view, own[i]) for i in range(n_layers)]
+        half = n_layers // 2
+        named = {"bottom": range(half), "top": range(half, n_layers)}
+        chosen = sorted(set(named[self.layers] if isinstance(self.layers, str) else self.layers))
+        if chosen and chosen[-1] >= n_layers:
+            raise ValueError(
+                f"view 'per-layer': layers must be below {n_layers}, those of this model, got {chosen[-1]}."
+            )
+        others = [i for i in range(n_layers) if i not in chosen]
+        return [(chosen, self.view, parameters), (others, VIEWS["standard"](), {})]
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        raise NotImplementedError("positions differ by layer: use layer_groups")
