@@ -4,12 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
+    from .cues import append_cue
     from .restoration import restore
     from .trainer import RopeSFTTrainer
 
-__all__ = ["RopeSFTConfig", "RopeSFTTrainer", "restore"]
+__all__ = ["RopeSFTConfig", "RopeSFTTrainer", "append_cue", "restore"]
 
-_HOMES = {"RopeSFTConfig": "config", "RopeSFTTrainer": "trainer", "restore": "restoration"}
+_HOMES = {
+    "RopeSFTConfig": "config",
+    "RopeSFTTrainer": "trainer",
+    "append_cue": "cues",
+    "restore": "restoration",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from .chunk_permute import ChunkPermute
 from .compose import Compose
 from .cyclic import Cyclic
 from .dilation import Dilation
+from .endprompt import EndPrompt
 from .nope import NoPE
 from .per_layer import PerLayer
 from .posaug import PosAug
@@ -20,6 +21,7 @@ __all__ = [
     "Compose",
     "Cyclic",
     "Dilation",
+    "EndPrompt",
     "NoPE",
     "PerLayer",
     "PosAug",

@@ -5,7 +5,19 @@ import pytest
 import torch
 
 from rope_patch.draws import DrawKey
-from rope_patch.views import RPE, VIEWS, ChunkPermute, Compose, Cyclic, Dilation, NoPE, PosAug, Skip, Standard
+from rope_patch.views import (
+    RPE,
+    VIEWS,
+    ChunkPermute,
+    Compose,
+    Cyclic,
+    Dilation,
+    EndPrompt,
+    NoPE,
+    PosAug,
+    Skip,
+    Standard,
+)
 
 L = 12
 
@@ -165,6 +177,17 @@ def test_rpe_is_shared_by_a_step_or_drawn_for_each_document():
     assert apart.rope_index(torch.tensor([[L - 1, L, L + 1]]), parameters).diff(dim=1).tolist() == [[1, 1]] * 4
 
 
+def test_endprompt_puts_the_last_tokens_at_the_end_of_the_target():
+    assert index(EndPrompt(target=100, cue_tokens=3)) == [*range(9), 97, 98, 99]
+    assert index(EndPrompt(target=100, cue_tokens=0)) == list(range(L))
+    assert index(EndPrompt(target=100, cue_tokens=L)) == list(range(L)), "no body"
+    view = EndPrompt(target=100, cue_tokens=3, placement="random")
+    parameters = drawn(view)
+    first = parameters["split"] + parameters["skip"]
+    assert (parameters["split"] == 9).all() and first.min() == 9 and first.max() == 97
+    assert torch.equal(view.affected_from(torch.full((2000, 1), L), parameters) == 9, parameters["skip"] > 0)
+
+
 def test_composed_views_draw_independently():
     parameters = drawn(Compose([Skip(), Skip()]))
     assert not torch.equal(parameters["0.split"], parameters["1.split"])
@@ -198,6 +221,10 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
         (lambda: PosAug(law="cycling", granularity="sample"), "'cycling' goes by steps, got granularity='sample'"),
         (lambda: PosAug(law="discrete", curriculum="linear"), "curriculum 'linear' moves a range"),
         (lambda: PosAug(law="discrete", values=[64.0]).check_length(2**19), "RoPE indices would reach"),
+        (lambda: EndPrompt(target=1, cue_tokens=1), "target must be at least 2, got 1"),
+        (lambda: EndPrompt(target=9, cue_tokens=-1), "cue_tokens must be at least 0, got -1"),
+        (lambda: EndPrompt(target=9, cue_tokens=1, placement="start"), "placement must be one of"),
+        (lambda: EndPrompt(target=9, cue_tokens=1).check_length(10), "documents of 10 tokens reach beyond target=9"),
         (lambda: RPE(max_index=1), "max_index must be at least 2, got 1"),
         (lambda: RPE(granularity="layer"), "granularity must be one of"),
         (lambda: RPE(max_index=16).check_length(17), "documents of 17 tokens have no 17 different indices below"),

@@ -1,0 +1,99 @@
+"""Cues at the end of documents: as many tokens behind each, nothing lost, far positions in training."""
+
+import pytest
+import torch
+from datasets import Dataset
+from support.tiny import tiny
+from support.training import logged, tokenizer, trainer
+
+from rope_patch.patch import view_source
+from trl_ext import append_cue
+from trl_ext.cues import CUES, cue_ids
+
+TEMPLATE = "{% for m in messages %}w3 {{ m.content }} w4 {% endfor %}{% if add_generation_prompt %}w3 {% endif %}"
+CUE = "w90 w91 w92"
+IDS = [90, 91, 92]
+
+
+def words(n, first=5):
+    return " ".join(f"w{first + i % 60}" for i in range(n))
+
+
+def chatting():
+    made = tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+def test_text_is_cut_and_kept():
+    texts = [words(25), words(8, 9), words(3)]
+    made, n = append_cue(Dataset.from_dict({"text": texts, "id": [1, 2, 3]}), tokenizer(), cue=CUE, max_length=13)
+    assert n == 3 and made.column_names == ["input_ids"]
+    rows = made["input_ids"]
+    assert [len(row) for row in rows] == [13, 13, 8, 11, 6] and all(row[-3:] == IDS for row in rows)
+    body = [i for row in rows for i in row[:-3]]
+    assert body == [i for text in texts for i in tokenizer()(text)["input_ids"]]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_cue_belongs_to_the_completion(chat):
+    row = {"prompt": words(4), "completion": " " + words(3, 20)}
+    if chat:
+        row = {name: [{"role": "user", "content": value}] for name, value in row.items()}
+    made, n = append_cue(Dataset.from_list([row]), chatting(), cue=CUE, max_length=20)
+    (ids,), (mask,) = made["input_ids"], made["completion_mask"]
+    before = [3, 5, 6, 7, 8, 4, 3] if chat else [5, 6, 7, 8]
+    after = [20, 21, 22, *([4] if chat else []), *IDS]
+    assert ids == before + after and mask == [0] * len(before) + [1] * len(after) and n == 3
+
+
+def test_messages_and_tokens_stay_whole():
+    messages = [{"role": "user", "content": words(2)}, {"role": "assistant", "content": words(2, 20)}]
+    made, _ = append_cue(Dataset.from_list([{"messages": messages}]), chatting(), cue=CUE, max_length=20)
+    assert made["input_ids"][0] == [3, 5, 6, 4, 3, 20, 21, 4, *IDS]
+    rows = Dataset.from_list([{"input_ids": [7] * 5, "completion_mask": [0, 0, 1, 1, 1]}])
+    made, _ = append_cue(rows, tokenizer(), cue=CUE, max_length=8)
+    assert made[0] == {"input_ids": [7] * 5 + IDS, "completion_mask": [0, 0, 1, 1, 1, 1, 1, 1]}
+    with pytest.raises(ValueError, match="1 of 1 documents have more than 4 tokens, 7 less the cue; the longest has 5"):
+        append_cue(rows, tokenizer(), cue=CUE, max_length=7)
+
+
+def test_cues():
+    made = tokenizer()
+    assert cue_ids(made, CUE) == IDS and cue_ids(made, "none") == [] and cue_ids(made, "end-of-turn") == [2]
+    assert all(cue_ids(made, name) for name in CUES)
+    made.eos_token = None
+    with pytest.raises(ValueError, match="needs a tokenizer with an end-of-turn or end-of-text token"):
+        cue_ids(made, "end-of-turn")
+    with pytest.raises(ValueError, match="cue must have at least one token"):
+        cue_ids(made, "")
+    with pytest.raises(ValueError, match="max_length must be above the 3 tokens of the cue, got 3"):
+        append_cue(Dataset.from_dict({"text": ["w5"]}), made, cue=CUE, max_length=3)
+    with pytest.raises(ValueError, match="dataset must have text, prompt and completion, messages, or input_ids"):
+        append_cue(Dataset.from_dict({"question": ["w5"]}), made, max_length=30)
+
+
+@pytest.mark.parametrize("batch", [{}, {"packing": True}, {"padding_free": True, "max_length": None}])
+@pytest.mark.parametrize("placement", ["end", "random"])
+def test_training_reads_cues_from_afar(placement, batch, tmp_path):
+    texts = [words(n, n) for n in (9, 15, 30, 21, 12, 40)]
+    data, n = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=CUE, max_length=32)
+    options = {"target": 256, "cue_tokens": n, "placement": placement}
+    pi = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
+    run = trainer(tmp_path, train_dataset=data, view="endprompt", view_args=options, **pi, **batch)
+    run.train()
+    assert len(logged(run, "loss")) == 4
+    bound = view_source(run.model).last
+    length, skip = bound.documents.length, bound.parameters["skip"]
+    assert torch.equal(bound.parameters["split"], length - n)
+    assert torch.equal(skip, 256 - length) if placement == "end" else (skip < 256 - length).any()
+
+
+def test_without_a_cue_it_is_the_body_alone(tmp_path):
+    data, n = append_cue(Dataset.from_dict({"text": [words(20)] * 4}), tokenizer(), cue="none", max_length=32)
+    losses = []
+    for options in ({"view": "endprompt", "view_args": {"target": 256, "cue_tokens": n}}, {}):
+        run = trainer(tmp_path, train_dataset=data, model=tiny(), **options)
+        run.train()
+        losses.append(logged(run, "loss"))
+    assert losses[0] == losses[1]

@@ -1,0 +1,116 @@
+"""Cues behind documents, for `view="endprompt"`: exactly as many tokens behind each, and nothing cut in silence."""
+
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+CUES = {
+    "sentence": " This is where the text comes to its end.",
+    "word": " Finis",
+}
+"""Cues of our own, in the kinds of the paper: a short sentence that announces the end, and one word. "end-of-turn", its
+third, is the token by which the tokenizer ends a turn or, without one, a text."""
+
+
+def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
+    """Token ids of a cue.
+
+    Args:
+        tokenizer: of the model.
+        cue: "sentence", "word", "end-of-turn", "none", or a text of one's own.
+
+    Raises:
+        ValueError: "end-of-turn" of a tokenizer that has no such token, or a text without tokens.
+    """
+    if cue == "none":
+        return []
+    if cue == "end-of-turn":
+        found = getattr(tokenizer, "eot_token_id", None) or tokenizer.eos_token_id
+        if not isinstance(found, int):
+            raise ValueError("cue 'end-of-turn' needs a tokenizer with an end-of-turn or end-of-text token.")
+        return [found]
+    ids: list[int] = tokenizer(CUES.get(cue, cue), add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise ValueError(f"cue must have at least one token, got {cue!r}; cue='none' leaves it out.")
+    return ids
+
+
+def append_cue(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, cue: str = "sentence", max_length: int
+) -> tuple[Dataset, int]:
+    """A tokenized dataset whose documents all end with the cue, and the number of its tokens.
+
+    `text` is cut into pieces that leave room for the cue, so that all of it is kept; `prompt` and `completion`, plain
+    or as messages, and `messages` are tokenized as TRL does and stay whole; `input_ids` likewise. Columns of the
+    result: `input_ids`, and `completion_mask` where there are completions, the cue being part of them.
+
+    Args:
+        dataset: of one of these formats.
+        tokenizer: of the model.
+        cue: as in `cue_ids`.
+        max_length: tokens of a document and its cue, at most.
+
+    Returns:
+        The dataset, and `cue_tokens` of the view.
+
+    Raises:
+        ValueError: an unknown format, or documents that are too long and may not be cut.
+
+    Source: EndPrompt, its data.
+    """
+    ids = cue_ids(tokenizer, cue)
+    room = max_length - len(ids)
+    if room < 1:
+        raise ValueError(f"max_length must be above the {len(ids)} tokens of the cue, got {max_length}.")
+    columns = dataset.column_names
+    if "text" in columns:
+        pieces = dataset.map(
+            lambda batch: {"input_ids": _cut(tokenizer, batch["text"], room)}, batched=True, remove_columns=columns
+        )
+        return pieces.map(lambda row: {"input_ids": row["input_ids"] + ids}), len(ids)
+    if not ({"prompt", "completion"} <= set(columns) or "messages" in columns or "input_ids" in columns):
+        raise ValueError(
+            f"dataset must have text, prompt and completion, messages, or input_ids, got {', '.join(columns)}."
+        )
+    whole = dataset.map(lambda row: _whole(tokenizer, row), remove_columns=columns)
+    lengths = [len(row) for row in whole["input_ids"]]
+    too_long = sum(n > room for n in lengths)
+    if too_long:
+        raise ValueError(
+            f"{too_long} of {len(lengths)} documents have more than {room} tokens, {max_length} less the cue; the "
+            f"longest has {max(lengths)}. Raise max_length, or shorten them: they would be cut."
+        )
+
+    def ended(row: dict[str, Any]) -> dict[str, Any]:
+        masks = {"completion_mask": row["completion_mask"] + [1] * len(ids)} if "completion_mask" in row else {}
+        return {"input_ids": row["input_ids"] + ids, **masks}
+
+    return whole.map(ended), len(ids)
+
+
+def _cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int) -> list[list[int]]:
+    encoded = tokenizer(texts, verbose=False)["input_ids"]
+    return [ids[first : first + room] for ids in encoded for first in range(0, len(ids), room)]
+
+
+def _whole(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> dict[str, Any]:
+    """Token ids of a row, and which of them are a completion's."""
+    if "input_ids" in row:
+        return {name: row[name] for name in ("input_ids", "completion_mask") if name in row}
+    if "messages" in row:
+        return {"input_ids": _chat(tokenizer, row["messages"], reply=False)}
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        before = tokenizer(prompt)["input_ids"]
+        both = tokenizer(prompt + completion)["input_ids"]
+    else:
+        before = _chat(tokenizer, prompt, reply=True)
+        both = _chat(tokenizer, [*prompt, *completion], reply=False)
+    return {"input_ids": both, "completion_mask": [0] * len(before) + [1] * (len(both) - len(before))}
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, reply: bool) -> list[int]:
+    encoded: Any = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=reply, return_dict=True)
+    ids: list[int] = encoded["input_ids"]
+    return ids
