@@ -15,12 +15,14 @@ from transformers.utils import logging
 from trl import SFTTrainer
 
 from rope_patch import patch_model, unpatch_model
-from rope_patch.documents import count_documents
+from rope_patch.documents import count_documents, locate_documents
+from rope_patch.draws import DrawKey
 from rope_patch.methods import resolve_rescaling, resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import ABF, Rescaling
 from rope_patch.rotary import find_core, find_decoder
 from rope_patch.state import state_of
+from rope_patch.views import PoSE
 
 from .config import RopeSFTConfig
 from .objectives import OBJECTIVES, NextTokenObjective, Objective
@@ -148,19 +150,43 @@ class RopeSFTTrainer(SFTTrainer):
             before = (counts.T.flatten().cumsum(0) - counts.T.flatten()).view(counts.T.shape)
             for batch, first in zip(batches, before[:, self.accelerator.process_index].tolist(), strict=True):
                 batch[_FIRST_SAMPLE] = first
+            if self._cut_rows(batches):
+                num_items = self._get_num_items_in_batch(batches, device)
         if self._objective is not None and batches:
             self._step_counts = self._total_counts([self._counts(batch) for batch in batches], device)
         return batches, num_items
 
+    def _cut_rows(self, batches: list[dict[str, Any]]) -> bool:
+        """Let a view that keeps a part of long documents take it; whether there were any."""
+        assert self._source is not None
+        view = self._source.view
+        if not isinstance(view, PoSE) or view.window is None:
+            return False
+        if any("position_ids" in batch for batch in batches):
+            raise ValueError(
+                "view 'pose' with a window cuts one document a row: switch packing and padding_free off, or leave out "
+                "window and give shorter documents."
+            )
+        found = [cut_rows(view, batch, self._key(batch)) for batch in batches]
+        return any(found)
+
+    def _key(self, batch: dict[str, Any]) -> DrawKey:
+        """The key that the batch's forward will draw with."""
+        assert self._source is not None
+        self._set_clock(batch[_FIRST_SAMPLE], training=True)
+        rows, seq_len = batch["input_ids"].shape
+        mask = batch.get("attention_mask")
+        return self._source.clock.key(locate_documents(rows, seq_len, batch["input_ids"].device, None, mask))
+
     def _counts(self, batch: dict[str, Any]) -> dict[str, int]:
         assert self._objective is not None
         if self._source is not None:  # what is counted may depend on draws
-            self._set_clock(batch.get(_FIRST_SAMPLE, 0))
+            self._set_clock(batch.get(_FIRST_SAMPLE, 0), training=True)
         return self._objective.counts(self._objective.read(batch))
 
-    def _set_clock(self, first_sample: int) -> None:
+    def _set_clock(self, first_sample: int, training: bool) -> None:
         assert self._source is not None
-        if self.model.training:
+        if training:
             progress = self.state.global_step / max(self.state.max_steps, 1)
             self._source.clock.set(self.state.global_step, first_sample, progress)
         else:  # draws only for a view that is always on, and then the same ones every time
@@ -192,7 +218,7 @@ class RopeSFTTrainer(SFTTrainer):
         first_sample = inputs.pop(_FIRST_SAMPLE, 0)
         training = self.model.training
         if self._source is not None:
-            self._set_clock(first_sample)
+            self._set_clock(first_sample, training)
         if self._objective is None:
             result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         else:
@@ -263,6 +289,23 @@ class RopeSFTTrainer(SFTTrainer):
                 self._metrics["train"]["tokens_per_second"].append(rate)
             self._rate_since = tokens, now
         super().log(logs, start_time)
+
+
+def cut_rows(view: PoSE, batch: dict[str, Any], key: DrawKey) -> bool:
+    """Cut the rows of a collator's batch, one document each, in place; whether one was too long."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    length = mask.sum(1, keepdim=True)
+    content = view.cut(length, key)
+    if content is None:
+        return False
+    begin = mask.long().argmax(1, keepdim=True)  # rows may be padded on the left
+    kept = torch.arange(content.shape[1], device=content.device) < length.clamp(max=content.shape[1])
+    place = (begin + content).clamp(max=mask.shape[1] - 1)
+    for name, value in list(batch.items()):
+        if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+            none = -100 if name == "labels" else 0
+            batch[name] = value.gather(1, place).masked_fill(~kept, none)
+    return True
 
 
 def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedModel) -> Rescaling:

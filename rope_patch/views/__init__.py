@@ -9,6 +9,7 @@ from .endprompt import EndPrompt
 from .nope import NoPE
 from .per_layer import PerLayer
 from .posaug import PosAug
+from .pose import PoSE
 from .random_base import RandomBase
 from .rpe import RPE
 from .skip import Skip
@@ -24,6 +25,7 @@ __all__ = [
     "EndPrompt",
     "NoPE",
     "PerLayer",
+    "PoSE",
     "PosAug",
     "RandomBase",
     "Skip",

@@ -15,6 +15,7 @@ from rope_patch.views import (
     EndPrompt,
     NoPE,
     PosAug,
+    PoSE,
     Skip,
     Standard,
 )
@@ -188,6 +189,42 @@ def test_endprompt_puts_the_last_tokens_at_the_end_of_the_target():
     assert torch.equal(view.affected_from(torch.full((2000, 1), L), parameters) == 9, parameters["skip"] > 0)
 
 
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+def test_pose_moves_chunks_apart(chunks):
+    view, n, target = PoSE(target=60, chunks=chunks), 20, 60
+    length = torch.full((3000, 1), n)
+    parameters = view.draw(length, key(3000))
+    rows = view.rope_index(torch.arange(n), parameters)
+    gaps = rows.diff(dim=1)
+    assert (rows[:, 0] == 0).all() and (gaps >= 1).all() and rows.max() == target - 1
+    assert (gaps > 1).sum(1).max() == chunks - 1
+    assert torch.equal(rows - torch.arange(n) != 0, torch.arange(n) >= view.affected_from(length, parameters))
+    if chunks == 2:
+        border, skip = parameters["_border_1"], parameters["skip_1"]
+        assert border.unique().tolist() == list(range(1, 11)) and skip.unique().tolist() == list(range(41))
+        assert abs(border.double().mean() - 5.5) < 0.2 and abs(skip.double().mean() - 20) < 0.8
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_pose_keeps_a_window_of_long_documents(chunks):
+    view = PoSE(target=60, window=10, chunks=chunks)
+    length = torch.tensor([[30], [10], [4], [11]])
+    content = view.cut(length, key(4))
+    assert content.shape == (4, 10) and (content.diff(dim=1) >= 1).all()
+    assert content[1].tolist() == list(range(10)) and content[2, :4].tolist() == list(range(4))
+    assert content[3].max() <= 10 and content[0].max() <= 29
+    many = view.cut(torch.full((2000, 1), 30), key(2000))
+    assert many.max() == 29 and (many[:, 0] == 0).all(), "the first chunk is the beginning"
+    # its chunks are those whose positions are then moved
+    parameters = view.draw(torch.full((2000, 1), 10), key(2000))
+    borders = torch.cat([parameters[f"_border_{i}"] for i in range(1, chunks)], 1)
+    jumps = many.diff(dim=1) > 1
+    assert all(
+        set((row.nonzero().flatten() + 1).tolist()) <= set(b.tolist()) for row, b in zip(jumps, borders, strict=True)
+    )
+    assert view.cut(torch.tensor([[10], [3]]), key(2)) is None and PoSE(target=60).cut(length, key(4)) is None
+
+
 def test_composed_views_draw_independently():
     parameters = drawn(Compose([Skip(), Skip()]))
     assert not torch.equal(parameters["0.split"], parameters["1.split"])
@@ -225,6 +262,10 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
         (lambda: EndPrompt(target=9, cue_tokens=-1), "cue_tokens must be at least 0, got -1"),
         (lambda: EndPrompt(target=9, cue_tokens=1, placement="start"), "placement must be one of"),
         (lambda: EndPrompt(target=9, cue_tokens=1).check_length(10), "documents of 10 tokens reach beyond target=9"),
+        (lambda: PoSE(target=1), "target must be at least 2, got 1"),
+        (lambda: PoSE(target=9, chunks=1), "chunks must be at least 2, got 1"),
+        (lambda: PoSE(target=9, window=10), "window must not exceed target=9, got 10"),
+        (lambda: PoSE(target=9).check_length(10), "documents of 10 tokens reach beyond target=9"),
         (lambda: RPE(max_index=1), "max_index must be at least 2, got 1"),
         (lambda: RPE(granularity="layer"), "granularity must be one of"),
         (lambda: RPE(max_index=16).check_length(17), "documents of 17 tokens have no 17 different indices below"),

@@ -314,3 +314,42 @@ def test_rpe_trains_padded_and_packed(granularity, tmp_path):
         run = trainer(tmp_path, view="rpe", view_args={"max_index": 200, "granularity": granularity}, **batch)
         run.train()
         assert not any(name.startswith("view/") for entry in logged(run, "view") for name in entry)
+
+
+class Inputs(TrainerCallback):
+    """What the model is given in training, and the draws."""
+
+    def __init__(self, run):
+        self.seen, self.run = [], run
+        run.model.register_forward_pre_hook(self.look, with_kwargs=True)
+
+    def look(self, model, args, kwargs):
+        self.seen.append((self.run.state.global_step, kwargs["input_ids"].clone()))
+
+
+def test_pose_cuts_rows_to_its_window_anew_in_each_epoch(tmp_path):
+    data = documents(2, longest=24)
+    pose = {"view": "pose", "view_args": {"target": 64, "window": 8}}
+    options = {"train_dataset": data, "max_steps": 4, "per_device_train_batch_size": 2, "shuffle_dataset": False}
+    run = trainer(tmp_path, **pose, **options)
+    inputs = Inputs(run)
+    run.train()
+    originals = [set(row) for row in data["input_ids"]]
+    rows = [tuple(row.tolist()) for _, ids in inputs.seen for row in ids]
+    assert len(rows) == 8 and all(len(row) == 8 for row in rows)
+    assert len(set(rows)) > 2, "two documents, cut anew in each of four epochs"
+    assert all(any(set(row) <= original for original in originals) for row in rows)
+    assert all(entry["view/skip_1"] >= 0 for entry in logged(run, "view/skip_1"))
+    # resuming cuts the same, and so do micro-steps
+    again = trainer(tmp_path, **pose, **{**options, "per_device_train_batch_size": 1}, gradient_accumulation_steps=2)
+    others = Inputs(again)
+    again.train()
+    assert sorted(tuple(row.tolist()) for _, ids in others.seen for row in ids) == sorted(rows)
+    for mine, theirs in zip(logged(again, "loss"), logged(run, "loss"), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+def test_pose_cuts_no_packed_rows(tmp_path):
+    run = trainer(tmp_path, view="pose", view_args={"target": 64, "window": 8}, packing=True)
+    with pytest.raises(ValueError, match="view 'pose' with a window cuts one document a row"):
+        run.train()

@@ -1,0 +1,99 @@
+"""Chunks of a document with random gaps between them, in positions and, if it is longer than the window, in content."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View, require_indexable, require_int
+
+_OFFSETS, _CONTENT = 64, 128  # first slots of the draws of each kind
+
+
+@VIEWS.register("pose")
+@dataclass(frozen=True)
+class PoSE(View):
+    """r(t) = t + u_i for the tokens of chunk i of a document of n tokens, u_0 = 0, u_i ~ U{u_(i-1) .. L - n}.
+
+    With two chunks the first has c ~ U{1 .. floor((n + 1) / 2)} tokens; with more, their borders are drawn from
+    1 .. n - 1. Everything is drawn anew for each document in each step, so in each epoch too.
+
+    Documents of more than `window` tokens are first cut to it by `cut`, which trainers call: chunk i then holds tokens
+    t + v_i, v_0 = 0, v_i ~ U{v_(i-1) .. length - window}. It goes with a rescaling of factor L / window.
+
+    Args:
+        target: L, in positions.
+        window: tokens of a document that are kept; None keeps all of them.
+        chunks: N, at least 2.
+
+    Source: PoSE, arXiv:2309.10400; its code, where v and u are drawn once for all epochs.
+    """
+
+    target: int
+    window: int | None = None
+    chunks: int = 2
+
+    def __post_init__(self) -> None:
+        require_int(self, "target", self.target, 2)
+        require_int(self, "window", self.window, 2)
+        require_int(self, "chunks", self.chunks, 2, _OFFSETS)
+        if self.window is not None and self.window > self.target:
+            raise ValueError(f"view 'pose': window must not exceed target={self.target}, got {self.window}.")
+
+    def check_length(self, length: int) -> None:
+        if length > self.target:
+            raise ValueError(
+                f"view 'pose': documents of {length} tokens reach beyond target={self.target}. Use shorter rows, a "
+                "window, or a larger target."
+            )
+        require_indexable(self, self.target)
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        parameters = {f"_border_{i}": border for i, border in enumerate(self._borders(length, key), 1)}
+        offset = torch.zeros_like(length)
+        for i in range(1, self.chunks):
+            offset = key.integers(offset, self.target - length, slot=_OFFSETS + i)
+            parameters[f"skip_{i}"] = offset
+        return parameters
+
+    def _borders(self, length: torch.Tensor, key: DrawKey) -> list[torch.Tensor]:
+        """First token of the chunks 1, 2, ... of documents of `length` tokens."""
+        if self.chunks == 2:
+            return [key.integers(1, ((length + 1) // 2).clamp(min=1), slot=0)]
+        drawn = [key.integers(1, (length - 1).clamp(min=1), slot=i) for i in range(self.chunks - 1)]
+        return list(torch.stack(drawn).sort(0).values)
+
+    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        first, before = length, torch.zeros_like(length)
+        for i in range(1, self.chunks):
+            moves = (parameters[f"skip_{i}"] > before) & (first == length)
+            first = torch.where(moves, parameters[f"_border_{i}"], first)
+            before = parameters[f"skip_{i}"]
+        return first
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        moved = t
+        for i in range(1, self.chunks):
+            moved = torch.where(t >= parameters[f"_border_{i}"], t + parameters[f"skip_{i}"], moved)
+        return moved
+
+    def cut(self, length: torch.Tensor, key: DrawKey) -> torch.Tensor | None:
+        """Which tokens of each document to keep, [batch, window], for what `draw` then gives the cut documents.
+
+        Args:
+            length: of the documents, one a row, [batch, 1].
+            key: of `draw`.
+
+        Returns:
+            Indices into the row, rising; those from a document's own length on are none of its tokens. None where no
+            document is too long.
+        """
+        if self.window is None or int(length.max()) <= self.window:
+            return None
+        kept = length.clamp(max=self.window)
+        t = torch.arange(self.window, device=length.device).expand(len(length), -1)
+        content, offset = t, torch.zeros_like(length)
+        for i, border in enumerate(self._borders(kept, key), 1):
+            offset = key.integers(offset, length - kept, slot=_CONTENT + i)
+            content = torch.where(t >= border, t + offset, content)
+        return content
