@@ -41,6 +41,7 @@ class RopeSFTConfig(SFTConfig):
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
+        cue_weight: of "clm" with view "endprompt", what the cross-entropy of the cue's tokens counts.
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
     """
 
@@ -105,6 +106,9 @@ class RopeSFTConfig(SFTConfig):
     longce_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
     )
+    cue_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the cue's tokens in the loss of view 'endprompt'."}
+    )
     teacher_offload: bool = field(
         default=False, metadata={"help": "Keep what the teacher needs on the CPU while it is not in use."}
     )
@@ -122,7 +126,7 @@ class RopeSFTConfig(SFTConfig):
     def _check_objective(self) -> None:
         from .objectives import OBJECTIVES
         from .objectives.hidden import hidden_options
-        from .objectives.next_token import longce_options
+        from .objectives.next_token import cue_options, longce_options
         from .objectives.relation import relation_options
         from .objectives.self_distill import self_distill_options
 
@@ -148,6 +152,7 @@ class RopeSFTConfig(SFTConfig):
             raise ValueError(
                 f"token_weighting weighs the cross-entropy of 'clm' and 'self-distill', got {self.objective!r}."
             )
+        cue_options(self)
         if self.kl_weight != 1.0 and self.objective != "self-distill":
             raise ValueError(f"kl_weight belongs to objective='self-distill', got objective={self.objective!r}.")
 

@@ -111,7 +111,7 @@ class RopeSFTTrainer(SFTTrainer):
                 )
 
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
-        if args.objective == "clm" and args.token_weighting is None:
+        if args.objective == "clm" and args.token_weighting is None and args.cue_weight == 1.0:
             return None
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if args.gradient_checkpointing and checkpointing.get("use_reentrant"):

@@ -2,6 +2,7 @@
 
 from .consistency import ViewConsistency
 from .controls import Control, ControlDistiller
+from .cue import CueWeight
 from .distiller import TAPE
 from .hidden import HiddenDistiller, HiddenTargets
 from .longce import LongCE
@@ -17,6 +18,7 @@ __all__ = [
     "Control",
     "ControlDistiller",
     "CopiedTeacher",
+    "CueWeight",
     "HiddenDistiller",
     "HiddenTargets",
     "LogitKL",

@@ -6,6 +6,7 @@ from datasets import Dataset
 from support.tiny import tiny
 from support.training import logged, tokenizer, trainer
 
+from rope_patch import rope_view
 from rope_patch.patch import view_source
 from trl_ext import append_cue
 from trl_ext.cues import CUES, cue_ids
@@ -97,3 +98,46 @@ def test_without_a_cue_it_is_the_body_alone(tmp_path):
         run.train()
         losses.append(logged(run, "loss"))
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"packing": True}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}]
+)
+def test_tokens_of_the_cue_weigh_what_they_are_told(way, tmp_path):
+    texts = [words(n, n) for n in (9, 15, 20, 12)]
+    data, n = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=CUE, max_length=64)
+    view = {"view": "endprompt", "view_args": {"target": 64, "cue_tokens": n}}
+    options = {
+        "train_dataset": data,
+        "max_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.0,
+        **view,
+        **way,
+    }
+    losses = {}
+    for weight in (0.0, 0.25, 1.0):
+        run = trainer(tmp_path, **options, cue_weight=weight)
+        run.train()
+        losses[weight] = logged(run, "loss")[0]["loss"]
+    assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * losses[1.0], rel=1e-4)
+    # by hand: sums over documents, the number of labels as it was
+    model, total, n_labels = tiny(), 0.0, 0
+    for row in data["input_ids"]:
+        t = torch.arange(len(row))
+        index = torch.where(t >= len(row) - n, t + 64 - len(row), t)
+        with torch.no_grad(), rope_view(model, index=index[None]):
+            log_p = model(torch.tensor([row])).logits[0].log_softmax(-1)
+        ce = -log_p[:-1].gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
+        total += ce[: len(row) - 1 - n].sum()
+        n_labels += len(row) - 1
+    assert losses[0.0] == pytest.approx((total / n_labels).item(), rel=1e-4)
+
+
+def test_a_cue_weight_without_a_cue_is_refused(tmp_path):
+    for options in ({}, {"view": "endprompt", "view_args": {"target": 64, "cue_tokens": 0}}):
+        with pytest.raises(ValueError, match="cue_weight weighs the tokens of view='endprompt'"):
+            trainer(tmp_path, cue_weight=0.1, **options)
+    view = {"view": "endprompt", "view_args": {"target": 64, "cue_tokens": 2}}
+    with pytest.raises(ValueError, match="cue_weight must be a number of at least 0"):
+        trainer(tmp_path, cue_weight=-0.1, **view)

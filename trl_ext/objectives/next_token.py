@@ -1,11 +1,11 @@
-"""Next-token training whose tokens differ in weight: objective="clm" with token_weighting="longce"."""
+"""Next-token training whose tokens differ in weight: objective="clm" with token_weighting="longce" or a cue_weight."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rope_patch.distillation import LongCE, WeightedDistiller
+from rope_patch.distillation import CueWeight, LongCE, WeightedDistiller
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.distiller import Distiller
 from rope_patch.distillation.labelled import Labelled
@@ -17,17 +17,15 @@ if TYPE_CHECKING:
 
 
 class NextTokenObjective(Objective):
-    """Next-token loss of the sampled view with LongCE's token weights.
+    """Next-token loss of the sampled view with weights of tokens: LongCE's, EndPrompt's or both.
 
     loss = (sum over labels of w CE) / labels of the step. Evaluation gives the plain cross-entropy.
 
-    Source: LongCE, arXiv:2410.23771.
+    Source: LongCE, arXiv:2410.23771; EndPrompt.
     """
 
     def _make_distiller(self, model: nn.Module) -> Distiller:
-        longce = longce_options(self.args)
-        assert longce is not None
-        return WeightedDistiller(model, longce)
+        return WeightedDistiller(model, longce_options(self.args), cue_options(self.args))
 
     def read(self, batch: dict[str, Any]) -> Labelled:
         """Labels and documents."""
@@ -55,6 +53,23 @@ class NextTokenObjective(Objective):
         weights = {} if tape.reference is None else {"token_weight": rows.ce_factor.mean()}
         entropy, accuracy = rows.entropy.sum() / n_labels, rows.is_top1.sum() / n_labels
         return {**weights, "entropy": entropy, "mean_token_accuracy": accuracy}
+
+
+def cue_options(args: "RopeSFTConfig") -> CueWeight | None:
+    """The weight of a cue's tokens that `args` asks for.
+
+    Raises:
+        ValueError: a weight below 0, or without a cue.
+    """
+    if args.cue_weight == 1.0:
+        return None
+    tokens = args._options("view_args").get("cue_tokens", 0) if args.view == "endprompt" else 0
+    if not tokens or args.objective != "clm":
+        raise ValueError(
+            "cue_weight weighs the tokens of view='endprompt', objective='clm', with cue_tokens above 0; got "
+            f"cue_weight={args.cue_weight}, view={args.view!r}, objective={args.objective!r}."
+        )
+    return CueWeight(tokens=tokens, weight=args.cue_weight)
 
 
 def longce_options(args: "RopeSFTConfig") -> LongCE | None:
