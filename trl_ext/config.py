@@ -41,6 +41,8 @@ class RopeSFTConfig(SFTConfig):
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
+        cue: what `append_cue` puts behind each document of the training set for view "endprompt", whose `cue_tokens` it
+            then sets; None, if documents end with a cue already.
         cue_weight: of "clm" with view "endprompt", what the cross-entropy of the cue's tokens counts.
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
     """
@@ -106,6 +108,12 @@ class RopeSFTConfig(SFTConfig):
     longce_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
     )
+    cue: str | None = field(
+        default=None,
+        metadata={
+            "help": "Cue behind each document for view 'endprompt': 'sentence', 'word', 'end-of-turn', or a text."
+        },
+    )
     cue_weight: float = field(
         default=1.0, metadata={"help": "Weight of the cue's tokens in the loss of view 'endprompt'."}
     )
@@ -120,8 +128,19 @@ class RopeSFTConfig(SFTConfig):
             resolve_rescaling(self.rescale, self._options("rescale_args"))
         elif self.rescale_args:
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
-        resolve_view(self.view, self._options("view_args"))
+        self._check_view()
         self._check_objective()
+
+    def _check_view(self) -> None:
+        options = self._options("view_args")
+        if self.cue is not None:
+            if self.view != "endprompt" or "cue_tokens" in options or self.max_length is None:
+                raise ValueError(
+                    "cue goes with view='endprompt', whose cue_tokens it sets, and with a max_length; got "
+                    f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
+                )
+            options = {**options, "cue_tokens": 1}  # known once there is a tokenizer
+        resolve_view(self.view, options)
 
     def _check_objective(self) -> None:
         from .objectives import OBJECTIVES

@@ -1,9 +1,14 @@
 """Cues behind documents, for `view="endprompt"`: exactly as many tokens behind each, and nothing cut in silence."""
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from .config import RopeSFTConfig
 
 CUES = {
     "sentence": " This is where the text comes to its end.",
@@ -87,6 +92,29 @@ def append_cue(
         return {"input_ids": row["input_ids"] + ids, **masks}
 
     return whole.map(ended), len(ids)
+
+
+def with_cue(
+    model: str | nn.Module, args: "RopeSFTConfig", kwargs: dict[str, Any]
+) -> tuple["RopeSFTConfig", dict[str, Any]]:
+    """A trainer's arguments with `args.cue` behind the documents of its training set; those given stay as they are.
+
+    Raises:
+        ValueError: a training set that is no `datasets.Dataset`, or what `append_cue` refuses.
+    """
+    dataset, tokenizer = kwargs.get("train_dataset"), kwargs.get("processing_class")
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"cue needs a datasets.Dataset as train_dataset, got {type(dataset).__name__}.")
+    if tokenizer is None:
+        name: Any = model if isinstance(model, str) else model.config._name_or_path  # type: ignore[union-attr]
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    assert args.cue is not None and args.max_length is not None
+    dataset, tokens = append_cue(dataset, tokenizer, cue=args.cue, max_length=args.max_length)
+    args = copy.copy(args)
+    args.view_args = {**args._options("view_args"), "cue_tokens": tokens}
+    if "completion_mask" in dataset.column_names and args.completion_only_loss is None:
+        args.completion_only_loss = True  # as TRL decides for prompts and completions
+    return args, {**kwargs, "train_dataset": dataset}
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int) -> list[list[int]]:

@@ -25,6 +25,7 @@ from rope_patch.state import state_of
 from rope_patch.views import PoSE
 
 from .config import RopeSFTConfig
+from .cues import with_cue
 from .objectives import OBJECTIVES, NextTokenObjective, Objective
 
 logger = logging.get_logger(__name__)
@@ -71,6 +72,8 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Pass model_init_kwargs={'dtype': 'bfloat16'} to halve its "
                 "memory."
             )
+        if args.cue is not None:
+            args, kwargs = with_cue(model, args, kwargs)
         super().__init__(model, args, **kwargs)
         self._patch(args)
         self._source = view_source(self.model)

@@ -141,3 +141,37 @@ def test_a_cue_weight_without_a_cue_is_refused(tmp_path):
     view = {"view": "endprompt", "view_args": {"target": 64, "cue_tokens": 2}}
     with pytest.raises(ValueError, match="cue_weight must be a number of at least 0"):
         trainer(tmp_path, cue_weight=-0.1, **view)
+
+
+@pytest.mark.parametrize("kind", ["text", "completion", "chat"])
+def test_the_trainer_appends_cues_by_itself(kind, tmp_path):
+    pairs = [{"prompt": words(4, n), "completion": " " + words(3, n + 20)} for n in range(5, 9)]
+    rows = {
+        "text": [{"text": words(n, n)} for n in (9, 40, 30, 12)],
+        "completion": pairs,
+        "chat": [
+            {"messages": [{"role": "user", "content": p["prompt"]}, {"role": "assistant", "content": p["completion"]}]}
+            for p in pairs
+        ],
+    }[kind]
+    data, made = Dataset.from_list(rows), chatting()
+    options = {"view": "endprompt", "max_length": 32, "max_steps": 2, "learning_rate": 0.0, "cue_weight": 0.5}
+    config = {"cue": CUE, "view_args": {"target": 128}}
+    by_itself = trainer(tmp_path, train_dataset=data, processing_class=made, **config, **options)
+    assert data.column_names == list(rows[0]) and by_itself.args.view_args == {"target": 128, "cue_tokens": 3}
+    by_itself.train()
+    cued, n = append_cue(data, made, cue=CUE, max_length=32)
+    given = {"view_args": {"target": 128, "cue_tokens": n}, "completion_only_loss": kind == "completion"}
+    by_hand = trainer(tmp_path, train_dataset=cued, processing_class=made, **given, **options)
+    by_hand.train()
+    assert logged(by_itself, "loss") == logged(by_hand, "loss") and len(by_itself.train_dataset) == len(cued)
+
+
+def test_a_cue_that_cannot_be_appended_is_refused(tmp_path):
+    view = {"view": "endprompt", "view_args": {"target": 64}}
+    with pytest.raises(ValueError, match="cue goes with view='endprompt'"):
+        trainer(tmp_path, cue=CUE)
+    with pytest.raises(ValueError, match="cue goes with view='endprompt', whose cue_tokens it sets"):
+        trainer(tmp_path, cue=CUE, view="endprompt", view_args={"target": 64, "cue_tokens": 3})
+    with pytest.raises(ValueError, match="cue needs a datasets.Dataset as train_dataset, got IterableDataset"):
+        trainer(tmp_path, cue=CUE, train_dataset=Dataset.from_dict({"text": ["w5"]}).to_iterable_dataset(), **view)

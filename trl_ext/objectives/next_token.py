@@ -63,7 +63,7 @@ def cue_options(args: "RopeSFTConfig") -> CueWeight | None:
     """
     if args.cue_weight == 1.0:
         return None
-    tokens = args._options("view_args").get("cue_tokens", 0) if args.view == "endprompt" else 0
+    tokens = args._options("view_args").get("cue_tokens", args.cue is not None) if args.view == "endprompt" else 0
     if not tokens or args.objective != "clm":
         raise ValueError(
             "cue_weight weighs the tokens of view='endprompt', objective='clm', with cue_tokens above 0; got "
