@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from rope_patch import load_adapter
+from rope_patch.views import VIEWS
 from trl_ext import RopeSFTConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -58,7 +59,7 @@ def test_the_script_runs_a_recipe(recipe, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"{settings['view'].replace('posaug', 'PosAug').replace('skip', 'Skip')}(" in done.stdout
+    assert f"{VIEWS[settings['view']].__name__}(" in done.stdout
     if settings.get("use_peft"):
         load_adapter(tiny(), tmp_path / "out")
 
