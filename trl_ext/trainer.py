@@ -26,6 +26,7 @@ from rope_patch.views import PoSE
 
 from .config import RopeSFTConfig
 from .cues import with_cue
+from .cut_rows import cut_rows
 from .objectives import OBJECTIVES, NextTokenObjective, Objective
 
 logger = logging.get_logger(__name__)
@@ -292,23 +293,6 @@ class RopeSFTTrainer(SFTTrainer):
                 self._metrics["train"]["tokens_per_second"].append(rate)
             self._rate_since = tokens, now
         super().log(logs, start_time)
-
-
-def cut_rows(view: PoSE, batch: dict[str, Any], key: DrawKey) -> bool:
-    """Cut the rows of a collator's batch, one document each, in place; whether one was too long."""
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-    length = mask.sum(1, keepdim=True)
-    content = view.cut(length, key)
-    if content is None:
-        return False
-    begin = mask.long().argmax(1, keepdim=True)  # rows may be padded on the left
-    kept = torch.arange(content.shape[1], device=content.device) < length.clamp(max=content.shape[1])
-    place = (begin + content).clamp(max=mask.shape[1] - 1)
-    for name, value in list(batch.items()):
-        if isinstance(value, torch.Tensor) and value.shape == mask.shape:
-            none = -100 if name == "labels" else 0
-            batch[name] = value.gather(1, place).masked_fill(~kept, none)
-    return True
 
 
 def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedModel) -> Rescaling:

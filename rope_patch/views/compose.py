@@ -50,16 +50,16 @@ class Compose(View):
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         first = length
         for i, view in enumerate(self.views):
-            first = torch.minimum(first, view.affected_from(length, own_parameters(parameters, i)))
+            first = torch.minimum(first, view.affected_from(length, _own(parameters, i)))
         return first
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         for i, view in enumerate(self.views):
-            t = view.rope_index(t, own_parameters(parameters, i))
+            t = view.rope_index(t, _own(parameters, i))
         return t
 
 
-def own_parameters(parameters: Parameters, i: int) -> Parameters:
+def _own(parameters: Parameters, i: int) -> Parameters:
     """Those of the i-th view."""
     return {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
 

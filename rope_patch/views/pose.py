@@ -46,6 +46,11 @@ class PoSE(View):
                 f"view 'pose': documents of {length} tokens reach beyond target={self.target}. Use shorter rows, a "
                 "window, or a larger target."
             )
+        if self.window is not None and length > self.window:
+            raise ValueError(
+                f"view 'pose': documents of {length} tokens must be cut to window={self.window} first, which "
+                "RopeSFTTrainer does where the view stands alone; elsewhere take `cut`, or leave out window."
+            )
         require_indexable(self, self.target)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:

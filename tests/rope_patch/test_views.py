@@ -265,6 +265,7 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
         (lambda: PoSE(target=1), "target must be at least 2, got 1"),
         (lambda: PoSE(target=9, chunks=1), "chunks must be at least 2, got 1"),
         (lambda: PoSE(target=9, window=10), "window must not exceed target=9, got 10"),
+        (lambda: PoSE(target=90, window=9).check_length(10), "documents of 10 tokens must be cut to window=9 first"),
         (lambda: PoSE(target=9).check_length(10), "documents of 10 tokens reach beyond target=9"),
         (lambda: RPE(max_index=1), "max_index must be at least 2, got 1"),
         (lambda: RPE(granularity="layer"), "granularity must be one of"),

@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from rope_patch import describe, load_adapter, patch_model
+from rope_patch.draws import DrawKey
 from rope_patch.patch import view_source
-from rope_patch.views import PosAug, Skip
+from rope_patch.views import PosAug, PoSE, Skip
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext.cut_rows import cut_rows
 
 BATCHES = {
     "padded": {},
@@ -353,3 +355,20 @@ def test_pose_cuts_no_packed_rows(tmp_path):
     run = trainer(tmp_path, view="pose", view_args={"target": 64, "window": 8}, packing=True)
     with pytest.raises(ValueError, match="view 'pose' with a window cuts one document a row"):
         run.train()
+
+
+def test_rows_are_cut_wherever_their_padding_is():
+    view, key = PoSE(target=64, window=6), DrawKey(0, torch.tensor(0), torch.arange(3)[:, None])
+    lengths, found = (17, 9, 4), {}
+    for side in ("right", "left"):
+        ids = torch.zeros(3, 17, dtype=torch.int64)
+        for row, n in enumerate(lengths):
+            begin = 0 if side == "right" else 17 - n
+            ids[row, begin : begin + n] = torch.arange(1, n + 1) + 100 * row
+        batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+        assert cut_rows(view, batch, key)
+        assert batch["attention_mask"].sum(1).tolist() == [6, 6, 4]
+        assert torch.equal(batch["labels"], batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100))
+        found[side] = batch["input_ids"]
+    assert torch.equal(found["right"], found["left"]) and found["right"][2].tolist() == [201, 202, 203, 204, 0, 0]
+    assert not cut_rows(view, {"input_ids": torch.ones(3, 6, dtype=torch.int64)}, key)
