@@ -357,6 +357,11 @@ def test_pose_cuts_no_packed_rows(tmp_path):
         run.train()
 
 
+def test_a_window_of_pose_is_for_next_token_training():
+    with pytest.raises(ValueError, match="'self-distill' evaluates the view too: use objective='clm'"):
+        RopeSFTConfig(view="pose", view_args={"target": 64, "window": 8}, objective="self-distill", use_cpu=True)
+
+
 def test_rows_are_cut_wherever_their_padding_is():
     view, key = PoSE(target=64, window=6), DrawKey(0, torch.tensor(0), torch.arange(3)[:, None])
     lengths, found = (17, 9, 4), {}
