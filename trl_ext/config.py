@@ -143,8 +143,8 @@ class RopeSFTConfig(SFTConfig):
         resolve_view(self.view, options)
         if self.view == "pose" and options.get("window") is not None and self.objective != "clm":
             raise ValueError(
-                f"view 'pose' with a window cuts rows in training alone, and {self.objective!r} evaluates the view too: "
-                "use objective='clm', or leave out window."
+                f"view 'pose' with a window cuts rows in training alone, and {self.objective!r} evaluates the view "
+                "too: use objective='clm', or leave out window."
             )
 
     def _check_objective(self) -> None:
