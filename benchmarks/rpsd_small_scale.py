@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from restoration import spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rope_patch.eval import (
@@ -191,9 +192,7 @@ def table(runs: list[dict[str, Any]]) -> str:
         same = [r for r in runs if r["arm"] == arm]
         columns = [[r[kind][n] for r in same] for kind in KINDS for n in lengths]
         columns += [[r["loss_by_position"][k]["loss"] for r in same] for k in range(len(bins))]
-        cells = [
-            f"{statistics.mean(c):.3f}" + (f" ± {(max(c) - min(c)) / 2:.3f}" if len(c) > 1 else "") for c in columns
-        ]
+        cells = [spread(c, 3) for c in columns]
         seconds = f"{statistics.mean(r['train_seconds'] for r in same):.0f}"
         lines.append(f"| {arm} | {len(same)} | " + " | ".join(cells) + f" | {seconds} |")
     return "\n".join(lines)

@@ -9,13 +9,12 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .row_kl_hopper import LOG2E, ROWS, async_load, describe, width
+from .row_kl_hopper import LOG2E, ROWS, async_load, describe, shared_tiles, width
 from .visibility import Visibility
 
 
@@ -48,25 +47,6 @@ def _load(
         mbarrier.expect(bar, s_j_desc.block_type.nbytes + t_j_desc.block_type.nbytes)
         async_load(s_j_desc, [batch, head, tile * BLOCK_N, 0], bar, ring_s.index(slot))
         async_load(t_j_desc, [batch, head, tile * BLOCK_N, 0], bar, ring_t.index(slot))
-
-
-@gluon.jit
-def _shared(s_i_desc, s_j_desc, t_i_desc, t_j_desc, STAGES: gl.constexpr, N_GROUPS: gl.constexpr):
-    """Shared memory of the block's own rows and of the ring, with barriers: own rows there, slot filled, slot free."""
-    dtype: gl.constexpr = s_i_desc.dtype
-    own_s = gl.allocate_shared_memory(dtype, [N_GROUPS] + s_i_desc.block_shape, s_i_desc.layout)
-    own_t = gl.allocate_shared_memory(dtype, [N_GROUPS] + t_i_desc.block_shape, t_i_desc.layout)
-    ring_s = gl.allocate_shared_memory(dtype, [STAGES] + s_j_desc.block_shape, s_j_desc.layout)
-    ring_t = gl.allocate_shared_memory(dtype, [STAGES] + t_j_desc.block_shape, t_j_desc.layout)
-    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full, count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=N_GROUPS)
-    fence_async_shared()
-    return own_s, own_t, ring_s, ring_t, own_full, full, empty
 
 
 @gluon.jit
@@ -227,7 +207,7 @@ def _relation_kl_hopper_bwd_kernel(
     batch = head // n_heads
     own = head % n_heads
     n_tiles = gl.cdiv(n, BLOCK_N)
-    memory = _shared(s_i_desc, s_j_desc, t_i_desc, t_j_desc, STAGES, N_GROUPS)
+    memory = shared_tiles(s_i_desc, s_j_desc, t_i_desc, t_j_desc, STAGES, N_GROUPS)
     start = head.to(gl.int64) * padded_n
     part_ptrs = (shift_s_ptr + start, shift_t_ptr + start, grad_ptr + start)
     out_ptr += batch.to(gl.int64) * stride_b + own.to(gl.int64) * stride_h

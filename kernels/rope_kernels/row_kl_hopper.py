@@ -180,7 +180,7 @@ def _row_kl_hopper_fwd_kernel(
     q_head = head % n_heads
     first_row = block * (2 * ROWS)
     n_tiles = block + 1
-    memory = _shared(qs_desc, ks_desc, qt_desc, kt_desc, STAGES)
+    memory = shared_tiles(qs_desc, ks_desc, qt_desc, kt_desc, STAGES, 2)
     start = head.to(gl.int64) * n
     out_ptrs = (kl_ptr + start, top_s_ptr + start, log_sum_s_ptr + start, top_t_ptr + start, log_sum_t_ptr + start)
     scales = (scale_s, scale_t)
@@ -199,20 +199,20 @@ def _row_kl_hopper_fwd_kernel(
 
 
 @gluon.jit
-def _shared(qs_desc, ks_desc, qt_desc, kt_desc, STAGES: gl.constexpr):
-    """Shared memory of the block's queries and of the ring, with barriers: queries there, slot filled, slot free."""
-    dtype: gl.constexpr = qs_desc.dtype
-    own_s = gl.allocate_shared_memory(dtype, [2] + qs_desc.block_shape, qs_desc.layout)
-    own_t = gl.allocate_shared_memory(dtype, [2] + qt_desc.block_shape, qt_desc.layout)
-    ring_s = gl.allocate_shared_memory(dtype, [STAGES] + ks_desc.block_shape, ks_desc.layout)
-    ring_t = gl.allocate_shared_memory(dtype, [STAGES] + kt_desc.block_shape, kt_desc.layout)
+def shared_tiles(own_s_desc, other_s_desc, own_t_desc, other_t_desc, STAGES: gl.constexpr, N_GROUPS: gl.constexpr):
+    """Shared memory of the block's own rows and of the ring, with barriers: own rows there, slot filled, slot free."""
+    dtype: gl.constexpr = own_s_desc.dtype
+    own_s = gl.allocate_shared_memory(dtype, [N_GROUPS] + own_s_desc.block_shape, own_s_desc.layout)
+    own_t = gl.allocate_shared_memory(dtype, [N_GROUPS] + own_t_desc.block_shape, own_t_desc.layout)
+    ring_s = gl.allocate_shared_memory(dtype, [STAGES] + other_s_desc.block_shape, other_s_desc.layout)
+    ring_t = gl.allocate_shared_memory(dtype, [STAGES] + other_t_desc.block_shape, other_t_desc.layout)
     own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(own_full, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=N_GROUPS)
     fence_async_shared()
     return own_s, own_t, ring_s, ring_t, own_full, full, empty
 

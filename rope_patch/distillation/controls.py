@@ -8,15 +8,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from transformers.utils import logging
 
 from ..attention_calls import AttentionCall, attention_name, sliding_window
 from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
 from .distiller import TAPE
 from .labelled import Labelled
 from .longce import LongCE
-
-logger = logging.get_logger(__name__)
 
 Kind = Literal["dropout", "attention_noise"]
 

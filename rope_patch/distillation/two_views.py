@@ -105,8 +105,7 @@ class ViewDistiller(ConsistencyDistiller):
         )
         positions = torch.arange(seq_len, device=tape.ids.device) if position_ids is None else position_ids
         positions = positions.expand(n_rows, seq_len)
-        first = self.source.view.affected_from(one.documents.length, self.source.last.parameters)  # type: ignore[union-attr]
-        layout = TwoViewLayout.of(one, first)
+        layout = TwoViewLayout.of(one, self._first(one))
         tape.attention = TwoViewAttention(layout, self.core, self.decoder.config)
         moved = bound(positions)
         # a prefix may be as a whole elsewhere in the view (cyclic), which RoPE does not see: here it is where it was

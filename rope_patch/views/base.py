@@ -91,6 +91,12 @@ def require_int(owner: object, name: str, value: int | None, low: int, high: int
         )
 
 
+def require_choice(owner: object, name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{_title(owner)}: {name} must be one of {allowed}, got {value!r}.")
+
+
 def require_range(owner: object, low: float, high: float) -> None:
     """Raise unless 0 < low <= high and both are finite numbers."""
     for name, value in (("low", low), ("high", high)):

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_indexable, require_int
+from .base import VIEWS, Parameters, View, require_choice, require_indexable, require_int
 
 Placement = Literal["end", "random"]
 
@@ -39,9 +39,7 @@ class EndPrompt(View):
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)
         require_int(self, "cue_tokens", self.cue_tokens, 0)
-        if self.placement not in get_args(Placement):
-            allowed = get_args(Placement)
-            raise ValueError(f"view 'endprompt': placement must be one of {allowed}, got {self.placement!r}.")
+        require_choice(self, "placement", self.placement, get_args(Placement))
 
     def check_length(self, length: int) -> None:
         if length > self.target:

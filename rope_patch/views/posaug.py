@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_indexable, require_range
+from .base import VIEWS, Parameters, View, require_choice, require_indexable, require_range
 
 Law = Literal["uniform", "log-uniform", "discrete", "cycling"]
 Granularity = Literal["step", "micro-batch", "sample"]
@@ -51,11 +51,9 @@ class PosAug(View):
         for name in ("values", "start"):  # lists, from JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
         require_range(self, self.low, self.high)
-        choices = {"law": get_args(Law), "granularity": get_args(Granularity)}
-        choices["curriculum"] = (*get_args(Curriculum), None)
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"view 'posaug': {name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        require_choice(self, "law", self.law, get_args(Law))
+        require_choice(self, "granularity", self.granularity, get_args(Granularity))
+        require_choice(self, "curriculum", self.curriculum, (*get_args(Curriculum), None))
         if not self.values:
             raise ValueError("view 'posaug': values must hold at least one alpha, got ().")
         for value in self.values:

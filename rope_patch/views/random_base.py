@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_range
+from .base import VIEWS, Parameters, View, require_choice, require_range
 
 Law = Literal["uniform", "log-uniform"]
 
@@ -33,8 +33,7 @@ class RandomBase(View):
 
     def __post_init__(self) -> None:
         require_range(self, self.low, self.high)
-        if self.law not in get_args(Law):
-            raise ValueError(f"view 'random-base': law must be one of {get_args(Law)}, got {self.law!r}.")
+        require_choice(self, "law", self.law, get_args(Law))
 
     @property
     def rescales(self) -> bool:

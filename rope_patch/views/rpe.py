@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_int
+from .base import VIEWS, Parameters, View, require_choice, require_int
 
 Granularity = Literal["step", "sample"]
 
@@ -31,9 +31,7 @@ class RPE(View):
 
     def __post_init__(self) -> None:
         require_int(self, "max_index", self.max_index, 2)
-        if self.granularity not in get_args(Granularity):
-            allowed = get_args(Granularity)
-            raise ValueError(f"view 'rpe': granularity must be one of {allowed}, got {self.granularity!r}.")
+        require_choice(self, "granularity", self.granularity, get_args(Granularity))
 
     def check_length(self, length: int) -> None:
         if length > self.max_index:
