@@ -1,187 +1,295 @@
-"""Warp-specialised backward of `relation_kl` for Hopper GPUs, in Gluon, by symmetry and without atomics.
+"""Warp-specialised backward of `relation_kl` for Hopper GPUs, in Gluon: each tile of the causal half once, with roles.
 
-One warp loads tiles through TMA into a ring of shared memory; warpgroups of 64 rows each multiply and exponentiate, as
-in `row_kl_hopper`. A block gathers all of its rows' gradient, as queries of what is before and as keys of the rest.
+With C_ij = w_i (P_student - P_teacher)_ij of a query i and a key j, w_i its incoming gradient, the gradient is
+
+    dX_j = scale (sum_i C_ij X_i + sum_k C_jk X_k),
+
+the first sum over the rows that see j, the second over those that j sees. A block owns 64 N_GROUPS keys j and walks the
+tiles of queries i from its diagonal to the end. One warp loads; N_GROUPS warpgroups form C of 64 keys each and leave it
+in shared memory; one warpgroup multiplies it, C^T X into registers for the keys and C X for the queries of the tile.
+
+The queries' part adds up over blocks, in an order that no one controls. So that every run gives the same bits, it is
+added as 32-bit integers, by TMA, in units so small that a row's sum can never overflow: sum_j |P_s - P_t|_ij <= 2.
+Where C is to be multiplied from shared memory, shared memory's own bandwidth bounds the kernel, not the tensor cores.
 """
 
 import torch
 import triton
+import triton.language as tl
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .row_kl_hopper import LOG2E, ROWS, async_load, describe, shared_tiles, width
+from .row_kl_hopper import LOG2E, ROWS, async_load, describe, width
 from .visibility import Visibility
+
+# integer sums of the heads of a launch, bytes: they stay within the L2 cache, and memory within a bound
+_SUMS_BYTES = 32 * 2**20
+
+
+@builtin
+def _reduce_add(descriptor, coord, source, _semantic=None):
+    """Add a tile of shared memory to global memory through TMA (`tma.async_atomic_add` of Triton 3.8)."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coord, source.handle)
 
 
 @gluon.jit
 def _load(
-    s_i_desc,
-    s_j_desc,
-    t_i_desc,
-    t_j_desc,
+    s_desc,
+    t_desc,
     memory,
     batch,
     head,
-    first_row,
-    n_tiles,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    first_tile,
+    n_turns,
+    S_STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
     N_GROUPS: gl.constexpr,
 ):
-    """The loading warp: the block's own rows once, then all tiles."""
-    own_s, own_t, ring_s, ring_t, own_full, full, empty = memory
-    mbarrier.expect(own_full, N_GROUPS * (s_i_desc.block_type.nbytes + t_i_desc.block_type.nbytes))
+    """The loading warp: the block's keys once, then tiles of queries from the diagonal on."""
+    own_s, own_t, ring_s, ring_t, _, own_full, s_full, s_empty, t_full, t_empty, _, _ = memory
+    mbarrier.expect(own_full, N_GROUPS * (s_desc.block_type.nbytes + t_desc.block_type.nbytes))
     for group in gl.static_range(N_GROUPS):
-        row = first_row + group * ROWS
-        async_load(s_i_desc, [batch, head, row, 0], own_full, own_s.index(group))
-        async_load(t_i_desc, [batch, head, row, 0], own_full, own_t.index(group))
-    for tile in range(n_tiles):
-        slot = tile % STAGES
-        mbarrier.wait(empty.index(slot), ((tile // STAGES) & 1) ^ 1)
-        bar = full.index(slot)
-        mbarrier.expect(bar, s_j_desc.block_type.nbytes + t_j_desc.block_type.nbytes)
-        async_load(s_j_desc, [batch, head, tile * BLOCK_N, 0], bar, ring_s.index(slot))
-        async_load(t_j_desc, [batch, head, tile * BLOCK_N, 0], bar, ring_t.index(slot))
+        row = (first_tile + group) * ROWS
+        async_load(s_desc, [batch, head, row, 0], own_full, own_s.index(group))
+        async_load(t_desc, [batch, head, row, 0], own_full, own_t.index(group))
+    for turn in range(n_turns):
+        row = (first_tile + turn) * ROWS
+        slot = turn % S_STAGES
+        mbarrier.wait(s_empty.index(slot), ((turn // S_STAGES) & 1) ^ 1)
+        mbarrier.expect(s_full.index(slot), s_desc.block_type.nbytes)
+        async_load(s_desc, [batch, head, row, 0], s_full.index(slot), ring_s.index(slot))
+        slot = turn % T_STAGES
+        mbarrier.wait(t_empty.index(slot), ((turn // T_STAGES) & 1) ^ 1)
+        mbarrier.expect(t_full.index(slot), t_desc.block_type.nbytes)
+        async_load(t_desc, [batch, head, row, 0], t_full.index(slot), ring_t.index(slot))
 
 
 @gluon.jit
-def _difference(zs, zt, shift_s, shift_t, scale_s, scale_t):
-    """P_student - P_teacher."""
-    return gl.exp2(zs * scale_s + shift_s) - gl.exp2(zt * scale_t + shift_t)
+def _student_scores(turn, s_j, memory, zero, S_STAGES: gl.constexpr):
+    """Begin the student's dot products of the tile of this turn, [64 queries, 64 keys]."""
+    _, _, ring_s, _, _, _, s_full, _, _, _, _, _ = memory
+    slot = turn % S_STAGES
+    mbarrier.wait(s_full.index(slot), (turn // S_STAGES) & 1)
+    s_i = ring_s.index(slot).reshape(s_j.shape)
+    return warpgroup_mma(s_i, s_j.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _backward_tile(
-    ROLE: gl.constexpr,
-    tile,
-    s_i,
-    t_i,
+def _difference_tile(
+    turn,
+    n_turns,
+    first_tile,
+    zs,
+    s_j,
+    t_j,
     memory,
-    acc,
-    c,
     zero,
-    row,
-    own_parts,
+    row_j,
     part_ptrs,
     scales,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
+    GROUP_ID: gl.constexpr,
+    DIAGONAL: gl.constexpr,
+    S_STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
+    N_GROUPS: gl.constexpr,
 ):
-    """Add C X of the tile before to acc and form C of this one, so that a turn has three products in flight.
+    """C of one tile to shared memory, given the student's scores; returns those of the next tile.
 
-    ROLE is that of the warpgroup's rows: "query", where they own the softmax and the caller multiplies by their
-    gradient, "key", where the tile's rows do, "both".
+    The teacher's product runs beside the student's exponentials, and the next student's beside the teacher's.
     """
-    _, _, ring_s, ring_t, _, full, empty = memory
-    shift_s_i, shift_t_i, grad_i = own_parts
-    shift_s_ptr, shift_t_ptr, grad_ptr = part_ptrs
+    _, _, _, ring_t, c_ring, _, _, s_empty, t_full, t_empty, c_full, c_empty = memory
+    shift_s_ptr, shift_t_ptr, weight_ptr = part_ptrs
     scale_s, scale_t = scales
-    BLOCK_N: gl.constexpr = zero.shape[1]
-    col = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, zero.type.layout))
-    if ROLE != "query":
-        # before the products, which hide the time that they take
-        shift_s_j = gl.expand_dims(gl.load(shift_s_ptr + col), 0)
-        shift_t_j = gl.expand_dims(gl.load(shift_t_ptr + col), 0)
-        grad_j = gl.expand_dims(gl.load(grad_ptr + col), 0)
-    slot = tile % STAGES
-    before = gl.maximum(tile - 1, 0) % STAGES  # c is 0 at the first tile
-    mbarrier.wait(full.index(slot), (tile // STAGES) & 1)
-    s_j = ring_s.index(slot).reshape([BLOCK_N, BLOCK_D])
-    t_j = ring_t.index(slot).reshape([BLOCK_N, BLOCK_D])
-    operand = gl.convert_layout(c, gl.DotOperandLayout(0, acc.type.layout, 2)).to(ring_s.dtype)
-    acc = warpgroup_mma(operand, ring_s.index(before).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-    zs = warpgroup_mma(s_i, s_j.permute((1, 0)), zero, use_acc=False, is_async=True)
+    row_i = (first_tile + turn) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, zero.type.layout))
+    shift_s = gl.expand_dims(gl.load(shift_s_ptr + row_i), 1)
+    shift_t = gl.expand_dims(gl.load(shift_t_ptr + row_i), 1)
+    weight = gl.expand_dims(gl.load(weight_ptr + row_i), 1)
+    slot = turn % T_STAGES
+    mbarrier.wait(t_full.index(slot), (turn // T_STAGES) & 1)
+    t_i = ring_t.index(slot).reshape(t_j.shape)
     zt = warpgroup_mma(t_i, t_j.permute((1, 0)), zero, use_acc=False, is_async=True)
-    acc, operand, zs, zt = warpgroup_mma_wait(0, deps=[acc, operand, zs, zt])
-    mbarrier.arrive(empty.index(before), count=1, pred=tile > 0)
-    if ROLE == "query":
-        difference = _difference(zs, zt, shift_s_i, shift_t_i, scale_s, scale_t)
-    elif ROLE == "key":
-        difference = _difference(zs, zt, shift_s_j, shift_t_j, scale_s, scale_t) * grad_j
-    else:
-        i = gl.expand_dims(row, 1)
-        j = gl.expand_dims(col, 0)
-        shift_s = gl.where(j <= i, shift_s_i, shift_s_j)
-        shift_t = gl.where(j <= i, shift_t_i, shift_t_j)
-        difference = _difference(zs, zt, shift_s, shift_t, scale_s, scale_t) * gl.where(j <= i, grad_i, grad_j)
-        difference = gl.where(j == i, 2.0 * difference, difference)
-    return acc, difference
+    p = gl.exp2(zs * scale_s + shift_s)
+    zt = warpgroup_mma_wait(0, deps=[zt])
+    mbarrier.arrive(t_empty.index(slot), count=1)
+    # the last turn multiplies its own tile once more, which nobody reads
+    zs = _student_scores(gl.minimum(turn + 1, n_turns - 1), s_j, memory, zero, S_STAGES)
+    c = (p - gl.exp2(zt * scale_t + shift_t)) * weight
+    if DIAGONAL:
+        c = gl.where(gl.expand_dims(row_j, 0) <= gl.expand_dims(row_i, 1), c, 0.0)
+    buffer = turn & 1
+    mbarrier.wait(c_empty.index(buffer), ((turn >> 1) & 1) ^ 1)
+    c_ring.index(buffer * N_GROUPS + GROUP_ID).store(c.to(c_ring.dtype))
+    fence_async_shared()
+    mbarrier.arrive(c_full.index(buffer), count=1)
+    zs = warpgroup_mma_wait(0, deps=[zs])
+    mbarrier.arrive(s_empty.index(turn % S_STAGES), count=1)
+    return zs
 
 
 @gluon.jit
-def _backward_group(
+def _differences(
     GROUP_ID: gl.constexpr,
     memory,
     part_ptrs,
+    scales,
+    first_tile,
+    n_turns,
+    BLOCK_D: gl.constexpr,
+    S_STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
+    N_GROUPS: gl.constexpr,
+):
+    """A warpgroup that forms C of its 64 keys, tile by tile of queries; the first tiles hold the diagonal."""
+    own_s, own_t, _, _, _, own_full, _, _, _, _, _, _ = memory
+    Z: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    row_j = (first_tile + GROUP_ID) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, Z))
+    zero = gl.zeros([ROWS, ROWS], gl.float32, Z)
+    mbarrier.wait(own_full, 0)
+    s_j = own_s.index(GROUP_ID).reshape([ROWS, BLOCK_D])
+    t_j = own_t.index(GROUP_ID).reshape([ROWS, BLOCK_D])
+    diagonal = gl.minimum(n_turns, N_GROUPS)
+    zs = warpgroup_mma_wait(0, deps=[_student_scores(0, s_j, memory, zero, S_STAGES)])
+    for turn in range(0, diagonal):
+        zs = _difference_tile(
+            turn, n_turns, first_tile, zs, s_j, t_j, memory, zero, row_j, part_ptrs, scales, GROUP_ID, True, S_STAGES,
+            T_STAGES, N_GROUPS,
+        )  # fmt: skip
+    for turn in range(diagonal, n_turns):
+        zs = _difference_tile(
+            turn, n_turns, first_tile, zs, s_j, t_j, memory, zero, row_j, part_ptrs, scales, GROUP_ID, False, S_STAGES,
+            T_STAGES, N_GROUPS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _gradients(
+    memory,
+    staging,
+    quantum_ptr,
+    sum_desc,
+    sum_row,
     out_ptr,
     stride_out,
-    first_row,
-    scales,
-    factor,
+    first_tile,
+    n_turns,
     n,
-    n_tiles,
+    factor,
     HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
+    S_STAGES: gl.constexpr,
+    OUT_STAGES: gl.constexpr,
+    N_GROUPS: gl.constexpr,
 ):
-    """One warpgroup of the backward: its rows as queries of what is before, then both, then as keys of the rest."""
-    own_s, own_t, ring_s, _, own_full, _, _ = memory
-    shift_s_ptr, shift_t_ptr, grad_ptr = part_ptrs
-    Z: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    """The warpgroup that multiplies C: C^T X to registers for its keys, C X in integers to memory for the queries."""
+    own_s, _, ring_s, _, c_ring, own_full, _, s_empty, _, _, c_full, c_empty = memory
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    dtype: gl.constexpr = own_s.dtype
-    row = first_row + GROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, Z))
-    shift_s = gl.expand_dims(gl.load(shift_s_ptr + row), 1)
-    shift_t = gl.expand_dims(gl.load(shift_t_ptr + row), 1)
-    grad = gl.expand_dims(gl.load(grad_ptr + row), 1)
-    own_parts = (shift_s, shift_t, grad)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, Z)
-    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, ACC)
-    c = zero
+    zero = gl.zeros([ROWS, BLOCK_D], gl.float32, ACC)
+    acc_0 = zero
+    acc_1 = zero
+    acc_2 = zero
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
     mbarrier.wait(own_full, 0)
-    s_i = own_s.index(GROUP_ID).reshape([ROWS, BLOCK_D])
-    t_i = own_t.index(GROUP_ID).reshape([ROWS, BLOCK_D])
-    gl.static_assert(BLOCK_N == ROWS, "a warpgroup has one diagonal tile")
-    # a warpgroup wholly behind the end has no diagonal tile
-    diagonal = gl.minimum(first_row // BLOCK_N + GROUP_ID, n_tiles)
-    for tile in range(0, diagonal):
-        acc, c = _backward_tile(
-            "query", tile, s_i, t_i, memory, acc, c, zero, row, own_parts, part_ptrs, scales, BLOCK_D, STAGES
+    x_0 = own_s.index(0).reshape([ROWS, BLOCK_D])
+    x_1 = own_s.index(1).reshape([ROWS, BLOCK_D])
+    for turn in range(n_turns):
+        slot = turn % S_STAGES
+        buffer = turn & 1
+        quantum = gl.expand_dims(gl.load(quantum_ptr + (first_tile + turn) * ROWS + row), 1)
+        mbarrier.wait(c_full.index(buffer), (turn >> 1) & 1)
+        x_i = ring_s.index(slot).reshape([ROWS, BLOCK_D])
+        c_0 = c_ring.index(buffer * N_GROUPS)
+        c_1 = c_ring.index(buffer * N_GROUPS + 1)
+        part = warpgroup_mma(c_0, x_0, zero, use_acc=False, is_async=True)
+        part = warpgroup_mma(c_1, x_1, part, is_async=True)
+        if N_GROUPS == 3:
+            c_2 = c_ring.index(buffer * N_GROUPS + 2)
+            part = warpgroup_mma(c_2, own_s.index(2).reshape([ROWS, BLOCK_D]), part, is_async=True)
+        acc_0 = warpgroup_mma(c_0.permute((1, 0)), x_i, acc_0, is_async=True)
+        acc_1 = warpgroup_mma(c_1.permute((1, 0)), x_i, acc_1, is_async=True)
+        if N_GROUPS == 3:
+            acc_2 = warpgroup_mma(c_2.permute((1, 0)), x_i, acc_2, is_async=True)
+        part = warpgroup_mma_wait(N_GROUPS, deps=[part])  # those to acc run on
+        whole = gl.inline_asm_elementwise(
+            "cvt.rni.s32.f32 $0, $1;", "=r,f", [part * quantum], dtype=gl.int32, is_pure=True, pack=1
         )
-    # the gradient of these rows, once for all tiles before, in which they own the softmax
-    at = first_row + GROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
-    acc *= gl.expand_dims(gl.load(grad_ptr + at), 1)
-    c *= grad
-    if diagonal < n_tiles:
-        acc, c = _backward_tile(
-            "both", diagonal, s_i, t_i, memory, acc, c, zero, row, own_parts, part_ptrs, scales, BLOCK_D, STAGES
-        )
-    for tile in range(diagonal + 1, n_tiles):
-        acc, c = _backward_tile(
-            "key", tile, s_i, t_i, memory, acc, c, zero, row, own_parts, part_ptrs, scales, BLOCK_D, STAGES
-        )
-    operand = gl.convert_layout(c, gl.DotOperandLayout(0, ACC, 2)).to(dtype)
-    acc = warpgroup_mma(operand, ring_s.index((n_tiles - 1) % STAGES).reshape([BLOCK_N, BLOCK_D]), acc)
-    d = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, ACC)), 0)
-    out = out_ptr + gl.expand_dims(at.to(gl.int64) * stride_out, 1) + d
-    gl.store(out, (acc * factor).to(dtype), mask=gl.expand_dims(at < n, 1) & (d < HEAD_DIM))
+        out = staging.index(turn % OUT_STAGES)
+        tma.store_wait(OUT_STAGES - 1)
+        out.store(whole)
+        fence_async_shared()
+        _reduce_add(sum_desc, [sum_row + (first_tile + turn) * ROWS, 0], out)
+        if N_GROUPS == 3:
+            acc_0, acc_1, acc_2 = warpgroup_mma_wait(0, deps=[acc_0, acc_1, acc_2])
+        else:
+            acc_0, acc_1 = warpgroup_mma_wait(0, deps=[acc_0, acc_1])
+        mbarrier.arrive(s_empty.index(slot), count=1)
+        mbarrier.arrive(c_empty.index(buffer), count=1)
+    tma.store_wait(0)
+    row += first_tile * ROWS
+    _write(acc_0, out_ptr, stride_out, row, n, factor, own_s.dtype, HEAD_DIM)
+    _write(acc_1, out_ptr, stride_out, row + ROWS, n, factor, own_s.dtype, HEAD_DIM)
+    if N_GROUPS == 3:
+        _write(acc_2, out_ptr, stride_out, row + 2 * ROWS, n, factor, own_s.dtype, HEAD_DIM)
 
 
-@gluon.jit(do_not_specialize=["n", "n_heads"])
+@gluon.jit
+def _write(acc, out_ptr, stride_out, row, n, factor, dtype: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """The keys' part of 64 rows, times factor."""
+    d = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), 0)
+    at = out_ptr + gl.expand_dims(row.to(gl.int64) * stride_out, 1) + d
+    gl.store(at, (acc * factor).to(dtype), mask=gl.expand_dims(row < n, 1) & (d < HEAD_DIM))
+
+
+@gluon.jit
+def _shared(s_desc, t_desc, S_STAGES: gl.constexpr, T_STAGES: gl.constexpr, N_GROUPS: gl.constexpr):
+    """Shared memory of keys, of both rings of queries and of the ring of C, each with barriers: filled, free."""
+    dtype: gl.constexpr = s_desc.dtype
+    own_s = gl.allocate_shared_memory(dtype, [N_GROUPS] + s_desc.block_shape, s_desc.layout)
+    own_t = gl.allocate_shared_memory(dtype, [N_GROUPS] + t_desc.block_shape, t_desc.layout)
+    ring_s = gl.allocate_shared_memory(dtype, [S_STAGES] + s_desc.block_shape, s_desc.layout)
+    ring_t = gl.allocate_shared_memory(dtype, [T_STAGES] + t_desc.block_shape, t_desc.layout)
+    c_ring = gl.allocate_shared_memory(dtype, [2 * N_GROUPS, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, 2))
+    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    s_full = gl.allocate_shared_memory(gl.int64, [S_STAGES, 1], mbarrier.MBarrierLayout())
+    s_empty = gl.allocate_shared_memory(gl.int64, [S_STAGES, 1], mbarrier.MBarrierLayout())
+    t_full = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], mbarrier.MBarrierLayout())
+    t_empty = gl.allocate_shared_memory(gl.int64, [T_STAGES, 1], mbarrier.MBarrierLayout())
+    c_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    c_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(own_full, count=1)
+    for slot in gl.static_range(S_STAGES):
+        mbarrier.init(s_full.index(slot), count=1)
+        mbarrier.init(s_empty.index(slot), count=N_GROUPS + 1)  # who forms C and who multiplies it
+    for slot in gl.static_range(T_STAGES):
+        mbarrier.init(t_full.index(slot), count=1)
+        mbarrier.init(t_empty.index(slot), count=N_GROUPS)
+    for buffer in gl.static_range(2):
+        mbarrier.init(c_full.index(buffer), count=N_GROUPS)
+        mbarrier.init(c_empty.index(buffer), count=1)
+    fence_async_shared()
+    return own_s, own_t, ring_s, ring_t, c_ring, own_full, s_full, s_empty, t_full, t_empty, c_full, c_empty
+
+
+@gluon.jit(do_not_specialize=["n", "n_heads", "first_head", "launch_heads"])
 def _relation_kl_hopper_bwd_kernel(
-    s_i_desc,
-    s_j_desc,
-    t_i_desc,
-    t_j_desc,
+    s_desc,
+    t_desc,
     shift_s_ptr,
     shift_t_ptr,
-    grad_ptr,
+    weight_ptr,
+    quantum_ptr,
+    top_ptr,
+    sum_desc,
     out_ptr,
     padded_n,
     stride_b,
@@ -192,90 +300,160 @@ def _relation_kl_hopper_bwd_kernel(
     factor,
     n,
     n_heads,
+    first_head,
+    launch_heads,
     HEAD_DIM: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
+    S_STAGES: gl.constexpr,
+    T_STAGES: gl.constexpr,
+    OUT_STAGES: gl.constexpr,
     N_GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
-    """Gradient to 64 N_GROUPS rows in both of their roles; all blocks take equally long.
-
-    With C = P_s - P_t times the rows' incoming gradient, dX_i = factor sum_j (C_ij + C_ji) X_j, without atomics.
-    """
-    first_row = gl.program_id(0) * (N_GROUPS * ROWS)
-    head = gl.program_id(1)
+    """The keys' part of 64 N_GROUPS rows to `out`, and what they give to the queries' part to the integer sums."""
+    # heads side by side, the longest blocks of all first: short ones fill the gaps at the end
+    in_launch = gl.program_id(0) % launch_heads
+    first_tile = gl.program_id(0) // launch_heads * N_GROUPS
+    head = first_head + in_launch
     batch = head // n_heads
     own = head % n_heads
-    n_tiles = gl.cdiv(n, BLOCK_N)
-    memory = shared_tiles(s_i_desc, s_j_desc, t_i_desc, t_j_desc, STAGES, N_GROUPS)
+    n_turns = gl.cdiv(n, ROWS) - first_tile
+    memory = _shared(s_desc, t_desc, S_STAGES, T_STAGES, N_GROUPS)
+    staging = gl.allocate_shared_memory(gl.int32, [OUT_STAGES] + sum_desc.block_shape, sum_desc.layout)
     start = head.to(gl.int64) * padded_n
-    part_ptrs = (shift_s_ptr + start, shift_t_ptr + start, grad_ptr + start)
+    part_ptrs = (shift_s_ptr + start, shift_t_ptr + start, weight_ptr + start)
+    quantum_ptr += start
     out_ptr += batch.to(gl.int64) * stride_b + own.to(gl.int64) * stride_h
+    factor *= gl.load(top_ptr + head)
     scales = (scale_s, scale_t)
     if N_GROUPS == 2:
         gl.warp_specialize(
             [
                 (
-                    _backward_group,
+                    _gradients,
                     (
-                        0, memory, part_ptrs, out_ptr, stride_n, first_row, scales, factor, n, n_tiles, HEAD_DIM,
-                        BLOCK_N, BLOCK_D, STAGES,
+                        memory, staging, quantum_ptr, sum_desc, in_launch * padded_n, out_ptr, stride_n, first_tile,
+                        n_turns, n, factor, HEAD_DIM, BLOCK_D, S_STAGES, OUT_STAGES, N_GROUPS,
                     ),
                 ),
                 (
-                    _backward_group,
-                    (
-                        1, memory, part_ptrs, out_ptr, stride_n, first_row, scales, factor, n, n_tiles, HEAD_DIM,
-                        BLOCK_N, BLOCK_D, STAGES,
-                    ),
+                    _differences,
+                    (0, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
                 ),
                 (
-                    _load,
-                    (
-                        s_i_desc, s_j_desc, t_i_desc, t_j_desc, memory, batch, own, first_row, n_tiles, BLOCK_N, STAGES,
-                        N_GROUPS,
-                    ),
+                    _differences,
+                    (1, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
                 ),
+                (_load, (s_desc, t_desc, memory, batch, own, first_tile, n_turns, S_STAGES, T_STAGES, N_GROUPS)),
             ],
-            [4, 4],
-            [240, 24],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, 24],
         )  # fmt: skip
     else:
         gl.static_assert(N_GROUPS == 3)
         gl.warp_specialize(
             [
                 (
-                    _backward_group,
+                    _gradients,
                     (
-                        0, memory, part_ptrs, out_ptr, stride_n, first_row, scales, factor, n, n_tiles, HEAD_DIM,
-                        BLOCK_N, BLOCK_D, STAGES,
+                        memory, staging, quantum_ptr, sum_desc, in_launch * padded_n, out_ptr, stride_n, first_tile,
+                        n_turns, n, factor, HEAD_DIM, BLOCK_D, S_STAGES, OUT_STAGES, N_GROUPS,
                     ),
                 ),
                 (
-                    _backward_group,
-                    (
-                        1, memory, part_ptrs, out_ptr, stride_n, first_row, scales, factor, n, n_tiles, HEAD_DIM,
-                        BLOCK_N, BLOCK_D, STAGES,
-                    ),
+                    _differences,
+                    (0, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
                 ),
                 (
-                    _backward_group,
-                    (
-                        2, memory, part_ptrs, out_ptr, stride_n, first_row, scales, factor, n, n_tiles, HEAD_DIM,
-                        BLOCK_N, BLOCK_D, STAGES,
-                    ),
+                    _differences,
+                    (1, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
                 ),
                 (
-                    _load,
-                    (
-                        s_i_desc, s_j_desc, t_i_desc, t_j_desc, memory, batch, own, first_row, n_tiles, BLOCK_N, STAGES,
-                        N_GROUPS,
-                    ),
+                    _differences,
+                    (2, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
                 ),
+                (_load, (s_desc, t_desc, memory, batch, own, first_tile, n_turns, S_STAGES, T_STAGES, N_GROUPS)),
             ],
-            [4, 4, 4],
-            [160, 160, 24],
+            [4, 4, 4, 4],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n"])
+def _relation_kl_prepare_kernel(
+    grad_ptr,
+    top_s_ptr,
+    log_sum_s_ptr,
+    top_t_ptr,
+    log_sum_t_ptr,
+    top_ptr,
+    largest_ptr,
+    shift_s_ptr,
+    shift_t_ptr,
+    weight_ptr,
+    quantum_ptr,
+    unit_ptr,
+    n,
+    padded_n,
+    factor,
+    BLOCK: tl.constexpr,
+):
+    """What the kernels read of each row, for whole tiles, so that they need no masks: behind the end all are 0.
+
+    weight is the incoming gradient over the head's largest, and quantum turns (C X)_i into an integer: with |C_ij| <=
+    weight_i |P_s - P_t|_ij every sum over keys is below 2 weight_i max |X|, 1.01 covers what rounding C adds.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    at = head.to(tl.int64) * n + row
+    to = head.to(tl.int64) * padded_n + row
+    in_row = row < n
+    in_padded = row < padded_n
+    top = tl.load(top_ptr + head)
+    weight = tl.load(grad_ptr + at, mask=in_row, other=0.0) / tl.where(top == 0.0, 1.0, top)
+    weight = tl.where(tl.abs(weight) < 1e-12, 0.0, weight)
+    shift_s = tl.load(top_s_ptr + at, mask=in_row, other=float("inf")) + tl.load(
+        log_sum_s_ptr + at, mask=in_row, other=0.0
+    )
+    shift_t = tl.load(top_t_ptr + at, mask=in_row, other=float("inf")) + tl.load(
+        log_sum_t_ptr + at, mask=in_row, other=0.0
+    )
+    quantum = 1073741824.0 / (1.01 * tl.maximum(tl.load(largest_ptr + head), 1e-15))
+    tl.store(shift_s_ptr + to, -shift_s, mask=in_padded)
+    tl.store(shift_t_ptr + to, -shift_t, mask=in_padded)
+    tl.store(weight_ptr + to, weight, mask=in_padded)
+    tl.store(quantum_ptr + to, tl.where(weight == 0.0, 0.0, quantum / weight), mask=in_padded)
+    tl.store(unit_ptr + to, weight * (top * factor) / quantum, mask=in_padded)
+
+
+@triton.jit(do_not_specialize=["n", "n_heads", "first_head"])
+def _relation_kl_finish_kernel(
+    sum_ptr,
+    unit_ptr,
+    out_ptr,
+    padded_n,
+    stride_b,
+    stride_h,
+    stride_n,
+    n,
+    n_heads,
+    first_head,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Add the queries' part, integers times the unit of their row, to the keys' part."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = first_head + tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    sums = sum_ptr + (tl.program_id(1).to(tl.int64) * padded_n + row)[:, None] * BLOCK_D + d[None, :]
+    unit = tl.load(unit_ptr + head.to(tl.int64) * padded_n + row)
+    out_ptr += (head // n_heads).to(tl.int64) * stride_b + (head % n_heads).to(tl.int64) * stride_h
+    at = out_ptr + row[:, None].to(tl.int64) * stride_n + d[None, :]
+    mask = (row < n)[:, None] & (d < HEAD_DIM)[None, :]
+    key = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    query = tl.load(sums).to(tl.float32) * unit[:, None]
+    tl.store(at, (key + query).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def relation_kl_backward(
@@ -287,40 +465,66 @@ def relation_kl_backward(
     teacher_scale: float,
     visibility: Visibility,
 ) -> torch.Tensor:
-    """`row_kl_triton.relation_kl_backward` for what `runs_on_hopper`.
-
-    One number a row and side, top + log_sum, is exact enough for 16-bit inputs, and leaves registers for the products.
-    """
+    """`row_kl_triton.relation_kl_backward` for what `runs_on_hopper`."""
     batch, n_heads, n, head_dim = student.shape
+    heads = batch * n_heads
     grad_s = torch.empty_like(student)
-    block_d, block_n = width(head_dim), 64
+    block_d = width(head_dim)
     n_groups = 2 if block_d == 128 else 3
     blocks = triton.cdiv(n, 64 * n_groups)
-    # whole blocks, so that the kernel needs no masks: behind the end all probabilities are 0
-    padded = parts.new_empty(3, batch, n_heads, blocks * 64 * n_groups)
-    padded[:2, ..., :n] = -(parts[0::2] + parts[1::2])  # negated here, as the kernel would in every tile
-    padded[2, ..., :n] = grad
-    padded[:2, ..., n:] = -float("inf")
-    padded[2, ..., n:] = 0.0
-    _relation_kl_hopper_bwd_kernel[(blocks, batch * n_heads)](
-        describe(student, 64, block_d),
-        describe(student, block_n, block_d),
-        describe(teacher, 64, block_d),
-        describe(teacher, block_n, block_d),
-        *padded,
-        grad_s,
-        padded.shape[-1],
-        *grad_s.stride()[:3],
-        student_scale * LOG2E,
-        teacher_scale * LOG2E,
-        student_scale,
-        n,
-        n_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        STAGES=4,
-        N_GROUPS=n_groups,
-        num_warps=4,
+    padded_n = blocks * 64 * n_groups
+    grad = grad.contiguous()
+    top = grad.abs().amax(-1)
+    largest = torch.linalg.vector_norm(student, float("inf"), dim=(-2, -1)).float()
+    rows = parts.new_empty(5, heads, padded_n)
+    _relation_kl_prepare_kernel[(triton.cdiv(padded_n, 1024), heads)](
+        grad, *parts, top, largest, *rows, n, padded_n, student_scale, BLOCK=1024
     )
+    launches = triton.cdiv(heads * padded_n * block_d * 4, _SUMS_BYTES)
+    launch_heads = triton.cdiv(heads, min(launches, heads))
+    sums = torch.zeros(launch_heads * padded_n, block_d, dtype=torch.int32, device=student.device)
+    s_desc, t_desc = (describe(x, 64, block_d) for x in (student, teacher))
+    sum_desc = TensorDescriptor.from_tensor(sums, [64, block_d], gl.NVMMASharedLayout(128, 32, 2))
+    for first_head in range(0, heads, launch_heads):
+        here = min(launch_heads, heads - first_head)
+        if first_head > 0:
+            sums.zero_()
+        _relation_kl_hopper_bwd_kernel[(blocks * here,)](
+            s_desc,
+            t_desc,
+            *rows[:4],
+            top,
+            sum_desc,
+            grad_s,
+            padded_n,
+            *grad_s.stride()[:3],
+            student_scale * LOG2E,
+            teacher_scale * LOG2E,
+            student_scale,
+            n,
+            n_heads,
+            first_head,
+            here,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            S_STAGES=4 if block_d == 128 else 6,
+            T_STAGES=2 if block_d == 128 else 4,
+            OUT_STAGES=1 if block_d == 128 else 2,
+            N_GROUPS=n_groups,
+            REGISTERS=128 if block_d == 128 else 96,
+            num_warps=4,
+        )
+        _relation_kl_finish_kernel[(padded_n // 64, here)](
+            sums,
+            rows[4],
+            grad_s,
+            padded_n,
+            *grad_s.stride()[:3],
+            n,
+            n_heads,
+            first_head,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_M=64,
+        )
     return grad_s
