@@ -1,11 +1,12 @@
 """What a step of an objective costs beside a plain next-token step: tokens per second, peak memory, where time goes.
 
 Run:   python benchmarks/distillation_step.py [--runs relation-distill clm] [--shape llama-3-8b] [--length 8192]
-           [--lora 64] [--nf4] [--steps 5] [--out FILE.json]
+           [--lora 64] [--nf4] [--warm-up 3] [--steps 5] [--out FILE.json]
 Shape: random weights in bf16, or 4-bit with --nf4, batch 1, PI 4x, adapters on q, k and v or, with --lora 0, all
 weights trained, gradient checkpointing. With adapters the teacher of relation-distill is the same weights with adapters
-off. The views of self-distill draw where they split anew in each step: give it enough steps for a mean. Share of time:
-of all kernels of a profiled step, those of the relation loss.
+off. The skip of self-distill splits rows at a place drawn anew in each step; its seed is one whose timed steps copy as
+many tokens, and keys for them, as uniform draws do on average. Share of time: of all kernels of a profiled step, those
+of the relation loss.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from view_overhead import LLAMA3_8B
 
+from rope_patch.draws import DrawKey
+from rope_patch.views import Skip
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
 GIB = 1 << 30
@@ -70,14 +73,24 @@ RELATION_KERNELS = (
     "_relation_kl_prepare_kernel",
     "_relation_kl_finish_kernel",
 )
-WARM_UP = 3
+
+
+def balanced_seed(warm_up: int, steps: int) -> int:
+    """A seed whose timed steps have the mean work of uniform splits s: L/2 copies, which attend to L^2/3 keys."""
+    of_steps = torch.arange(warm_up, warm_up + steps)[:, None]
+    length = torch.tensor(1 << 20)
+    for seed in range(100_000):
+        split = Skip().draw(length, DrawKey(seed, of_steps, torch.zeros_like(of_steps)))["split"] / length
+        if abs((1 - split).mean() - 1 / 2) < 0.005 and abs((1 - split**2).mean() - 2 / 3) < 0.01:
+            return seed
+    raise ValueError(f"--steps must be enough for balanced draws, at least 3, got {steps}.")
 
 
 class Watch(TrainerCallback):
     """Seconds of the steps after the warm-up, the last of which is profiled and not timed."""
 
-    def __init__(self, steps: int) -> None:
-        self.last = WARM_UP + steps
+    def __init__(self, warm_up: int, steps: int) -> None:
+        self.warm_up, self.last = warm_up, warm_up + steps
         self.seconds = 0.0
         self.profile: profile | None = None
 
@@ -91,7 +104,7 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         synchronize()
-        if WARM_UP < state.global_step <= self.last:
+        if self.warm_up < state.global_step <= self.last:
             self.seconds += time.perf_counter() - self.begin
         elif self.profile is not None:
             self.profile.__exit__(None, None, None)
@@ -130,8 +143,8 @@ def build(shape: str, nf4: bool) -> Any:
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     model = build(args.shape, args.nf4)
     vocabulary = model.config.vocab_size
-    rows = torch.randint(0, vocabulary, (WARM_UP + args.steps + 1, args.length)).tolist()
-    watch = Watch(args.steps)
+    rows = torch.randint(0, vocabulary, (args.warm_up + args.steps + 1, args.length)).tolist()
+    watch = Watch(args.warm_up, args.steps)
     device = {"bf16": True} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -141,6 +154,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             args=RopeSFTConfig(
                 output_dir=folder,
                 **RUNS[name],
+                view_seed=balanced_seed(args.warm_up, args.steps),
                 rescale="pi",
                 rescale_args={"factor": 4.0},
                 per_device_train_batch_size=1,
@@ -187,6 +201,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--lora", type=int, default=64)
     parser.add_argument("--nf4", action="store_true")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -196,6 +211,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "shape": args.shape,
         "length": args.length,
+        "steps": args.steps,
         "lora_rank": args.lora,
         "nf4": args.nf4,
         "runs": [],

@@ -102,7 +102,8 @@ class TwoViewLayout:
         n = self.seen.shape[1]
         same = (self.document[row, q] == self.document[row, k]) & (self.document[row, q] >= 0)
         distance = self.t[row, q] - self.t[row, k]
-        seen = same & (distance >= 0) & (((q < n) == (k < n)) | ((q >= n) & self.in_prefix[row, k]))
+        # & and | alone: inductor, which compiles this for flex attention, fails on bools that are compared
+        seen = same & (distance >= 0) & (((q < n) & (k < n)) | ((q >= n) & ((k >= n) | self.in_prefix[row, k])))
         if window is not None:
             seen = seen & (distance < window)
         # what belongs to no document sees itself: a softmax over nothing is not a number
