@@ -55,7 +55,7 @@ def linear_ce_kl(
         ce_reference: [N] or None, nan for rows that have none: LongCE's cross-entropy of the same tokens in a short
             context, in nats.
         ce_cap: LongCE's gamma, above 0.
-        chunk_rows: rows whose logits exist at a time. None: as many as a quarter of free memory holds, 2 GiB at most.
+        chunk_rows: rows whose logits exist at a time. None: what a quarter of free memory holds, 1.25 GiB at most.
 
     Returns:
         The scalar, float32 (float64 for float64 inputs), and `RowMetrics` of all rows.
@@ -145,39 +145,36 @@ class _LinearCEKL(torch.autograd.Function):
             index = rows.nonzero().squeeze(1)
             if not len(index):
                 continue
-            for chunk in index.split(chunk_rows or _rows_at_a_time(weight, 2 if both else 1)):
+            sides = 2 if both else 1
+            n_rows = chunk_rows or _rows_at_a_time(weight, sides)
+            logits = weight.new_empty(sides * min(n_rows, len(index)), weight.shape[0], dtype=exact)
+            for chunk in index.split(n_rows):
                 hidden = hidden_std[chunk]
-                products = _product(hidden, weight, bias, exact)
-                view_products = None
                 if both:
                     assert hidden_view is not None
-                    hidden_of_view = hidden_view[chunk]
-                    view_products = _product(hidden_of_view, weight, bias, exact)
-                weights = (scaled_ce[chunk], scaled_kl[chunk])
-                found, gradient, view_gradient = in_rows(
-                    products,
-                    view_products,
+                    hidden = torch.cat([hidden, hidden_view[chunk]])
+                found, gradient = in_rows(
+                    _product(hidden, weight, bias, logits[: len(hidden)]),
                     labels[chunk],
-                    *weights,
+                    scaled_ce[chunk],
+                    scaled_kl[chunk],
                     direction,
                     head,
                     weight.dtype,
                     None if reference is None else reference[chunk],
                     ce_cap,
                 )
-                del products, view_products
                 ce[chunk], kl[chunk], entropy[chunk] = found.ce, found.kl, found.entropy
                 is_top1[chunk], ce_factor[chunk] = found.is_top1, found.ce_factor
-                sides = [(gradient, hidden, grad_std)]
-                if view_gradient is not None:
-                    sides.append((view_gradient, hidden_of_view, grad_view))
-                for side_gradient, side_hidden, grad_hidden in sides:
-                    if grad_bias is not None:
-                        grad_bias += side_gradient.sum(0, dtype=exact)
-                    if grad_hidden is not None:
-                        grad_hidden[chunk] = side_gradient @ weight
-                    if grad_weight is not None:
-                        _add_product(grad_weight, side_gradient.t(), side_hidden)
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(0, dtype=exact)
+                if grad_std is not None:
+                    grad_std[chunk] = gradient[: len(chunk)] @ weight
+                if both and grad_view is not None:
+                    grad_view[chunk] = gradient[len(chunk) :] @ weight
+                if grad_weight is not None:
+                    _add_product(grad_weight, gradient.t(), hidden)
+            del logits, gradient
         ctx.save_for_backward(
             grad_std,
             grad_view,
@@ -234,13 +231,15 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
     return full
 
 
-def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: torch.dtype) -> torch.Tensor:
-    """Products of rows and head, [n, V] in `exact`, which tensor cores accumulate in anyway."""
+def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Products of rows and head, [n, V], in the dtype of `out`, which tensor cores accumulate in anyway."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        products = torch.mm(hidden, weight.t(), out_dtype=exact)
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+    elif hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.t(), out=out)
     else:
-        products = (hidden @ weight.t()).to(exact)
-    return products if bias is None else products.add_(bias)
+        out.copy_(hidden @ weight.t())
+    return out if bias is None else out.add_(bias)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -257,8 +256,10 @@ def _rows_at_a_time(weight: torch.Tensor, sides: int) -> int:
     if weight.is_cuda:
         free, _ = torch.cuda.mem_get_info(weight.device)
         unused = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
-        room = min(2**31, (free + unused) // 4)
-    return max(1, room // (4 * sides * weight.shape[0]))
+        # more rows at a time than this save no time
+        room = min(5 * 2**28, (free + unused) // 4)
+    rows = room // (4 * sides * weight.shape[0])
+    return rows // 128 * 128 or max(rows, 1)  # whole tiles
 
 
 def _require(

@@ -67,8 +67,7 @@ def ce_factors(ce: torch.Tensor, reference: torch.Tensor | None, cap: float) -> 
 
 
 def vocabulary_rows(
-    standard: torch.Tensor,
-    view: torch.Tensor | None,
+    products: torch.Tensor,
     labels: torch.Tensor,
     ce_weight: torch.Tensor,
     kl_weight: torch.Tensor,
@@ -77,8 +76,8 @@ def vocabulary_rows(
     dtype: torch.dtype,
     ce_reference: torch.Tensor | None = None,
     ce_cap: float = 1.0,
-) -> tuple[RowMetrics, torch.Tensor, torch.Tensor | None]:
-    """Metrics of each row, and the gradients of sum(ce_factor ce_weight ce + kl_weight kl) to both products.
+) -> tuple[RowMetrics, torch.Tensor]:
+    """Metrics of each row, and the gradient of sum(ce_factor ce_weight ce + kl_weight kl) to the products.
 
     With q the distribution of the standard view, which the divergence holds fixed, p that of the view, m = (p + q) / 2:
 
@@ -88,20 +87,21 @@ def vocabulary_rows(
         jsd       (KL(p || m) + KL(q || m)) / 2         d/dz_p = p (ln p - ln m - KL(p || m)) / 2
 
     Args:
-        standard: products of hidden states and head, [n, V] in float32 or float64; may be overwritten.
-        view: likewise for the view, or None where no row has a divergence.
+        products: of hidden states and head, [2n, V] in float32 or float64, those of the standard view above those of
+            the view, or [n, V] of the standard view where no row has a divergence; may be overwritten.
         labels: [n] int64, -100 for none.
-        ce_weight: [n] of the dtype of `standard`; what it says about rows without a label does not count.
+        ce_weight: [n] of the dtype of `products`; what it says about rows without a label does not count.
         kl_weight: [n], likewise.
         direction: of the divergence.
         head: what turns products into logits.
-        dtype: of the gradients.
+        dtype: of the gradient.
         ce_reference: [n] or None, as in `ce_factors`, whose values are constants.
         ce_cap: likewise.
 
     Returns:
-        Metrics, the gradient to `standard` and that to `view`.
+        Metrics, and the gradient in the shape of `products`.
     """
+    standard, *view = products.split(len(labels))
     labelled = labels != IGNORE_INDEX
     place = labels.clamp_min(0)[:, None]
     z = head.logits(standard)
@@ -114,9 +114,9 @@ def vocabulary_rows(
     gradient = q.scatter_add(1, place, torch.full_like(place, -1, dtype=q.dtype))
     factor = ce_factors(ce, ce_reference, ce_cap)
     gradient = head.back(gradient * torch.where(labelled, factor * ce_weight, 0.0)[:, None], z)
-    if view is None:
-        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1, factor), gradient.to(dtype), None
-    z = head.logits(view)
+    if not view:
+        return RowMetrics(ce, torch.zeros_like(ce), entropy, is_top1, factor), gradient.to(dtype)
+    z = head.logits(view[0])
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     if direction == "reverse":
@@ -134,4 +134,4 @@ def vocabulary_rows(
         view_gradient = p * (gap - own[:, None]) / 2
     kl = torch.where(kl_weight != 0, kl, 0.0)
     view_gradient = head.back(view_gradient * kl_weight[:, None], z)
-    return RowMetrics(ce, kl, entropy, is_top1, factor), gradient.to(dtype), view_gradient.to(dtype)
+    return RowMetrics(ce, kl, entropy, is_top1, factor), torch.cat([gradient, view_gradient]).to(dtype)
