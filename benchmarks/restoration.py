@@ -72,6 +72,9 @@ def arms() -> dict[str, Arm]:
     found["pi4 ard+cpt as the authors"] = Arm(PI4, {}, {})
     for lr in (2e-5, 1e-3):
         found[f"pi4 cpt lr {lr:g}"] = Arm(PI4, extend={"learning_rate": lr, **EQUAL})
+    # the control with the tokens, rows and stages of LinearARD: next-token training in place of distillation
+    for lr in (2e-4, 5e-4, 1e-3):
+        found[f"pi4 clm {lr:g}+cpt"] = Arm(PI4, {"objective": "clm", "learning_rate": lr}, EXTEND_LR, trainable="all")
     for lr in (5e-5, 2e-4, 3e-3):
         found[f"pi4 ard lr {lr:g}"] = Arm(PI4, {"learning_rate": lr})
     variants: dict[str, dict[str, Any]] = {
