@@ -10,6 +10,7 @@ of the relation loss.
 """
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -109,11 +110,15 @@ class Watch(TrainerCallback):
         elif self.profile is not None:
             self.profile.__exit__(None, None, None)
 
-    def relation_share(self) -> float | None:
+    def shares(self) -> tuple[float | None, dict[str, float]]:
+        """Of the profiled step's kernel time: what relation kernels take, and the ten longest kernels."""
         if self.profile is None:
-            return None
+            return None, {}
         times = {e.key: e.self_device_time_total for e in self.profile.key_averages()}
-        return sum(t for name, t in times.items() if name in RELATION_KERNELS) / sum(times.values())
+        total = sum(times.values())
+        longest = sorted(times, key=lambda name: -times[name])[:10]
+        relation = sum(t for name, t in times.items() if name in RELATION_KERNELS) / total
+        return relation, {name[:100]: round(times[name] / total, 4) for name in longest}
 
 
 def synchronize() -> None:
@@ -175,12 +180,14 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             callbacks=[watch],
         )
         trainer.train()
+    relation_share, kernels = watch.shares()
     return {
         "run": name,
         "tokens_per_second": args.length * args.steps / watch.seconds,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
         "weights_gib": sum(p.nbytes for p in model.parameters()) / GIB,
-        "relation_share": watch.relation_share(),
+        "relation_share": relation_share,
+        "kernels": kernels,
     }
 
 
@@ -219,6 +226,7 @@ def main() -> None:
     for name in args.runs:
         facts["runs"].append(run(name, args))
         print(facts["runs"][-1], flush=True)
+        gc.collect()  # model and trainer hold each other: the next run would count this one's weights
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if args.out:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention.bias import causal_lower_right
 
 from ..attention_calls import AttentionCall, attention_name, sliding_window
 from .one_pass import Segment, TwoViewLayout
+from .prefix_attention import prefix_attention
 
 _MIXES_TOKENS = ("mamba", "conv", "ssm", "recurrent", "deltanet", "rwkv", "linearattention", "lightning")
 
@@ -56,8 +56,8 @@ def _aligns_masks_at_the_top() -> bool:
 class TwoViewAttention:
     """Attention of both views in one call of each layer's attention.
 
-    - sdpa: a causal call for each document, and one for its copies over prefix and copies; a layer's sliding window
-      takes a mask of the document, as it does without us.
+    - sdpa: a causal call for each document, and `prefix_attention` of its copies; a layer's sliding window takes a mask
+      of the document, as it does without us.
     - flash: one call with as many sequences, keys of copies gathered; masks end at the last key.
     - flex: a block mask, made once a forward and window.
     - eager: an additive mask, likewise.
@@ -90,32 +90,38 @@ class TwoViewAttention:
         return call.with_inputs(call.query, call.key, call.value, self._masks[key])
 
     def _sdpa(self, call: AttentionCall, window: int | None) -> torch.Tensor:
-        shared = call.query.shape[1] != call.key.shape[1]
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            """Bottom-right causal attention within the window."""
-            n_queries, n_keys = query.shape[2], key.shape[2]
-            mask: Any = None if n_queries == n_keys else causal_lower_right(n_queries, n_keys)
-            if window is not None and window < n_keys:
-                mask = self._band(n_queries, n_keys, window, query.device)
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=call.scale, enable_gqa=shared
-            )
-
         tensors = (call.query, call.key, call.value)
         pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in call.query]
         for one in self.layout.segments:
-            row, whole = slice(one.row, one.row + 1), slice(one.begin, one.end)
-            pieces[one.row].append((one.begin, attend(*(x[row, :, whole] for x in tensors))))
+            row, document = slice(one.row, one.row + 1), slice(one.begin, one.end)
+            q, k, v = (x[row, :, document] for x in tensors)
+            pieces[one.row].append((one.begin, self._causal(q, k, v, call.scale, window)))
         for one in self.layout.segments:
             n_copies = one.end - one.split
             if n_copies:
-                row, copies = slice(one.row, one.row + 1), slice(one.copy, one.copy + n_copies)
-                k, v = (torch.cat([x[row, :, one.begin : one.split], x[row, :, copies]], 2) for x in tensors[1:])
-                pieces[one.row].append((one.copy, attend(call.query[row, :, copies], k, v)))
+                row, prefix = slice(one.row, one.row + 1), slice(one.begin, one.split)
+                q, k, v = (x[row, :, one.copy : one.copy + n_copies] for x in tensors)
+                before_k, before_v = (x[row, :, prefix] for x in tensors[1:])
+                if window is None or window >= one.end - one.begin:
+                    found = prefix_attention(q, before_k, before_v, k, v, call.scale)
+                else:
+                    k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
+                    found = self._causal(q, k, v, call.scale, window)
+                pieces[one.row].append((one.copy, found))
         # joined, not written into one tensor: autograd would copy all of it for each piece
         like = call.query[:1, :, :, : call.value.shape[-1]]
         return torch.cat([_joined(row, like) for row in pieces]).transpose(1, 2)
+
+    def _causal(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention within the window, of the last queries; of all of them where the window is wider."""
+        n_queries, n_keys = query.shape[2], key.shape[2]
+        mask = None if window is None or window >= n_keys else self._band(n_queries, n_keys, window, query.device)
+        shared = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared
+        )
 
     def _band(self, n_queries: int, n_keys: int, window: int, device: torch.device) -> torch.Tensor:
         key = (n_queries, n_keys, window)
