@@ -9,7 +9,7 @@ from .labelled import Labelled
 
 @dataclass(frozen=True)
 class Segment:
-    """A document of a row, [begin, end), the first token that the view moves, and where its copy begins."""
+    """A document of a row, [begin, end), the first token that is copied, and where its copy begins."""
 
     row: int
     begin: int
@@ -33,7 +33,7 @@ class TwoViewLayout:
         seen: where, among n + m, the state of each token under the view is, [batch, n].
         document: of tokens and copies, -1 on padding and where there is no copy, [batch, n + m].
         t: index in the document, of tokens and copies, [batch, n + m].
-        in_prefix: bool [batch, n + m], tokens that the view leaves where they are.
+        in_prefix: bool [batch, n + m], tokens that have no copy.
     """
 
     segments: tuple[Segment, ...]
@@ -45,15 +45,17 @@ class TwoViewLayout:
     in_prefix: torch.Tensor
 
     @classmethod
-    def of(cls, labelled: Labelled, first: torch.Tensor) -> "TwoViewLayout":
+    def of(cls, labelled: Labelled, first: torch.Tensor, granule: int = 1) -> "TwoViewLayout":
         """Lay out a batch.
 
         Args:
             labelled: the batch.
             first: first t that the view moves, in the shape of documents, [batch, 1] or [batch, n].
+            granule: copies begin at the multiple of it at or before `first`. Those of tokens that the view leaves where
+                they are have the states of the tokens themselves, so it changes nothing but lengths.
         """
         batch, n = labelled.t.shape
-        moved = labelled.valid & (labelled.t >= first)
+        moved = labelled.valid & (labelled.t >= first // granule * granule)
         n_copies = moved.long().cumsum(1)
         m = max(int(n_copies[:, -1].max()), 1)
         source = torch.zeros(batch, m, dtype=torch.int64, device=moved.device)

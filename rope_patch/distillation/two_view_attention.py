@@ -1,6 +1,7 @@
 """Attention over a row and copies of its suffix, by the attention implementation that the model runs."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention_calls import AttentionCall, attention_name, sliding_window
 from .one_pass import Segment, TwoViewLayout
@@ -38,6 +40,15 @@ def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
     if _kernel(name) == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
         return "soft-capped attention scores"
     return None
+
+
+def copy_granule(core: nn.Module, seq_len: int) -> int:
+    """What copies should begin at multiples of, in tokens.
+
+    Under sdpa a 32nd of the row: cuDNN's attention, which PyTorch runs on Hopper GPUs, is planned for each length that
+    it meets, which takes tens to hundreds of milliseconds. So lengths repeat, for a 64th of a row in copies on average.
+    """
+    return max(1, seq_len // 32) if _kernel(attention_name(core)) == "sdpa" else 1
 
 
 def _kernel(name: str) -> str | None:
@@ -80,7 +91,8 @@ class TwoViewAttention:
         window = sliding_window(call, self.config)
         kernel = _kernel(attention_name(self.core))
         if kernel == "sdpa":
-            return self._sdpa(call, window)
+            with self._repeated_plans():
+                return self._sdpa(call, window)
         if kernel == "flash":
             return self._flash(call)
         make = self._block_mask if kernel == "flex" else self._additive_mask
@@ -88,6 +100,13 @@ class TwoViewAttention:
         if key not in self._masks:
             self._masks[key] = make(call.query, window)
         return call.with_inputs(call.query, call.key, call.value, self._masks[key])
+
+    def _repeated_plans(self) -> AbstractContextManager[None]:
+        """Keeps cuDNN, which plans for each length, from documents that are not whole rows: each has its own."""
+        n = self.layout.seen.shape[1]
+        if all(one.end - one.begin == n for one in self.layout.segments):
+            return nullcontext()
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
     def _sdpa(self, call: AttentionCall, window: int | None) -> torch.Tensor:
         tensors = (call.query, call.key, call.value)

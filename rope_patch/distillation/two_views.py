@@ -15,7 +15,7 @@ from .distiller import TAPE
 from .labelled import Labelled
 from .longce import LongCE
 from .one_pass import TwoViewLayout
-from .two_view_attention import TwoViewAttention, why_two_passes
+from .two_view_attention import TwoViewAttention, copy_granule, why_two_passes
 
 logger = logging.get_logger(__name__)
 
@@ -105,7 +105,7 @@ class ViewDistiller(ConsistencyDistiller):
         )
         positions = torch.arange(seq_len, device=tape.ids.device) if position_ids is None else position_ids
         positions = positions.expand(n_rows, seq_len)
-        layout = TwoViewLayout.of(one, self._first(one))
+        layout = TwoViewLayout.of(one, self._first(one), copy_granule(self.core, seq_len))
         tape.attention = TwoViewAttention(layout, self.core, self.decoder.config)
         moved = bound(positions)
         # a prefix may be as a whole elsewhere in the view (cyclic), which RoPE does not see: here it is where it was
