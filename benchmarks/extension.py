@@ -13,8 +13,8 @@ rate, on rows cut from the same documents. A cue counts as tokens, and of PoSE t
 rescaled model without training, `native` the model as it is. Measured: loss by position, passkey by length up to the
 target, short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what is in it
 is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would not be
-through by then, as far as runs of the same method in --out tell; --part shares the runs among processes, on one GPU or
-several (CUDA_VISIBLE_DEVICES).
+through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs among
+processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
 
 --cost trains every method for that many steps after two that warm up, measures nothing else, and is for a GPU without
 other work: seconds and peak memory, first with one row at a time and then with as many as make --at-once tokens. The
@@ -185,7 +185,11 @@ def train(
             callbacks=[watch],
         )
         trainer.train()
-    log = [{k: e[k] for k in ("step", "loss", "kl", "num_tokens") if k in e} for e in trainer.state.log_history if "loss" in e]
+    log = [
+        {k: e[k] for k in ("step", "loss", "kl", "num_tokens") if k in e}
+        for e in trainer.state.log_history
+        if "loss" in e
+    ]
     return {
         "train_seconds": time.perf_counter() - begin,
         "seconds_a_step": statistics.median(watch.seconds[min(WARM_UP, steps - 1) :]),
@@ -237,9 +241,11 @@ def quality(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
         key = key_of("quality", seed, target, schedule, name, args)
         if any(r["key"] == list(key) for r in known):
             continue
-        alike = [r["seconds"] for r in known if r["kind"] == "quality" and (r["method"], r["target"]) == (name, target)]
-        if not args.deadline.leaves(max(alike, default=0)):
-            print(f"{name} to {target} under {schedule}: not begun, it takes {max(alike, default=0):.0f} s", flush=True)
+        ran = [r for r in known if r["kind"] == "quality"]
+        alike = [r for r in ran if (r["method"], r["target"]) == (name, target)]
+        needed = max((r["seconds"] for r in alike or ran), default=0)
+        if not args.deadline.leaves(needed):
+            print(f"{name} to {target} under {schedule}: not begun, it would take {needed:.0f} s", flush=True)
             return
         begin = time.perf_counter()
         model = load(args, schedule, target)

@@ -20,6 +20,7 @@ or several (CUDA_VISIBLE_DEVICES). --summary prints means over seeds, and which 
 """
 
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -387,6 +388,7 @@ def main() -> None:
         shown = f"in window {found['in_window']:.3f}  cliff {found['cliff']:.3f}  G {found['gain']:.3f}"
         print(f"{name:16} seed {seed:5}  {shown}  {rate:,.0f} tokens/s  {found['peak_gib']:.1f} GiB", flush=True)
         del run
+        gc.collect()  # what is patched holds on to itself
 
 
 if __name__ == "__main__":
