@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from view_overhead import llama3_8b
+from view_overhead import build
 
 from rope_patch.eval import attention_distance, loss_by_position, view_kl
 from rope_patch.eval.generation import greedy_answers
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model = llama3_8b(args.layers)
+    model = build("llama-3-8b", args.layers)
     vocab = model.config.vocab_size
     at_rest = torch.cuda.memory_allocated()
     rows = []

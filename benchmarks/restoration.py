@@ -12,7 +12,6 @@ again. --table prints the means over seeds of such files, with what was won back
 import argparse
 import gc
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from result_lines import mean_of, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
@@ -170,18 +170,6 @@ def table(runs: list[dict[str, Any]]) -> str:
         cells += [spread([recovery_ratio(r["short"], native["short"]) for r in same], 1)]
         lines.append(f"| {arm} | {after} | {len(same)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def mean_of(bins: list[dict[str, float]], first: int, end: int) -> float:
-    """Mean loss of the positions from first to end, of bins that lie within."""
-    inside = [b for b in bins if first <= b["first"] and b["end"] <= end]
-    return sum(b["loss"] * (b["end"] - b["first"]) for b in inside) / sum(b["end"] - b["first"] for b in inside)
-
-
-def spread(values: list[float], digits: int) -> str:
-    """The mean, with half of the distance between smallest and largest."""
-    shown = f"{statistics.mean(values):.{digits}f}"
-    return shown if len(values) == 1 else f"{shown} ± {(max(values) - min(values)) / 2:.{digits}f}"
 
 
 def main() -> None:

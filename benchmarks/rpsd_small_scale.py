@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from restoration import spread
+from result_lines import spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rope_patch.eval import (

@@ -1,9 +1,11 @@
-"""Time of a forward under each view over that of the unpatched model, both in one run.
+"""Time of a forward or of a training step under each view over that of the unpatched model, both in one run.
 
 Run:   python benchmarks/view_overhead.py [--lengths 8192 32768] [--layers 32] [--out FILE.json]
-Shape: Llama-3-8B with random weights in bf16, batch 1, no KV cache, no gradients; logits of the last token only.
-Each round times an unpatched and a patched forward, in an order that changes from round to round, so that a drift of
-the clock and what a forward leaves behind meet both; the median over rounds of their ratio is what counts.
+       python benchmarks/view_overhead.py --step --shape llama-3.2-1b --lengths 2048 8192 --views posaug [--rounds 40]
+Shape: random weights in bf16, batch 1. A forward has no KV cache, no gradients and logits of the last token only; a
+step is forward and loss of all tokens, backward, and fused AdamW, in training mode.
+Each round times an unpatched and a patched one, in an order that changes from round to round, so that a drift of the
+clock and what a forward leaves behind meet both; the median over rounds of their ratio is what counts.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_patch
 from rope_patch import patch_model, unpatch_model
+from rope_patch.environment import device_name
 
 VIEWS = ["standard", "skip", "cyclic", "dilation", "posaug", "nope", "compose"]
 
@@ -34,26 +37,50 @@ LLAMA3_8B = {
 }
 
 
-def llama3_8b(layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(**{**LLAMA3_8B, "num_hidden_layers": layers})
-    with torch.device("cuda"):
+LLAMA32_1B = {
+    **LLAMA3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+SHAPES = {"llama-3-8b": LLAMA3_8B, "llama-3.2-1b": LLAMA32_1B}
+
+
+def build(shape: str, layers: int | None) -> LlamaForCausalLM:
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        config = LlamaConfig(**{**SHAPES[shape], **changes})
         return LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).eval()
 
 
-def milliseconds(model: LlamaForCausalLM, ids: torch.Tensor) -> float:
-    """Wall time of one forward until the GPU is done, in ms: the work of the hooks on the CPU counts."""
-    torch.cuda.synchronize()
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def milliseconds(model: LlamaForCausalLM, ids: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> float:
+    """Wall time of a forward, or of a step where there is an optimizer, in ms: the hooks' work on the CPU counts."""
+    synchronize()
     begin = time.perf_counter()
-    model(ids, use_cache=False, logits_to_keep=1)
-    torch.cuda.synchronize()
+    if optimizer is None:
+        with torch.no_grad():
+            model(ids, use_cache=False, logits_to_keep=1)
+    else:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    synchronize()
     return 1e3 * (time.perf_counter() - begin)
 
 
-@torch.no_grad()
-def measure(model: LlamaForCausalLM, seq_len: int, rounds: int) -> list[dict[str, object]]:
-    ids = torch.randint(0, model.config.vocab_size, (1, seq_len), device="cuda")
+def measure(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer | None, views: list[str], seq_len: int, rounds: int
+) -> list[dict[str, object]]:
+    ids = torch.randint(0, model.config.vocab_size, (1, seq_len), device=model.device)
     rows = []
-    for view in VIEWS:
+    for view in views:
         options = {"views": [{"view": "skip"}, {"view": "posaug"}]} if view == "compose" else {}
         plain: list[float] = []
         patched: list[float] = []
@@ -63,7 +90,7 @@ def measure(model: LlamaForCausalLM, seq_len: int, rounds: int) -> list[dict[str
                 unpatch_model(model)
                 if is_patched:
                     patch_model(model, view, when="always", **options)
-                times[is_patched] = milliseconds(model, ids)
+                times[is_patched] = milliseconds(model, ids, optimizer)
             if round_number >= 0:  # the first rounds warm up
                 plain.append(times[False])
                 patched.append(times[True])
@@ -94,15 +121,23 @@ def measure(model: LlamaForCausalLM, seq_len: int, rounds: int) -> list[dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    parser.add_argument("--layers", type=int, help="default: those of the shape")
+    parser.add_argument("--step", action="store_true", help="time training steps in place of forwards")
+    parser.add_argument("--views", nargs="+", choices=VIEWS, default=VIEWS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
-    model = llama3_8b(args.layers)
-    rows = [row for seq_len in args.lengths for row in measure(model, seq_len, args.rounds)]
+    model = build(args.shape, args.layers)
+    optimizer = None
+    if args.step:
+        # so small a rate that random weights stay what they are
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-8, weight_decay=0.0, fused=True)
+    rows = [row for seq_len in args.lengths for row in measure(model, optimizer, args.views, seq_len, args.rounds)]
+    what = "training step with fused AdamW" if args.step else "forward without gradients"
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "shape": f"Llama-3-8B, {args.layers} layers, batch 1, bf16, sdpa, random weights, forward without gradients",
+        "gpu": device_name(torch.cuda.is_available()),
+        "shape": f"{args.shape}, {model.config.num_hidden_layers} layers, batch 1, bf16, sdpa, random weights, {what}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "rope_patch": rope_patch.__version__,

@@ -1,0 +1,72 @@
+"""Results as JSON lines that several processes may add to, means of them, and slices of a list of runs."""
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rope_patch.environment import device_name, installed_versions
+
+T = TypeVar("T")
+
+
+def read_lines(*files: Path) -> list[dict[str, Any]]:
+    """The results in `files`; one that is not there has none."""
+    return [json.loads(line) for f in files if f.is_file() for line in f.read_text(encoding="utf-8").splitlines()]
+
+
+def add_line(file: Path, result: dict[str, Any]) -> None:
+    """Add one result, in a single write: lines of processes side by side do not mix."""
+    with file.open("ab", buffering=0) as out:
+        out.write((json.dumps(result) + "\n").encode())
+
+
+def versions() -> dict[str, Any]:
+    """What a result was made with."""
+    return {
+        "gpu": device_name(torch.cuda.is_available()),
+        "versions": installed_versions("torch", "triton", "transformers", "trl"),
+    }
+
+
+def share(runs: Sequence[T], part: str) -> list[T]:
+    """Every N-th of `runs`, from the K-th, of part K/N.
+
+    Raises:
+        ValueError: not two integers with 0 <= K < N.
+    """
+    number, _, total = part.partition("/")
+    if not (number.isdecimal() and total.isdecimal() and int(number) < int(total)):
+        raise ValueError(f"--part must be K/N with 0 <= K < N, got {part!r}.")
+    return list(runs[int(number) :: int(total)])
+
+
+def mean_of(bins: list[dict[str, float]], first: int, end: int) -> float:
+    """Mean loss of the positions from first to end, of bins that lie within."""
+    inside = [b for b in bins if first <= b["first"] and b["end"] <= end]
+    return sum(b["loss"] * (b["end"] - b["first"]) for b in inside) / sum(b["end"] - b["first"] for b in inside)
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The mean, with half of the distance between smallest and largest."""
+    shown = f"{statistics.mean(values):.{digits}f}"
+    return shown if len(values) == 1 else f"{shown} ± {(max(values) - min(values)) / 2:.{digits}f}"
+
+
+class Deadline:
+    """The end of a slice of time, counted from when this is made.
+
+    Args:
+        minutes: None for none.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self.end = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def leaves(self, seconds: float) -> bool:
+        """Whether that many seconds are left."""
+        return self.end is None or time.monotonic() + seconds < self.end
