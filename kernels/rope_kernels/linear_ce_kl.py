@@ -168,10 +168,12 @@ class _LinearCEKL(torch.autograd.Function):
                 is_top1[chunk], ce_factor[chunk] = found.is_top1, found.ce_factor
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0, dtype=exact)
-                if grad_std is not None:
-                    grad_std[chunk] = gradient[: len(chunk)] @ weight
-                if both and grad_view is not None:
-                    grad_view[chunk] = gradient[len(chunk) :] @ weight
+                if grad_std is not None or grad_view is not None:
+                    back = gradient @ weight
+                    if grad_std is not None:
+                        grad_std[chunk] = back[: len(chunk)]
+                    if both and grad_view is not None:
+                        grad_view[chunk] = back[len(chunk) :]
                 if grad_weight is not None:
                     _add_product(grad_weight, gradient.t(), hidden)
             del logits, gradient
@@ -258,8 +260,12 @@ def _rows_at_a_time(weight: torch.Tensor, sides: int) -> int:
         unused = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
         # more rows at a time than this save no time
         room = min(5 * 2**28, (free + unused) // 4)
-    rows = room // (4 * sides * weight.shape[0])
-    return rows // 128 * 128 or max(rows, 1)  # whole tiles
+    rows = room // (4 * weight.shape[0])
+    # products of 2048 rows fill an H200's 132 multiprocessors with tiles, at a hidden size of 2048 as of 4096
+    for whole in (2048, 128, sides):
+        if rows >= whole:
+            return rows // whole * whole // sides
+    return 1
 
 
 def _require(
