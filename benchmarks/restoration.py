@@ -136,7 +136,7 @@ def run(
         if arm.lora is not None:
             model = model.merge_and_unload()
         log = [e for e in log if "loss" in e]
-        if stage not in known:
+        if stage not in known and not (args.last_stage and stage == "distil" and arm.extend is not None):
             yield {"after": stage, **measure(model, tokenizer, args, data["val"]), "train_seconds": seconds, "log": log}
 
 
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--val-length", type=int, default=32768)
     parser.add_argument("--val-rows", type=int, default=8)
     parser.add_argument("--limit", type=int, help="samples of each short-text benchmark; default: all")
+    parser.add_argument("--last-stage", action="store_true", help="measure arms of two stages after the second alone")
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every stage, as JSON")
     parser.add_argument("--out", type=Path, default=Path("restoration.jsonl"))
     args = parser.parse_args()
