@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.batches import batch
-from support.tiny import SLIDING_WINDOW, tiny
+from support.tiny import MIXED, tiny
 from transformers.utils import import_utils
 
 from rope_patch import patch_model
@@ -14,11 +14,6 @@ from rope_patch.distillation.labelled import Labelled
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 256}
-MIXED = {
-    "use_sliding_window": True,
-    "sliding_window": SLIDING_WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
 ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_4"]
 
 

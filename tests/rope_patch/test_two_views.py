@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.batches import batch, documents_of
 from support.flash import as_flash, emulate
-from support.tiny import SLIDING_WINDOW, tiny, tokens
+from support.tiny import MIXED, SLIDING_WINDOW, tiny, tokens
 
 from rope_patch import patch_model, rope_view
 from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
@@ -175,8 +175,7 @@ def windowed(family, attention, dtype=torch.float64):
     """A model of full layers, of sliding ones, or of both, whose windows are shorter than the rows."""
     if family != "qwen3-mixed":
         return tiny(family, attention, dtype=dtype)
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    return tiny("qwen3", attention, dtype, use_sliding_window=True, sliding_window=SLIDING_WINDOW, layer_types=types)
+    return tiny("qwen3", attention, dtype, **MIXED)
 
 
 @pytest.mark.parametrize("kind", ["plain", "left", "packed"])
@@ -186,9 +185,7 @@ def test_flex_attention_gives_the_losses_of_sdpa(family, kind):
     data, losses = batch(kind), []
     for attention in ("flex_attention", "sdpa"):
         shape = {"head_dim": 16, "hidden_size": 64}
-        mixed = {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW} if family == "qwen3-mixed" else {}
-        if mixed:
-            mixed["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+        mixed = MIXED if family == "qwen3-mixed" else {}
         model = tiny(family.removesuffix("-mixed"), attention, torch.float32, **shape, **mixed)
         with torch.no_grad():
             tape, _ = run(patch_model(model, **SKIP), data, ViewConsistency())

@@ -31,6 +31,13 @@ _SHAPE = {
     "eos_token_id": 2,
 }
 
+# sliding and full layers in one model: for tiny("qwen3", **MIXED)
+MIXED = {
+    "use_sliding_window": True,
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
