@@ -19,10 +19,13 @@ def flex_runs_eagerly():
         yield
 
 
-@pytest.mark.parametrize(("attention", "batch"), [(a, kind) for a in ATTENTION for kind in cells.kinds(a)])
+@pytest.mark.parametrize("batch", cells.KINDS)
+@pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_cell(family, attention, batch, monkeypatch):
+    if batch not in cells.kinds(attention):
+        pytest.skip("wrong in Transformers itself")
     flash = attention.startswith("flash")
     calls = emulate(monkeypatch)
     model = tiny(family, "sdpa" if flash else attention)
