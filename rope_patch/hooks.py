@@ -37,6 +37,11 @@ class DecoderEntry:
                 "a RoPE view needs position_ids of shape [batch, seq_len] or None, got "
                 f"{tuple(position_ids.shape)}: positions with several axes (mRoPE) are not supported."
             )
+        if position_ids is None and call.get("cu_seq_lens_q") is not None:
+            raise ValueError(
+                "cu_seq_lens_q says that rows hold several documents, and a RoPE view begins anew in each: give "
+                "position_ids that count from 0 in each document too."
+            )
         if self.state.layers_call_rotary and torch.is_grad_enabled() and _is_checkpointing(decoder):
             raise ValueError(
                 f"{type(decoder).__name__} applies RoPE inside its layers, which gradient checkpointing runs again in "

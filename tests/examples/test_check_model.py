@@ -64,7 +64,7 @@ def test_a_large_model_is_copied_in_part(name, check, script, monkeypatch):
     monkeypatch.setattr(script, "LARGE", 0)
     status, found, _ = check(MODELS[name]())
     assert status == 0
-    assert found["save and reload"][1] == "yarn, factor 2: same bits (first 2 layers)"
+    assert found["save and reload"][1] == "yarn: same bits (first 2 layers)"
     assert found["relation-distill"][1].endswith("(first 2 layers)")
 
 

@@ -43,3 +43,17 @@ def test_loss_and_gradients_are_those_of_documents_alone(objective, attention, k
     one = cells.cell(kind)
     loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
     objectives.compare(model, loss, wanted, 1e-3 if attention == "eager" else 1e-4)
+
+
+@pytest.mark.parametrize("kind", cells.WHOLE)
+@pytest.mark.parametrize("objective", objectives.OBJECTIVES)
+@torch.no_grad()
+def test_flex_attention_gives_the_loss_of_documents_alone(objective, kind):
+    """Its gradients need a GPU: tests/gpu."""
+    with torch.enable_grad():
+        wanted, _ = reference(objective, kind)
+    torch.manual_seed(0)
+    one = cells.cell(kind)
+    model = tiny("qwen3", "flex_attention", **MIXED)
+    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
+    torch.testing.assert_close(loss.double(), wanted.double(), rtol=1e-3, atol=0)

@@ -80,6 +80,13 @@ def test_flex_attention_with_a_static_cache_is_wrong_in_transformers_itself():
     assert wrong.abs().max() > 1e-2
 
 
+def test_documents_without_positions_are_refused():
+    model, one = tiny(), cells.cell("padding-free")
+    del one.inputs["position_ids"]
+    with rope_view(model, "nope"), pytest.raises(ValueError, match="position_ids that count from 0 in each document"):
+        cells.run(model, one)
+
+
 @torch.no_grad()
 def test_a_cache_keeps_the_draws_that_filled_it():
     """Another forward in between, and rows that change places, as those of beams do."""

@@ -38,7 +38,7 @@ OBJECTIVES = ("clm", "self-distill", "self-distill two passes", "self-distill se
 def loss_and_gradients(
     objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int], first_sample: int = 0
 ) -> torch.Tensor:
-    """The loss of a batch, whose gradients are added to those of the model; every token is a label.
+    """The loss of a batch; every token is a label. Gradients, where they are on, are added to those of the model.
 
     Args:
         objective: of `OBJECTIVES`.
@@ -65,7 +65,12 @@ def _next_token(objective: str, model: Any, inputs: dict[str, Any], divisors: tu
     logits = model(**inputs, use_cache=False).logits
     labels = _labelled(inputs).next_label
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / divisors[0]
-    loss.backward()
+    return _backward(loss)
+
+
+def _backward(loss: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():
+        loss.backward()
     return loss.detach()
 
 
@@ -82,8 +87,7 @@ def _self_distill(objective: str, model: Any, inputs: dict[str, Any], divisors: 
 
     def call() -> torch.Tensor:
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.loss.backward()
-        return tape.loss.detach()
+        return _backward(tape.loss)
 
     with distiller.active():
         if not sequential:
@@ -108,9 +112,7 @@ def _teach(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[i
         else:
             loss = sum(w * tape.loss(name) for name, w in distiller.targets.weights.items())
             loss = loss + 0.5 * tape.logit_kl
-        loss = loss / divisors[0]
-        loss.backward()
-    return loss.detach()
+        return _backward(loss / divisors[0])
 
 
 def divisors_of(one: Cell) -> tuple[int, int]:
