@@ -3,8 +3,8 @@
 import pytest
 import torch
 from support.batches import batch
+from support.flash import require
 from support.tiny import MIXED, tiny
-from transformers.utils import import_utils
 
 from rope_patch import patch_model
 from rope_patch.distillation import TAPE, CopiedTeacher, RelationDistiller, RelationTargets, ViewConsistency
@@ -15,12 +15,6 @@ from rope_patch.distillation.labelled import Labelled
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 256}
 ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_4"]
-
-
-def require(attention):
-    number = attention.removeprefix("flash_attention_")
-    if number != attention and not getattr(import_utils, f"is_flash_attn_{number}_available", lambda: False)():
-        pytest.skip(f"{attention} is not installed")
 
 
 def two_views(family, attention, dtype, data, one_pass):

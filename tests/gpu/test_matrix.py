@@ -8,8 +8,8 @@ import functools
 import pytest
 import torch
 from support import cells, objectives, oracle
+from support.flash import require
 from support.tiny import MIXED, tiny
-from transformers.utils import import_utils
 
 pytestmark = pytest.mark.gpu
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -22,12 +22,6 @@ SHAPE = {"head_dim": 64, "hidden_size": 256, **MIXED}
 def compiled_anew():
     """Flex attention is compiled for each shape, and past a number of them not at all."""
     torch._dynamo.reset()
-
-
-def require(attention):
-    number = attention.removeprefix("flash_attention_")
-    if number != attention and not getattr(import_utils, f"is_flash_attn_{number}_available", lambda: False)():
-        pytest.skip(f"{attention} is not installed")
 
 
 def dtype_of(attention):

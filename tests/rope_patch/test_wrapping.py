@@ -195,6 +195,20 @@ def test_layers_with_draws_of_their_own_compile_in_parts(view):
     assert counts[0] == counts[-1]
 
 
+@torch.no_grad()
+def test_beams_see_the_view_with_and_without_a_cache():
+    ids, model = tokens(2, L), tiny()
+    with rope_view(model, VIEW):
+        cached, plain = (
+            model.generate(ids, num_beams=3, max_new_tokens=6, do_sample=False, eos_token_id=None, use_cache=use_cache)
+            for use_cache in (True, False)
+        )
+    assert torch.equal(cached, plain)
+    assert not torch.equal(
+        cached, model.generate(ids, num_beams=3, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    )
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_decoding_keeps_the_draws():
