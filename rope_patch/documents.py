@@ -23,6 +23,10 @@ class Documents:
         """The document that each row ends with, [batch, 1]: the one that decoding with a cache continues."""
         return Documents(self.start[:, -1:], self.length[:, -1:], self.ordinal[:, -1:])
 
+    def rows(self, order: torch.Tensor) -> "Documents":
+        """Those of rows order[0], order[1], ..."""
+        return Documents(*(x[order.to(x.device)] for x in (self.start, self.length, self.ordinal)))
+
 
 def locate_documents(
     batch: int,

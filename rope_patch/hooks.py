@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from .layerwise import Embeddings, LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
 from .rotary import rope_types
@@ -36,6 +37,11 @@ class DecoderEntry:
                 "a RoPE view needs position_ids of shape [batch, seq_len] or None, got "
                 f"{tuple(position_ids.shape)}: positions with several axes (mRoPE) are not supported."
             )
+        if position_ids is None and call.get("cu_seq_lens_q") is not None:
+            raise ValueError(
+                "cu_seq_lens_q says that rows hold several documents, and a RoPE view begins anew in each: give "
+                "position_ids that count from 0 in each document too."
+            )
         if self.state.layers_call_rotary and torch.is_grad_enabled() and _is_checkpointing(decoder):
             raise ValueError(
                 f"{type(decoder).__name__} applies RoPE inside its layers, which gradient checkpointing runs again in "
@@ -54,6 +60,7 @@ class DecoderEntry:
                 attention_mask=attention_mask if isinstance(attention_mask, torch.Tensor) else None,
                 cached=0 if cache is None else int(cache.get_seq_length()),
                 training=decoder.training,
+                cache=cache,
             )
         )
 
@@ -70,7 +77,8 @@ class DecoderExit:
         self.state = state
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.state.leave(finished=output is not None)
+        cache = None if decoder.training else _cache_of(output)
+        self.state.leave(finished=output is not None, cache=cache)
 
 
 class RotaryEntry:
@@ -157,6 +165,13 @@ def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module]) -> None:
                 del hooks[handle]
                 for companion in companions:
                     companion.pop(handle, None)
+
+
+def _cache_of(output: Any) -> Any:
+    """The KV cache that a decoder returned: a field, or among the values of return_dict=False."""
+    if isinstance(output, tuple):
+        return next((x for x in output if isinstance(x, Cache)), None)
+    return getattr(output, "past_key_values", None)
 
 
 def _is_checkpointing(decoder: nn.Module) -> bool:

@@ -165,6 +165,8 @@ def _merged(
 
 def _scales_of_twin(decoder: PreTrainedModel, config: Any) -> dict[tuple[str, str], float]:
     """Softmax scales of a decoder built from `config`, without its weights."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"  # the twin attends to nothing: no kernel has to be there for it
     with torch.device("meta"):
         twin = type(decoder)(config)
     present = attention_scales(decoder)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .rotary import find_decoder
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -49,28 +50,33 @@ class _SaveWithSidecar:
 
 
 class AdapterWatch:
-    """Forward pre-hook of the model that PEFT wraps: finds adapters that were added after the patch."""
+    """Forward pre-hook of a decoder: finds adapters that were added after the patch to the model around it.
 
-    def __init__(self, state: "RopeState") -> None:
-        self.state = state
+    Not a hook of that model, whose `forward` some of PEFT's methods (AdaLoRA) call past its hooks.
+    """
 
-    def __call__(self, core: nn.Module, args: tuple[Any, ...]) -> None:
+    def __init__(self, core: nn.Module, state: "RopeState") -> None:
+        self.core, self.state = core, state
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling():
-            _cover(core, self.state)
+            _cover(self.core, self.state)
 
 
 def watch_adapters(model: nn.Module, core: nn.Module, state: "RopeState") -> None:
     """Let every adapter on `model` write the sidecar when it is saved, also one that is added later."""
     for module in model.modules():
         _cover(module, state)
-    if not any(isinstance(hook, AdapterWatch) for hook in core._forward_pre_hooks.values()):
-        core.register_forward_pre_hook(AdapterWatch(state))
+    decoder = find_decoder(core)
+    if not any(isinstance(hook, AdapterWatch) for hook in decoder._forward_pre_hooks.values()):
+        decoder.register_forward_pre_hook(AdapterWatch(core, state))
 
 
 def forget_adapters(model: nn.Module, core: nn.Module) -> None:
     """Undo `watch_adapters`."""
-    for handle in [h for h, hook in core._forward_pre_hooks.items() if isinstance(hook, AdapterWatch)]:
-        del core._forward_pre_hooks[handle]
+    hooks = find_decoder(core)._forward_pre_hooks
+    for handle in [h for h, hook in hooks.items() if isinstance(hook, AdapterWatch)]:
+        del hooks[handle]
     for module in model.modules():
         for peft_config in _adapter_configs(module):
             if isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):

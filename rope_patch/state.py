@@ -32,6 +32,7 @@ class Batch:
     attention_mask: torch.Tensor | None
     cached: int  # tokens that the KV cache already holds
     training: bool
+    cache: Any = None
 
 
 class BoundIndex(Protocol):
@@ -49,6 +50,16 @@ class BoundView:
     view: View
     documents: Documents
     parameters: Parameters
+    continues: bool = False  # a cache that holds these draws
+
+    def rows(self, order: torch.Tensor) -> "BoundView":
+        """The same for other rows: row i is what row order[i] was."""
+        n_rows = len(self.documents.start)
+        taken = {
+            name: p.index_select(p.ndim - 2, order.to(p.device)) if p.ndim >= 2 and p.shape[-2] == n_rows else p
+            for name, p in self.parameters.items()
+        }
+        return BoundView(self.view, self.documents.rows(order), taken)
 
     def by_layer(self, n_layers: int) -> "list[tuple[list[int], BoundView]]":
         """Groups of layers that share positions."""
@@ -126,18 +137,19 @@ class ViewSource:
     def __init__(self, view: View, seed: int) -> None:
         self.view = view
         self.clock = DrawClock(seed)
-        self.last: BoundView | None = None  # of the last forward: for logging, and for tokens decoded after it
+        self.last: BoundView | None = None  # of the last forward that drew: for logging
 
     def bind(self, batch: Batch) -> BoundView:
         """Draw for a forward; one that continues a cache in inference keeps the draws that filled it."""
-        if batch.cached and not batch.training and self.last is not None:
-            return self._continued(self.last, batch)
+        if batch.cached and not batch.training and hasattr(batch.cache, _DRAWS):
+            return self._continued(getattr(batch.cache, _DRAWS), batch)
         documents = locate_documents(
             batch.rows, batch.seq_len, batch.device, batch.position_ids, _current(batch.attention_mask, batch)
         )
-        if batch.cached and batch.position_ids is None:
-            # tokens behind a prefix that was not run under this view, e.g. of prefix tuning
-            documents = Documents(documents.start, documents.length + batch.cached, documents.ordinal)
+        if batch.cached:
+            # tokens behind a prefix that was run under no view, e.g. of prefix tuning: it begins their document
+            start = documents.start if batch.position_ids is None else documents.start - batch.cached
+            documents = Documents(start, documents.length + batch.cached, documents.ordinal)
         self.view.check_length(_longest(documents, batch))
         parameters = self.view.draw(documents.length, self.clock.key(documents))
         self.clock.tick()
@@ -146,13 +158,41 @@ class ViewSource:
 
     def _continued(self, last: BoundView, batch: Batch) -> BoundView:
         rows = last.documents.start.shape[0]
+        if last.view != self.view:
+            raise ValueError(
+                f"past_key_values holds keys at the RoPE indices of {last.view!r}, and {self.view!r} is in force now: "
+                "distances to them would be those of neither. Decode under the view that filled the cache, or start "
+                "from an empty one."
+            )
         if rows != batch.rows:
             raise ValueError(
                 f"decoding under a view goes on with the {rows} rows that filled the cache, got {batch.rows} rows. "
                 "Start generation from an empty cache inside the view."
             )
-        parameters = {n: p[:, -1:] if p.ndim == 2 else p for n, p in last.parameters.items()}
-        return BoundView(last.view, last.documents.last_column(), parameters)
+        # [batch, n], or [n_layers, batch, n]
+        parameters = {n: p[..., -1:] if p.ndim >= 2 else p for n, p in last.parameters.items()}
+        return BoundView(last.view, last.documents.last_column(), parameters, continues=True)
+
+
+_DRAWS = "_rope_patch_draws"
+
+
+class _Reorder:
+    """Stands in for `reorder_cache` of one cache: the draws of its rows go along, e.g. when beams change places."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def __call__(self, beam_idx: torch.Tensor) -> None:
+        type(self.cache).reorder_cache(self.cache, beam_idx)
+        setattr(self.cache, _DRAWS, getattr(self.cache, _DRAWS).rows(beam_idx))
+
+
+def keep_draws(cache: Any, bound: BoundView) -> None:
+    """Leave the draws on the cache that they have filled: other forwards may come before it is continued."""
+    setattr(cache, _DRAWS, bound)
+    if hasattr(cache, "reorder_cache"):
+        cache.reorder_cache = _Reorder(cache)
 
 
 class TableSource:
@@ -230,11 +270,17 @@ class RopeState:
         self.applied = False
         self.bound = None if source is None else source.bind(batch)
 
-    def leave(self, finished: bool) -> None:
-        """End it; a view that no rotary module has used would be lost in silence."""
-        missed = finished and self.bound is not None and not self.applied
-        self.bound = None
-        if missed:
+    def leave(self, finished: bool, cache: Any) -> None:
+        """End it; a view that no rotary module has used would be lost in silence.
+
+        Args:
+            finished: whether it returned.
+            cache: that a forward in inference returned, if any.
+        """
+        bound, self.bound = self.bound, None
+        if cache is not None and isinstance(bound, BoundView) and not bound.continues:
+            keep_draws(cache, bound)
+        if finished and bound is not None and not self.applied:
             raise RuntimeError(
                 "A RoPE view was in force but the model called none of its rotary modules in this forward, so it had "
                 "no effect. Either its config switches RoPE off or this model computes positions elsewhere."

@@ -72,6 +72,7 @@ class ViewTape(Tape):
 
     reference: torch.Tensor | None = None  # [batch, n], cross-entropy in a short context
     attention: Callable[[AttentionCall], torch.Tensor] | None = None  # in place of the model's
+    attended = False  # whether it was called
     standard: torch.Tensor
     loss: torch.Tensor
     rows: RowMetrics
@@ -86,7 +87,10 @@ class ViewTape(Tape):
 
     def visit(self, call: AttentionCall) -> torch.Tensor | None:
         """What the forward in flight computes in place of the model's own attention."""
-        return None if self.attention is None else self.attention(call)
+        if self.attention is None:
+            return None
+        self.attended = True
+        return self.attention(call)
 
 
 class ConsistencyDistiller(Distiller):

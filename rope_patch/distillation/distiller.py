@@ -32,6 +32,7 @@ class Tape:
         self.document = document
         self.teaching = False  # whether the forward in flight is the teacher's
         self.taught = False
+        self.compared = False  # whether the student's decoder has run with it
 
     def visit(self, call: AttentionCall) -> torch.Tensor | None:
         """Look at an attention call of the forward that carries this tape; what is returned replaces its output."""
@@ -89,6 +90,7 @@ class Distiller:
             # before the hook that draws the student's view: the teacher's own forward ends with no view in force
             self.decoder.register_forward_pre_hook(self._before_student, with_kwargs=True, prepend=True),
             self.decoder.register_forward_hook(self._after_student, with_kwargs=True),
+            self.core.register_forward_hook(_require_compared, with_kwargs=True),
         ]
         try:
             with watched_attention(self.core, _take_tape), self._watching():
@@ -113,6 +115,7 @@ class Distiller:
         tape = kwargs.get(TAPE)
         if tape is not None and not tape.teaching:
             self._compare_student(tape, output)
+            tape.compared = True
 
     def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> Any:
         raise NotImplementedError
@@ -132,6 +135,15 @@ class Distiller:
 def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Which tokens are not padding, bool [batch, n]."""
     return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+
+
+def _require_compared(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    tape = kwargs.get(TAPE)
+    if isinstance(tape, Tape) and not (tape.compared or tape.teaching):
+        raise ValueError(
+            f"{type(core).__name__} does not pass keyword arguments on to its decoder, so nothing can be distilled in "
+            "it. Use objective='clm'."
+        )
 
 
 def _take_tape(call: AttentionCall) -> torch.Tensor | None:

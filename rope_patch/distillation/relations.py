@@ -71,6 +71,7 @@ class RelationTape(Tape):
         self.targets = targets
         self.student_factor = student_factor
         self.offload = offload
+        self.with_gradient = False  # whether the student's forward was called with gradients on
         self.rotations: dict[bool, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = {True: {}, False: {}}
         self.teacher: dict[int, dict[str, torch.Tensor]] = {}
         # layer -> sums over heads (each divided by heads) and tokens, one a target, in the order of targets.weights
@@ -91,6 +92,12 @@ class RelationTape(Tape):
             device = "cpu" if self.offload else query.device
             self.teacher[layer] = {n: as_multiplied(tensors[n].detach()).to(device) for n in sorted(needed)}
             return
+        if self.with_gradient and not torch.is_grad_enabled():
+            raise ValueError(
+                "gradient checkpointing is reentrant here: layers first run without gradients, which drops those of "
+                "relations. Call model.gradient_checkpointing_enable({'use_reentrant': False}), also after PEFT's "
+                "prepare_model_for_kbit_training, whose default is reentrant."
+            )
         teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
         student = {n: as_multiplied(tensors[n]) for n in teacher}
         rows = self._rows(student, teacher, call.scale)
@@ -145,9 +152,10 @@ class RelationTape(Tape):
                 f"rope='pre' undoes the rotation with the family's apply_rotary_pos_emb; {type(module).__name__} has "
                 "none. Use rope='post'."
             )
-        # cos and sin carry the attention factor m: m^2 = cos^2 + sin^2, and 1 / m undoes it
+        # cos and sin carry the attention factor m: m^2 = cos^2 + sin^2, and 1 / m undoes it; clones, as the rotation of
+        # Liger turns what it is given in place, which here is what attention is about to read
         square = cos.float().square() + sin.float().square()
-        return rotate(query, key, (cos / square).to(cos.dtype), (-sin / square).to(sin.dtype))
+        return rotate(query.clone(), key.clone(), (cos / square).to(cos.dtype), (-sin / square).to(sin.dtype))
 
     def loss(self, name: str) -> torch.Tensor:
         """Mean over layers of the sums of one target: divided by tokens, it is its part of the loss."""
@@ -171,7 +179,8 @@ class RelationDistiller(Distiller):
         offload: whether the teacher's tensors wait on the CPU until the student's layer needs them.
 
     Raises:
-        ValueError: the student's RoPE is the teacher's, a layer does not exist, or a choice that this family lacks.
+        ValueError: the student's RoPE is the teacher's, a layer does not exist, or a choice that this family lacks; in
+            the first forward, gradient checkpointing that is reentrant.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -210,6 +219,12 @@ class RelationDistiller(Distiller):
                     for handle in handles:
                         stack.callback(handle.remove)
             yield
+
+    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = kwargs.get(TAPE)
+        if tape is not None and not tape.teaching:
+            tape.with_gradient = torch.is_grad_enabled()
+        return super()._before_student(decoder, args, kwargs)
 
     def _take_off(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._in_flight = kwargs.get(TAPE)

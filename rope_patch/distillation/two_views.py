@@ -1,5 +1,6 @@
 """Self-distillation between views: a model's predictions under true positions teach those under a view."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,7 @@ class ViewDistiller(ConsistencyDistiller):
                 "'self-distill' needs two. Use objective='clm' with the view."
             )
         self.source = self.state.source
+        self._names = tuple(inspect.signature(type(self.decoder).forward).parameters)[1:]
         reason = why_two_passes(self.core, self.decoder) if one_pass else "been asked for it"
         if self.source.view.layerwise or self.source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
@@ -77,7 +79,8 @@ class ViewDistiller(ConsistencyDistiller):
             tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
         if self.one_pass:
             tape.taught = True
-            return self._with_copies(tape, args, kwargs)
+            # some families call their decoder with positional arguments
+            return (), self._with_copies(tape, {**dict(zip(self._names, args, strict=False)), **kwargs})
         tape.teaching = True
         try:
             with rope_view(decoder, "standard"):
@@ -87,7 +90,7 @@ class ViewDistiller(ConsistencyDistiller):
         tape.taught = True
         return None
 
-    def _with_copies(self, tape: ViewTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_copies(self, tape: ViewTape, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The call of the decoder with copies of the suffixes, whose RoPE indices are the view's."""
         assert self.state is not None
         one, (n_rows, seq_len) = tape.labelled, tape.ids.shape
@@ -119,10 +122,10 @@ class ViewDistiller(ConsistencyDistiller):
         changed = {
             "input_ids": layout.tokens(tape.ids),
             "attention_mask": unused,
-            "position_ids": index.clamp(min=0).long(),
+            "position_ids": layout.index(positions, positions),  # true ones, which other things than RoPE go by
             "use_cache": False,
         }
-        return args, {**kwargs, **changed}
+        return {**kwargs, **changed}
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -145,5 +148,11 @@ class ViewDistiller(ConsistencyDistiller):
             return super()._states(tape, hidden)
         assert self.state is not None
         self.state.overrides.pop()
+        if not tape.attended:
+            raise ValueError(
+                f"{type(self.core).__name__} does not call its attention through Transformers' table with the keyword "
+                "arguments that it gets, so one forward cannot give both views: ask for two passes, "
+                "self_distill_args={'passes': 'two'}."
+            )
         rows, tokens = tape.queries // tape.ids.shape[1], tape.queries % tape.ids.shape[1]
         return hidden[rows, tokens], hidden[rows, tape.attention.layout.seen[rows, tokens]]

@@ -3,10 +3,8 @@
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from support.tiny import WINDOW, tiny, tokens
+from support.tiny import gemma3, tiny, tokens
 from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GPTJConfig,
     GPTJForCausalLM,
     RecurrentGemmaConfig,
@@ -19,30 +17,6 @@ from rope_patch.state import BoundView, Documents
 from rope_patch.views import Skip
 
 L = 20
-
-
-def gemma3():
-    config = Gemma3TextConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=WINDOW,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"],
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    model = Gemma3ForCausalLM(config).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
 
 
 def recurrent_gemma():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.batches import batch, documents_of
 from support.flash import as_flash, emulate
-from support.tiny import SLIDING_WINDOW, tiny, tokens
+from support.tiny import MIXED, SLIDING_WINDOW, tiny, tokens
 
 from rope_patch import patch_model, rope_view
 from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
@@ -175,8 +175,7 @@ def windowed(family, attention, dtype=torch.float64):
     """A model of full layers, of sliding ones, or of both, whose windows are shorter than the rows."""
     if family != "qwen3-mixed":
         return tiny(family, attention, dtype=dtype)
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    return tiny("qwen3", attention, dtype, use_sliding_window=True, sliding_window=SLIDING_WINDOW, layer_types=types)
+    return tiny("qwen3", attention, dtype, **MIXED)
 
 
 @pytest.mark.parametrize("kind", ["plain", "left", "packed"])
@@ -186,9 +185,7 @@ def test_flex_attention_gives_the_losses_of_sdpa(family, kind):
     data, losses = batch(kind), []
     for attention in ("flex_attention", "sdpa"):
         shape = {"head_dim": 16, "hidden_size": 64}
-        mixed = {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW} if family == "qwen3-mixed" else {}
-        if mixed:
-            mixed["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+        mixed = MIXED if family == "qwen3-mixed" else {}
         model = tiny(family.removesuffix("-mixed"), attention, torch.float32, **shape, **mixed)
         with torch.no_grad():
             tape, _ = run(patch_model(model, **SKIP), data, ViewConsistency())
@@ -298,3 +295,59 @@ def test_what_cannot_be_distilled_is_refused():
         ViewConsistency(direction="both")
     with pytest.raises(ValueError, match="weight must be a number of at least 0"):
         ViewConsistency(weight=-1.0)
+
+
+def other_family(kind):
+    from transformers import (
+        FalconConfig,
+        FalconForCausalLM,
+        GPTNeoXConfig,
+        GPTNeoXForCausalLM,
+        Phi3Config,
+        Phi3ForCausalLM,
+    )
+
+    shape = {
+        "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    torch.manual_seed(0)
+    if kind == "GPTNeoX":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**shape, rotary_pct=1.0)).double()
+    if kind == "Falcon":
+        return FalconForCausalLM(FalconConfig(**{n: v for n, v in shape.items() if n != "intermediate_size"}))
+    windows = {"max_position_embeddings": 256, "original_max_position_embeddings": 32}
+    config = Phi3Config(**shape, **windows, rope_parameters={**longrope, "original_max_position_embeddings": 32})
+    return Phi3ForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("kind", ["GPTNeoX", "Phi3 with longrope"])
+def test_one_pass_is_two_passes_in_families_that_differ(kind):
+    """One calls its decoder with positional arguments; the other picks frequencies by the longest true position."""
+    data, results = batch("plain"), []
+    for one_pass in (True, False):
+        model = patch_model(other_family(kind), "skip", split=9, skip=100).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
+        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+    assert results[0][0] > 0
+    for one, two in zip(*results, strict=True):
+        assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
+
+
+def test_models_that_lose_keyword_arguments_are_refused():
+    model = patch_model(other_family("Falcon"), **SKIP).train()
+    with pytest.raises(ValueError, match="FalconForCausalLM does not pass keyword arguments on to its decoder"):
+        run(model, batch("plain"), ViewConsistency(), one_pass=False)
+    model = patch_model(tiny(), **SKIP).train()
+    for layer in model.model.layers:
+        attend = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, attend=attend, **kwargs: attend(
+            *args, **{name: x for name, x in kwargs.items() if name != TAPE}
+        )
+    with pytest.raises(ValueError, match="does not call its attention through Transformers' table"):
+        run(model, batch("plain"), ViewConsistency())
+    run(model, batch("plain"), ViewConsistency(), one_pass=False)

@@ -2,9 +2,11 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 from transformers import modeling_flash_attention_utils as utils
+from transformers.utils import import_utils
 
 
 def _attend(q, k, v, causal, scale, window):
@@ -56,3 +58,10 @@ def as_flash(model):
     """The model on the emulated FlashAttention, which Transformers would refuse to load here."""
     model.config._attn_implementation_internal = "flash_attention_2"
     return model
+
+
+def require(attention):
+    """Skip the test that calls this unless the package of a FlashAttention is installed; others always run."""
+    number = attention.removeprefix("flash_attention_")
+    if number != attention and not getattr(import_utils, f"is_flash_attn_{number}_available", lambda: False)():
+        pytest.skip(f"{attention} is not installed")

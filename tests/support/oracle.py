@@ -44,8 +44,9 @@ def logits(
         weights: from `weights_of`.
         config: of the model.
         input_ids: [batch, seq_len].
-        rope_index: [batch, seq_len].
-        visible: [batch, seq_len, seq_len] bool, query by key. Rows that see nothing come out as zeros.
+        rope_index: [batch, seq_len], or one for each layer, [n_layers, batch, seq_len].
+        visible: [batch, seq_len, seq_len] bool, query by key, or one for each layer. Rows that see nothing come out as
+            zeros.
         frequencies: [head_dim / 2]; None means the config's base.
         attention_factor: multiplies cos and sin.
         record: one dictionary a layer is added: q and k after RoPE, q_pre and k_pre before, v, and the output `hidden`;
@@ -54,8 +55,10 @@ def logits(
     frequencies = default_frequencies(config) if frequencies is None else frequencies.double()
     head_dim = 2 * len(frequencies)
     n_heads, n_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    angle = rope_index.double()[..., None] * frequencies  # [batch, seq_len, head_dim / 2]
-    cos, sin = angle.cos()[:, None] * attention_factor, angle.sin()[:, None] * attention_factor
+    batch, seq_len = input_ids.shape
+    rope_index = rope_index.double().expand(config.num_hidden_layers, batch, seq_len)
+    visible = visible.expand(config.num_hidden_layers, batch, seq_len, seq_len)
+    angle = rope_index[:, :, None, :, None] * frequencies  # [n_layers, batch, 1, seq_len, head_dim / 2]
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weights[name]
@@ -64,12 +67,12 @@ def logits(
         bias = weights.get(f"{name}.bias")
         return x @ weights[f"{name}.weight"].T + (0 if bias is None else bias)
 
-    def rotate(x: torch.Tensor) -> torch.Tensor:
+    def rotate(x: torch.Tensor, layer: int) -> torch.Tensor:
+        cos, sin = angle[layer].cos() * attention_factor, angle[layer].sin() * attention_factor
         first, second = x[..., : head_dim // 2], x[..., head_dim // 2 :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     h = weights["model.embed_tokens.weight"][input_ids]
-    batch, seq_len = input_ids.shape
     for layer in range(config.num_hidden_layers):
         at = f"model.layers.{layer}"
         x = norm(h, f"{at}.input_layernorm.weight")
@@ -79,10 +82,10 @@ def logits(
         if f"{at}.self_attn.q_norm.weight" in weights:
             q, k = norm(q, f"{at}.self_attn.q_norm.weight"), norm(k, f"{at}.self_attn.k_norm.weight")
         q_pre, k_pre = q.transpose(1, 2), k.transpose(1, 2)
-        q, k = rotate(q_pre), rotate(k_pre)
+        q, k = rotate(q_pre, layer), rotate(k_pre, layer)
         seen = {"q": q, "k": k, "v": v, "q_pre": q_pre, "k_pre": k_pre}
         k, v = (t.repeat_interleave(n_heads // n_kv_heads, 1) for t in (k, v))
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(head_dim)).masked_fill(~visible[:, None], -torch.inf)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(head_dim)).masked_fill(~visible[layer][:, None], -torch.inf)
         probabilities = scores.softmax(-1).nan_to_num(0.0)
         out = (probabilities @ v).transpose(1, 2).reshape(batch, seq_len, n_heads * head_dim)
         h = h + project(out, f"{at}.self_attn.o_proj")

@@ -2,6 +2,8 @@
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -31,6 +33,13 @@ _SHAPE = {
     "eos_token_id": 2,
 }
 
+# sliding and full layers in one model: for tiny("qwen3", **MIXED)
+MIXED = {
+    "use_sliding_window": True,
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
 FAMILIES = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
@@ -49,11 +58,21 @@ def tiny(
     if family == "qwen2":
         shape.pop("head_dim")  # Qwen2 takes hidden_size / n_heads
     torch.manual_seed(0)
-    model = model_class._from_config(config_class(**shape), attn_implementation=attention)
+    return _spread(model_class._from_config(config_class(**shape), attn_implementation=attention)).to(dtype)
+
+
+def gemma3() -> PreTrainedModel:
+    """A sliding layer, then a full one, whose rotary module is called once for each kind."""
+    shape = {**_SHAPE, "num_hidden_layers": 2, "sliding_window": SLIDING_WINDOW + 1}
+    torch.manual_seed(0)
+    return _spread(Gemma3ForCausalLM(Gemma3TextConfig(**shape, layer_types=["sliding_attention", "full_attention"])))
+
+
+def _spread(model: PreTrainedModel) -> PreTrainedModel:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 def tokens(*shape: int) -> torch.Tensor:

@@ -1,0 +1,437 @@
+"""Check that rope-patch is right on a model: any causal LM with RoPE, by hub name or folder, in about a minute.
+
+Run:  python examples/check_model.py meta-llama/Llama-3.2-1B
+      python examples/check_model.py DIR --dtype bfloat16 --device cuda --attn flash_attention_2 --tokens 256
+
+Prints a line for each check: "ok", "refused" with the reason, or "WRONG" with the numbers, and then exits with 1.
+Needs memory for one copy of the weights. What needs a second one runs on the first layers of a model that is large.
+"""
+
+import argparse
+import copy
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from rope_patch import describe, patch_model, rope_view, unpatch_model
+from rope_patch.attention_calls import attention_name, watched_attention
+from rope_patch.distillation import (
+    TAPE,
+    CopiedTeacher,
+    RelationDistiller,
+    RelationTargets,
+    ViewConsistency,
+    ViewDistiller,
+)
+from rope_patch.distillation.consistency import ViewTape
+from rope_patch.distillation.labelled import Labelled
+from rope_patch.views import Skip
+
+# largest relative error of what equals up to rounding, which the layers of a deep model add up; a view moves logits by
+# more: "prefix under a skip" says how far
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+LARGE = 4 * 2**30  # bytes of weights from which a second copy is made of the first layers only
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+class WrongError(Exception):
+    """A check has found numbers that should not be."""
+
+
+class Subject:
+    """The model with what the checks share.
+
+    Args:
+        model: loaded, in eval mode, not patched.
+        n_tokens: of a row.
+    """
+
+    def __init__(self, model: PreTrainedModel, n_tokens: int) -> None:
+        self.model = model
+        self.n_tokens, self.split = n_tokens, n_tokens // 2
+        self.dtype = next(model.parameters()).dtype
+        self.tolerance = TOLERANCE[self.dtype]
+        vocabulary = model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        # the first ids of most vocabularies are special
+        ids = torch.randint(min(1000, vocabulary // 2), vocabulary, (2, n_tokens), generator=generator)
+        self.ids = ids.to(model.device)
+        self.view = Skip(split=self.split, skip=4 * n_tokens)
+        self.is_large = sum(p.numel() * p.element_size() for p in model.parameters()) > LARGE
+
+    def logits(self, ids: torch.Tensor | None = None, **inputs) -> torch.Tensor:
+        """Float32 logits of a forward without a cache."""
+        inputs = {"input_ids": self.ids if ids is None else ids, "use_cache": False, **inputs}
+        with torch.no_grad():
+            return self.model(**inputs).logits.float()
+
+    @cached_property
+    def plain(self) -> torch.Tensor:
+        """Logits of the model as it came."""
+        return self.logits()
+
+    def require_equal(self, found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
+        """Raise if the error's norm is above the tolerance times that of what is wanted; else say how large it is."""
+        error = ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+        if not error <= self.tolerance:
+            raise WrongError(f"{what}: relative error {error:.1e}, allowed {self.tolerance:.0e}")
+        return f"{error:.0e}"
+
+    @contextmanager
+    def trained_weights(self) -> Iterator[dict[str, torch.nn.Parameter]]:
+        """Training mode, with gradients of the first and last attention's weights alone: those of all may not fit."""
+        weights = [(n, p) for n, p in self.model.named_parameters() if "attn" in n or "attention" in n]
+        weights = [(n, p) for n, p in weights or self.model.named_parameters() if p.ndim == 2]
+        chosen = dict([*weights[:3], *weights[-3:]])
+        self.model.requires_grad_(False).train()
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+        try:
+            yield chosen
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            self.model.requires_grad_(False).eval()
+
+    def first_layers(self) -> PreTrainedModel:
+        """A model of the first layers' weights, as many as show each kind of layer, or the model itself if it is small.
+
+        Every kind: a rescaling may leave some of them as they are.
+        """
+        if not self.is_large:
+            return self.model
+        config = copy.deepcopy(self.model.config)
+        text = config.get_text_config(decoder=True)
+        n_layers, types = text.num_hidden_layers, getattr(text, "layer_types", None) or []
+        kept = min(n_layers, max([2, *(1 + types.index(kind) for kind in set(types))]))
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == n_layers:
+                setattr(text, name, value[:kept])
+        text.num_hidden_layers = kept
+        small = type(self.model)._from_config(config, dtype=self.dtype, attn_implementation=attention_name(self.model))
+        small.load_state_dict(self.model.state_dict(), strict=False)
+        return small.to(self.model.device).eval().requires_grad_(False)
+
+
+Check = Callable[[Subject], str]
+
+
+def identity(one: Subject) -> str:
+    with rope_view(one.model, "standard"):
+        seen = one.logits()
+    patch_model(one.model, "skip")
+    asleep = one.logits()
+    unpatch_model(one.model)
+    for name, logits in {"under view 'standard'": seen, "patched, in eval": asleep, "unpatched": one.logits()}.items():
+        if not torch.equal(logits, one.plain):
+            raise WrongError(f"logits {name} are off by {(logits - one.plain).abs().max():.1e}")
+    return "same bits under view 'standard', patched and unpatched"
+
+
+def constant_shift(one: Subject) -> str:
+    with rope_view(one.model, index=(torch.arange(one.n_tokens) + 7)[None]):
+        return "error " + one.require_equal(one.logits(), one.plain, "all indices moved by 7")
+
+
+def prefix_under_skip(one: Subject) -> str:
+    with rope_view(one.model, one.view):
+        seen = one.logits()
+    error = one.require_equal(seen[:, : one.split], one.plain[:, : one.split], "rows before the skip")
+    moved = (seen - one.plain)[:, one.split :].norm() / one.plain[:, one.split :].norm()
+    if moved == 0:
+        raise WrongError("a skip does not reach the rows behind it")
+    return f"error {error}; rows behind it move by {moved:.0e}"
+
+
+def prefix_reaches_the_end(one: Subject) -> str:
+    for token in (0, one.split // 2, one.split - 1):
+        changed = one.ids.clone()
+        changed[:, token] = changed[:, token + 1]
+        if torch.equal(one.logits(changed)[:, -1], one.plain[:, -1]):
+            continue  # out of reach of sliding windows
+        with rope_view(one.model, one.view):
+            moved = (one.logits(changed) - one.logits())[:, -1].abs().max().item()
+        if moved == 0:
+            raise WrongError(f"token {token} does not reach the last row: a jump was read as a document border")
+        return f"another token {token} moves logits of the last row by {moved:.0e}"
+    raise ValueError("no token before the skip reaches the last row through this model's windows: give fewer --tokens")
+
+
+def packed_documents(one: Subject) -> str:
+    halves = one.ids[:1].split([one.split, one.n_tokens - one.split], 1)
+    positions = torch.cat([torch.arange(h.shape[1], device=one.ids.device) for h in halves])[None]
+    alone = torch.cat([one.logits(h) for h in halves], 1)
+    plain = one.logits(one.ids[:1], position_ids=positions)
+    if (plain - alone).norm() > one.tolerance * alone.norm():
+        raise ValueError("this model's own attention crosses the borders of packed documents: give it padded rows")
+    view = Skip(split=3, skip=4 * one.n_tokens)
+    with rope_view(one.model, view):
+        wanted = torch.cat([one.logits(h) for h in halves], 1)
+        return "error " + one.require_equal(one.logits(one.ids[:1], position_ids=positions), wanted, "packed documents")
+
+
+def cached_decoding(one: Subject) -> str:
+    with rope_view(one.model, one.view), torch.no_grad():
+        first = one.model(one.ids[:, :-2], use_cache=True)
+        if first.get("past_key_values") is None:
+            raise ValueError("this model returns no past_key_values")
+        rest = [one.model(one.ids[:, -2:-1], past_key_values=first.past_key_values, use_cache=True)]
+        rest.append(one.model(one.ids[:, -1:], past_key_values=rest[0].past_key_values, use_cache=True))
+        found = torch.cat([out.logits for out in rest], 1).float()
+        return "error " + one.require_equal(found, one.logits()[:, -2:], "tokens decoded with a cache")
+
+
+def rescale(model: PreTrainedModel) -> str:
+    """Rescale by the first method that the family takes, and say which."""
+    reasons = []
+    for method, options in (("yarn", {"factor": 2.0}), ("pi", {"factor": 2.0}), ("abf", {"theta": 1e7})):
+        try:
+            patch_model(model, method, **options)
+            return method
+        except ValueError as error:
+            reasons.append(str(error))
+    raise ValueError(reasons[0])
+
+
+def save_and_reload(one: Subject) -> str:
+    model = one.first_layers()
+    own = Subject(model, one.n_tokens)
+    native = own.logits()
+    try:
+        method = rescale(model)
+        rescaled = own.logits()
+        if torch.equal(rescaled, native):
+            raise WrongError(f"{method} changes nothing")
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            again = type(model).from_pretrained(
+                folder, dtype=one.dtype, attn_implementation=attention_name(model), device_map=None
+            )
+        found = Subject(again.to(model.device).eval(), one.n_tokens).logits()
+    finally:
+        unpatch_model(model)
+    if not torch.equal(own.logits(), native):
+        raise WrongError("unpatch_model does not give the native bits back")
+    same = "same bits" if torch.equal(found, rescaled) else "error " + own.require_equal(found, rescaled, "reloaded")
+    return f"{method}: {same}{_size_note(one, model)}"
+
+
+def captured_attention(one: Subject) -> str:
+    plain, plain_logits = _captured(one.model, one)
+    if not plain:
+        raise ValueError("attention is not called through Transformers' table: relations cannot be distilled")
+    if not torch.equal(plain_logits, one.plain):
+        raise WrongError("looking at attention changes logits")
+    with rope_view(one.model, one.view):
+        seen, _ = _captured(one.model, one)
+    first = min(plain)
+    one.require_equal(seen[first][2], plain[first][2], "values of the first layer under a view")
+    turned = [layer for layer in plain if not torch.equal(seen[layer][0], plain[layer][0])]
+    if not turned:
+        raise WrongError("no layer's queries change under a view")
+    q, k, v = plain[first]
+    return f"{len(plain)} layers; queries {q.shape[1]} x {q.shape[3]}, keys {k.shape[1]}, values {v.shape[1]} heads"
+
+
+def checkpointing(one: Subject) -> str:
+    if not one.model.supports_gradient_checkpointing:
+        raise ValueError("this model has no gradient checkpointing")
+    found = []
+    with one.trained_weights() as weights:
+        for on in (False, True):
+            if on:
+                one.model.gradient_checkpointing_enable({"use_reentrant": False})
+            torch.manual_seed(0)  # dropout
+            try:
+                with rope_view(one.model, one.view):
+                    loss = one.model(one.ids, labels=one.ids, use_cache=False).loss
+                loss.backward()
+            finally:
+                one.model.gradient_checkpointing_disable()
+            found.append(_gradients(weights))
+            one.model.zero_grad(set_to_none=True)
+    return "error " + one.require_equal(found[1], found[0], "gradients")
+
+
+def self_distillation(one: Subject) -> str:
+    data = {"input_ids": one.ids, "labels": one.ids}
+    results, reason = [], ""
+    patch_model(one.model, one.view)
+    with one.trained_weights() as weights:
+        for one_pass in (True, False):
+            distiller = ViewDistiller(one.model, ViewConsistency(), one_pass=one_pass)
+            reason = "" if distiller.one_pass or not one_pass else "; this model needs two passes"
+            labelled = Labelled.of(data)
+            tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, one.ids)
+            with distiller.active():
+                one.model(one.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+                tape.loss.backward()
+            results.append((tape.loss.detach(), tape.rows.kl.sum(), _gradients(weights)))
+            one.model.zero_grad(set_to_none=True)
+    (loss, kl, gradients), (wanted_loss, _, wanted) = results
+    if not kl > 0:
+        raise WrongError(f"the KL between the views is {kl.item()}")
+    one.require_equal(loss, wanted_loss, "loss of one forward against two")
+    return f"gradients of one forward against two: error {one.require_equal(gradients, wanted, 'gradients')}{reason}"
+
+
+def relation_distillation(one: Subject) -> str:
+    model = one.first_layers()
+    own = Subject(model, one.n_tokens)
+    taught, _ = _captured(model, own)
+    method = rescale(model)
+    try:
+        with own.trained_weights() as weights:
+            distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
+            with distiller.active():
+                tape = distiller.tape(own.ids)
+                model(own.ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
+                loss = sum(tape.loss(name) for name in "qkv")
+                loss.backward()
+            gradients = _gradients(weights)
+        learned, _ = _captured(model, own)
+    finally:
+        unpatch_model(model)
+    if not gradients.isfinite().all() or not gradients.norm() > 0:
+        raise WrongError(f"the gradient's norm is {gradients.norm():.1e}")
+    wanted = sum(_relation_kl(learned[i][x], taught[i][x]) for i in taught for x in range(3)) / len(taught)
+    return f"{method}: error {own.require_equal(loss.detach(), wanted, 'loss')}{_size_note(one, model)}"
+
+
+def attention_implementations(one: Subject) -> str:
+    mine = attention_name(one.model)
+    with rope_view(one.model, one.view):
+        wanted, notes = one.logits(), [mine]
+        for name in IMPLEMENTATIONS:
+            half = one.dtype in (torch.float16, torch.bfloat16)
+            if name == mine or (name.startswith("flash") and not (half and one.ids.is_cuda)):
+                continue
+            try:
+                one.model.set_attn_implementation(name)
+            except (ValueError, ImportError):
+                continue  # not installed, or not for this family
+            try:
+                # flex attention compiles, which takes longer than it saves without a GPU
+                with nullcontext() if one.ids.is_cuda else torch.compiler.set_stance("force_eager"):
+                    notes.append(f"{name} {one.require_equal(one.logits(), wanted, name)}")
+            except ValueError:
+                continue  # not on this device
+            finally:
+                one.model.set_attn_implementation(mine)
+    if len(notes) == 1:
+        raise ValueError(f"{mine} is the only implementation that runs here")
+    return ", ".join(notes)
+
+
+CHECKS: dict[str, Check] = {
+    "identity": identity,
+    "constant shift": constant_shift,
+    "prefix under a skip": prefix_under_skip,
+    "prefix to last row": prefix_reaches_the_end,
+    "packed documents": packed_documents,
+    "cached decoding": cached_decoding,
+    "save and reload": save_and_reload,
+    "q, k, v capture": captured_attention,
+    "checkpointing": checkpointing,
+    "self-distill": self_distillation,
+    "relation-distill": relation_distillation,
+    "attention": attention_implementations,
+}
+
+
+def _size_note(one: Subject, model: PreTrainedModel) -> str:
+    if model is one.model:
+        return ""
+    return f" (first {model.config.get_text_config(decoder=True).num_hidden_layers} layers)"
+
+
+def _gradients(weights: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+    found = [p.grad.flatten().float() for p in weights.values() if p.grad is not None]
+    if not found:
+        raise WrongError(f"no gradient reaches {', '.join(weights)}")
+    return torch.cat(found)
+
+
+def _captured(model: PreTrainedModel, one: Subject) -> tuple[dict[int, tuple[torch.Tensor, ...]], torch.Tensor]:
+    """(q, k, v) of each layer, and the logits."""
+    found: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def keep(call) -> None:
+        found[call.module.layer_idx] = tuple(x.detach().clone() for x in (call.query, call.key, call.value))
+
+    with watched_attention(model, keep):
+        logits = one.logits()
+    return found, logits
+
+
+def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """KL of the causal rows of softmax(X X^T / sqrt(d)), summed over rows and tokens, mean over heads."""
+    n = student.shape[2]
+    hidden = torch.ones(n, n, dtype=torch.bool, device=student.device).triu(1)
+    scores = [
+        (x.double() @ x.double().mT * x.shape[-1] ** -0.5).masked_fill(hidden, -1e300) for x in (teacher, student)
+    ]
+    p, q = (x.log_softmax(-1) for x in scores)
+    return (p.exp() * (p - q)).sum() / student.shape[1]
+
+
+def run(one: Subject, check: Check) -> tuple[str, str]:
+    """Outcome of a check and what it says; the model is as before."""
+    try:
+        return "ok", check(one)
+    except WrongError as error:
+        return "WRONG", str(error)
+    except (ValueError, ImportError) as error:  # by which the library, and Transformers, refuse
+        return "refused", str(error).partition("\n")[0]
+    except Exception as error:  # the other checks still have something to say
+        return "WRONG", f"{type(error).__name__}: {error}".partition("\n")[0]
+    finally:
+        unpatch_model(one.model)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", help="name on the Hugging Face hub, or folder")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, ...; auto is the checkpoint's")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--attn", default=None, help="attention implementation, by default the model's")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a row, at least 16")
+    arguments = parser.parse_args()
+    if arguments.tokens < 16:
+        parser.error(f"--tokens must be at least 16, got {arguments.tokens}")
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    logging.getLogger("rope_patch").setLevel(logging.ERROR)
+    begin = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=arguments.dtype, attn_implementation=arguments.attn
+    )
+    one = Subject(model.to(arguments.device).eval().requires_grad_(False), arguments.tokens)
+    try:
+        print(describe(model))
+    except ValueError as error:
+        print(f"refused: {error}")
+        return 0
+    assert one.plain.isfinite().all(), "the model's own logits are not finite"
+    print(f"\n{one.dtype}, {attention_name(model)}, 2 rows of {one.n_tokens} tokens on {one.ids.device}\n")
+    outcomes = []
+    for name, check in CHECKS.items():
+        start = time.perf_counter()
+        outcome, detail = run(one, check)
+        outcomes.append(outcome)
+        print(f"{name:20}  {outcome:7}  {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
+    print(
+        f"\n{outcomes.count('WRONG')} wrong, {outcomes.count('refused')} refused, {time.perf_counter() - begin:.0f} s"
+    )
+    return int("WRONG" in outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

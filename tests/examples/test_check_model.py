@@ -1,0 +1,116 @@
+"""The script that users run on their own model finds nothing wrong with ours, and what we break it finds."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import gemma3, tiny
+from transformers import GPTJConfig, GPTJForCausalLM
+
+from rope_patch import hooks
+from rope_patch.state import state_of
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "check_model.py"
+MODELS = {
+    "llama": tiny,
+    "qwen3": lambda: tiny("qwen3"),
+    "mistral-sliding": lambda: tiny("mistral-sliding"),
+    "gemma3": gemma3,
+    "llama-bfloat16": lambda: tiny(dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture
+def script():
+    spec = importlib.util.spec_from_file_location("check_model", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def check(script, tmp_path, monkeypatch, capsys):
+    """Runs the script on a saved model; gives its status and the outcome and detail of each check."""
+
+    def run(model, *options):
+        model.save_pretrained(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["check_model.py", str(tmp_path), "--device", "cpu", *options])
+        status = script.main()
+        lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        text = "\n".join(" ".join(line) for line in lines)
+        found = {}
+        for line in text.splitlines():
+            for name in script.CHECKS:
+                if line.startswith(f"{name} "):
+                    outcome, _, _, detail = line.removeprefix(name).split(maxsplit=3)
+                    found[name] = (outcome, detail)
+        return status, found, text
+
+    return run
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_wrong_with_a_model_that_works(name, check, script):
+    status, found, text = check(MODELS[name](), "--tokens", "24")
+    assert status == 0 and "0 wrong, 0 refused" in text
+    assert list(found) == list(script.CHECKS)
+    assert "eager" in found["attention"][1] and "flex_attention" in found["attention"][1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_large_model_is_copied_in_part(name, check, script, monkeypatch):
+    monkeypatch.setattr(script, "LARGE", 0)
+    status, found, _ = check(MODELS[name]())
+    assert status == 0
+    assert found["save and reload"][1] == "yarn: same bits (first 2 layers)"
+    assert found["relation-distill"][1].endswith("(first 2 layers)")
+
+
+def test_a_view_that_is_lost_is_found(check, monkeypatch):
+    def lost(self, module, args, kwargs):
+        self.state.applied = True
+
+    monkeypatch.setattr(hooks.RotaryEntry, "__call__", lost)
+    status, found, _ = check(tiny())
+    assert status == 1
+    assert found["prefix under a skip"] == ("WRONG", "a skip does not reach the rows behind it")
+    assert found["q, k, v capture"] == ("WRONG", "no layer's queries change under a view")
+    assert found["identity"][0] == "ok"
+
+
+def test_indices_in_position_ids_are_found(check, monkeypatch):
+    """The trap: Transformers reads a jump as a document border."""
+
+    def leaked(decoder, args, kwargs):
+        state = state_of(decoder)
+        if state is None or state.bound is None:
+            return None
+        positions = torch.arange(kwargs["input_ids"].shape[1])[None]
+        return args, {**kwargs, "position_ids": state.bound(positions).long()}
+
+    attach = hooks.attach_hooks
+
+    def attach_and_leak(decoder, rotary, state):
+        attach(decoder, rotary, state)
+        decoder.register_forward_pre_hook(leaked, with_kwargs=True)
+
+    monkeypatch.setattr("rope_patch.patch.attach_hooks", attach_and_leak)
+    status, found, _ = check(tiny())
+    assert status == 1
+    assert found["prefix to last row"][0] == "WRONG" and "document border" in found["prefix to last row"][1]
+
+
+def test_a_rescaling_that_is_not_saved_is_found(check, monkeypatch):
+    monkeypatch.setattr("rope_patch.rescale.RopeSchedule.write", lambda self, decoder: self.write_modules(decoder))
+    status, found, _ = check(tiny())
+    assert status == 1 and found["save and reload"][0] == "WRONG"
+    assert "reloaded: relative error" in found["save and reload"][1]
+
+
+def test_a_model_that_cannot_be_patched_is_refused_with_the_reason(check):
+    config = GPTJConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=101, rotary_dim=4, n_positions=32)
+    status, found, text = check(GPTJForCausalLM(config))
+    assert status == 0 and not found
+    assert "refused: model type 'gptj' has no RoPE that can be patched" in text

@@ -1,0 +1,81 @@
+"""The matrices of tests/rope_patch on a GPU: flex attention with its gradients, FlashAttention where it is installed.
+
+Float32 by eager, SDPA and flex attention; bf16 by FlashAttention, which takes nothing wider.
+"""
+
+import functools
+
+import pytest
+import torch
+from support import cells, objectives, oracle
+from support.flash import require
+from support.tiny import MIXED, tiny
+
+pytestmark = pytest.mark.gpu
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+ATTENTION = ("eager", "sdpa", "flex_attention", *FLASH)
+VIEWS = ("skip-drawn", "cyclic", "rpe-sample", "per-layer", "random-base")
+SHAPE = {"head_dim": 64, "hidden_size": 256, **MIXED}
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """Flex attention is compiled for each shape, and past a number of them not at all."""
+    torch._dynamo.reset()
+
+
+def dtype_of(attention):
+    return torch.bfloat16 if attention in FLASH else torch.float32
+
+
+def matrix(kinds_of):
+    # a block mask does not know views, and takes seconds to compile: one view stands for all
+    return [
+        pytest.param(view, attention, kind, id=f"{view}-{attention}-{kind}")
+        for attention in ATTENTION
+        for view in (VIEWS[:1] if attention == "flex_attention" else VIEWS)
+        for kind in kinds_of(attention)
+    ]
+
+
+@pytest.mark.parametrize(("view", "attention", "kind"), matrix(cells.kinds))
+@torch.no_grad()
+def test_logits_under_a_view(view, attention, kind):
+    require(attention)
+    model = tiny("qwen3", attention, dtype_of(attention), **SHAPE).cuda()
+    one, case = cells.cell(kind), cells.CASES[view]
+    logits, draws = cells.run_under(model, one.to("cuda"), case)
+    wanted = cells.expected(oracle.weights_of(model.cpu()), model.config, one, case, draws)
+    cells.compare(one, logits, wanted, 5e-2 if attention in FLASH else 1e-3)
+
+
+@pytest.mark.parametrize(("view", "attention", "kind"), matrix(lambda _: ("plain", "left-padded", "packed")))
+def test_gradients_under_a_view(view, attention, kind):
+    require(attention)
+    model = tiny("qwen3", attention, dtype_of(attention), **SHAPE).cuda().train()
+    one, case = cells.cell(kind), cells.CASES[view]
+    logits, draws = cells.run_under(model, one.to("cuda"), case)
+    weights = oracle.weights_of(tiny("qwen3", "eager", dtype_of(attention), **SHAPE))
+    wanted = cells.expected(weights, model.config, one, case, draws)
+    cells.backward(one, logits, wanted)
+    cells.compare_gradients(model, cells.gradients(weights), 1e-1 if attention in FLASH else 3e-3)
+
+
+@functools.cache
+def reference(objective, kind, dtype):
+    """Documents alone, in float64 on the CPU, with weights that `dtype` has rounded."""
+    torch.manual_seed(0)
+    return objectives.alone(objective, lambda: tiny("qwen3", "eager", dtype, **SHAPE).double(), cells.cell(kind))
+
+
+@pytest.mark.parametrize("kind", ["plain", "left-padded", "packed", "padding-free"])
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("objective", objectives.OBJECTIVES)
+def test_loss_and_gradients_are_those_of_documents_alone(objective, attention, kind):
+    require(attention)
+    wanted = reference(objective, kind, dtype_of(attention))
+    model = tiny("qwen3", attention, dtype_of(attention), **SHAPE).cuda()
+    torch.manual_seed(0)
+    one = cells.cell(kind).to("cuda")
+    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
+    objectives.compare(model, loss, wanted, 1.5e-1 if attention in FLASH else 1e-2)

@@ -1,0 +1,59 @@
+"""Objective x attention implementation x batch kind: loss and gradients are those of each document alone, by eager.
+
+That documents alone are right is shown against formulas in test_two_views.py and test_distillation.py.
+"""
+
+import functools
+
+import pytest
+import torch
+from support import cells, objectives
+from support.flash import as_flash, emulate
+from support.tiny import MIXED, tiny
+
+
+@pytest.fixture(autouse=True)
+def flex_runs_eagerly():
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def eager():
+    return tiny("qwen3", "eager", torch.float64, **MIXED)
+
+
+@functools.cache
+def reference(objective, kind):
+    torch.manual_seed(0)
+    return objectives.alone(objective, eager, cells.cell(kind))
+
+
+@pytest.mark.parametrize("kind", cells.WHOLE)
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("objective", objectives.OBJECTIVES)
+def test_loss_and_gradients_are_those_of_documents_alone(objective, attention, kind, monkeypatch):
+    wanted = reference(objective, kind)
+    emulate(monkeypatch)
+    # eager softmax is float32 in any model, where the float64 mask of a row of padding would be all -inf
+    dtype = torch.float32 if attention == "eager" else torch.float64
+    model = tiny("qwen3", "eager" if attention == "eager" else "sdpa", dtype, **MIXED)
+    if "flash" in attention:
+        as_flash(model)
+    torch.manual_seed(0)
+    one = cells.cell(kind)
+    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
+    objectives.compare(model, loss, wanted, 1e-3 if attention == "eager" else 1e-4)
+
+
+@pytest.mark.parametrize("kind", cells.WHOLE)
+@pytest.mark.parametrize("objective", objectives.OBJECTIVES)
+@torch.no_grad()
+def test_flex_attention_gives_the_loss_of_documents_alone(objective, kind):
+    """Its gradients need a GPU: tests/gpu."""
+    with torch.enable_grad():
+        wanted, _ = reference(objective, kind)
+    torch.manual_seed(0)
+    one = cells.cell(kind)
+    model = tiny("qwen3", "flex_attention", **MIXED)
+    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
+    torch.testing.assert_close(loss.double(), wanted.double(), rtol=1e-3, atol=0)

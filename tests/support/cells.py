@@ -1,0 +1,296 @@
+"""The attention matrix: every kind of batch for the same documents, every view by hand, and the oracle's answer.
+
+Shared by the tests on a CPU and on a GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StaticCache
+
+from rope_patch import rope_view
+from rope_patch.rotary import find_decoder
+from rope_patch.state import state_of
+from rope_patch.views import (
+    RPE,
+    ChunkPermute,
+    Compose,
+    Cyclic,
+    Dilation,
+    EndPrompt,
+    NoPE,
+    PerLayer,
+    PosAug,
+    PoSE,
+    RandomBase,
+    Skip,
+    Standard,
+    View,
+)
+
+from . import oracle
+from .tiny import tokens
+
+LENGTHS = (11, 16)
+PREFILL = 9  # tokens of a row in the first forward of the kinds that decode
+DECODING = ("cached", "cached-static", "cached-left-padded")
+WHOLE = ("plain", "right-padded", "left-padded", "left-padded-positions", "packed", "padding-free")
+KINDS = (*WHOLE, *DECODING)
+
+
+def kinds(attention: str) -> tuple[str, ...]:
+    """The kinds that Transformers itself gets right."""
+    # its block mask reads the length of a static cache after the layer has added to it
+    return tuple(kind for kind in KINDS if (attention, kind) != ("flex_attention", "cached-static"))
+
+
+@dataclass
+class Cell:
+    """One batch.
+
+    Args:
+        kind: of `KINDS`.
+        documents: token ids of each.
+        spans: (row, tokens) where each lies.
+        inputs: keyword arguments of the model, for all tokens.
+    """
+
+    kind: str
+    documents: list[torch.Tensor]
+    spans: list[tuple[int, slice]]
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, device: str) -> "Cell":
+        """The same with its inputs elsewhere."""
+        inputs = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in self.inputs.items()}
+        return Cell(self.kind, self.documents, self.spans, inputs)
+
+    def first_forward(self, document: int) -> int:
+        """Tokens of a document that the first forward runs, which its draws go by."""
+        span = self.spans[document][1]
+        return (PREFILL if self.kind in DECODING else span.stop) - span.start
+
+
+def cell(kind: str) -> Cell:
+    """Documents of `LENGTHS` tokens, or of the longer length where rows have no padding, as collators lay them out."""
+    whole = kind in ("plain", "cached", "cached-static")
+    lengths = [max(LENGTHS)] * 2 if whole else list(LENGTHS)
+    documents = [tokens(n) for n in lengths]
+    if kind in ("packed", "padding-free"):
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        spans = [(0, slice(int(a), int(b))) for a, b in zip(ends, ends[1:], strict=False)]
+        inputs: dict[str, Any] = {
+            "input_ids": torch.cat(documents)[None],
+            "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        }
+        if kind == "padding-free":  # what TRL's collator adds for FlashAttention
+            borders = ends.to(torch.int32)
+            inputs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        return Cell(kind, documents, spans, inputs)
+    if whole:
+        spans = [(row, slice(0, n)) for row, n in enumerate(lengths)]
+        inputs = {"input_ids": torch.stack(documents)}
+        if kind == "cached-static":  # FlashAttention tells by a mask how much of the cache is filled
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        return Cell(kind, documents, spans, inputs)
+    width = max(lengths)
+    left = "left" in kind
+    spans = [(row, slice(width - n, width) if left else slice(0, n)) for row, n in enumerate(lengths)]
+    ids, mask = (torch.zeros(len(lengths), width, dtype=torch.long) for _ in range(2))
+    for document, (row, span) in zip(documents, spans, strict=True):
+        ids[row, span], mask[row, span] = document, 1
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if kind in ("left-padded-positions", "cached-left-padded"):  # what generate makes
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return Cell(kind, documents, spans, inputs)
+
+
+def run(model: Any, one: Cell) -> torch.Tensor:
+    """Logits [rows, tokens, vocab] of all tokens; kinds that decode do so token by token after the first forward."""
+    if one.kind not in DECODING:
+        return model(**one.inputs, use_cache=False).logits
+    config = model.config
+    n = one.inputs["input_ids"].shape[1]
+    cache = StaticCache(config, max_cache_len=n) if one.kind == "cached-static" else DynamicCache(config=config)
+    parts = []
+    for a, b in [(0, PREFILL), *((t, t + 1) for t in range(PREFILL, n))]:
+        inputs = {
+            name: x[:, :b] if name == "attention_mask" else x[:, a:b]  # a mask covers what is cached too
+            for name, x in one.inputs.items()
+        }
+        parts.append(model(**inputs, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(parts, 1)
+
+
+# t [n] float64, tokens of the first forward, what was drawn for the document -> r(t), [n] or one a layer, [n_layers, n]
+ByHand = Callable[[torch.Tensor, int, dict[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A view, its formula written out once more, and what frequency j of d / 2 is multiplied by."""
+
+    view: View
+    index: ByHand
+    frequency: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor] = lambda share, drawn: torch.ones_like(share)
+
+
+def _skip(t: torch.Tensor, split: float, skip: float) -> torch.Tensor:
+    return torch.where(t >= split, t + skip, t)
+
+
+def _cyclic(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
+    return torch.where(t < n, (t + drawn["shift"]) % n, t + drawn["shift"] - n)
+
+
+def _permuted(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
+    size = -(-n // 3)
+    return torch.tensor([drawn[f"block_{int(i) // size}"] * size + i % size if i < n else i for i in t.tolist()])
+
+
+def _sampled(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
+    table, last = drawn["_table"][: drawn["_longest"]].double(), int(drawn["_longest"]) - 1
+    assert len(table.unique()) == len(table)
+    return torch.stack([table[i] if i <= last else table[last] + i - last for i in t.long()])
+
+
+def _pose(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
+    return t + torch.where(
+        t < drawn["_border_1"], 0, torch.where(t < drawn["_border_2"], drawn["skip_1"], drawn["skip_2"])
+    )
+
+
+def _each_layer(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
+    return torch.stack([_skip(t, split, skip) for split, skip in zip(drawn["split"], drawn["skip"], strict=True)])
+
+
+CASES = {
+    "standard": Case(Standard(), lambda t, n, drawn: t),
+    "skip": Case(Skip(split=4, skip=23), lambda t, n, drawn: _skip(t, 4, 23)),
+    "skip-drawn": Case(Skip(max_skip=90), lambda t, n, drawn: _skip(t, drawn["split"], drawn["skip"])),
+    "cyclic": Case(Cyclic(), _cyclic),
+    "dilation": Case(Dilation(low=1.5), lambda t, n, drawn: drawn["factor"] * t),
+    "chunk-permute": Case(ChunkPermute(blocks=3), _permuted),
+    "nope": Case(NoPE(), lambda t, n, drawn: 0 * t),
+    "posaug": Case(PosAug(low=2.0), lambda t, n, drawn: drawn["alpha"] * t),
+    "random-base": Case(
+        RandomBase(low=2.0), lambda t, n, drawn: t, lambda share, drawn: drawn["base_factor"] ** -share
+    ),
+    "rpe": Case(RPE(max_index=64), _sampled),
+    "rpe-sample": Case(RPE(max_index=64, granularity="sample"), _sampled),
+    "pose": Case(PoSE(target=200, chunks=3), _pose),
+    "endprompt": Case(EndPrompt(target=200, cue_tokens=4), lambda t, n, drawn: _skip(t, n - 4, 200 - n)),
+    "endprompt-random": Case(
+        EndPrompt(target=200, cue_tokens=4, placement="random"), lambda t, n, drawn: _skip(t, n - 4, drawn["skip"])
+    ),
+    "compose": Case(
+        Compose([Skip(split=4), PosAug(low=0.5, high=0.5)]), lambda t, n, drawn: 0.5 * _skip(t, 4, drawn["0.skip"])
+    ),
+    "per-layer-top": Case(
+        PerLayer(Skip(split=4, skip=23), "top"), lambda t, n, drawn: torch.stack([t, _skip(t, 4, 23), _skip(t, 4, 23)])
+    ),
+    "per-layer": Case(PerLayer(Skip(max_skip=90)), _each_layer),
+}
+"""Every view of the registry; for models of three layers."""
+
+
+def drawn_for(parameters: dict[str, torch.Tensor], one: Cell, document: int, n_layers: int) -> dict[str, Any]:
+    """What the forward drew for a document: numbers, a list over layers, or a table."""
+    row, span = one.spans[document]
+    found: dict[str, Any] = {}
+    for name, value in parameters.items():
+        value = value.cpu()
+        if name == "_table":  # one after the other, where each document has its own
+            begin = int(drawn_for({"_begin": parameters["_begin"]}, one, document, n_layers)["_begin"])
+            found[name] = value[begin : begin + 64]
+        elif value.ndim < 2:
+            found[name] = value
+        else:
+            token = span.start if value.shape[-1] > 1 else 0
+            chosen = value[..., row if value.shape[-2] > 1 else 0, token]
+            found[name] = chosen if chosen.ndim == 0 else chosen[:n_layers]
+    return found
+
+
+def run_under(model: Any, one: Cell, case: Case, seed: int = 5) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    """Logits under a view, and the draws for each document in the forward that made them."""
+    draws: list[dict[str, torch.Tensor]] = []
+    with rope_view(model, case.view, seed=seed):
+        source = state_of(find_decoder(model)).overrides[-1]
+        bind = source.bind
+
+        def watched(batch):
+            bound = bind(batch)
+            draws.append(bound.parameters)
+            return bound
+
+        source.bind = watched
+        logits = run(model, one)
+    n_layers = model.config.num_hidden_layers
+    return logits, [drawn_for(draws[0], one, i, n_layers) for i in range(len(one.documents))]
+
+
+def expected(
+    weights: oracle.Weights, config: Any, one: Cell, case: Case, draws: list[dict[str, Any]]
+) -> list[torch.Tensor]:
+    """Logits [tokens, vocab] of each document alone, in float64: no neighbour, no padding."""
+    frequencies = oracle.default_frequencies(config)
+    share = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
+    found = []
+    for i, (ids, drawn) in enumerate(zip(one.documents, draws, strict=True)):
+        t = torch.arange(len(ids), dtype=torch.float64)
+        index = case.index(t, one.first_forward(i), drawn)
+        index = index.expand(config.num_hidden_layers, 1, len(ids)) if index.ndim == 1 else index[:, None]
+        own = frequencies * case.frequency(share, drawn)
+        found.append(oracle.logits(weights, config, ids[None], index, visible(config, len(ids)), own)[0])
+    return found
+
+
+def visible(config: Any, seq_len: int) -> torch.Tensor:
+    """What each layer of the model sees of a document, [n_layers, 1, seq_len, seq_len]."""
+    window = getattr(config, "sliding_window", None)
+    types = (
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    )
+    own = [oracle.causal(seq_len, window if kind == "sliding_attention" else None) for kind in types]
+    return torch.stack(own)[:, None]
+
+
+def compare(one: Cell, logits: torch.Tensor, wanted: list[torch.Tensor], tolerance: float) -> None:
+    """Every real token's logits, by the largest error relative to the largest logit of its document."""
+    for (row, span), right in zip(one.spans, wanted, strict=True):
+        error = (logits[row, span].double().cpu() - right).abs().max() / right.abs().max()
+        assert error < tolerance, f"logits of row {row} are off by {error:.1e}"
+
+
+def backward(one: Cell, logits: torch.Tensor, wanted: list[torch.Tensor]) -> None:
+    """Gradients of the same random sum over the logits of real tokens, in the model and in the oracle's weights."""
+    directions = [torch.randn_like(right) for right in wanted]
+    found = [logits[row, span].double().cpu() for row, span in one.spans]
+    for answers in (found, wanted):
+        sum((logit * direction).sum() for logit, direction in zip(answers, directions, strict=True)).backward()
+
+
+def compare_gradients(model: Any, wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Every parameter's gradient, by the norm of the error relative to its own norm.
+
+    A floor under that is one part in 10^4 of the largest norm, or a tenth in 16 bits: small gradients are sums that
+    nearly cancel. Without positions, those of q_norm and k_norm do altogether.
+    """
+    found = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    floor = 1e-1 if next(model.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-4
+    largest = max(right.norm() for right in wanted.values())
+    assert largest > 0
+    for name, right in wanted.items():
+        error = (found[name] - right).norm() / max(right.norm(), floor * largest)
+        assert error < tolerance, f"gradient of {name} is off by {error:.1e}"
+
+
+def gradients(weights: oracle.Weights) -> dict[str, torch.Tensor]:
+    """Of the oracle's weights."""
+    return {name: weight.grad for name, weight in weights.items() if weight.grad is not None}

@@ -1,0 +1,147 @@
+"""Every objective on one batch, without a trainer: the loss with its gradients. Shared by CPU and GPU tests."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from rope_patch import patch_model, rope_view
+from rope_patch.distillation import (
+    TAPE,
+    CopiedTeacher,
+    HiddenDistiller,
+    HiddenTargets,
+    LogitKL,
+    RelationDistiller,
+    RelationTargets,
+    SequentialDistiller,
+    ViewConsistency,
+    ViewDistiller,
+)
+from rope_patch.distillation.consistency import ViewTape
+from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation.sequential import SequentialTape
+from rope_patch.patch import view_source
+
+from .cells import Cell, compare_gradients
+
+VIEW = {"method": "skip", "max_skip": 40}
+RELATIONS = {
+    "relation-distill": RelationTargets(),
+    "relation-distill pre": RelationTargets(rope="pre"),
+    "relation-distill ATTN+V": RelationTargets(q=0.0, k=0.0, attention=1.0),
+    "relation-distill mse": RelationTargets(divergence="mse"),
+}
+OBJECTIVES = ("clm", "self-distill", "self-distill two passes", "self-distill sequential", *RELATIONS, "hidden-distill")
+
+
+def loss_and_gradients(
+    objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int], first_sample: int = 0
+) -> torch.Tensor:
+    """The loss of a batch; every token is a label. Gradients, where they are on, are added to those of the model.
+
+    Args:
+        objective: of `OBJECTIVES`.
+        model: as it was loaded.
+        inputs: keyword arguments of the model.
+        divisors: labels and documents that sums are divided by: those of the step that the batch is a part of.
+        first_sample: ordinal of its first document within the step.
+    """
+    model.train()
+    if objective.startswith(("clm", "self")):
+        patch_model(model, **VIEW)
+        view_source(model).clock.set(3, first_sample)
+        run = _next_token if objective == "clm" else _self_distill
+        return run(objective, model, inputs, divisors)
+    patch_model(model, "yarn", factor=4.0)
+    return _teach(objective, model, inputs, divisors)
+
+
+def _labelled(inputs: dict[str, Any]) -> Labelled:
+    return Labelled.of({name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)})
+
+
+def _next_token(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
+    logits = model(**inputs, use_cache=False).logits
+    labels = _labelled(inputs).next_label
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / divisors[0]
+    return _backward(loss)
+
+
+def _backward(loss: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():
+        loss.backward()
+    return loss.detach()
+
+
+def _self_distill(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
+    labelled, consistency = _labelled(inputs), ViewConsistency(weight=0.7)
+    sequential = objective.endswith("sequential")
+    make = SequentialTape if sequential else ViewTape
+    tape = make(labelled, *divisors, inputs["input_ids"])
+    if sequential:
+        distiller: ViewDistiller = SequentialDistiller(model, consistency)
+    else:
+        distiller = ViewDistiller(model, consistency, one_pass=not objective.endswith("two passes"))
+        assert distiller.one_pass != objective.endswith("two passes")
+
+    def call() -> torch.Tensor:
+        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        return _backward(tape.loss)
+
+    with distiller.active():
+        if not sequential:
+            return call()
+        with rope_view(model, "standard"):
+            first = call()
+        return first + call()
+
+
+def _teach(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
+    teacher, options = CopiedTeacher(model), {}
+    if objective == "hidden-distill":
+        distiller: Any = HiddenDistiller(model, HiddenTargets(), teacher)
+        options["output_hidden_states"] = True
+    else:
+        distiller = RelationDistiller(model, RELATIONS[objective], teacher, logit_kl=LogitKL(weight=0.5, last=1000))
+    with distiller.active():
+        tape = distiller.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
+        model(**inputs, use_cache=False, logits_to_keep=1, **options, **{TAPE: tape})
+        if objective == "hidden-distill":
+            loss = tape.distance
+        else:
+            loss = sum(w * tape.loss(name) for name, w in distiller.targets.weights.items())
+            loss = loss + 0.5 * tape.logit_kl
+        return _backward(loss / divisors[0])
+
+
+def divisors_of(one: Cell) -> tuple[int, int]:
+    """Labels and documents of a batch."""
+    return sum(len(ids) - 1 for ids in one.documents), len(one.documents)
+
+
+def alone(objective: str, make_model: Any, one: Cell) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What `loss_and_gradients` must give for the batch: each document on its own, sums over them.
+
+    Args:
+        objective: of `OBJECTIVES`.
+        make_model: gives a fresh model.
+        one: the batch, of which only the documents are looked at.
+    """
+    losses, gradients = [], {}
+    for ordinal, ids in enumerate(one.documents):
+        model = make_model()
+        ids = ids[None].to(model.device)
+        losses.append(loss_and_gradients(objective, model, {"input_ids": ids}, divisors_of(one), ordinal))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients.get(name, 0) + parameter.grad.double().cpu()
+    return torch.stack(losses).sum(), gradients
+
+
+def compare(
+    model: Any, loss: torch.Tensor, wanted: tuple[torch.Tensor, dict[str, torch.Tensor]], tolerance: float
+) -> None:
+    """Loss and every gradient."""
+    assert abs(loss.item() / wanted[0].item() - 1) < tolerance
+    compare_gradients(model, wanted[1], tolerance)
