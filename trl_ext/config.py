@@ -36,8 +36,9 @@ class RopeSFTConfig(SFTConfig):
         hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
         kl_weight: of "self-distill", lambda.
         self_distill_args: of "self-distill", `direction`, `rows`, `reduction` and `view_clm` of
-            `rope_patch.distillation.ViewConsistency`, e.g. `{"direction": "forward"}`, and `control` and `strength` of
-            `rope_patch.distillation.Control`, which stands in for a view.
+            `rope_patch.distillation.ViewConsistency`, e.g. `{"direction": "forward"}`; `teacher`, "self" or "native",
+            the model as it was pretrained; `passes`; and `control` and `strength` of `rope_patch.distillation.Control`,
+            which stands in for a view.
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import torch
 
-from .autocast import as_multiplied
+from .autocast import as_multiplied, whole
 from .linear_ce import IGNORE_INDEX, described, require_rows
 from .row_kl import runs_on_triton
 from .vocabulary_rows import Direction, HeadOutput, RowMetrics, vocabulary_rows
@@ -78,8 +78,8 @@ def linear_ce_kl(
     hidden_std, hidden_view = as_multiplied(hidden_std), as_multiplied(hidden_view)
     head = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
     # FSDP2 shards the head: gathered once, for all chunks
-    weight = as_multiplied(_whole(weight))
-    bias = None if bias is None else as_multiplied(_whole(bias))
+    weight = as_multiplied(whole(weight))
+    bias = None if bias is None else as_multiplied(whole(bias))
     if not torch.is_grad_enabled():
         # the forward forms the gradients of what requires one, whether or not a backward can follow
         hidden_std, weight = hidden_std.detach(), weight.detach()
@@ -226,12 +226,6 @@ def linear_ce_kl_ref(
         log_m = ((log_p.exp() + log_q.exp()) / 2).log()
         kl = ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
     return (ce_weight * ce + kl_weight * kl).sum()
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor (DTensor) as an ordinary one, through which gradients flow back to the shards."""
-    full: torch.Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return full
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: torch.dtype) -> torch.Tensor:

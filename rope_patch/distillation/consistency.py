@@ -1,7 +1,7 @@
 """Consistency of predictions: what is compared, row by row, and the loss of it in one sweep over the vocabulary."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,10 +11,11 @@ from rope_kernels import RowMetrics
 from rope_kernels.linear_ce import IGNORE_INDEX
 
 from ..attention_calls import AttentionCall
-from ..heads import head_losses
+from ..heads import head_kl, head_losses
 from .distiller import Distiller, Tape
 from .labelled import Labelled, Rows
 from .longce import LongCE
+from .teacher import CopiedTeacher, SharedTeacher
 
 Direction = Literal["reverse", "forward", "jsd"]
 Reduction = Literal["sequence", "token"]
@@ -72,6 +73,7 @@ class ViewTape(Tape):
 
     reference: torch.Tensor | None = None  # [batch, n], cross-entropy in a short context
     attention: Callable[[AttentionCall], torch.Tensor] | None = None  # in place of the model's
+    native: torch.Tensor | None = None  # [batch, n, H], of the teacher, where there is one
     standard: torch.Tensor
     loss: torch.Tensor
     rows: RowMetrics
@@ -96,10 +98,17 @@ class ConsistencyDistiller(Distiller):
         model: patched or not, bare or wrapped.
         consistency: rows, divisors and direction.
         longce: token weights of the cross-entropy, or None.
+        teacher: the model as it was pretrained, whose predictions are then q; None takes the standard view's.
     """
 
-    def __init__(self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        consistency: ViewConsistency,
+        longce: LongCE | None,
+        teacher: SharedTeacher | CopiedTeacher | None = None,
+    ) -> None:
+        super().__init__(model, teacher)
         self.consistency, self.longce = consistency, longce
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
@@ -125,7 +134,10 @@ class ConsistencyDistiller(Distiller):
     def _choose_rows(self, tape: ViewTape) -> torch.Tensor:
         """Which queries count, written on the tape, and what the KL of each of `tape.queries` weighs."""
         labelled = tape.labelled
-        tape.in_kl, tape.suffix_length = labelled.suffix(self._first(labelled), self.consistency.rows)
+        first = self._first(labelled)
+        if self.teacher is not None:
+            first = torch.zeros_like(first)  # another model differs from the first row on
+        tape.in_kl, tape.suffix_length = labelled.suffix(first, self.consistency.rows)
         # evaluation measures the KL whatever it weighs in training
         weight = self.consistency.weight if self.decoder.training else 1.0
         kl_weight = tape.in_kl * (weight / tape.kl_divisor)
@@ -148,26 +160,41 @@ class ConsistencyDistiller(Distiller):
         ce_weight = torch.full_like(kl_weight, 1 / tape.ce_divisor)
         options = weighting(self.longce, tape)
         n_rows = len(labels)
+        own_kl, other = kl_weight, view
+        if self.teacher is not None:  # the KL is not between these two
+            own_kl = torch.zeros_like(kl_weight)
         if self.consistency.view_clm and self.decoder.training:
             # the view's states once more, as rows of their own that have no KL
-            standard, view = torch.cat([standard, view]), torch.cat([view, view])
+            standard, other = torch.cat([standard, view]), torch.cat([view, view])
             labels = torch.cat([labels, view_labels])
             ce_weight = torch.cat([ce_weight, self.consistency.view_clm * ce_weight])
-            kl_weight = torch.cat([kl_weight, torch.zeros_like(kl_weight)])
+            own_kl = torch.cat([own_kl, torch.zeros_like(own_kl)])
             options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         tape.loss, metrics = head_losses(
             self.core,
             standard,
-            view,
+            other,
             labels,
             ce_weight,
-            kl_weight,
+            own_kl,
             direction=self.consistency.direction,
             **options,
         )
         tape.rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
         if len(labels) > n_rows:
             tape.view_ce = metrics.ce[n_rows:].sum()
+        if self.teacher is not None:
+            self._against_teacher(tape, view, kl_weight)
+
+    def _against_teacher(self, tape: ViewTape, view: torch.Tensor, kl_weight: torch.Tensor) -> None:
+        """Add the KL of the view to the teacher to the tape's loss and metrics."""
+        chosen = (kl_weight != 0).nonzero().squeeze(1)
+        assert tape.native is not None
+        target, tape.native = tape.native.flatten(0, 1)[tape.queries[chosen]], None
+        kl = head_kl(self.core, self.teacher.head, view[chosen], target, self.consistency.direction)
+        tape.loss = tape.loss + (kl_weight[chosen] * kl).sum()
+        every = torch.zeros_like(tape.rows.kl).index_copy(0, chosen, kl.detach().to(tape.rows.kl.dtype))
+        tape.rows = replace(tape.rows, kl=every)
 
 
 def weighting(longce: LongCE | None, tape: ViewTape) -> dict[str, Any]:

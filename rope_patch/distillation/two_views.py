@@ -15,6 +15,7 @@ from .distiller import TAPE
 from .labelled import Labelled
 from .longce import LongCE
 from .one_pass import TwoViewLayout
+from .teacher import CopiedTeacher, SharedTeacher, without_gradient
 from .two_view_attention import TwoViewAttention, why_two_passes
 
 logger = logging.get_logger(__name__)
@@ -31,6 +32,8 @@ class ViewDistiller(ConsistencyDistiller):
         model: patched with a view, bare or wrapped.
         consistency: rows, divisors and direction.
         longce: token weights of the cross-entropy, or None.
+        teacher: the model as it was pretrained, in the same weights with adapters off or as a copy, which is then
+            what the view is compared with, in all rows; None takes the standard view of the model itself.
         one_pass: whether one forward may give both views.
 
     Raises:
@@ -38,15 +41,21 @@ class ViewDistiller(ConsistencyDistiller):
     """
 
     def __init__(
-        self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None = None, *, one_pass: bool = True
+        self,
+        model: nn.Module,
+        consistency: ViewConsistency,
+        longce: LongCE | None = None,
+        *,
+        teacher: SharedTeacher | CopiedTeacher | None = None,
+        one_pass: bool = True,
     ) -> None:
-        super().__init__(model, consistency, longce)
+        super().__init__(model, consistency, longce, teacher)
         self._require_difference()
         assert self.state is not None
-        if self.state.source is None or not self.state.source.view.perturbs:
+        if self.state.source is None or (teacher is None and not self.state.source.view.perturbs):
             raise ValueError(
                 "objective 'self-distill' compares a view with true positions: give view='skip' or another that "
-                "perturbs."
+                "perturbs. With teacher='native' and a rescaled model, view='standard' does too."
             )
         if self.state.layers_call_rotary:
             raise ValueError(
@@ -64,7 +73,9 @@ class ViewDistiller(ConsistencyDistiller):
             logger.warning(f"Both views run, in two passes instead of one: the model has {reason}.")
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
-        """The s that the clock's next draw gives each document."""
+        """The s that the clock's next draw gives each document; 0 against another model."""
+        if self.teacher is not None:
+            return torch.zeros_like(labelled.documents.length)
         documents = labelled.documents
         parameters = self.source.view.draw(documents.length, self.source.clock.key(documents))
         return self.source.view.affected_from(documents.length, parameters)
@@ -75,6 +86,7 @@ class ViewDistiller(ConsistencyDistiller):
             return None
         if self.longce is not None and decoder.training:
             tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        self._ask_teacher(tape, args, kwargs)
         if self.one_pass:
             tape.taught = True
             return self._with_copies(tape, args, kwargs)
@@ -86,6 +98,24 @@ class ViewDistiller(ConsistencyDistiller):
             tape.teaching = False
         tape.taught = True
         return None
+
+    def _ask_teacher(self, tape: ViewTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hidden states of the teacher, if there is one, on the tape."""
+        if self.teacher is None:
+            return
+        assert self.state is not None
+        window, longest = self.state.native.max_position_embeddings, int(tape.labelled.documents.length.max())
+        if window is not None and longest > window:
+            raise ValueError(
+                f"teacher='native' reads documents of at most {window} tokens, its window, got one of {longest}. Lower "
+                "max_length; views reach further positions than rows have tokens."
+            )
+        tape.teaching = True
+        try:
+            with without_gradient(tape.valid.device.type), self.teacher.ready() as teacher:
+                tape.native = teacher(*args, **kwargs).last_hidden_state
+        finally:
+            tape.teaching = False
 
     def _with_copies(self, tape: ViewTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of the decoder with copies of the suffixes, whose RoPE indices are the view's."""

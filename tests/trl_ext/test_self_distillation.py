@@ -120,6 +120,36 @@ def test_labels_of_completions_count_alone(tmp_path):
     assert counts["documents"] == 4 and counts["labels"] in (4 * 6, 4 * 7)  # with or without a closing token
 
 
+@pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])
+@pytest.mark.parametrize("way", ["accumulated", "checkpointed", "padding-free"])
+def test_a_native_teacher_however_a_step_is_batched(way, adapters, tmp_path):
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
+    options |= {"rescale": "pi", "rescale_args": {"factor": 4.0}, "peft_config": config if adapters else None, **SELF}
+    found = []
+    for each in ("padded", way):
+        torch.manual_seed(0)  # of the adapters
+        run = trainer(tmp_path, self_distill_args={"teacher": "native"}, **options, **WAYS[each])
+        run.train()
+        found += logged(run, "loss", "kl", "grad_norm")
+    assert found[0]["kl"] > 0.1
+    for name in ("loss", "grad_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+
+
+def test_a_native_teacher_holds_the_model_to_it(tmp_path):
+    """Against the same run without the KL: the rescaled model stays nearer to the native one."""
+    data = documents(4)
+    options = {"max_steps": 30, "train_dataset": data, "eval_dataset": data, "learning_rate": 3e-3, **SELF}
+    options |= {"rescale": "pi", "rescale_args": {"factor": 4.0}, "self_distill_args": {"teacher": "native"}}
+    results = {}
+    for weight in (0.0, 5.0):
+        run = trainer(tmp_path, **options, kl_weight=weight)
+        run.train()
+        results[weight] = run.evaluate()["eval_kl"]
+    assert results[5.0] < 0.5 * results[0.0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -129,6 +159,9 @@ def test_labels_of_completions_count_alone(tmp_path):
         ({"self_distill_args": {"weight": 2.0}}, "give kl_weight"),
         ({"self_distill_args": {"passes": "one"}}, "passes in self_distill_args must be one of"),
         ({"self_distill_args": {"passes": "two", "control": "dropout"}}, "a control runs in two passes"),
+        ({"self_distill_args": {"teacher": "native", "control": "dropout"}}, "a control runs in two passes"),
+        ({"self_distill_args": {"teacher": "other"}}, "teacher in self_distill_args must be one of"),
+        ({"self_distill_args": {"teacher": "native"}, "view": "standard", "view_args": None}, "same RoPE"),
         ({"self_distill_args": {"strength": 2}}, "strength in self_distill_args is that of a control"),
         ({"self_distill_args": {"control": "weights"}}, "control must be one of"),
         ({"self_distill_args": {"depth": 2}}, "self_distill_args takes the fields of ViewConsistency"),

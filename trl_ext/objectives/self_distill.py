@@ -14,10 +14,11 @@ from rope_patch.distillation.labelled import Labelled
 from rope_patch.distillation.sequential import SequentialTape
 from rope_patch.views import Skip
 
-from .base import from_fields
+from .base import from_fields, teacher_of
 from .next_token import NextTokenObjective, longce_options
 
 Passes = Literal["auto", "two", "sequential"]
+Teacher = Literal["self", "native"]
 
 
 class SelfDistillObjective(NextTokenObjective):
@@ -37,11 +38,13 @@ class SelfDistillObjective(NextTokenObjective):
         longce = longce_options(self.args)
         if chosen.control is not None:
             return ControlDistiller(model, chosen.consistency, chosen.control, longce)
+        teacher = teacher_of(model, self.args) if chosen.teacher == "native" else None
         if chosen.passes == "sequential":
             if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
                 raise ValueError("passes='sequential' has two backward passes a batch, DeepSpeed one: use 'auto'.")
-            return SequentialDistiller(model, chosen.consistency, longce)
-        return ViewDistiller(model, chosen.consistency, longce, one_pass=chosen.passes == "auto")
+            return SequentialDistiller(model, chosen.consistency, longce, teacher=teacher)
+        one_pass = chosen.passes == "auto"
+        return ViewDistiller(model, chosen.consistency, longce, teacher=teacher, one_pass=one_pass)
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
@@ -122,11 +125,14 @@ class Chosen:
         control: what stands in for the view, or None.
         passes: "auto" one forward for both views where that is exact, "two", or "sequential": two, each with its own
             backward, in little more memory than next-token training takes.
+        teacher: "self", true positions in the model as it is, or "native", in the model as it was pretrained: adapters
+            off or a frozen copy, native RoPE. All rows are then compared, s being 0.
     """
 
     consistency: ViewConsistency
     control: Control | None
     passes: Passes
+    teacher: Teacher
 
 
 def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> Chosen:
@@ -138,16 +144,20 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
     rest = dict(self_distill_args)
     if "weight" in rest:
         raise ValueError("self_distill_args has no weight: give kl_weight.")
-    passes, kind = rest.pop("passes", "auto"), rest.pop("control", None)
-    if passes not in get_args(Passes):
-        raise ValueError(f"passes in self_distill_args must be one of {get_args(Passes)}, got {passes!r}.")
+    passes, kind, teacher = rest.pop("passes", "auto"), rest.pop("control", None), rest.pop("teacher", "self")
+    for name, value, allowed in (("passes", passes, Passes), ("teacher", teacher, Teacher)):
+        if value not in get_args(allowed):
+            raise ValueError(f"{name} in self_distill_args must be one of {get_args(allowed)}, got {value!r}.")
     strength = {"strength": rest.pop("strength")} if "strength" in rest else {}
     if kind is None and strength:
         raise ValueError("strength in self_distill_args is that of a control: give control='dropout', or leave it out.")
-    if kind is not None and passes != "auto":
-        raise ValueError(f"a control runs in two passes: leave out passes={passes!r} of self_distill_args.")
+    if kind is not None and (passes, teacher) != ("auto", "self"):
+        raise ValueError(
+            "a control runs in two passes of the model itself: leave out passes and teacher of self_distill_args."
+        )
     return Chosen(
         from_fields(ViewConsistency, "self_distill_args", {"weight": kl_weight, **rest}),
         None if kind is None else from_fields(Control, "self_distill_args", {"kind": kind, **strength}),
         passes,
+        teacher,
     )
