@@ -65,7 +65,7 @@ def head_losses(
 def head_kl(
     core: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, direction: Any, **options: Any
 ) -> torch.Tensor:
-    """`rope_kernels.linear_kl_rows` through the heads of a causal LM and a teacher, with what the family does to logits.
+    """`rope_kernels.linear_kl_rows` through the heads of a causal LM and a teacher, with what the family does to them.
 
     Args:
         core: the causal LM.

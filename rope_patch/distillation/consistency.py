@@ -18,7 +18,7 @@ from .longce import LongCE
 from .teacher import CopiedTeacher, SharedTeacher
 
 Direction = Literal["reverse", "forward", "jsd"]
-Reduction = Literal["sequence", "token"]
+Reduction = Literal["sequence", "token", "uniform"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,10 @@ class ViewConsistency:
             0 is the paper's ablation "w/ CLM".
         direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
         rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
-        reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s.
+        reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s; "uniform"
+            divides each KL_t by the probability that t lies behind a drawn s, and the sum by the sum of L, so that each
+            token weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
+            about ln(L / (L - i)) and "token" by i / L.
 
     Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations.
     """
@@ -67,7 +70,7 @@ class ViewTape(Tape):
     Args:
         labelled: the batch.
         ce_divisor: what the sum of cross-entropies is divided by.
-        kl_divisor: what the KL is divided by: documents, or the sum of L - s for the "token" reduction.
+        kl_divisor: what the KL is divided by: documents, for "token" the sum of L - s, for "uniform" that of L.
         ids: of the tokens, [batch, n].
     """
 
@@ -80,6 +83,7 @@ class ViewTape(Tape):
     view_ce: torch.Tensor | None = None  # sum over labels, where it counts
     in_kl: torch.Tensor  # [batch, n], queries that the KL sums over
     suffix_length: torch.Tensor  # [batch, n], L - s
+    kl_factor: torch.Tensor  # [N], what the reduction makes of the KL of each row, but for lambda and the divisor
     queries: torch.Tensor  # [N] indices of `rows` among the flattened queries
 
     def __init__(self, labelled: Labelled, ce_divisor: int, kl_divisor: int, ids: torch.Tensor) -> None:
@@ -119,6 +123,10 @@ class ConsistencyDistiller(Distiller):
         """The s of each document in the forward that has run."""
         raise NotImplementedError
 
+    def _share(self, labelled: Labelled) -> torch.Tensor:
+        """Probability over draws that each token lies behind s, [batch, n]."""
+        return torch.ones_like(labelled.t, dtype=torch.float64)
+
     def _states(self, tape: ViewTape, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of `tape.queries` in the standard view and the other, given those of the last forward."""
         standard, view = (x.flatten(0, 1)[tape.queries] for x in (tape.standard, hidden))
@@ -140,12 +148,16 @@ class ConsistencyDistiller(Distiller):
         tape.in_kl, tape.suffix_length = labelled.suffix(first, self.consistency.rows)
         # evaluation measures the KL whatever it weighs in training
         weight = self.consistency.weight if self.decoder.training else 1.0
-        kl_weight = tape.in_kl * (weight / tape.kl_divisor)
+        factor = tape.in_kl.double()
         if self.consistency.reduction == "sequence":
-            kl_weight = kl_weight / tape.suffix_length.clamp(min=1)
-        kl_weight = kl_weight.flatten().float()
-        tape.queries = ((labelled.next_label.flatten() != IGNORE_INDEX) | (kl_weight != 0)).nonzero().squeeze(1)
-        return kl_weight[tape.queries]
+            factor = factor / tape.suffix_length.clamp(min=1)
+        elif self.consistency.reduction == "uniform":
+            factor = torch.where(tape.in_kl, factor / self._share(labelled), 0.0)
+        factor = factor.flatten().float()
+        counts = (labelled.next_label.flatten() != IGNORE_INDEX) | (weight * factor != 0)
+        tape.queries = counts.nonzero().squeeze(1)
+        tape.kl_factor = factor[tape.queries]
+        return tape.kl_factor * (weight / tape.kl_divisor)
 
     def _sweep(
         self,

@@ -63,6 +63,8 @@ class ViewDistiller(ConsistencyDistiller):
                 "'self-distill' needs two. Use objective='clm' with the view."
             )
         self.source = self.state.source
+        if consistency.reduction == "uniform" and teacher is None:  # a view that cannot say raises here
+            self.source.view.affected_share(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 2))
         reason = why_two_passes(self.core, self.decoder) if one_pass else "been asked for it"
         if self.source.view.layerwise or self.source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
@@ -169,6 +171,11 @@ class ViewDistiller(ConsistencyDistiller):
     def _first(self, labelled: Labelled) -> torch.Tensor:
         assert self.source.last is not None
         return self.source.view.affected_from(labelled.documents.length, self.source.last.parameters)
+
+    def _share(self, labelled: Labelled) -> torch.Tensor:
+        if self.teacher is not None:
+            return super()._share(labelled)
+        return self.source.view.affected_share(labelled.t, labelled.documents.length)
 
     def _states(self, tape: ViewTape, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(tape.attention, TwoViewAttention):

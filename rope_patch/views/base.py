@@ -50,6 +50,19 @@ class View:
         """
         return torch.ones_like(length)
 
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Probability over draws that `affected_from` is at most t, float64.
+
+        Raises:
+            ValueError: the view does not know it.
+        """
+        if type(self).affected_from is not View.affected_from:
+            raise ValueError(
+                f"{_title(self)} does not know how often a token lies behind its first changed one, by which "
+                "reduction 'uniform' divides: use 'sequence' or 'token', or another view, e.g. 'skip'."
+            )
+        return (t >= 1).double()
+
     @property
     def layerwise(self) -> bool:
         """Whether layers have positions of their own: `layer_groups` then says which."""

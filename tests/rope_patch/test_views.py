@@ -290,3 +290,45 @@ def test_what_a_view_cannot_do_is_said(make, message):
 def test_a_second_claim_on_a_name_is_refused():
     with pytest.raises(ValueError, match="view 'skip' is already registered, as Skip."):
         VIEWS.register("skip")(Standard)
+
+
+def test_log_uniform_skips_give_each_doubling_the_same_share():
+    view, draws, largest = Skip(split=3, max_skip=63, law="log-uniform"), 60_000, 63
+    y = view.draw(torch.full((draws, 1), L), key(draws))["skip"].flatten()
+    assert y.min() == 1 and y.max() == largest
+    share = torch.bincount(y, minlength=largest + 1)[1:].double() / draws
+    k = torch.arange(1, largest + 1, dtype=torch.float64)
+    assert (share - (1 + 1 / k).log() / math.log(largest + 1)).abs().max() < 0.006
+    doublings = [share[2**i - 1 : 2 ** (i + 1) - 1].sum() for i in range(6)]  # 1, 2..3, 4..7, ..., 32..63
+    torch.testing.assert_close(torch.stack(doublings), torch.full((6,), 1 / 6, dtype=torch.float64), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "largest"),
+    [("linear", {0.0: 4, 0.25: 13, 0.5: 22, 1.0: 40}), ("step", {0.0: 4, 0.49: 4, 0.5: 40, 1.0: 40})],
+)
+@pytest.mark.parametrize("law", ["uniform", "log-uniform"])
+def test_the_range_of_skips_grows_with_training(law, curriculum, largest):
+    view = Skip(max_skip=40, law=law, curriculum=curriculum, start=4)
+    for progress, limit in largest.items():
+        at = replace(key(3000), progress=torch.tensor(progress, dtype=torch.float64))
+        y = view.draw(torch.full((3000, 1), L), at)["skip"]
+        assert (y.min(), y.max()) == (1, limit)
+
+
+def test_a_curriculum_may_start_with_true_positions():
+    view = Skip(max_skip=40, curriculum="step")
+    length = torch.full((50, 1), L)
+    early, late = (replace(key(50), progress=torch.tensor(p, dtype=torch.float64)) for p in (0.1, 0.9))
+    parameters = view.draw(length, early)
+    assert not parameters["skip"].any() and torch.equal(view.affected_from(length, parameters), length)
+    parameters = view.draw(length, late)
+    assert torch.equal(view.affected_from(length, parameters), parameters["split"])
+    for wrong, message in (
+        ({"skip": 5, "law": "log-uniform"}, "law and curriculum are of the draw that a fixed skip replaces"),
+        ({"law": "normal"}, "law must be one of"),
+        ({"until": 1.5}, "until must be in"),
+        ({"start": -1}, "start must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Skip(**wrong)

@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
 
 
-@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("reduction", ["sequence", "token", "uniform"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_one_mean_however_it_is_batched(way, reduction, tmp_path):
     """Draws are keyed by document, so every way of batching the same documents in the same order has one loss."""

@@ -64,14 +64,16 @@ class SelfDistillObjective(NextTokenObjective):
         return loss + tie + first.detach(), parts
 
     def counts(self, read: Labelled) -> dict[str, int]:
-        """Real tokens, labels, documents, and the sum of L - s that the clock's draws give."""
+        """Real tokens, labels, documents, and the sum of L, or of the L - s that the clock's draws give."""
         counts = {**super().counts(read), "documents": read.n_documents}
         if self.distiller.consistency.reduction == "token":
-            counts["suffix"] = read.suffix_total(self.distiller.affected_from(read))
+            counts["compared"] = read.suffix_total(self.distiller.affected_from(read))
+        elif self.distiller.consistency.reduction == "uniform":
+            counts["compared"] = int(read.counted.sum())
         return counts
 
     def _kl_divisor(self, counts: dict[str, int]) -> int:
-        return max(1, counts["suffix" if self.distiller.consistency.reduction == "token" else "documents"])
+        return max(1, counts["documents" if self.distiller.consistency.reduction == "sequence" else "compared"])
 
     def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, torch.Tensor]:
         parts = super()._parts(tape, own)
@@ -79,10 +81,8 @@ class SelfDistillObjective(NextTokenObjective):
             parts["view_ce"] = tape.view_ce / max(own["labels"], 1)
         if not self.distiller.consistency.weight and self.distiller.decoder.training:
             return parts  # no KL was computed
-        kl = tape.rows.kl
-        if self.distiller.consistency.reduction == "sequence":
-            kl = kl * (1.0 / tape.suffix_length.flatten()[tape.queries].clamp(min=1))
-        return {**parts, "kl": kl.sum() / self._kl_divisor(own), **self._by_depth(tape), **self._by_skip(tape)}
+        kl = (tape.rows.kl * tape.kl_factor).sum() / self._kl_divisor(own)
+        return {**parts, "kl": kl, **self._by_depth(tape), **self._by_skip(tape)}
 
     def _by_depth(self, tape: ViewTape) -> dict[str, torch.Tensor]:
         """Mean KL of the queries in each quarter of their document."""
