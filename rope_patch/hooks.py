@@ -54,6 +54,7 @@ class DecoderEntry:
                 attention_mask=attention_mask if isinstance(attention_mask, torch.Tensor) else None,
                 cached=0 if cache is None else int(cache.get_seq_length()),
                 training=decoder.training,
+                ids=call.get("input_ids"),
             )
         )
 

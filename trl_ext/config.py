@@ -43,7 +43,7 @@ class RopeSFTConfig(SFTConfig):
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
         cue: what `append_cue` puts behind each document of the training set for view "endprompt", whose `cue_tokens` it
-            then sets; None, if documents end with a cue already.
+            then sets; of a list, one behind each document; None, if documents end with a cue already.
         cue_weight: of "clm" with view "endprompt", what the cross-entropy of the cue's tokens counts.
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
     """
@@ -109,10 +109,11 @@ class RopeSFTConfig(SFTConfig):
     longce_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
     )
-    cue: str | None = field(
+    cue: None | str | list[str] = field(
         default=None,
         metadata={
-            "help": "Cue behind each document for view 'endprompt': 'sentence', 'word', 'end-of-turn', or a text."
+            "help": "Cue behind each document for view 'endprompt': 'sentence', 'word', 'end-of-turn', a text, or, in "
+            "a recipe, a list of which each document gets one."
         },
     )
     cue_weight: float = field(

@@ -79,7 +79,8 @@ class ViewDistiller(ConsistencyDistiller):
         if self.teacher is not None:
             return torch.zeros_like(labelled.documents.length)
         documents = labelled.documents
-        parameters = self.source.view.draw(documents.length, self.source.clock.key(documents))
+        key = self.source.clock.key(documents)
+        parameters = self.source.view.draw_for(labelled.ids, labelled.t, documents, key)
         return self.source.view.affected_from(documents.length, parameters)
 
     def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,6 +134,7 @@ class ViewDistiller(ConsistencyDistiller):
                 attention_mask=kwargs.get("attention_mask"),
                 cached=0,
                 training=self.decoder.training,
+                ids=tape.ids,
             )
         )
         positions = torch.arange(seq_len, device=tape.ids.device) if position_ids is None else position_ids

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from ..documents import Documents
 from ..draws import DrawKey
 from ..registry import Registry
 
@@ -38,6 +39,20 @@ class View:
             Tensors that broadcast with `length`.
         """
         raise NotImplementedError
+
+    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
+        """Parameters of the documents of a batch. A view that looks at tokens overrides this, and others `draw`.
+
+        Args:
+            ids: of the tokens, [batch, seq_len]; None where a model is given embeddings.
+            t: index of each token in its document, [1 or batch, seq_len], negative on padding before it.
+            documents: of the batch.
+            key: source of randomness, in the shape of documents.
+
+        Returns:
+            As `draw`; what has one value a token, [batch, seq_len], goes on with the last one in decoding.
+        """
+        return self.draw(documents.length, key)
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         """RoPE index minus that of the document's first token, int64 or float64, for t (int64 or float64)."""
@@ -126,6 +141,17 @@ def require_indexable(owner: object, largest: float) -> None:
             f"{_title(owner)}: RoPE indices would reach {largest:.0f}; at most {MAX_INDEX} (2**24) are exact in "
             "float32. Use shorter rows or a smaller range."
         )
+
+
+def require_ids(owner: object, ids: torch.Tensor | None) -> torch.Tensor:
+    """The token ids that a view reads.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if ids is None:
+        raise ValueError(f"{_title(owner)} reads tokens: call the model with input_ids, not with embeddings.")
+    return ids
 
 
 def _title(owner: object) -> str:
