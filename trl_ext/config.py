@@ -142,6 +142,8 @@ class RopeSFTConfig(SFTConfig):
                     f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
                 )
             options = {**options, "cue_tokens": 1}  # known once there is a tokenizer
+        if self.view == "longrecipe":
+            options = {"sentence_ends": [0], **options}  # likewise
         resolve_view(self.view, options)
         if self.view == "pose" and options.get("window") is not None and self.objective != "clm":
             raise ValueError(

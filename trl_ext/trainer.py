@@ -28,6 +28,7 @@ from .config import RopeSFTConfig
 from .cues import with_cue
 from .cut_rows import cut_rows
 from .objectives import OBJECTIVES, NextTokenObjective, Objective
+from .sentences import sentence_ends
 
 logger = logging.get_logger(__name__)
 
@@ -91,6 +92,9 @@ class RopeSFTTrainer(SFTTrainer):
     def _patch(self, args: RopeSFTConfig) -> None:
         """Apply what `args` names; if it cannot be, leave the model as it came."""
         rescaling = None if args.rescale is None else resolve_rescaling(args.rescale, args._options("rescale_args"))
+        if args.view == "longrecipe" and "sentence_ends" not in args._options("view_args"):
+            found = sentence_ends(self.processing_class)
+            args.view_args = {**args._options("view_args"), "sentence_ends": found}
         view = resolve_view(args.view, args._options("view_args"))
         was_patched = state_of(find_decoder(self.model)) is not None
         try:

@@ -6,6 +6,7 @@ from .compose import Compose
 from .cyclic import Cyclic
 from .dilation import Dilation
 from .endprompt import EndPrompt
+from .longrecipe import LongRecipe
 from .nope import NoPE
 from .per_layer import PerLayer
 from .posaug import PosAug
@@ -23,6 +24,7 @@ __all__ = [
     "Cyclic",
     "Dilation",
     "EndPrompt",
+    "LongRecipe",
     "NoPE",
     "PerLayer",
     "PoSE",
