@@ -7,10 +7,10 @@ _END = re.compile(r"""\s*[.?!…。？！]+["'”’)\]]*\s*|[ \t]*[\r\n]\s*""")
 
 
 def sentence_ends(tokenizer: Any) -> list[int]:
-    """Ids of the tokens that are a closing mark, with quotes and brackets behind it or without, or a line break alone.
+    """Ids of the tokens that are a closing mark, maybe with quotes and brackets behind it, or a line break alone.
 
-    Words that hold a mark, such as "3.1", are none. LongRecipe's code names five of Llama 3: ".", "?", "!", a line break
-    and a full stop before one; those are among them.
+    Words that hold a mark, such as "3.1", are none. LongRecipe's code names five of Llama 3: ".", "?", "!", a line
+    break and a full stop before one; those are among them.
 
     Args:
         tokenizer: of Transformers.

@@ -3,6 +3,7 @@
 from .base import VIEWS, View
 from .chunk_permute import ChunkPermute
 from .compose import Compose
+from .cream import Cream
 from .cyclic import Cyclic
 from .dilation import Dilation
 from .endprompt import EndPrompt
@@ -21,6 +22,7 @@ __all__ = [
     "VIEWS",
     "ChunkPermute",
     "Compose",
+    "Cream",
     "Cyclic",
     "Dilation",
     "EndPrompt",

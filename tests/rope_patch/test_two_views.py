@@ -141,6 +141,7 @@ VIEWS = {
     "compose": {"views": [{"view": "skip"}, {"view": "posaug", "low": 0.5, "high": 2.0}]},
     "posaug": {"law": "log-uniform", "granularity": "sample"},
     "pose": {"target": 300, "chunks": 4},
+    "cream": {"target": 300},
 }
 
 
