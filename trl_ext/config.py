@@ -42,6 +42,9 @@ class RopeSFTConfig(SFTConfig):
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
+        shifted_attention: LongLoRA: in training each head attends within groups of this share of `max_length` tokens,
+            half of the heads with shifted borders (`rope_patch.shifted_attention`); the paper takes 0.25. None: full
+            attention, as evaluation and everything afterwards has.
         cue: what `append_cue` puts behind each document of the training set for view "endprompt", whose `cue_tokens` it
             then sets; of a list, one behind each document; None, if documents end with a cue already.
         cue_weight: of "clm" with view "endprompt", what the cross-entropy of the cue's tokens counts.
@@ -108,6 +111,12 @@ class RopeSFTConfig(SFTConfig):
     )
     longce_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
+    )
+    shifted_attention: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of max_length within which heads attend in training (LongLoRA: 0.25). None: all of it."
+        },
     )
     cue: None | str | list[str] = field(
         default=None,
@@ -181,8 +190,24 @@ class RopeSFTConfig(SFTConfig):
                 f"token_weighting weighs the cross-entropy of 'clm' and 'self-distill', got {self.objective!r}."
             )
         cue_options(self)
+        if self.shifted_attention is not None:
+            self._check_shifted_attention()
         if self.kl_weight != 1.0 and self.objective != "self-distill":
             raise ValueError(f"kl_weight belongs to objective='self-distill', got objective={self.objective!r}.")
+
+    def _check_shifted_attention(self) -> None:
+        share = self.shifted_attention
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+            raise ValueError(f"shifted_attention must be a share in (0, 1), or None, got {share!r}.")
+        if self.max_length is None or share * self.max_length < 2:
+            raise ValueError(
+                f"shifted_attention needs a max_length of which {share} is 2 tokens or more, got {self.max_length}."
+            )
+        if self.objective != "clm" or self.token_weighting is not None:
+            raise ValueError(
+                "shifted_attention is for next-token training: other objectives and LongCE compare forwards that would "
+                f"all attend so; got objective={self.objective!r}, token_weighting={self.token_weighting!r}."
+            )
 
     def _options(self, name: str) -> dict[str, Any]:
         options = getattr(self, name)

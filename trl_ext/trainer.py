@@ -1,9 +1,10 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
+import math
 import re
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rope_patch.methods import resolve_rescaling, resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import ABF, Rescaling
 from rope_patch.rotary import find_core, find_decoder
+from rope_patch.shifted_attention import ShiftedAttention
 from rope_patch.state import state_of
 from rope_patch.views import PoSE
 
@@ -87,6 +89,7 @@ class RopeSFTTrainer(SFTTrainer):
         if args.trainable == "qkv":
             train_qkv_only(self.model)
         self._objective = self._make_objective(args)
+        self._shifted = self._make_shifted(args)
         self._step_counts: dict[str, int] = {}
 
     def _patch(self, args: RopeSFTConfig) -> None:
@@ -143,6 +146,15 @@ class RopeSFTTrainer(SFTTrainer):
             if args.objective == "clm"
             else OBJECTIVES[args.objective](self.model, args, self.accelerator)
         )
+
+    def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
+        if args.shifted_attention is None:
+            return None
+        parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
+        if any(getattr(parallelism, f"{kind}_size", 1) > 1 for kind in ("cp", "sp")):
+            raise ValueError("shifted_attention groups tokens of whole rows: not with cp_size or sp_size above 1.")
+        assert args.max_length is not None
+        return ShiftedAttention(self.model, math.ceil(args.shifted_attention * args.max_length))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -264,7 +276,10 @@ class RopeSFTTrainer(SFTTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's step; forward and backward of an objective run while it watches the model's attention."""
-        with nullcontext() if self._objective is None else self._objective.active():
+        with ExitStack() as stack:
+            for part in (self._objective, self._shifted):
+                if part is not None:
+                    stack.enter_context(part.active())
             return super().training_step(*args, **kwargs)
 
     def prediction_step(

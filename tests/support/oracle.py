@@ -45,7 +45,8 @@ def logits(
         config: of the model.
         input_ids: [batch, seq_len].
         rope_index: [batch, seq_len].
-        visible: [batch, seq_len, seq_len] bool, query by key. Rows that see nothing come out as zeros.
+        visible: [batch, seq_len, seq_len] bool, query by key, or [batch, n_heads, seq_len, seq_len]. Rows that see
+            nothing come out as zeros.
         frequencies: [head_dim / 2]; None means the config's base.
         attention_factor: multiplies cos and sin.
         record: one dictionary a layer is added: q and k after RoPE, q_pre and k_pre before, v, and the output `hidden`;
@@ -68,6 +69,7 @@ def logits(
         first, second = x[..., : head_dim // 2], x[..., head_dim // 2 :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
+    see = visible if visible.ndim == 4 else visible[:, None]
     h = weights["model.embed_tokens.weight"][input_ids]
     batch, seq_len = input_ids.shape
     for layer in range(config.num_hidden_layers):
@@ -82,7 +84,7 @@ def logits(
         q, k = rotate(q_pre), rotate(k_pre)
         seen = {"q": q, "k": k, "v": v, "q_pre": q_pre, "k_pre": k_pre}
         k, v = (t.repeat_interleave(n_heads // n_kv_heads, 1) for t in (k, v))
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(head_dim)).masked_fill(~visible[:, None], -torch.inf)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(head_dim)).masked_fill(~see, -torch.inf)
         probabilities = scores.softmax(-1).nan_to_num(0.0)
         out = (probabilities @ v).transpose(1, 2).reshape(batch, seq_len, n_heads * head_dim)
         h = h + project(out, f"{at}.self_attn.o_proj")
