@@ -35,10 +35,12 @@ class RopeSFTConfig(SFTConfig):
             `rope_patch.distillation.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
         hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
         kl_weight: of "self-distill", lambda.
-        self_distill_args: of "self-distill", `direction`, `rows`, `reduction` and `view_clm` of
-            `rope_patch.distillation.ViewConsistency`, e.g. `{"direction": "forward"}`; `teacher`, "self" or "native",
+        self_distill_args: of "self-distill", fields of `rope_patch.distillation.ViewConsistency` but its weight, e.g.
+            `{"direction": "forward"}`; `teacher`, "self" or "native",
             the model as it was pretrained; `passes`; and `control` and `strength` of `rope_patch.distillation.Control`,
             which stands in for a view.
+        restore_every: of "self-distill", every how many optimizer steps one of "relation-distill", with its
+            relation_args, takes the place, at true positions; None: never.
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
@@ -105,6 +107,10 @@ class RopeSFTConfig(SFTConfig):
     self_distill_args: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": "Options of 'self-distill' as a JSON object, e.g. '{\"direction\": \"forward\"}'."},
+    )
+    restore_every: int | None = field(
+        default=None,
+        metadata={"help": "In 'self-distill', distil relations at true positions in every so many steps. None: never."},
     )
     token_weighting: Literal["longce"] | None = field(
         default=None, metadata={"help": "Weights of tokens in the cross-entropy: 'longce', or None for all alike."}
@@ -179,6 +185,13 @@ class RopeSFTConfig(SFTConfig):
             "hidden_args": "hidden-distill",
             "self_distill_args": "self-distill",
         }
+        if self.restore_every is not None:
+            if self.objective != "self-distill" or type(self.restore_every) is not int or self.restore_every < 2:
+                raise ValueError(
+                    "restore_every goes with objective='self-distill' and is a number of steps of at least 2, got "
+                    f"{self.restore_every!r} and objective={self.objective!r}."
+                )
+            owners = {name: owner for name, owner in owners.items() if owner != "relation-distill"}
         for name, objective in owners.items():
             if getattr(self, name) and self.objective != objective:
                 raise ValueError(f"{name} belongs to objective={objective!r}, got objective={self.objective!r}.")

@@ -29,7 +29,7 @@ from rope_patch.views import PoSE
 from .config import RopeSFTConfig
 from .cues import with_cue
 from .cut_rows import cut_rows
-from .objectives import OBJECTIVES, NextTokenObjective, Objective
+from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Objective
 from .sentences import sentence_ends
 
 logger = logging.get_logger(__name__)
@@ -136,16 +136,16 @@ class RopeSFTTrainer(SFTTrainer):
                 f"objective {args.objective!r} reads the head and layers' tensors outside of their modules' forwards, "
                 "where ZeRO-3 holds a part of them: use FSDP2, or ZeRO-2."
             )
-        if args.token_weighting is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        reads_short = args.token_weighting is not None or "kl_longce" in args._options("self_distill_args")
+        if reads_short and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
-                "token_weighting='longce' reads as many short windows as the rank's own documents have, and sharded "
-                "weights are gathered by all ranks together: use DDP, or token_weighting=None."
+                "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, "
+                "and sharded weights are gathered by all ranks together: use DDP, or leave them out."
             )
-        return (
-            NextTokenObjective(self.model, args, self.accelerator)
-            if args.objective == "clm"
-            else OBJECTIVES[args.objective](self.model, args, self.accelerator)
-        )
+        if args.restore_every is not None:
+            return AlternatingObjective(self.model, args, self.accelerator)
+        kind = NextTokenObjective if args.objective == "clm" else OBJECTIVES[args.objective]
+        return kind(self.model, args, self.accelerator)
 
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
         if args.shifted_attention is None:
@@ -161,6 +161,8 @@ class RopeSFTTrainer(SFTTrainer):
     ) -> tuple[list[dict[str, Any]], Any]:
         """All micro-batches of an optimizer step, each with the ordinal of its first document within the step."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._objective is not None:
+            self._objective.begin(self.state.global_step)
         if self._perturbs and batches:
             for batch in batches:
                 self._require_borders(batch)
@@ -249,7 +251,7 @@ class RopeSFTTrainer(SFTTrainer):
                 f"the loss became {loss.item()} at optimizer step {self.state.global_step}. Lower the learning rate, "
                 "use bf16 or float32 instead of fp16, or look for bad rows in the dataset."
             )
-        if training and self._perturbs:
+        if training and self._perturbs and (self._objective is None or self._objective.draws):
             self._log_draws()
         return result
 
@@ -288,6 +290,7 @@ class RopeSFTTrainer(SFTTrainer):
         """TRL's step; an objective that distils gives a loss and no logits."""
         if self._objective is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._objective.begin(None)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
             return self.compute_loss(model, inputs), None, None

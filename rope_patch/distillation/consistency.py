@@ -9,6 +9,7 @@ from torch import nn
 
 from rope_kernels import RowMetrics
 from rope_kernels.linear_ce import IGNORE_INDEX
+from rope_kernels.vocabulary_rows import ce_factors
 
 from ..attention_calls import AttentionCall
 from ..heads import head_kl, head_losses
@@ -45,8 +46,14 @@ class ViewConsistency:
             divides each KL_t by the probability that t lies behind a drawn s, and the sum by the sum of L, so that each
             token weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
             about ln(L / (L - i)) and "token" by i / L.
+        kl_longce: LongCE's weights on the rows of the KL: w_t = min(p(x_(t+1) | all before) / p(x_(t+1) | a short
+            context), cap) multiplies KL_t, so that rows that need no far token, and have no reason to be held, count
+            less. None weighs all alike.
+        kl_top: share of a document's rows, those with the largest KL, whose KL counts; None for all. Divisors stay in
+            both, so that fewer rows make a smaller term. Both look at the rows once more, without gradients, and only
+            in training.
 
-    Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations.
+    Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations; "uniform", kl_longce and kl_top are ours.
     """
 
     weight: float = 1.0
@@ -54,6 +61,8 @@ class ViewConsistency:
     direction: Direction = "reverse"
     rows: Rows = "paper"
     reduction: Reduction = "sequence"
+    kl_longce: LongCE | None = None
+    kl_top: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight", "view_clm"):
@@ -62,6 +71,10 @@ class ViewConsistency:
         for name, allowed in (("direction", Direction), ("rows", Rows), ("reduction", Reduction)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
+        if self.kl_longce is not None and not isinstance(self.kl_longce, LongCE):
+            raise ValueError(f"kl_longce must hold the fields of LongCE, or be None, got {self.kl_longce!r}.")
+        if self.kl_top is not None and not 0 < self.kl_top < 1:
+            raise ValueError(f"kl_top must be a share in (0, 1) or None, got {self.kl_top!r}.")
 
 
 class ViewTape(Tape):
@@ -75,6 +88,7 @@ class ViewTape(Tape):
     """
 
     reference: torch.Tensor | None = None  # [batch, n], cross-entropy in a short context
+    kl_reference: torch.Tensor | None = None  # likewise, for the weights of the KL
     attention: Callable[[AttentionCall], torch.Tensor] | None = None  # in place of the model's
     native: torch.Tensor | None = None  # [batch, n, H], of the teacher, where there is one
     standard: torch.Tensor
@@ -123,6 +137,47 @@ class ConsistencyDistiller(Distiller):
         """The s of each document in the forward that has run."""
         raise NotImplementedError
 
+    def _read_short(self, tape: ViewTape, decoder: Any) -> None:
+        """Cross-entropies in short contexts, where something is weighed by them, on the tape."""
+        if not decoder.training:
+            return
+        if self.longce is not None:
+            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        own = self.consistency.kl_longce
+        if own is not None:
+            same = self.longce is not None and replace(self.longce, cap=own.cap) == own
+            found = tape.reference if same else own.reference(self.core, decoder, tape.ids, tape.labelled)
+            tape.kl_reference = found
+
+    @torch.no_grad()
+    def _row_factors(
+        self, tape: ViewTape, standard: torch.Tensor, view: torch.Tensor, kl_weight: torch.Tensor
+    ) -> torch.Tensor:
+        """What `kl_longce` and `kl_top` multiply each row's KL by; rows that they drop leave the tape's `in_kl`."""
+        factor = torch.ones_like(kl_weight)
+        on = (kl_weight != 0).nonzero().squeeze(1)
+        queries = tape.queries[on]
+        none = torch.zeros(len(on), device=on.device)
+        if tape.kl_reference is not None:
+            assert self.consistency.kl_longce is not None
+            labels = tape.labelled.next_label.flatten()[queries]
+            _, metrics = head_losses(self.core, standard[on], None, labels, none, None)
+            reference = tape.kl_reference.flatten()[queries].to(metrics.ce.dtype)
+            factor[on] = ce_factors(metrics.ce, reference, self.consistency.kl_longce.cap).to(factor.dtype)
+        if self.consistency.kl_top is not None and self.decoder.training:
+            direction = self.consistency.direction
+            if self.teacher is None:
+                labels = torch.full_like(queries, IGNORE_INDEX)
+                _, metrics = head_losses(self.core, standard[on], view[on], labels, none, none + 1, direction=direction)
+                kl = metrics.kl
+            else:
+                assert tape.native is not None
+                kl = head_kl(self.core, self.teacher.head, view[on], tape.native.flatten(0, 1)[queries], direction)
+            kept = top_share(kl, tape.labelled.ordinal.flatten()[queries], self.consistency.kl_top)
+            factor[on[~kept]] = 0.0
+            tape.in_kl.view(-1)[queries[~kept]] = False
+        return factor
+
     def _share(self, labelled: Labelled) -> torch.Tensor:
         """Probability over draws that each token lies behind s, [batch, n]."""
         return torch.ones_like(labelled.t, dtype=torch.float64)
@@ -170,6 +225,9 @@ class ConsistencyDistiller(Distiller):
     ) -> None:
         """Losses and metrics of hidden states of `tape.queries`, with labels of either view, onto the tape."""
         ce_weight = torch.full_like(kl_weight, 1 / tape.ce_divisor)
+        if tape.kl_reference is not None or self.consistency.kl_top is not None:
+            factor = self._row_factors(tape, standard, view, kl_weight)
+            kl_weight, tape.kl_factor = kl_weight * factor, tape.kl_factor * factor
         options = weighting(self.longce, tape)
         n_rows = len(labels)
         own_kl, other = kl_weight, view
@@ -207,6 +265,17 @@ class ConsistencyDistiller(Distiller):
         tape.loss = tape.loss + (kl_weight[chosen] * kl).sum()
         every = torch.zeros_like(tape.rows.kl).index_copy(0, chosen, kl.detach().to(tape.rows.kl.dtype))
         tape.rows = replace(tape.rows, kl=every)
+
+
+def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:
+    """Which values are among the ceil(share m) largest of the m of their group, bool [N], given [N] each."""
+    order = value.argsort(descending=True, stable=True)
+    order = order[group[order].argsort(stable=True)]  # by group, and falling within
+    _, counts = group[order].unique_consecutive(return_counts=True)
+    rank = torch.arange(len(value), device=value.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    kept = torch.zeros_like(value, dtype=torch.bool)
+    kept[order] = rank < (share * counts.repeat_interleave(counts)).ceil()
+    return kept
 
 
 def weighting(longce: LongCE | None, tape: ViewTape) -> dict[str, Any]:

@@ -53,8 +53,8 @@ class SequentialDistiller(ViewDistiller):
             return None
         if tape.of_labels is not None:
             self._ask_teacher(tape, args, kwargs)
-        if self.longce is not None and tape.of_labels is None:
-            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        if tape.of_labels is None:
+            self._read_short(tape, decoder)
         return None
 
     def _compare_student(self, tape: ViewTape, output: Any) -> None:

@@ -87,8 +87,7 @@ class ViewDistiller(ConsistencyDistiller):
         tape = kwargs.get(TAPE)
         if tape is None or tape.teaching or tape.taught:
             return None
-        if self.longce is not None and decoder.training:
-            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        self._read_short(tape, decoder)
         self._ask_teacher(tape, args, kwargs)
         if self.one_pass:
             tape.taught = True

@@ -81,6 +81,21 @@ def test_longce_weighs_tokens_and_evaluation_does_not(objective, tmp_path):
     assert weighted.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-2)
 
 
+@pytest.mark.parametrize("way", ["accumulated", "padding-free"])
+def test_rows_of_the_kl_weigh_alike_however_a_step_is_batched(way, tmp_path):
+    rows = {"kl_longce": {"short_context": 6, "stride": 4, "cap": 1.5}, "kl_top": 0.5}
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False, **SELF}
+    found = []
+    for each, args in (("padded", rows), (way, rows), ("padded", None)):
+        run = trainer(tmp_path, **options, **WAYS[each], self_distill_args=args)
+        run.train()
+        found += logged(run, "loss", "ce", "kl", "grad_norm")
+    for name in ("loss", "grad_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+    assert found[0]["loss"] == pytest.approx(found[0]["ce"] + found[0]["kl"], rel=1e-4), "the KL that is logged counts"
+    assert 0 < found[0]["kl"] < found[2]["kl"]
+
+
 def test_what_is_logged(tmp_path):
     run = trainer(tmp_path, max_steps=2, **{**SELF, "view_args": {"split": 7, "skip": 30}})
     run.train()
@@ -160,6 +175,11 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
         ({"self_distill_args": {"passes": "one"}}, "passes in self_distill_args must be one of"),
         ({"self_distill_args": {"passes": "two", "control": "dropout"}}, "a control runs in two passes"),
         ({"self_distill_args": {"teacher": "native", "control": "dropout"}}, "a control runs in two passes"),
+        ({"self_distill_args": {"kl_longce": {"cap": 0.0}}}, "cap must be a number above 0"),
+        (
+            {"self_distill_args": {"kl_longce": {"width": 3}}},
+            "kl_longce in self_distill_args takes the fields of LongCE",
+        ),
         ({"self_distill_args": {"teacher": "other"}}, "teacher in self_distill_args must be one of"),
         ({"self_distill_args": {"teacher": "native"}, "view": "standard", "view_args": None}, "same RoPE"),
         ({"self_distill_args": {"strength": 2}}, "strength in self_distill_args is that of a control"),

@@ -7,7 +7,7 @@ from torch import nn
 
 from rope_patch.distillation import HiddenDistiller, HiddenTargets
 
-from .base import Objective, from_fields, teacher_of
+from .base import Objective, from_fields
 
 
 class HiddenObjective(Objective):
@@ -23,7 +23,7 @@ class HiddenObjective(Objective):
 
     def _make_distiller(self, model: nn.Module) -> HiddenDistiller:
         targets = hidden_options(self.args._options("hidden_args"))
-        return HiddenDistiller(model, targets, teacher_of(model, self.args))
+        return HiddenDistiller(model, targets, self._native(model))
 
     def _forward_options(self) -> dict[str, Any]:
         return {"output_hidden_states": True}

@@ -8,13 +8,20 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from rope_patch import rope_view
-from rope_patch.distillation import Control, ControlDistiller, SequentialDistiller, ViewConsistency, ViewDistiller
+from rope_patch.distillation import (
+    Control,
+    ControlDistiller,
+    LongCE,
+    SequentialDistiller,
+    ViewConsistency,
+    ViewDistiller,
+)
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.distillation.sequential import SequentialTape
 from rope_patch.views import Skip
 
-from .base import from_fields, teacher_of
+from .base import from_fields
 from .next_token import NextTokenObjective, longce_options
 
 Passes = Literal["auto", "two", "sequential"]
@@ -38,7 +45,7 @@ class SelfDistillObjective(NextTokenObjective):
         longce = longce_options(self.args)
         if chosen.control is not None:
             return ControlDistiller(model, chosen.consistency, chosen.control, longce)
-        teacher = teacher_of(model, self.args) if chosen.teacher == "native" else None
+        teacher = self._native(model) if chosen.teacher == "native" else None
         if chosen.passes == "sequential":
             if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
                 raise ValueError("passes='sequential' has two backward passes a batch, DeepSpeed one: use 'auto'.")
@@ -148,6 +155,8 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
     for name, value, allowed in (("passes", passes, Passes), ("teacher", teacher, Teacher)):
         if value not in get_args(allowed):
             raise ValueError(f"{name} in self_distill_args must be one of {get_args(allowed)}, got {value!r}.")
+    if isinstance(rest.get("kl_longce"), dict):
+        rest["kl_longce"] = from_fields(LongCE, "kl_longce in self_distill_args", rest["kl_longce"])
     strength = {"strength": rest.pop("strength")} if "strength" in rest else {}
     if kind is None and strength:
         raise ValueError("strength in self_distill_args is that of a control: give control='dropout', or leave it out.")
