@@ -79,6 +79,19 @@ def test_logits_are_those_of_the_formula(family):
     torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-4)  # RoPE itself is float32
 
 
+def test_some_layers_alone_may_have_the_gaps():
+    """In none of them it is the plain model, in all of them the view."""
+    model, ids, found = tiny(), tokens(2, 20), {}
+    for layers in ((0, 1, 2), (2,)):
+        patch_model(model, "per-layer", view=VIEW, layers=layers, when="always", seed=7)
+        found[layers] = model(ids).logits
+    with rope_view(model, VIEW, seed=7):
+        torch.testing.assert_close(found[0, 1, 2], model(ids).logits)
+    with rope_view(model, "standard"):
+        plain = model(ids).logits
+    assert not torch.allclose(found[2,], plain, atol=1e-3) and not torch.allclose(found[2,], found[0, 1, 2], atol=1e-3)
+
+
 def test_decoding_goes_on_behind_the_last_sentence():
     model, ids = tiny(), tokens(2, 20)
     with rope_view(model, VIEW, seed=7), torch.no_grad():

@@ -151,6 +151,36 @@ def test_the_teacher_has_no_adapters_and_native_rope():
     assert not any(layer._disable_adapters for layer in distiller.teacher._switches)
 
 
+def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
+    data, model = batch("plain"), tiny("llama", dtype=torch.float64)
+    config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = patch_model(patch_model(get_peft_model(model, config), "pi", factor=FACTOR), "skip", max_skip=200).train()
+    native = model.get_base_model().lm_head.original_module.weight.detach().clone()
+    trained = model.get_base_model().lm_head.modules_to_save["default"].weight
+    with torch.no_grad():
+        trained += 0.3 * torch.randn_like(trained)
+    distiller = ViewDistiller(model, ViewConsistency(), teacher=SharedTeacher(model))
+    assert (
+        torch.equal(distiller.teacher.head.weight, native) and distiller.core.get_output_embeddings().weight is trained
+    )
+    _, tape = run(distiller, model, data)
+    t, see = torch.arange(19)[None], oracle.causal(19)[None]
+    weights = {n: w.detach() for n, w in oracle.weights_of(tiny("llama", dtype=torch.float64)).items()}
+    frequencies = oracle.default_frequencies(distiller.core.config)
+    bound = distiller.source.last
+    total = 0.0
+    for row in range(2):
+        own = {name: value[row] for name, value in bound.parameters.items()}
+        moved = bound.view.rope_index(t, own)
+        target = oracle.logits(weights, distiller.core.config, data["input_ids"][row : row + 1], t, see, frequencies)
+        student = {**weights, "lm_head.weight": trained.detach()}
+        seen = oracle.logits(
+            student, distiller.core.config, data["input_ids"][row : row + 1], moved, see, frequencies / 4
+        )
+        total += divergence(seen[0, :-1].softmax(-1), target[0, :-1].softmax(-1), "reverse").sum()
+    torch.testing.assert_close(tape.rows.kl.sum().double(), total, rtol=1e-4, atol=1e-5)
+
+
 def test_a_rescaled_model_needs_no_view():
     data = batch("right")
     model = student("qwen3", view="standard")
