@@ -12,7 +12,7 @@ from rope_kernels.linear_ce import IGNORE_INDEX
 from rope_kernels.vocabulary_rows import ce_factors
 
 from ..attention_calls import AttentionCall
-from ..heads import head_kl, head_losses
+from ..heads import head_kl, head_losses, require_plain_head
 from .distiller import Distiller, Tape
 from .labelled import Labelled, Rows
 from .longce import LongCE
@@ -127,6 +127,7 @@ class ConsistencyDistiller(Distiller):
         teacher: SharedTeacher | CopiedTeacher | None = None,
     ) -> None:
         super().__init__(model, teacher)
+        require_plain_head(self.core)
         self.consistency, self.longce = consistency, longce
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:

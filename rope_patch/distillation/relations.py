@@ -13,7 +13,7 @@ from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.autocast import as_multiplied
 
 from ..attention_calls import AttentionCall
-from ..heads import head_kl
+from ..heads import head_kl, require_plain_head
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import TAPE, Distiller, Tape
 from .targets import RelationTargets
@@ -187,6 +187,8 @@ class RelationDistiller(Distiller):
     ) -> None:
         super().__init__(model, teacher)
         self.targets, self.logit_kl, self.offload = targets, logit_kl, offload
+        if logit_kl is not None:
+            require_plain_head(self.core)
         if targets.rope == "pre" and self.state is not None and self.state.layers_call_rotary:
             raise ValueError(f"rope='pre' needs RoPE outside the layers, which {type(self.core).__name__} has inside.")
         n_layers = self.decoder.config.num_hidden_layers

@@ -16,9 +16,13 @@ from rope_patch.distillation import (
     HiddenDistiller,
     HiddenTargets,
     LogitKL,
+    LongCE,
     RelationDistiller,
     RelationTargets,
     SharedTeacher,
+    ViewConsistency,
+    ViewDistiller,
+    WeightedDistiller,
 )
 from rope_patch.rotary import find_decoder, named_rotary_modules
 from rope_patch.views import Skip
@@ -397,6 +401,20 @@ def with_trained_norm():
 def test_what_cannot_be_distilled_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_an_adapter_on_the_head_is_refused_where_the_head_is_read():
+    config = LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    model = patch_model(patch_model(get_peft_model(tiny(), config), "pi", factor=2.0), "skip", max_skip=9)
+    teacher = SharedTeacher(model)
+    for make in (
+        lambda: ViewDistiller(model, ViewConsistency()),
+        lambda: WeightedDistiller(model, LongCE()),
+        lambda: RelationDistiller(model, RelationTargets(), teacher, logit_kl=LogitKL(weight=1.0)),
+    ):
+        with pytest.raises(ValueError, match="the output head has an adapter"):
+            make()
+    RelationDistiller(model, RelationTargets(), teacher)
 
 
 def test_merged_adapters_are_refused():
