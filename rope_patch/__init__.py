@@ -5,6 +5,7 @@ from .describe import describe
 from .methods import list_methods
 from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
+from .string_rope import string_positions
 from .version import __version__
 from .views import VIEWS
 
@@ -18,5 +19,6 @@ __all__ = [
     "native_rope",
     "patch_model",
     "rope_view",
+    "string_positions",
     "unpatch_model",
 ]

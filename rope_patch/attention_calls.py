@@ -54,6 +54,13 @@ def attention_name(core: Any) -> str:
     return core.config.get_text_config(decoder=True)._attn_implementation
 
 
+def kernel_of(name: str) -> str | None:
+    """What kind of attention an implementation is: "sdpa", "eager", "flash" or "flex", None for others."""
+    if name.startswith("flash_attention"):
+        return "flash"
+    return {"sdpa": "sdpa", "flex_attention": "flex", "eager": "eager"}.get(name)
+
+
 def sliding_window(call: AttentionCall, config: Any) -> int | None:
     """Most tokens back that a query of this layer sees, itself counted; None for all.
 

@@ -1,8 +1,10 @@
 """Where documents begin and end in a batch: views are drawn per document and never cross a boundary."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,29 @@ def _rows_as_documents(batch: int, seq_len: int, device: torch.device, valid: to
         return Documents(start, torch.full_like(start, seq_len), ordinal)
     start = valid.long().argmax(1, keepdim=True)  # positions are token indices here
     return Documents(start, valid.sum(1, keepdim=True).clamp(min=1), ordinal)
+
+
+def closing_tokens(
+    ids: torch.Tensor, t: torch.Tensor, documents: Documents, patterns: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Number of tokens of the longest pattern that each token's document ends with, int64 [batch, seq_len], 0 for none.
+
+    Args:
+        ids: of the tokens, [batch, seq_len].
+        t: index of each token in its document, [1 or batch, seq_len].
+        documents: of the batch.
+        patterns: token ids, one or more each.
+    """
+    batch, seq_len = ids.shape
+    t, ordinal = t.expand(batch, seq_len), documents.ordinal.expand(batch, seq_len)
+    longest = torch.zeros(batch * seq_len, dtype=torch.int64, device=ids.device)  # one place a document is enough
+    for pattern in patterns:
+        ends_here = (t == documents.length - 1) & (t >= len(pattern) - 1)
+        for back, token in enumerate(reversed(pattern)):
+            ends_here &= nn.functional.pad(ids, (back, 0), value=-1)[:, :seq_len] == token
+        found = torch.where(ends_here, len(pattern), 0)
+        longest = longest.scatter_reduce(0, ordinal.flatten(), found.flatten(), "amax")
+    return longest[ordinal]
 
 
 def count_documents(batch: dict[str, torch.Tensor]) -> int:

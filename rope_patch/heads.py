@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rope_kernels import RowMetrics, linear_ce_kl
+from rope_kernels import RowMetrics, linear_ce_kl, linear_kl_rows
 
 
 def logit_transform(config: Any) -> tuple[float, float | None]:
@@ -24,6 +24,15 @@ def logit_transform(config: Any) -> tuple[float, float | None]:
     if scale is None and scaling is not None:
         scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
     return 1.0 if scale is None else float(scale), getattr(config, "final_logit_softcapping", None)
+
+
+def require_plain_head(core: Any) -> None:
+    """Raise ValueError if an adapter sits on the output head: losses that read its weight would not see the adapter."""
+    if hasattr(core.get_output_embeddings(), "base_layer"):
+        raise ValueError(
+            "the output head has an adapter, which a loss through its weight would leave out without an error: take "
+            "lm_head out of target_modules, or train it whole with modules_to_save=['lm_head']."
+        )
 
 
 def head_losses(
@@ -56,6 +65,38 @@ def head_losses(
         ce_weight,
         kl_weight,
         bias=getattr(head, "bias", None),
+        logit_scale=scale,
+        softcap=softcap,
+        **options,
+    )
+
+
+def head_kl(
+    core: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, direction: Any, **options: Any
+) -> torch.Tensor:
+    """`rope_kernels.linear_kl_rows` through the heads of a causal LM and a teacher, with what the family does to them.
+
+    Args:
+        core: the causal LM.
+        teacher_head: the teacher's output head.
+        hidden: last hidden states, [N, H] of any floating dtype.
+        teacher_hidden: the teacher's, likewise.
+        direction: of `linear_kl_rows`.
+        **options: of `linear_kl_rows`.
+
+    Returns:
+        The KL of each row, [N].
+    """
+    head = core.get_output_embeddings()
+    scale, softcap = logit_transform(core.config.get_text_config())
+    return linear_kl_rows(
+        hidden.to(head.weight.dtype),
+        teacher_hidden.to(teacher_head.weight.dtype),
+        head.weight,
+        teacher_head.weight,
+        student_bias=getattr(head, "bias", None),
+        teacher_bias=getattr(teacher_head, "bias", None),
+        direction=direction,
         logit_scale=scale,
         softcap=softcap,
         **options,

@@ -61,6 +61,7 @@ class DecoderEntry:
                 cached=0 if cache is None else int(cache.get_seq_length()),
                 training=decoder.training,
                 cache=cache,
+                ids=call.get("input_ids"),
             )
         )
 

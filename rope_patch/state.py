@@ -32,6 +32,7 @@ class Batch:
     attention_mask: torch.Tensor | None
     cached: int  # tokens that the KV cache already holds
     training: bool
+    ids: torch.Tensor | None = None  # [rows, seq_len]; None where the call has embeddings
     cache: Any = None
 
 
@@ -151,7 +152,7 @@ class ViewSource:
             start = documents.start if batch.position_ids is None else documents.start - batch.cached
             documents = Documents(start, documents.length + batch.cached, documents.ordinal)
         self.view.check_length(_longest(documents, batch))
-        parameters = self.view.draw(documents.length, self.clock.key(documents))
+        parameters = self.view.draw_for(batch.ids, _in_document(batch, documents), documents, self.clock.key(documents))
         self.clock.tick()
         self.last = BoundView(self.view, documents, parameters)
         return self.last
@@ -219,6 +220,14 @@ def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor 
     if attention_mask is None or attention_mask.ndim != 2:
         return None
     return attention_mask[:, -batch.seq_len :]
+
+
+def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
+    """Index of each token in its document, [1 or rows, seq_len]."""
+    positions = batch.position_ids
+    if positions is None:
+        positions = torch.arange(batch.cached, batch.cached + batch.seq_len, device=batch.device)[None]
+    return positions - documents.start
 
 
 def _longest(documents: Documents, batch: Batch) -> int:

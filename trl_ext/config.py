@@ -35,14 +35,20 @@ class RopeSFTConfig(SFTConfig):
             `rope_patch.distillation.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
         hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
         kl_weight: of "self-distill", lambda.
-        self_distill_args: of "self-distill", `direction`, `rows`, `reduction` and `view_clm` of
-            `rope_patch.distillation.ViewConsistency`, e.g. `{"direction": "forward"}`, and `control` and `strength` of
-            `rope_patch.distillation.Control`, which stands in for a view.
+        self_distill_args: of "self-distill", fields of `rope_patch.distillation.ViewConsistency` but its weight, e.g.
+            `{"direction": "forward"}`; `teacher`, "self" or "native",
+            the model as it was pretrained; `passes`; and `control` and `strength` of `rope_patch.distillation.Control`,
+            which stands in for a view.
+        restore_every: of "self-distill", every how many optimizer steps one of "relation-distill", with its
+            relation_args, takes the place, at true positions; None: never.
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
+        shifted_attention: LongLoRA: in training each head attends within groups of this share of `max_length` tokens,
+            half of the heads with shifted borders (`rope_patch.shifted_attention`); the paper takes 0.25. None: full
+            attention, as evaluation and everything afterwards has.
         cue: what `append_cue` puts behind each document of the training set for view "endprompt", whose `cue_tokens` it
-            then sets; None, if documents end with a cue already.
+            then sets; of a list, one behind each document; None, if documents end with a cue already.
         cue_weight: of "clm" with view "endprompt", what the cross-entropy of the cue's tokens counts.
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
     """
@@ -102,16 +108,27 @@ class RopeSFTConfig(SFTConfig):
         default=None,
         metadata={"help": "Options of 'self-distill' as a JSON object, e.g. '{\"direction\": \"forward\"}'."},
     )
+    restore_every: int | None = field(
+        default=None,
+        metadata={"help": "In 'self-distill', distil relations at true positions in every so many steps. None: never."},
+    )
     token_weighting: Literal["longce"] | None = field(
         default=None, metadata={"help": "Weights of tokens in the cross-entropy: 'longce', or None for all alike."}
     )
     longce_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
     )
-    cue: str | None = field(
+    shifted_attention: float | None = field(
         default=None,
         metadata={
-            "help": "Cue behind each document for view 'endprompt': 'sentence', 'word', 'end-of-turn', or a text."
+            "help": "Share of max_length within which heads attend in training (LongLoRA: 0.25). None: all of it."
+        },
+    )
+    cue: None | str | list[str] = field(
+        default=None,
+        metadata={
+            "help": "Cue behind each document for view 'endprompt': 'sentence', 'word', 'end-of-turn', a text, or, in "
+            "a recipe, a list of which each document gets one."
         },
     )
     cue_weight: float = field(
@@ -140,6 +157,8 @@ class RopeSFTConfig(SFTConfig):
                     f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
                 )
             options = {**options, "cue_tokens": 1}  # known once there is a tokenizer
+        if self.view == "longrecipe":
+            options = {"sentence_ends": [0], **options}  # likewise
         resolve_view(self.view, options)
         if self.view == "pose" and options.get("window") is not None and self.objective != "clm":
             raise ValueError(
@@ -166,6 +185,13 @@ class RopeSFTConfig(SFTConfig):
             "hidden_args": "hidden-distill",
             "self_distill_args": "self-distill",
         }
+        if self.restore_every is not None:
+            if self.objective != "self-distill" or type(self.restore_every) is not int or self.restore_every < 2:
+                raise ValueError(
+                    "restore_every goes with objective='self-distill' and is a number of steps of at least 2, got "
+                    f"{self.restore_every!r} and objective={self.objective!r}."
+                )
+            owners = {name: owner for name, owner in owners.items() if owner != "relation-distill"}
         for name, objective in owners.items():
             if getattr(self, name) and self.objective != objective:
                 raise ValueError(f"{name} belongs to objective={objective!r}, got objective={self.objective!r}.")
@@ -177,8 +203,24 @@ class RopeSFTConfig(SFTConfig):
                 f"token_weighting weighs the cross-entropy of 'clm' and 'self-distill', got {self.objective!r}."
             )
         cue_options(self)
+        if self.shifted_attention is not None:
+            self._check_shifted_attention()
         if self.kl_weight != 1.0 and self.objective != "self-distill":
             raise ValueError(f"kl_weight belongs to objective='self-distill', got objective={self.objective!r}.")
+
+    def _check_shifted_attention(self) -> None:
+        share = self.shifted_attention
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+            raise ValueError(f"shifted_attention must be a share in (0, 1), or None, got {share!r}.")
+        if self.max_length is None or share * self.max_length < 2:
+            raise ValueError(
+                f"shifted_attention needs a max_length of which {share} is 2 tokens or more, got {self.max_length}."
+            )
+        if self.objective != "clm" or self.token_weighting is not None:
+            raise ValueError(
+                "shifted_attention is for next-token training: other objectives and LongCE compare forwards that would "
+                f"all attend so; got objective={self.objective!r}, token_weighting={self.token_weighting!r}."
+            )
 
     def _options(self, name: str) -> dict[str, Any]:
         options = getattr(self, name)

@@ -1,15 +1,19 @@
-"""Cues behind documents, for `view="endprompt"`: exactly as many tokens behind each, and nothing cut in silence."""
+"""Cues behind documents, for `view="endprompt"`: all of their tokens behind each, and nothing cut in silence."""
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from rope_patch.draws import philox4x32
+
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
 
+_MASK = 0xFFFFFFFF
 CUES = {
     "sentence": " This is where the text comes to its end.",
     "word": " Finis",
@@ -41,10 +45,18 @@ def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
     return ids
 
 
+CueTokens = int | list[list[int]]
+
+
 def append_cue(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, cue: str = "sentence", max_length: int
-) -> tuple[Dataset, int]:
-    """A tokenized dataset whose documents all end with the cue, and the number of its tokens.
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    cue: str | Sequence[str] = "sentence",
+    max_length: int,
+    seed: int = 0,
+) -> tuple[Dataset, CueTokens]:
+    """A tokenized dataset whose documents all end with the cue, or with one of a set, and the view's `cue_tokens`.
 
     `text` is cut into pieces that leave room for the cue, so that all of it is kept; `prompt` and `completion`, plain
     or as messages, and `messages` are tokenized as TRL does and stay whole; `input_ids` likewise. Columns of the
@@ -53,27 +65,39 @@ def append_cue(
     Args:
         dataset: of one of these formats.
         tokenizer: of the model.
-        cue: as in `cue_ids`.
-        max_length: tokens of a document and its cue, at most.
+        cue: as in `cue_ids`; of several, each document gets one, drawn by `seed` and its number in the result.
+        max_length: tokens of a document and its cue, at most; of several cues, the longest.
+        seed: of the draw.
 
     Returns:
-        The dataset, and `cue_tokens` of the view.
+        The dataset, and `cue_tokens` of the view: the cue's number of tokens, or the token ids of each of a set.
 
     Raises:
-        ValueError: an unknown format, or documents that are too long and may not be cut.
+        ValueError: an unknown format, documents that are too long and may not be cut, or a set with a cue twice or
+            without tokens.
 
-    Source: EndPrompt, its data.
+    Source: EndPrompt, its data and Eq. 10.
     """
-    ids = cue_ids(tokenizer, cue)
-    room = max_length - len(ids)
+    cues = [cue_ids(tokenizer, one) for one in ([cue] if isinstance(cue, str) else cue)]
+    if not isinstance(cue, str) and (not cues or not all(cues) or any(c in cues[:i] for i, c in enumerate(cues))):
+        raise ValueError(f"a set of cues must hold different ones of at least one token each, got {list(cue)}.")
+    longest = max(len(ids) for ids in cues)
+    room = max_length - longest
     if room < 1:
-        raise ValueError(f"max_length must be above the {len(ids)} tokens of the cue, got {max_length}.")
+        raise ValueError(f"max_length must be above the {longest} tokens of the cue, got {max_length}.")
+
+    def ended(row: dict[str, Any], number: int) -> dict[str, Any]:
+        ids = cues[drawn(len(cues), number, seed)]
+        masks = {"completion_mask": row["completion_mask"] + [1] * len(ids)} if "completion_mask" in row else {}
+        return {"input_ids": row["input_ids"] + ids, **masks}
+
+    tokens: CueTokens = longest if isinstance(cue, str) else cues
     columns = dataset.column_names
     if "text" in columns:
         pieces = dataset.map(
             lambda batch: {"input_ids": _cut(tokenizer, batch["text"], room)}, batched=True, remove_columns=columns
         )
-        return pieces.map(lambda row: {"input_ids": row["input_ids"] + ids}), len(ids)
+        return pieces.map(ended, with_indices=True), tokens
     if not ({"prompt", "completion"} <= set(columns) or "messages" in columns or "input_ids" in columns):
         raise ValueError(
             f"dataset must have text, prompt and completion, messages, or input_ids, got {', '.join(columns)}."
@@ -86,12 +110,14 @@ def append_cue(
             f"{too_long} of {len(lengths)} documents have more than {room} tokens, {max_length} less the cue; the "
             f"longest has {max(lengths)}. Raise max_length, or shorten them: they would be cut."
         )
+    return whole.map(ended, with_indices=True), tokens
 
-    def ended(row: dict[str, Any]) -> dict[str, Any]:
-        masks = {"completion_mask": row["completion_mask"] + [1] * len(ids)} if "completion_mask" in row else {}
-        return {"input_ids": row["input_ids"] + ids, **masks}
 
-    return whole.map(ended), len(ids)
+def drawn(n: int, number: int, seed: int) -> int:
+    """U{0 .. n - 1} for document `number`, by the generator of the views under a stream of its own."""
+    stream = 0x0C0E
+    word, *_ = philox4x32((0, number & _MASK, stream, 0), (seed & _MASK, (seed >> 32) & _MASK))
+    return int(word) * n >> 32
 
 
 def with_cue(
@@ -109,7 +135,8 @@ def with_cue(
         name: Any = model if isinstance(model, str) else model.config._name_or_path  # type: ignore[union-attr]
         tokenizer = AutoTokenizer.from_pretrained(name)
     assert args.cue is not None and args.max_length is not None
-    dataset, tokens = append_cue(dataset, tokenizer, cue=args.cue, max_length=args.max_length)
+    seed = args.seed if args.view_seed is None else args.view_seed
+    dataset, tokens = append_cue(dataset, tokenizer, cue=args.cue, max_length=args.max_length, seed=seed)
     args = copy.copy(args)
     args.view_args = {**args._options("view_args"), "cue_tokens": tokens}
     if "completion_mask" in dataset.column_names and args.completion_only_loss is None:

@@ -1,9 +1,10 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
+import math
 import re
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from rope_patch.methods import resolve_rescaling, resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import ABF, Rescaling
 from rope_patch.rotary import find_core, find_decoder
+from rope_patch.shifted_attention import ShiftedAttention
 from rope_patch.state import state_of
 from rope_patch.views import PoSE
 
 from .config import RopeSFTConfig
 from .cues import with_cue
 from .cut_rows import cut_rows
-from .objectives import OBJECTIVES, NextTokenObjective, Objective
+from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Objective
+from .sentences import sentence_ends
 
 logger = logging.get_logger(__name__)
 
@@ -86,11 +89,15 @@ class RopeSFTTrainer(SFTTrainer):
         if args.trainable == "qkv":
             train_qkv_only(self.model)
         self._objective = self._make_objective(args)
+        self._shifted = self._make_shifted(args)
         self._step_counts: dict[str, int] = {}
 
     def _patch(self, args: RopeSFTConfig) -> None:
         """Apply what `args` names; if it cannot be, leave the model as it came."""
         rescaling = None if args.rescale is None else resolve_rescaling(args.rescale, args._options("rescale_args"))
+        if args.view == "longrecipe" and "sentence_ends" not in args._options("view_args"):
+            found = sentence_ends(self.processing_class)
+            args.view_args = {**args._options("view_args"), "sentence_ends": found}
         view = resolve_view(args.view, args._options("view_args"))
         was_patched = state_of(find_decoder(self.model)) is not None
         try:
@@ -129,22 +136,33 @@ class RopeSFTTrainer(SFTTrainer):
                 f"objective {args.objective!r} reads the head and layers' tensors outside of their modules' forwards, "
                 "where ZeRO-3 holds a part of them: use FSDP2, or ZeRO-2."
             )
-        if args.token_weighting is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        reads_short = args.token_weighting is not None or "kl_longce" in args._options("self_distill_args")
+        if reads_short and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError(
-                "token_weighting='longce' reads as many short windows as the rank's own documents have, and sharded "
-                "weights are gathered by all ranks together: use DDP, or token_weighting=None."
+                "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, "
+                "and sharded weights are gathered by all ranks together: use DDP, or leave them out."
             )
-        return (
-            NextTokenObjective(self.model, args, self.accelerator)
-            if args.objective == "clm"
-            else OBJECTIVES[args.objective](self.model, args, self.accelerator)
-        )
+        if args.restore_every is not None:
+            return AlternatingObjective(self.model, args, self.accelerator)
+        kind = NextTokenObjective if args.objective == "clm" else OBJECTIVES[args.objective]
+        return kind(self.model, args, self.accelerator)
+
+    def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
+        if args.shifted_attention is None:
+            return None
+        parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
+        if any(getattr(parallelism, f"{kind}_size", 1) > 1 for kind in ("cp", "sp")):
+            raise ValueError("shifted_attention groups tokens of whole rows: not with cp_size or sp_size above 1.")
+        assert args.max_length is not None
+        return ShiftedAttention(self.model, math.ceil(args.shifted_attention * args.max_length))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Any]:
         """All micro-batches of an optimizer step, each with the ordinal of its first document within the step."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._objective is not None:
+            self._objective.begin(self.state.global_step)
         if self._perturbs and batches:
             for batch in batches:
                 self._require_borders(batch)
@@ -233,7 +251,7 @@ class RopeSFTTrainer(SFTTrainer):
                 f"the loss became {loss.item()} at optimizer step {self.state.global_step}. Lower the learning rate, "
                 "use bf16 or float32 instead of fp16, or look for bad rows in the dataset."
             )
-        if training and self._perturbs:
+        if training and self._perturbs and (self._objective is None or self._objective.draws):
             self._log_draws()
         return result
 
@@ -260,7 +278,10 @@ class RopeSFTTrainer(SFTTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's step; forward and backward of an objective run while it watches the model's attention."""
-        with nullcontext() if self._objective is None else self._objective.active():
+        with ExitStack() as stack:
+            for part in (self._objective, self._shifted):
+                if part is not None:
+                    stack.enter_context(part.active())
             return super().training_step(*args, **kwargs)
 
     def prediction_step(
@@ -269,6 +290,7 @@ class RopeSFTTrainer(SFTTrainer):
         """TRL's step; an objective that distils gives a loss and no logits."""
         if self._objective is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._objective.begin(None)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
             return self.compute_loss(model, inputs), None, None

@@ -16,3 +16,9 @@ def as_multiplied(x: MaybeTensor) -> MaybeTensor:
     if x is None or x.dtype != torch.float32 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor (DTensor) as an ordinary one, through which gradients flow back to the shards."""
+    full: torch.Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return full

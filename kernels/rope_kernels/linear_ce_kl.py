@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import torch
 
-from .autocast import as_multiplied
+from .autocast import as_multiplied, whole
 from .linear_ce import IGNORE_INDEX, described, require_rows
 from .row_kl import runs_on_triton
 from .vocabulary_rows import Direction, HeadOutput, RowMetrics, vocabulary_rows
@@ -78,8 +78,8 @@ def linear_ce_kl(
     hidden_std, hidden_view = as_multiplied(hidden_std), as_multiplied(hidden_view)
     head = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
     # FSDP2 shards the head: gathered once, for all chunks
-    weight = as_multiplied(_whole(weight))
-    bias = None if bias is None else as_multiplied(_whole(bias))
+    weight = as_multiplied(whole(weight))
+    bias = None if bias is None else as_multiplied(whole(bias))
     if not torch.is_grad_enabled():
         # the forward forms the gradients of what requires one, whether or not a backward can follow
         hidden_std, weight = hidden_std.detach(), weight.detach()
@@ -227,12 +227,6 @@ def linear_ce_kl_ref(
     return (ce_weight * ce + kl_weight * kl).sum()
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor (DTensor) as an ordinary one, through which gradients flow back to the shards."""
-    full: torch.Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return full
-
-
 def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """Products of rows and head, [n, V], in the dtype of `out`, which tensor cores accumulate in anyway."""
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
@@ -262,9 +256,9 @@ def _rows_at_a_time(weight: torch.Tensor, sides: int) -> int:
         room = min(5 * 2**28, (free + unused) // 4)
     rows = room // (4 * weight.shape[0])
     # products of 2048 rows fill an H200's 132 multiprocessors with tiles, at a hidden size of 2048 as of 4096
-    for whole in (2048, 128, sides):
-        if rows >= whole:
-            return rows // whole * whole // sides
+    for unit in (2048, 128, sides):
+        if rows >= unit:
+            return rows // unit * unit // sides
     return 1
 
 

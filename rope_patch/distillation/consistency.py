@@ -1,7 +1,7 @@
 """Consistency of predictions: what is compared, row by row, and the loss of it in one sweep over the vocabulary."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,15 +9,17 @@ from torch import nn
 
 from rope_kernels import RowMetrics
 from rope_kernels.linear_ce import IGNORE_INDEX
+from rope_kernels.vocabulary_rows import ce_factors
 
 from ..attention_calls import AttentionCall
-from ..heads import head_losses
+from ..heads import head_kl, head_losses, require_plain_head
 from .distiller import Distiller, Tape
 from .labelled import Labelled, Rows
 from .longce import LongCE
+from .teacher import CopiedTeacher, SharedTeacher
 
 Direction = Literal["reverse", "forward", "jsd"]
-Reduction = Literal["sequence", "token"]
+Reduction = Literal["sequence", "token", "uniform"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +42,18 @@ class ViewConsistency:
             0 is the paper's ablation "w/ CLM".
         direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
         rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
-        reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s.
+        reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s; "uniform"
+            divides each KL_t by the probability that t lies behind a drawn s, and the sum by the sum of L, so that each
+            token weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
+            about ln(L / (L - i)) and "token" by i / L.
+        kl_longce: LongCE's weights on the rows of the KL: w_t = min(p(x_(t+1) | all before) / p(x_(t+1) | a short
+            context), cap) multiplies KL_t, so that rows that need no far token, and have no reason to be held, count
+            less. None weighs all alike.
+        kl_top: share of a document's rows, those with the largest KL, whose KL counts; None for all. Divisors stay in
+            both, so that fewer rows make a smaller term. Both look at the rows once more, without gradients, and only
+            in training.
 
-    Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations.
+    Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations; "uniform", kl_longce and kl_top are ours.
     """
 
     weight: float = 1.0
@@ -50,6 +61,8 @@ class ViewConsistency:
     direction: Direction = "reverse"
     rows: Rows = "paper"
     reduction: Reduction = "sequence"
+    kl_longce: LongCE | None = None
+    kl_top: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight", "view_clm"):
@@ -58,6 +71,10 @@ class ViewConsistency:
         for name, allowed in (("direction", Direction), ("rows", Rows), ("reduction", Reduction)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
+        if self.kl_longce is not None and not isinstance(self.kl_longce, LongCE):
+            raise ValueError(f"kl_longce must hold the fields of LongCE, or be None, got {self.kl_longce!r}.")
+        if self.kl_top is not None and not 0 < self.kl_top < 1:
+            raise ValueError(f"kl_top must be a share in (0, 1) or None, got {self.kl_top!r}.")
 
 
 class ViewTape(Tape):
@@ -66,19 +83,22 @@ class ViewTape(Tape):
     Args:
         labelled: the batch.
         ce_divisor: what the sum of cross-entropies is divided by.
-        kl_divisor: what the KL is divided by: documents, or the sum of L - s for the "token" reduction.
+        kl_divisor: what the KL is divided by: documents, for "token" the sum of L - s, for "uniform" that of L.
         ids: of the tokens, [batch, n].
     """
 
     reference: torch.Tensor | None = None  # [batch, n], cross-entropy in a short context
+    kl_reference: torch.Tensor | None = None  # likewise, for the weights of the KL
     attention: Callable[[AttentionCall], torch.Tensor] | None = None  # in place of the model's
     attended = False  # whether it was called
+    native: torch.Tensor | None = None  # [batch, n, H], of the teacher, where there is one
     standard: torch.Tensor
     loss: torch.Tensor
     rows: RowMetrics
     view_ce: torch.Tensor | None = None  # sum over labels, where it counts
     in_kl: torch.Tensor  # [batch, n], queries that the KL sums over
     suffix_length: torch.Tensor  # [batch, n], L - s
+    kl_factor: torch.Tensor  # [N], what the reduction makes of the KL of each row, but for lambda and the divisor
     queries: torch.Tensor  # [N] indices of `rows` among the flattened queries
 
     def __init__(self, labelled: Labelled, ce_divisor: int, kl_divisor: int, ids: torch.Tensor) -> None:
@@ -100,10 +120,18 @@ class ConsistencyDistiller(Distiller):
         model: patched or not, bare or wrapped.
         consistency: rows, divisors and direction.
         longce: token weights of the cross-entropy, or None.
+        teacher: the model as it was pretrained, whose predictions are then q; None takes the standard view's.
     """
 
-    def __init__(self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None) -> None:
-        super().__init__(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        consistency: ViewConsistency,
+        longce: LongCE | None,
+        teacher: SharedTeacher | CopiedTeacher | None = None,
+    ) -> None:
+        super().__init__(model, teacher)
+        require_plain_head(self.core)
         self.consistency, self.longce = consistency, longce
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
@@ -113,6 +141,51 @@ class ConsistencyDistiller(Distiller):
     def _first(self, labelled: Labelled) -> torch.Tensor:
         """The s of each document in the forward that has run."""
         raise NotImplementedError
+
+    def _read_short(self, tape: ViewTape, decoder: Any) -> None:
+        """Cross-entropies in short contexts, where something is weighed by them, on the tape."""
+        if not decoder.training:
+            return
+        if self.longce is not None:
+            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        own = self.consistency.kl_longce
+        if own is not None:
+            same = self.longce is not None and replace(self.longce, cap=own.cap) == own
+            found = tape.reference if same else own.reference(self.core, decoder, tape.ids, tape.labelled)
+            tape.kl_reference = found
+
+    @torch.no_grad()
+    def _row_factors(
+        self, tape: ViewTape, standard: torch.Tensor, view: torch.Tensor, kl_weight: torch.Tensor
+    ) -> torch.Tensor:
+        """What `kl_longce` and `kl_top` multiply each row's KL by; rows that they drop leave the tape's `in_kl`."""
+        factor = torch.ones_like(kl_weight)
+        on = (kl_weight != 0).nonzero().squeeze(1)
+        queries = tape.queries[on]
+        none = torch.zeros(len(on), device=on.device)
+        if tape.kl_reference is not None:
+            assert self.consistency.kl_longce is not None
+            labels = tape.labelled.next_label.flatten()[queries]
+            _, metrics = head_losses(self.core, standard[on], None, labels, none, None)
+            reference = tape.kl_reference.flatten()[queries].to(metrics.ce.dtype)
+            factor[on] = ce_factors(metrics.ce, reference, self.consistency.kl_longce.cap).to(factor.dtype)
+        if self.consistency.kl_top is not None and self.decoder.training:
+            direction = self.consistency.direction
+            if self.teacher is None:
+                labels = torch.full_like(queries, IGNORE_INDEX)
+                _, metrics = head_losses(self.core, standard[on], view[on], labels, none, none + 1, direction=direction)
+                kl = metrics.kl
+            else:
+                assert tape.native is not None
+                kl = head_kl(self.core, self.teacher.head, view[on], tape.native.flatten(0, 1)[queries], direction)
+            kept = top_share(kl, tape.labelled.ordinal.flatten()[queries], self.consistency.kl_top)
+            factor[on[~kept]] = 0.0
+            tape.in_kl.view(-1)[queries[~kept]] = False
+        return factor
+
+    def _share(self, labelled: Labelled) -> torch.Tensor:
+        """Probability over draws that each token lies behind s, [batch, n]."""
+        return torch.ones_like(labelled.t, dtype=torch.float64)
 
     def _states(self, tape: ViewTape, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of `tape.queries` in the standard view and the other, given those of the last forward."""
@@ -129,15 +202,22 @@ class ConsistencyDistiller(Distiller):
     def _choose_rows(self, tape: ViewTape) -> torch.Tensor:
         """Which queries count, written on the tape, and what the KL of each of `tape.queries` weighs."""
         labelled = tape.labelled
-        tape.in_kl, tape.suffix_length = labelled.suffix(self._first(labelled), self.consistency.rows)
+        first = self._first(labelled)
+        if self.teacher is not None:
+            first = torch.zeros_like(first)  # another model differs from the first row on
+        tape.in_kl, tape.suffix_length = labelled.suffix(first, self.consistency.rows)
         # evaluation measures the KL whatever it weighs in training
         weight = self.consistency.weight if self.decoder.training else 1.0
-        kl_weight = tape.in_kl * (weight / tape.kl_divisor)
+        factor = tape.in_kl.double()
         if self.consistency.reduction == "sequence":
-            kl_weight = kl_weight / tape.suffix_length.clamp(min=1)
-        kl_weight = kl_weight.flatten().float()
-        tape.queries = ((labelled.next_label.flatten() != IGNORE_INDEX) | (kl_weight != 0)).nonzero().squeeze(1)
-        return kl_weight[tape.queries]
+            factor = factor / tape.suffix_length.clamp(min=1)
+        elif self.consistency.reduction == "uniform":
+            factor = torch.where(tape.in_kl, factor / self._share(labelled), 0.0)
+        factor = factor.flatten().float()
+        counts = (labelled.next_label.flatten() != IGNORE_INDEX) | (weight * factor != 0)
+        tape.queries = counts.nonzero().squeeze(1)
+        tape.kl_factor = factor[tape.queries]
+        return tape.kl_factor * (weight / tape.kl_divisor)
 
     def _sweep(
         self,
@@ -150,28 +230,57 @@ class ConsistencyDistiller(Distiller):
     ) -> None:
         """Losses and metrics of hidden states of `tape.queries`, with labels of either view, onto the tape."""
         ce_weight = torch.full_like(kl_weight, 1 / tape.ce_divisor)
+        if tape.kl_reference is not None or self.consistency.kl_top is not None:
+            factor = self._row_factors(tape, standard, view, kl_weight)
+            kl_weight, tape.kl_factor = kl_weight * factor, tape.kl_factor * factor
         options = weighting(self.longce, tape)
         n_rows = len(labels)
+        own_kl, other = kl_weight, view
+        if self.teacher is not None:  # the KL is not between these two
+            own_kl = torch.zeros_like(kl_weight)
         if self.consistency.view_clm and self.decoder.training:
             # the view's states once more, as rows of their own that have no KL
-            standard, view = torch.cat([standard, view]), torch.cat([view, view])
+            standard, other = torch.cat([standard, view]), torch.cat([view, view])
             labels = torch.cat([labels, view_labels])
             ce_weight = torch.cat([ce_weight, self.consistency.view_clm * ce_weight])
-            kl_weight = torch.cat([kl_weight, torch.zeros_like(kl_weight)])
+            own_kl = torch.cat([own_kl, torch.zeros_like(own_kl)])
             options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         tape.loss, metrics = head_losses(
             self.core,
             standard,
-            view,
+            other,
             labels,
             ce_weight,
-            kl_weight,
+            own_kl,
             direction=self.consistency.direction,
             **options,
         )
         tape.rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
         if len(labels) > n_rows:
             tape.view_ce = metrics.ce[n_rows:].sum()
+        if self.teacher is not None:
+            self._against_teacher(tape, view, kl_weight)
+
+    def _against_teacher(self, tape: ViewTape, view: torch.Tensor, kl_weight: torch.Tensor) -> None:
+        """Add the KL of the view to the teacher to the tape's loss and metrics."""
+        chosen = (kl_weight != 0).nonzero().squeeze(1)
+        assert tape.native is not None
+        target, tape.native = tape.native.flatten(0, 1)[tape.queries[chosen]], None
+        kl = head_kl(self.core, self.teacher.head, view[chosen], target, self.consistency.direction)
+        tape.loss = tape.loss + (kl_weight[chosen] * kl).sum()
+        every = torch.zeros_like(tape.rows.kl).index_copy(0, chosen, kl.detach().to(tape.rows.kl.dtype))
+        tape.rows = replace(tape.rows, kl=every)
+
+
+def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:
+    """Which values are among the ceil(share m) largest of the m of their group, bool [N], given [N] each."""
+    order = value.argsort(descending=True, stable=True)
+    order = order[group[order].argsort(stable=True)]  # by group, and falling within
+    _, counts = group[order].unique_consecutive(return_counts=True)
+    rank = torch.arange(len(value), device=value.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    kept = torch.zeros_like(value, dtype=torch.bool)
+    kept[order] = rank < (share * counts.repeat_interleave(counts)).ceil()
+    return kept
 
 
 def weighting(longce: LongCE | None, tape: ViewTape) -> dict[str, Any]:

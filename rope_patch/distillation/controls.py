@@ -107,8 +107,7 @@ class ControlDistiller(ConsistencyDistiller):
         if tape is None or tape.taught:
             return
         tape.taught = True
-        if self.longce is not None and decoder.training:
-            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        self._read_short(tape, decoder)
         # in training the first pass drops too; its loss in evaluation is the plain one
         self._dropping = decoder.training
         tape.standard = decoder(*args, **{**kwargs, TAPE: _Untouched()}).last_hidden_state

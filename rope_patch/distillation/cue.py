@@ -1,9 +1,11 @@
 """The tokens of a cue weigh less than the text before it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..documents import closing_tokens
 from .labelled import Labelled
 
 
@@ -12,13 +14,13 @@ class CueWeight:
     """Cross-entropies of a document's last `tokens` tokens count `weight` times; the divisor stays their number.
 
     Args:
-        tokens: b, of the cue.
+        tokens: b, of the cue, or a set of cues as token ids, as in `rope_patch.views.EndPrompt`.
         weight: w_cue, at least 0. The paper wants it "smaller but nonzero", its code has 1.
 
     Source: EndPrompt, its loss.
     """
 
-    tokens: int
+    tokens: int | Sequence[Sequence[int]]
     weight: float
 
     def __post_init__(self) -> None:
@@ -27,5 +29,10 @@ class CueWeight:
 
     def factors(self, labelled: Labelled) -> torch.Tensor:
         """What each query's label counts, [batch, n]."""
-        in_cue = labelled.t + 1 >= labelled.documents.length - self.tokens
+        n_tokens: int | torch.Tensor
+        if isinstance(self.tokens, int):
+            n_tokens = self.tokens
+        else:
+            n_tokens = closing_tokens(labelled.ids, labelled.t, labelled.documents, self.tokens)
+        in_cue = labelled.t + 1 >= labelled.documents.length - n_tokens
         return torch.where(in_cue, self.weight, 1.0)

@@ -1,4 +1,4 @@
-"""Distillation of hidden states, LongReD's short term: the baseline that relations are compared with."""
+"""Distillation of hidden states, LongReD's short and short-to-long terms: a baseline."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,29 +7,39 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from .distiller import Distiller, Tape
+from ..patch import rope_view
+from .distiller import TAPE, Distiller, Tape
 from .targets import checked_layers
 from .teacher import CopiedTeacher, SharedTeacher
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenTargets:
-    """loss = weight sum_i mean over tokens of (1 - cos(h_student_i, h_teacher_i)), i in `layers`.
+    """loss = weight sum_i mean over tokens of (1 - cos(h_student_i, h_teacher_i)), i in `layers`, + short_to_long far.
+
+    far = mean over tokens of (1 - cos(g_student, h_teacher)) of last hidden states, g_student under the sampled view.
+    The teacher reads true positions. With short_to_long = 0 and a view in force, h_student is under the view; otherwise
+    it is under true positions, beside a second pass under the view, on the same rows.
 
     Args:
         weight: of the sum; LongReD takes 5.
+        short_to_long: of far; LongReD takes 10, and rows of its own, of the native window; 0 leaves it out.
         layers: which hidden states, 0 the embeddings, i the output of layer i, the last one after the final norm. None
             means six spread evenly over 1 .. n_layers.
 
-    Source: LongReD, arXiv:2502.07365, short-text distillation.
+    Source: LongReD, arXiv:2502.07365, short-text and short-to-long distillation. Its third term is next-token loss on
+        long rows, which a second run has.
     """
 
     weight: float = 5.0
+    short_to_long: float = 0.0
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"weight must be a number above 0, got {self.weight!r}.")
+        if not 0 <= self.short_to_long < float("inf"):
+            raise ValueError(f"short_to_long must be a number of at least 0, got {self.short_to_long!r}.")
         object.__setattr__(self, "layers", checked_layers(self.layers))
 
     def chosen(self, n_layers: int) -> tuple[int, ...]:
@@ -46,10 +56,12 @@ class HiddenTargets:
 
 
 class HiddenTape(Tape):
-    """Hidden states of the teacher, and the sum over layers and tokens of 1 - cos."""
+    """Hidden states of the teacher, and sums of 1 - cos: over layers and tokens, and over tokens of the last states."""
 
     teacher: list[torch.Tensor]
+    teacher_last: torch.Tensor
     distance: torch.Tensor
+    far: torch.Tensor | None = None  # only in training
 
 
 class HiddenDistiller(Distiller):
@@ -61,23 +73,54 @@ class HiddenDistiller(Distiller):
         teacher: the same weights with adapters off, or a frozen copy.
 
     Raises:
-        ValueError: the student's RoPE is the teacher's, or a layer does not exist.
+        ValueError: the student's RoPE is the teacher's, a layer does not exist, or short_to_long has no view.
     """
 
     def __init__(self, model: nn.Module, targets: HiddenTargets, teacher: SharedTeacher | CopiedTeacher) -> None:
         super().__init__(model, teacher)
         self.targets = targets
         self.layers = targets.chosen(self.decoder.config.num_hidden_layers)
+        source = None if self.state is None else self.state.source
+        if targets.short_to_long and (source is None or not source.view.perturbs):
+            raise ValueError("short_to_long compares a view with true positions: give view='cream' or another.")
+        if targets.short_to_long and self.state is not None and self.state.layers_call_rotary:
+            raise ValueError(
+                f"{type(self.core).__name__} computes RoPE inside its layers, which have one view a step, and "
+                "short_to_long needs two: leave it at 0."
+            )
 
     def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> HiddenTape:
         return HiddenTape(valid, document)
 
     def _keep_teacher(self, tape: HiddenTape, output: Any) -> None:
         tape.teacher = [output.hidden_states[i] for i in self.layers]
+        tape.teacher_last = output.last_hidden_state
+
+    def _before_student(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tape = kwargs.get(TAPE)
+        if tape is None or tape.teaching or tape.taught:
+            return
+        super()._before_student(decoder, args, kwargs)
+        if not self.targets.short_to_long or not decoder.training:
+            return
+        tape.teaching = True  # no hook of this pass is to compare
+        try:
+            with rope_view(decoder, "standard"):
+                tape.distance = self._distance(tape, decoder(*args, **kwargs))
+        finally:
+            tape.teaching = False
 
     def _compare_student(self, tape: HiddenTape, output: Any) -> None:
-        distances = [
-            1 - F.cosine_similarity(output.hidden_states[i].float(), teacher.float(), dim=-1)
-            for i, teacher in zip(self.layers, tape.teacher, strict=True)
-        ]
-        tape.distance = torch.stack([d[tape.valid].sum() for d in distances]).sum()
+        if self.targets.short_to_long and self.decoder.training:
+            tape.far = _one_minus_cos(output.last_hidden_state, tape.teacher_last, tape.valid)
+        else:
+            tape.distance = self._distance(tape, output)
+
+    def _distance(self, tape: HiddenTape, output: Any) -> torch.Tensor:
+        pairs = zip(self.layers, tape.teacher, strict=True)
+        return torch.stack([_one_minus_cos(output.hidden_states[i], t, tape.valid) for i, t in pairs]).sum()
+
+
+def _one_minus_cos(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Sum over real tokens."""
+    return (1 - F.cosine_similarity(student.float(), teacher.float(), dim=-1))[valid].sum()

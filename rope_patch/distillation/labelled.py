@@ -20,6 +20,7 @@ class Labelled:
 
     Args:
         documents: of each token.
+        ids: of the tokens, [batch, n].
         ordinal: of each token's document, [batch, n].
         t: index of each token in its document, [batch, n].
         valid: which tokens are real, bool [batch, n].
@@ -30,6 +31,7 @@ class Labelled:
     """
 
     documents: Documents
+    ids: torch.Tensor
     ordinal: torch.Tensor
     t: torch.Tensor
     valid: torch.Tensor
@@ -54,7 +56,7 @@ class Labelled:
         next_label = torch.full_like(labels, IGNORE_INDEX)
         next_label[:, :-1] = torch.where(follows[:, :-1], labels[:, 1:], IGNORE_INDEX)
         counted = (labels != IGNORE_INDEX) | (valid & (t == 0) & (next_label != IGNORE_INDEX))
-        return cls(documents, ordinal, t, valid, labels, next_label, counted, valid & ~follows)
+        return cls(documents, ids, ordinal, t, valid, labels, next_label, counted, valid & ~follows)
 
     @property
     def n_labels(self) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_kernels import Visibility, attention_map_kl, linear_kl_rows, relation_kl, relation_mse
+from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.autocast import as_multiplied
 
 from ..attention_calls import AttentionCall
-from ..heads import logit_transform
+from ..heads import head_kl, require_plain_head
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import TAPE, Distiller, Tape
 from .targets import RelationTargets
@@ -196,6 +196,8 @@ class RelationDistiller(Distiller):
     ) -> None:
         super().__init__(model, teacher)
         self.targets, self.logit_kl, self.offload = targets, logit_kl, offload
+        if logit_kl is not None:
+            require_plain_head(self.core)
         if targets.rope == "pre" and self.state is not None and self.state.layers_call_rotary:
             raise ValueError(f"rope='pre' needs RoPE outside the layers, which {type(self.core).__name__} has inside.")
         n_layers = self.decoder.config.num_hidden_layers
@@ -242,18 +244,14 @@ class RelationDistiller(Distiller):
         if self.logit_kl is None:
             return
         assert tape.teacher_hidden is not None
-        head, teacher_head = self.core.get_output_embeddings(), self.teacher.head
-        scale, softcap = logit_transform(self.core.config.get_text_config())
-        tape.logit_kl = linear_kl_rows(
-            output.last_hidden_state[self.logit_kl.chosen(tape.valid)].to(head.weight.dtype),
-            tape.teacher_hidden.to(teacher_head.weight.dtype),
-            head.weight,
-            teacher_head.weight,
-            student_bias=getattr(head, "bias", None),
-            teacher_bias=getattr(teacher_head, "bias", None),
+        chosen = self.logit_kl.chosen(tape.valid)
+        tape.logit_kl = head_kl(
+            self.core,
+            self.teacher.head,
+            output.last_hidden_state[chosen],
+            tape.teacher_hidden,
+            "forward",
             temperature=self.logit_kl.temperature,
-            logit_scale=scale,
-            softcap=softcap,
         ).sum()
 
     def _attention_factor(self) -> float:

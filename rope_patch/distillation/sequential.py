@@ -13,6 +13,7 @@ from ..heads import head_losses
 from .consistency import ViewConsistency, ViewTape, weighting
 from .distiller import TAPE
 from .longce import LongCE
+from .teacher import CopiedTeacher, SharedTeacher
 from .two_views import ViewDistiller
 
 logger = logging.get_logger(__name__)
@@ -33,16 +34,27 @@ class SequentialDistiller(ViewDistiller):
     through one call, as evaluation does.
     """
 
-    def __init__(self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None = None) -> None:
-        super().__init__(model, consistency, longce)
+    def __init__(
+        self,
+        model: nn.Module,
+        consistency: ViewConsistency,
+        longce: LongCE | None = None,
+        *,
+        teacher: SharedTeacher | CopiedTeacher | None = None,
+    ) -> None:
+        super().__init__(model, consistency, longce, teacher=teacher)
         logger.info("Training runs both views one after the other, each with its own backward.")
 
     def _before_student(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = kwargs.get(TAPE)
         if not isinstance(tape, SequentialTape):
             return super()._before_student(decoder, args, kwargs)
-        if self.longce is not None and tape.of_labels is None:
-            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        if tape.teaching:
+            return None
+        if tape.of_labels is not None:
+            self._ask_teacher(tape, args, kwargs)
+        if tape.of_labels is None:
+            self._read_short(tape, decoder)
         return None
 
     def _compare_student(self, tape: ViewTape, output: Any) -> None:

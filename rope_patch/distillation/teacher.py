@@ -65,8 +65,9 @@ class SharedTeacher:
 
     @property
     def head(self) -> Any:
-        """The output head."""
-        return find_core(self.model).get_output_embeddings()
+        """The output head as it was pretrained, also where PEFT trains a copy of it (`modules_to_save`)."""
+        head = find_core(self.model).get_output_embeddings()
+        return getattr(head, "original_module", head)
 
 
 class CopiedTeacher:

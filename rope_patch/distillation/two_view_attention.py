@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention_calls import AttentionCall, attention_name, sliding_window
+from ..attention_calls import AttentionCall, attention_name, kernel_of, sliding_window
 from .one_pass import Segment, TwoViewLayout
 from .prefix_attention import prefix_attention
 
@@ -21,9 +21,9 @@ _MIXES_TOKENS = ("mamba", "conv", "ssm", "recurrent", "deltanet", "rwkv", "linea
 def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
     """Why a model needs two passes for two views, None where one is exact."""
     name = attention_name(core)
-    if _kernel(name) is None:
+    if kernel_of(name) is None:
         return f"attention implementation {name!r}"
-    if _kernel(name) == "flash" and _aligns_masks_at_the_top():
+    if kernel_of(name) == "flash" and _aligns_masks_at_the_top():
         return "a FlashAttention that aligns causal masks at the first query"
     config = decoder.config
     other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -37,7 +37,7 @@ def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
             return "dropout, which two passes draw apart"
     if getattr(config, "attention_dropout", 0.0):
         return "attention dropout, which two passes draw apart"
-    if _kernel(name) == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+    if kernel_of(name) == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
         return "soft-capped attention scores"
     return None
 
@@ -48,13 +48,7 @@ def copy_granule(core: nn.Module, seq_len: int) -> int:
     Under sdpa a 32nd of the row: cuDNN's attention, which PyTorch runs on Hopper GPUs, is planned for each length that
     it meets, which takes tens to hundreds of milliseconds. So lengths repeat, for a 64th of a row in copies on average.
     """
-    return max(1, seq_len // 32) if _kernel(attention_name(core)) == "sdpa" else 1
-
-
-def _kernel(name: str) -> str | None:
-    if name.startswith("flash_attention"):
-        return "flash"
-    return {"sdpa": "sdpa", "flex_attention": "flex", "eager": "eager"}.get(name)
+    return max(1, seq_len // 32) if kernel_of(attention_name(core)) == "sdpa" else 1
 
 
 def _aligns_masks_at_the_top() -> bool:
@@ -89,7 +83,7 @@ class TwoViewAttention:
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Output [batch, n + m, n_heads, value_dim]."""
         window = sliding_window(call, self.config)
-        kernel = _kernel(attention_name(self.core))
+        kernel = kernel_of(attention_name(self.core))
         if kernel == "sdpa":
             with self._repeated_plans():
                 return self._sdpa(call, window)

@@ -16,6 +16,7 @@ from .distiller import TAPE
 from .labelled import Labelled
 from .longce import LongCE
 from .one_pass import TwoViewLayout
+from .teacher import CopiedTeacher, SharedTeacher, without_gradient
 from .two_view_attention import TwoViewAttention, copy_granule, why_two_passes
 
 logger = logging.get_logger(__name__)
@@ -32,6 +33,8 @@ class ViewDistiller(ConsistencyDistiller):
         model: patched with a view, bare or wrapped.
         consistency: rows, divisors and direction.
         longce: token weights of the cross-entropy, or None.
+        teacher: the model as it was pretrained, in the same weights with adapters off or as a copy, which is then
+            what the view is compared with, in all rows; None takes the standard view of the model itself.
         one_pass: whether one forward may give both views.
 
     Raises:
@@ -39,15 +42,21 @@ class ViewDistiller(ConsistencyDistiller):
     """
 
     def __init__(
-        self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None = None, *, one_pass: bool = True
+        self,
+        model: nn.Module,
+        consistency: ViewConsistency,
+        longce: LongCE | None = None,
+        *,
+        teacher: SharedTeacher | CopiedTeacher | None = None,
+        one_pass: bool = True,
     ) -> None:
-        super().__init__(model, consistency, longce)
+        super().__init__(model, consistency, longce, teacher)
         self._require_difference()
         assert self.state is not None
-        if self.state.source is None or not self.state.source.view.perturbs:
+        if self.state.source is None or (teacher is None and not self.state.source.view.perturbs):
             raise ValueError(
                 "objective 'self-distill' compares a view with true positions: give view='skip' or another that "
-                "perturbs."
+                "perturbs. With teacher='native' and a rescaled model, view='standard' does too."
             )
         if self.state.layers_call_rotary:
             raise ValueError(
@@ -56,6 +65,8 @@ class ViewDistiller(ConsistencyDistiller):
             )
         self.source = self.state.source
         self._names = tuple(inspect.signature(type(self.decoder).forward).parameters)[1:]
+        if consistency.reduction == "uniform" and teacher is None:  # a view that cannot say raises here
+            self.source.view.affected_share(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 2))
         reason = why_two_passes(self.core, self.decoder) if one_pass else "been asked for it"
         if self.source.view.layerwise or self.source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
@@ -66,17 +77,20 @@ class ViewDistiller(ConsistencyDistiller):
             logger.warning(f"Both views run, in two passes instead of one: the model has {reason}.")
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
-        """The s that the clock's next draw gives each document."""
+        """The s that the clock's next draw gives each document; 0 against another model."""
+        if self.teacher is not None:
+            return torch.zeros_like(labelled.documents.length)
         documents = labelled.documents
-        parameters = self.source.view.draw(documents.length, self.source.clock.key(documents))
+        key = self.source.clock.key(documents)
+        parameters = self.source.view.draw_for(labelled.ids, labelled.t, documents, key)
         return self.source.view.affected_from(documents.length, parameters)
 
     def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = kwargs.get(TAPE)
         if tape is None or tape.teaching or tape.taught:
             return None
-        if self.longce is not None and decoder.training:
-            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
+        self._read_short(tape, decoder)
+        self._ask_teacher(tape, args, kwargs)
         if self.one_pass:
             tape.taught = True
             # some families call their decoder with positional arguments
@@ -89,6 +103,24 @@ class ViewDistiller(ConsistencyDistiller):
             tape.teaching = False
         tape.taught = True
         return None
+
+    def _ask_teacher(self, tape: ViewTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hidden states of the teacher, if there is one, on the tape."""
+        if self.teacher is None:
+            return
+        assert self.state is not None
+        window, longest = self.state.native.max_position_embeddings, int(tape.labelled.documents.length.max())
+        if window is not None and longest > window:
+            raise ValueError(
+                f"teacher='native' reads documents of at most {window} tokens, its window, got one of {longest}. Lower "
+                "max_length; views reach further positions than rows have tokens."
+            )
+        tape.teaching = True
+        try:
+            with without_gradient(tape.valid.device.type), self.teacher.ready() as teacher:
+                tape.native = teacher(*args, **kwargs).last_hidden_state
+        finally:
+            tape.teaching = False
 
     def _with_copies(self, tape: ViewTape, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The call of the decoder with copies of the suffixes, whose RoPE indices are the view's."""
@@ -104,6 +136,7 @@ class ViewDistiller(ConsistencyDistiller):
                 attention_mask=kwargs.get("attention_mask"),
                 cached=0,
                 training=self.decoder.training,
+                ids=tape.ids,
             )
         )
         positions = torch.arange(seq_len, device=tape.ids.device) if position_ids is None else position_ids
@@ -142,6 +175,11 @@ class ViewDistiller(ConsistencyDistiller):
     def _first(self, labelled: Labelled) -> torch.Tensor:
         assert self.source.last is not None
         return self.source.view.affected_from(labelled.documents.length, self.source.last.parameters)
+
+    def _share(self, labelled: Labelled) -> torch.Tensor:
+        if self.teacher is not None:
+            return super()._share(labelled)
+        return self.source.view.affected_share(labelled.t, labelled.documents.length)
 
     def _states(self, tape: ViewTape, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(tape.attention, TwoViewAttention):

@@ -3,9 +3,11 @@
 from .base import VIEWS, View
 from .chunk_permute import ChunkPermute
 from .compose import Compose
+from .cream import Cream
 from .cyclic import Cyclic
 from .dilation import Dilation
 from .endprompt import EndPrompt
+from .longrecipe import LongRecipe
 from .nope import NoPE
 from .per_layer import PerLayer
 from .posaug import PosAug
@@ -20,9 +22,11 @@ __all__ = [
     "VIEWS",
     "ChunkPermute",
     "Compose",
+    "Cream",
     "Cyclic",
     "Dilation",
     "EndPrompt",
+    "LongRecipe",
     "NoPE",
     "PerLayer",
     "PoSE",

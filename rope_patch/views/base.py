@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from ..documents import Documents
 from ..draws import DrawKey
 from ..registry import Registry
 
@@ -39,6 +40,20 @@ class View:
         """
         raise NotImplementedError
 
+    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
+        """Parameters of the documents of a batch. A view that looks at tokens overrides this, and others `draw`.
+
+        Args:
+            ids: of the tokens, [batch, seq_len]; None where a model is given embeddings.
+            t: index of each token in its document, [1 or batch, seq_len], negative on padding before it.
+            documents: of the batch.
+            key: source of randomness, in the shape of documents.
+
+        Returns:
+            As `draw`; what has one value a token, [batch, seq_len], goes on with the last one in decoding.
+        """
+        return self.draw(documents.length, key)
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         """RoPE index minus that of the document's first token, int64 or float64, for t (int64 or float64)."""
         raise NotImplementedError
@@ -49,6 +64,19 @@ class View:
         Rows before it predict the same as without the view. Token 0 sees no other; from 1 on every view may differ.
         """
         return torch.ones_like(length)
+
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Probability over draws that `affected_from` is at most t, float64.
+
+        Raises:
+            ValueError: the view does not know it.
+        """
+        if type(self).affected_from is not View.affected_from:
+            raise ValueError(
+                f"{_title(self)} does not know how often a token lies behind its first changed one, by which "
+                "reduction 'uniform' divides: use 'sequence' or 'token', or another view, e.g. 'skip'."
+            )
+        return (t >= 1).double()
 
     @property
     def layerwise(self) -> bool:
@@ -113,6 +141,17 @@ def require_indexable(owner: object, largest: float) -> None:
             f"{_title(owner)}: RoPE indices would reach {largest:.0f}; at most {MAX_INDEX} (2**24) are exact in "
             "float32. Use shorter rows or a smaller range."
         )
+
+
+def require_ids(owner: object, ids: torch.Tensor | None) -> torch.Tensor:
+    """The token ids that a view reads.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if ids is None:
+        raise ValueError(f"{_title(owner)} reads tokens: call the model with input_ids, not with embeddings.")
+    return ids
 
 
 def _title(owner: object) -> str:

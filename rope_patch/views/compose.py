@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..documents import Documents
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 
@@ -45,6 +46,13 @@ class Compose(View):
             f"{i}.{name}": value
             for i, view in enumerate(self.views)
             for name, value in view.draw(length, key.substream(i)).items()
+        }
+
+    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
+        return {
+            f"{i}.{name}": value
+            for i, view in enumerate(self.views)
+            for name, value in view.draw_for(ids, t, documents, key.substream(i)).items()
         }
 
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:

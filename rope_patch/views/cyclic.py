@@ -43,6 +43,11 @@ class Cyclic(View):
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return length - parameters["shift"]
 
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        if self.shift is not None:
+            return (t >= length - self.shift % length).double()
+        return t / length.double()  # u is one of L - t .. L - 1
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         turned = t + parameters["shift"]
         return torch.where(turned < parameters["length"], turned, turned - parameters["length"])

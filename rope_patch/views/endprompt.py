@@ -1,12 +1,14 @@
 """A cue at the end of a short document is read as if at the end of a long one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
+from ..documents import Documents, closing_tokens
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_indexable, require_int
+from .base import VIEWS, Parameters, View, require_choice, require_ids, require_indexable, require_int
 
 Placement = Literal["end", "random"]
 
@@ -25,20 +27,24 @@ class EndPrompt(View):
 
     Args:
         target: L, in positions.
-        cue_tokens: b, of every document; `trl_ext.append_cue` puts them there. A document of no more tokens than that
-            stays as it is.
+        cue_tokens: b, of every document; `trl_ext.append_cue` puts them there. Or a set of cues, as lists of token ids:
+            b is then the tokens of the longest one that a document ends with, 0 for none. A document of no more tokens
+            than b stays as it is.
         placement: see above.
 
-    Source: EndPrompt; its code moves the last `pose_chunk2_length` tokens of whatever arrives.
+    Source: EndPrompt, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of whatever arrives.
     """
 
     target: int
-    cue_tokens: int
+    cue_tokens: int | Sequence[Sequence[int]]
     placement: Placement = "end"
 
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)
-        require_int(self, "cue_tokens", self.cue_tokens, 0)
+        if isinstance(self.cue_tokens, int):
+            require_int(self, "cue_tokens", self.cue_tokens, 0)
+        else:
+            object.__setattr__(self, "cue_tokens", _checked_cues(self.cue_tokens))
         require_choice(self, "placement", self.placement, get_args(Placement))
 
     def check_length(self, length: int) -> None:
@@ -50,14 +56,43 @@ class EndPrompt(View):
         require_indexable(self, self.target)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        if not isinstance(self.cue_tokens, int):
+            raise ValueError("view 'endprompt' with a set of cues goes by tokens, not by lengths alone: use draw_for.")
+        return self._parameters(length, torch.full_like(length, self.cue_tokens), key)
+
+    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
+        if isinstance(self.cue_tokens, int):
+            return self.draw(documents.length, key)
+        n_tokens = closing_tokens(require_ids(self, ids), t, documents, self.cue_tokens)
+        if documents.length.shape[1] == 1:  # one value a document, as lengths have
+            n_tokens = n_tokens[:, -1:]
+        return self._parameters(documents.length, n_tokens, key)
+
+    def _parameters(self, length: torch.Tensor, n_tokens: torch.Tensor, key: DrawKey) -> Parameters:
         farthest = self.target - length
         skip = farthest if self.placement == "end" else key.integers(0, farthest, slot=0)
-        has_body = length > self.cue_tokens
-        moves = has_body & torch.tensor(self.cue_tokens > 0, device=length.device)
-        return {"split": torch.where(moves, length - self.cue_tokens, length), "skip": torch.where(moves, skip, 0)}
+        moves = (length > n_tokens) & (n_tokens > 0)
+        return {"split": torch.where(moves, length - n_tokens, length), "skip": torch.where(moves, skip, 0)}
 
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.where(parameters["skip"] > 0, parameters["split"], length)
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.where(t >= parameters["split"], t + parameters["skip"], t)
+
+
+def _checked_cues(cues: object) -> tuple[tuple[int, ...], ...]:
+    """A set of cues as tuples of token ids.
+
+    Raises:
+        ValueError: it is none.
+    """
+    lists = isinstance(cues, Sequence) and not isinstance(cues, str) and all(isinstance(c, Sequence) for c in cues)
+    found = tuple(tuple(cue) for cue in cues) if lists else ()  # type: ignore[attr-defined]
+    ids = all(cue and all(type(token) is int for token in cue) for cue in found)
+    if not found or not ids or len(set(found)) < len(found):
+        raise ValueError(
+            "view 'endprompt': cue_tokens must be an integer of at least 0, or different cues as lists of one or more "
+            f"token ids, got {cues!r}."
+        )
+    return found

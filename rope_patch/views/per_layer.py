@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..documents import Documents
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 from .compose import as_view
@@ -70,10 +71,17 @@ class PerLayer(View):
         self.view.check_length(length)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        if self.layers == "independent":
-            streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=length.device)
-            key = replace(key, stream=streams[:, None, None])
-        return self.view.draw(length, key)
+        return self.view.draw(length, self._own(key))
+
+    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
+        return self.view.draw_for(ids, t, documents, self._own(key))
+
+    def _own(self, key: DrawKey) -> DrawKey:
+        """The key of each layer, if layers draw apart."""
+        if self.layers != "independent":
+            return key
+        streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.sample.device)
+        return replace(key, stream=streams[:, None, None])
 
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         first = self.view.affected_from(length, parameters)

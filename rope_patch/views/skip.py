@@ -1,11 +1,15 @@
 """The suffix of a document moves away from its prefix."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 from ..draws import DrawKey
-from .base import MAX_INDEX, VIEWS, Parameters, View, require_indexable, require_int
+from .base import MAX_INDEX, VIEWS, Parameters, View, require_choice, require_indexable, require_int
+
+Law = Literal["uniform", "log-uniform"]
+Curriculum = Literal["linear", "step"]
 
 
 @VIEWS.register("skip")
@@ -20,18 +24,37 @@ class Skip(View):
         split: s, in tokens, 0 <= s < L.
         skip: y, in positions; negative ones move the suffix back over the prefix.
         max_skip: Y, in positions, at least 1; None means L of each document, as in the paper's main runs.
+        law: of y: "uniform", or "log-uniform", P(y) = ln(1 + 1 / y) / ln(Y + 1), which gives each doubling of the skip
+            the same share.
+        curriculum: by the progress p of training, from 0 to 1: "linear" moves Y from `start`, at p = 0, to max_skip, at
+            p = 1; "step" keeps Y = `start` until p = `until`. Without a trainer p is 1.
+        start: Y at the start, at least 0; 0 skips nothing.
+        until: share of training before the range of "step".
 
-    Source: RPSD, arXiv:2604.14339, the skip view q(s, y).
+    Source: RPSD, arXiv:2604.14339, the skip view q(s, y); law and curricula are ours, after PosAug's.
     """
 
     split: int | None = None
     skip: int | None = None
     max_skip: int | None = None
+    law: Law = "uniform"
+    curriculum: Curriculum | None = None
+    start: int = 0
+    until: float = 0.5
 
     def __post_init__(self) -> None:
         require_int(self, "split", self.split, 0)
         require_int(self, "skip", self.skip, -MAX_INDEX)
         require_int(self, "max_skip", self.max_skip, 1)
+        require_int(self, "start", self.start, 0)
+        require_choice(self, "law", self.law, get_args(Law))
+        require_choice(self, "curriculum", self.curriculum, (*get_args(Curriculum), None))
+        if not 0 < self.until < 1:
+            raise ValueError(f"view 'skip': until must be in (0, 1), got {self.until}.")
+        if self.skip is not None and (self.law != "uniform" or self.curriculum is not None):
+            raise ValueError(
+                "view 'skip': law and curriculum are of the draw that a fixed skip replaces: leave out skip."
+            )
         if self.skip is not None and self.max_skip is not None:
             raise ValueError(
                 f"view 'skip': give skip or max_skip, not both, got skip={self.skip} and max_skip={self.max_skip}. "
@@ -50,10 +73,31 @@ class Skip(View):
         split = key.integers(0, length - 1, slot=0) if self.split is None else torch.full_like(key.sample, self.split)
         if self.skip is not None:
             return {"split": split, "skip": torch.full_like(key.sample, self.skip)}
-        return {"split": split, "skip": key.integers(1, length if self.max_skip is None else self.max_skip, slot=1)}
+        largest = self._largest(length, key)
+        if self.law == "uniform":
+            return {"split": split, "skip": torch.where(largest > 0, key.integers(1, largest.clamp(min=1), slot=1), 0)}
+        # floor((Y + 1)^u), kept within Y against rounding
+        drawn = (largest.double() + 1).pow(key.uniform(slot=1)).long()
+        return {"split": split, "skip": torch.minimum(drawn, largest)}
+
+    def _largest(self, length: torch.Tensor, key: DrawKey) -> torch.Tensor:
+        """Y of each document at this point of training."""
+        largest = length if self.max_skip is None else torch.full_like(length, self.max_skip)
+        if self.curriculum is None or key.progress is None:
+            return largest
+        if self.curriculum == "step":
+            return torch.where(key.progress < self.until, self.start, largest)
+        return torch.lerp(torch.full_like(largest, self.start).double(), largest.double(), key.progress).long()
 
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        return parameters["split"]
+        if self.curriculum is None:
+            return parameters["split"]
+        return torch.where(parameters["skip"] > 0, parameters["split"], length)
+
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        if self.split is not None:
+            return (t >= self.split).double()
+        return (t + 1) / length.double()
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.where(t >= parameters["split"], t + parameters["skip"], t)

@@ -16,9 +16,13 @@ from rope_patch.distillation import (
     HiddenDistiller,
     HiddenTargets,
     LogitKL,
+    LongCE,
     RelationDistiller,
     RelationTargets,
     SharedTeacher,
+    ViewConsistency,
+    ViewDistiller,
+    WeightedDistiller,
 )
 from rope_patch.rotary import find_decoder, named_rotary_modules
 from rope_patch.views import Skip
@@ -286,6 +290,43 @@ def test_hidden_states(family):
     assert HiddenTargets().chosen(32) == (1, 7, 13, 20, 26, 32) and HiddenTargets().chosen(2) == (1, 2)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", NAMES)
+def test_hidden_states_short_to_long(family, checkpointing):
+    model = tiny(family, dtype=torch.float64)
+    native = schedule(model)[0]
+    weights, teacher_weights = oracle.weights_of(model), oracle.weights_of(model)
+    patch_model(patch_model(model, "abf", theta=5e5), "cream", target=90)
+    distiller = HiddenDistiller(model, HiddenTargets(layers=(1, 3), short_to_long=10.0), CopiedTeacher(model))
+    move(model, weights)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs, index, visible, valid = batch("right")
+    with distiller.active():
+        tape = distiller.tape(**inputs)
+        model.train()(**inputs, use_cache=False, output_hidden_states=True, **{TAPE: tape})
+        (tape.distance + 10.0 * tape.far).backward()
+    bound = model.model._rope_patch.source.last
+    moved = bound.view.rope_index(index, bound.parameters)
+    assert (moved != index)[valid].any()
+    teacher, _ = record(teacher_weights, model.config, inputs, index, visible, native)
+    layers, at = {}, schedule(model)
+    for name, positions in (("short", index), ("far", moved)):
+        layers[name], _ = record(weights, model.config, inputs, positions, visible, *at)
+    pairs = [(1.0, layers["short"][i], teacher[i]) for i in (0, 2)] + [(10.0, layers["far"][2], teacher[2])]
+    wanted = 0
+    for weight, student, right in pairs:
+        s, t = student["hidden"][valid], right["hidden"].detach()[valid]
+        wanted = wanted + weight * (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1)).sum()
+    wanted.backward()
+    torch.testing.assert_close((tape.distance + 10.0 * tape.far).double(), wanted, rtol=1e-4, atol=1e-6)
+    same_gradients(model.named_parameters(), weights, tolerance=2e-4)
+    with distiller.active(), torch.no_grad():
+        tape = distiller.tape(**inputs)
+        model.eval()(**inputs, use_cache=False, output_hidden_states=True, **{TAPE: tape})
+    assert tape.far is None and tape.distance > 0
+
+
 def test_nothing_stays_behind():
     model = patch_model(tiny(), "pi", factor=4.0)
     inputs = batch("plain")[0]
@@ -336,6 +377,14 @@ def with_trained_norm():
         (lambda: RelationTargets(layers=(1, 1)), "different layer indices"),
         (lambda: RelationTargets(divergence="mse", attention=1.0), "set attention=0"),
         (lambda: LogitKL(weight=1.0, temperature=0.0), "temperature must be above 0"),
+        (lambda: HiddenTargets(short_to_long=-1.0), "short_to_long must be a number of at least 0"),
+        (
+            lambda: (
+                (m := patch_model(tiny(), "pi", factor=2.0))
+                and HiddenDistiller(m, HiddenTargets(short_to_long=1.0), CopiedTeacher(m))
+            ),
+            "short_to_long compares a view with true positions",
+        ),
         (lambda: HiddenTargets(weight=0), "weight must be a number above 0, got 0"),
         (lambda: RelationDistiller(tiny(), RelationTargets(), CopiedTeacher(tiny())), "have the same RoPE"),
         (
@@ -352,6 +401,20 @@ def with_trained_norm():
 def test_what_cannot_be_distilled_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_an_adapter_on_the_head_is_refused_where_the_head_is_read():
+    config = LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    model = patch_model(patch_model(get_peft_model(tiny(), config), "pi", factor=2.0), "skip", max_skip=9)
+    teacher = SharedTeacher(model)
+    for make in (
+        lambda: ViewDistiller(model, ViewConsistency()),
+        lambda: WeightedDistiller(model, LongCE()),
+        lambda: RelationDistiller(model, RelationTargets(), teacher, logit_kl=LogitKL(weight=1.0)),
+    ):
+        with pytest.raises(ValueError, match="the output head has an adapter"):
+            make()
+    RelationDistiller(model, RelationTargets(), teacher)
 
 
 def test_merged_adapters_are_refused():

@@ -28,8 +28,10 @@ torch.manual_seed(rank)
 ids = torch.randint(3, 101, (2, 24))
 
 
-def prepared(method, options, checkpointing, adapters):
-    model = patch_model(tiny("qwen3"), method, **options).train()
+def prepared(patches, checkpointing, adapters):
+    model = tiny("qwen3").train()
+    for method, options in patches:
+        patch_model(model, method, **options)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if adapters:
@@ -48,14 +50,22 @@ def relation(model):
     return distiller, lambda: distiller.tape(ids), loss
 
 
-def hidden(model):
-    distiller = HiddenDistiller(model, HiddenTargets(), CopiedTeacher(model))
-    return distiller, lambda: distiller.tape(ids), lambda tape: tape.distance
-
-
-def views(one_pass):
+def hidden(far):
     def make(model):
-        distiller = ViewDistiller(model, ViewConsistency(view_clm=0.5), one_pass=one_pass)
+        distiller = HiddenDistiller(model, HiddenTargets(short_to_long=far), CopiedTeacher(model))
+        def loss(tape):
+            return tape.distance + (far * tape.far if far else 0.0)
+        return distiller, lambda: distiller.tape(ids), loss
+    return make
+
+
+def views(one_pass, native=False, **rows):
+    def make(model):
+        teacher = None
+        if native:
+            teacher = SharedTeacher(model) if hasattr(model, "peft_config") else CopiedTeacher(model)
+        consistency = ViewConsistency(view_clm=0.5, **rows)
+        distiller = ViewDistiller(model, consistency, teacher=teacher, one_pass=one_pass)
         distiller.source.clock.set(3, 0)
         labelled = Labelled.of({"input_ids": ids})
         return distiller, lambda: ViewTape(labelled, labelled.n_labels, 2, ids), lambda tape: tape.loss
@@ -81,16 +91,20 @@ def shard(model):
 
 
 PI, SKIP = ("pi", {"factor": 4.0}), ("skip", {"max_skip": 40})
-for name, patch, make, adapters in [
-    ("relation", PI, relation, False),
-    ("relation, adapters", PI, relation, True),
-    ("hidden", PI, hidden, False),
-    ("one pass", SKIP, views(True), False),
-    ("one pass, adapters", SKIP, views(True), True),
-    ("two passes", SKIP, views(False), False),
+for name, patches, make, adapters in [
+    ("relation", [PI], relation, False),
+    ("relation, adapters", [PI], relation, True),
+    ("hidden", [PI], hidden(0.0), False),
+    ("hidden, short to long", [PI, SKIP], hidden(10.0), False),
+    ("one pass", [SKIP], views(True), False),
+    ("one pass, adapters", [SKIP], views(True), True),
+    ("two passes", [SKIP], views(False), False),
+    ("native teacher", [PI, SKIP], views(True, native=True), False),
+    ("native teacher, adapters", [PI, SKIP], views(True, native=True), True),
+    ("rows", [SKIP], views(True, kl_top=0.5, reduction="uniform"), False),
 ]:
     for checkpointing in (False, True):
-        plain, sharded = (prepared(*patch, checkpointing, adapters) for _ in range(2))
+        plain, sharded = (prepared(patches, checkpointing, adapters) for _ in range(2))
         wanted = run(plain, make, lambda model: None)
         found = run(sharded, make, shard)
         assert torch.allclose(found, wanted, rtol=1e-5), (name, found, wanted)

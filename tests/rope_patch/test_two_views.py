@@ -11,6 +11,7 @@ from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.draws import DrawKey
+from rope_patch.views import Cyclic, Dilation, Skip
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
 
@@ -56,11 +57,16 @@ def by_hand(model, data, view, parameters, consistency):
         if consistency.rows == "query_in_suffix" and length - 1 in labelled and length - 1 >= s:
             queries.append(length - 1)
         q = standard.detach().exp()
-        total = sum((divergence(seen[t], q[t], consistency.direction) for t in queries), torch.zeros(()))
+        # how often token t lies behind a split drawn from 0..length-1, or behind length minus such a shift
+        share = {t: (t + 1 if "split" in own else t) / length for t in queries}
+        terms = {t: divergence(seen[t], q[t], consistency.direction) for t in queries}
+        if consistency.reduction == "uniform":
+            terms = {t: term / share[t] for t, term in terms.items()}
+        total = sum(terms.values(), torch.zeros(()))
         n_documents += any(i > 0 for i in labelled)
-        suffixes += divisor
-        kl = kl + (total if consistency.reduction == "token" else total / max(divisor, 1))
-    kl = kl / (suffixes if consistency.reduction == "token" else n_documents)
+        suffixes += len(labelled) if consistency.reduction == "uniform" else divisor
+        kl = kl + (total / max(divisor, 1) if consistency.reduction == "sequence" else total)
+    kl = kl / (n_documents if consistency.reduction == "sequence" else suffixes)
     return (ce + consistency.view_clm * view_ce) / n_labels + consistency.weight * kl, kl
 
 
@@ -73,6 +79,8 @@ def run(model, data, consistency, step=3, one_pass=True):
     divisor = labelled.n_documents
     if consistency.reduction == "token":
         divisor = labelled.suffix_total(distiller.affected_from(labelled))
+    elif consistency.reduction == "uniform":
+        divisor = int(labelled.counted.sum())
     tape = ViewTape(labelled, labelled.n_labels, divisor, data["input_ids"])
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
@@ -110,7 +118,7 @@ def test_loss_and_every_gradient_are_those_of_two_plain_passes(family, kind, one
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
-@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("reduction", ["sequence", "token", "uniform"])
 @pytest.mark.parametrize("rows", ["paper", "query_in_suffix"])
 def test_every_direction_reduction_and_choice_of_rows(direction, reduction, rows):
     consistency = ViewConsistency(weight=2.0, direction=direction, reduction=reduction, rows=rows)
@@ -131,6 +139,9 @@ VIEWS = {
     "chunk-permute": {"blocks": 3},
     "nope": {},
     "compose": {"views": [{"view": "skip"}, {"view": "posaug", "low": 0.5, "high": 2.0}]},
+    "posaug": {"law": "log-uniform", "granularity": "sample"},
+    "pose": {"target": 300, "chunks": 4},
+    "cream": {"target": 300},
 }
 
 
@@ -284,6 +295,25 @@ def test_evaluation_samples_the_view_too_and_takes_it_off_again():
         again, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
     assert tape.rows.kl.sum() > 0 and not model.model._rope_patch.overrides
     assert tape.rows.kl.shape == again.rows.kl.shape
+
+
+@pytest.mark.parametrize("view", [Skip(), Cyclic(), Dilation()])
+def test_under_the_uniform_reduction_every_token_weighs_the_same(view):
+    """Mean over draws of the weight of each token; the first never has another to see."""
+    n, draws = 9, 40_000
+    key = DrawKey(0, torch.tensor(0), torch.arange(draws)[:, None])
+    length = torch.full((draws, 1), n)
+    behind = torch.arange(n) >= view.affected_from(length, view.draw(length, key))
+    share = view.affected_share(torch.arange(n)[None], torch.tensor([[n]]))
+    mean = (behind / share)[:, 1:].mean(0)
+    torch.testing.assert_close(mean, torch.ones_like(mean), rtol=0.06, atol=0)
+
+
+def test_a_view_that_cannot_say_how_often_has_no_uniform_reduction():
+    model = patch_model(tiny(), "pose", target=300)
+    with pytest.raises(ValueError, match="view 'pose' does not know how often a token lies behind"):
+        ViewDistiller(model, ViewConsistency(reduction="uniform"))
+    ViewDistiller(patch_model(tiny(), "dilation"), ViewConsistency(reduction="uniform"))
 
 
 def test_what_cannot_be_distilled_is_refused():

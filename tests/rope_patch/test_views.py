@@ -10,6 +10,7 @@ from rope_patch.views import (
     VIEWS,
     ChunkPermute,
     Compose,
+    Cream,
     Cyclic,
     Dilation,
     EndPrompt,
@@ -260,6 +261,10 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
         (lambda: PosAug(law="discrete", values=[64.0]).check_length(2**19), "RoPE indices would reach"),
         (lambda: EndPrompt(target=1, cue_tokens=1), "target must be at least 2, got 1"),
         (lambda: EndPrompt(target=9, cue_tokens=-1), "cue_tokens must be at least 0, got -1"),
+        (lambda: EndPrompt(target=9, cue_tokens=[[3], [3]]), "different cues as lists of one or more token ids"),
+        (lambda: EndPrompt(target=9, cue_tokens=[[3], []]), "different cues as lists of one or more token ids"),
+        (lambda: EndPrompt(target=9, cue_tokens=[3, 4]), "different cues as lists of one or more token ids"),
+        (lambda: EndPrompt(target=9, cue_tokens="word"), "different cues as lists of one or more token ids"),
         (lambda: EndPrompt(target=9, cue_tokens=1, placement="start"), "placement must be one of"),
         (lambda: EndPrompt(target=9, cue_tokens=1).check_length(10), "documents of 10 tokens reach beyond target=9"),
         (lambda: PoSE(target=1), "target must be at least 2, got 1"),
@@ -290,3 +295,104 @@ def test_what_a_view_cannot_do_is_said(make, message):
 def test_a_second_claim_on_a_name_is_refused():
     with pytest.raises(ValueError, match="view 'skip' is already registered, as Skip."):
         VIEWS.register("skip")(Standard)
+
+
+def test_log_uniform_skips_give_each_doubling_the_same_share():
+    view, draws, largest = Skip(split=3, max_skip=63, law="log-uniform"), 60_000, 63
+    y = view.draw(torch.full((draws, 1), L), key(draws))["skip"].flatten()
+    assert y.min() == 1 and y.max() == largest
+    share = torch.bincount(y, minlength=largest + 1)[1:].double() / draws
+    k = torch.arange(1, largest + 1, dtype=torch.float64)
+    assert (share - (1 + 1 / k).log() / math.log(largest + 1)).abs().max() < 0.006
+    doublings = [share[2**i - 1 : 2 ** (i + 1) - 1].sum() for i in range(6)]  # 1, 2..3, 4..7, ..., 32..63
+    torch.testing.assert_close(torch.stack(doublings), torch.full((6,), 1 / 6, dtype=torch.float64), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "largest"),
+    [("linear", {0.0: 4, 0.25: 13, 0.5: 22, 1.0: 40}), ("step", {0.0: 4, 0.49: 4, 0.5: 40, 1.0: 40})],
+)
+@pytest.mark.parametrize("law", ["uniform", "log-uniform"])
+def test_the_range_of_skips_grows_with_training(law, curriculum, largest):
+    view = Skip(max_skip=40, law=law, curriculum=curriculum, start=4)
+    for progress, limit in largest.items():
+        at = replace(key(3000), progress=torch.tensor(progress, dtype=torch.float64))
+        y = view.draw(torch.full((3000, 1), L), at)["skip"]
+        assert (y.min(), y.max()) == (1, limit)
+
+
+def test_a_curriculum_may_start_with_true_positions():
+    view = Skip(max_skip=40, curriculum="step")
+    length = torch.full((50, 1), L)
+    early, late = (replace(key(50), progress=torch.tensor(p, dtype=torch.float64)) for p in (0.1, 0.9))
+    parameters = view.draw(length, early)
+    assert not parameters["skip"].any() and torch.equal(view.affected_from(length, parameters), length)
+    parameters = view.draw(length, late)
+    assert torch.equal(view.affected_from(length, parameters), parameters["split"])
+    for wrong, message in (
+        ({"skip": 5, "law": "log-uniform"}, "law and curriculum are of the draw that a fixed skip replaces"),
+        ({"law": "normal"}, "law must be one of"),
+        ({"until": 1.5}, "until must be in"),
+        ({"start": -1}, "start must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Skip(**wrong)
+
+
+@pytest.mark.parametrize(("length", "target"), [(60, 60), (60, 480), (61, 500), (200, 800), (9, 400), (3, 9), (2, 9)])
+@pytest.mark.parametrize("law", ["uniform", "gaussian"])
+def test_the_middle_lies_between_head_and_tail(law, length, target):
+    view, draws = Cream(target=target, law=law), 400
+    lengths = torch.full((draws, 1), length)
+    parameters = view.draw(lengths, key(draws))
+    rows, factor = view.rope_index(torch.arange(length), parameters), target // length
+    first = view.affected_from(lengths, parameters).flatten().tolist()
+    heads = parameters["head"].flatten().tolist()
+    assert set(heads) == {length // 3, min(4 * factor, length // 3)}
+    for row, h, affected in zip(rows.tolist(), heads, first, strict=True):
+        jumps = [t for t in range(1, length) if row[t] - row[t - 1] != 1]
+        assert row[:h] == list(range(h)) and row[0] == 0 and set(jumps) <= {h, length - h}
+        assert all(a < b for a, b in zip(row, row[1:], strict=False)), "in order"
+        assert row[length - h :] == list(range(target - h, target)) or h == 0
+        assert affected == (jumps[0] if jumps else length)
+
+
+def normal_cdf(x):
+    return (1 + math.erf(x / math.sqrt(2))) / 2
+
+
+@pytest.mark.parametrize("sigma", [3.0, 5.0])
+def test_the_middle_is_drawn_by_the_law_of_cream(sigma):
+    """Frequencies of e among 40000 draws against sums over a, with h = n / 3."""
+    n, factor, draws = 30, 4, 40_000  # h is 10 either way, as 4 f is more than n / 3
+    view = Cream(target=n * factor, sigma=sigma)
+    e = view.draw(torch.full((draws, 1), n), key(draws))["skip"].flatten() + n - 10 - 1
+    found = torch.bincount(e, minlength=n * factor).double() / draws
+    wanted, mu = torch.zeros(n * factor, dtype=torch.float64), 1 + factor
+    for a in range(2, 2 * factor + 1):
+        below = 0.0 if a == 2 else normal_cdf((a - mu) / sigma)
+        above = 1.0 if a == 2 * factor else normal_cdf((a + 1 - mu) / sigma)
+        lowest, highest = 10 + (n - 20 - 1) * a // 2, n * a // 2 - 10 - 1
+        wanted[lowest : highest + 1] += (above - below) / (highest - lowest + 1)
+    assert wanted.sum() == pytest.approx(1.0)
+    assert (found - wanted).abs().max() < 0.008
+
+
+def test_a_uniform_middle_ends_anywhere_before_the_tail():
+    n, target, draws = 30, 120, 40_000
+    e = Cream(target=target, law="uniform").draw(torch.full((draws, 1), n), key(draws))["skip"].flatten() + n - 10 - 1
+    assert (e.min(), e.max()) == (n - 10, target - 10 - 1)
+    found = torch.bincount(e)[n - 10 :].double() / draws
+    assert (found - 1 / (target - n)).abs().max() < 0.003
+
+
+def test_what_cream_cannot_do_is_refused():
+    for wrong, message in (
+        ({"target": 1}, "target must be at least 2"),
+        ({"target": 9, "law": "normal"}, "law must be one of"),
+        ({"target": 9, "sigma": 0.0}, "sigma must be a finite number above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Cream(**wrong)
+    with pytest.raises(ValueError, match="documents of 10 tokens reach beyond target=9"):
+        Cream(target=9).check_length(10)

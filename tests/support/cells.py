@@ -17,9 +17,11 @@ from rope_patch.views import (
     RPE,
     ChunkPermute,
     Compose,
+    Cream,
     Cyclic,
     Dilation,
     EndPrompt,
+    LongRecipe,
     NoPE,
     PerLayer,
     PosAug,
@@ -163,6 +165,15 @@ def _pose(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
     )
 
 
+def _cream(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
+    middle = torch.where(t < drawn["head"], t, t + drawn["skip"])
+    return torch.where(t < n - drawn["head"], middle, t + 200 - n)
+
+
+def _by_sentence(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
+    return t + drawn["offset"][t.long().clamp(max=n - 1)]
+
+
 def _each_layer(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
     return torch.stack([_skip(t, split, skip) for split, skip in zip(drawn["split"], drawn["skip"], strict=True)])
 
@@ -186,6 +197,8 @@ CASES = {
     "endprompt-random": Case(
         EndPrompt(target=200, cue_tokens=4, placement="random"), lambda t, n, drawn: _skip(t, n - 4, drawn["skip"])
     ),
+    "cream": Case(Cream(target=200), _cream),
+    "longrecipe": Case(LongRecipe(target=200, sentence_ends=range(30)), _by_sentence),
     "compose": Case(
         Compose([Skip(split=4), PosAug(low=0.5, high=0.5)]), lambda t, n, drawn: 0.5 * _skip(t, 4, drawn["0.skip"])
     ),
@@ -198,7 +211,7 @@ CASES = {
 
 
 def drawn_for(parameters: dict[str, torch.Tensor], one: Cell, document: int, n_layers: int) -> dict[str, Any]:
-    """What the forward drew for a document: numbers, a list over layers, or a table."""
+    """What the forward drew for a document: numbers, lists over layers or tokens, or a table."""
     row, span = one.spans[document]
     found: dict[str, Any] = {}
     for name, value in parameters.items():
@@ -206,6 +219,8 @@ def drawn_for(parameters: dict[str, torch.Tensor], one: Cell, document: int, n_l
         if name == "_table":  # one after the other, where each document has its own
             begin = int(drawn_for({"_begin": parameters["_begin"]}, one, document, n_layers)["_begin"])
             found[name] = value[begin : begin + 64]
+        elif name == "offset":  # of each token
+            found[name] = value[row, span]
         elif value.ndim < 2:
             found[name] = value
         else:

@@ -36,6 +36,7 @@ def logits(
     visible: torch.Tensor,
     frequencies: torch.Tensor | None = None,
     attention_factor: float = 1.0,
+    distance: torch.Tensor | None = None,
     record: list[dict[str, torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Logits [batch, seq_len, vocab], float64.
@@ -45,10 +46,13 @@ def logits(
         config: of the model.
         input_ids: [batch, seq_len].
         rope_index: [batch, seq_len], or one for each layer, [n_layers, batch, seq_len].
-        visible: [batch, seq_len, seq_len] bool, query by key, or one for each layer. Rows that see nothing come out as
-            zeros.
+        visible: [batch, seq_len, seq_len] bool, query by key; or one for each layer, [n_layers, batch, seq_len,
+            seq_len]; or for each head of those too, [n_layers, batch, n_heads, seq_len, seq_len]. Rows that see nothing
+            come out as zeros.
         frequencies: [head_dim / 2]; None means the config's base.
         attention_factor: multiplies cos and sin.
+        distance: what RoPE is to take for each query's distance from each key, [batch, seq_len, seq_len]; None means
+            the difference of their indices.
         record: one dictionary a layer is added: q and k after RoPE, q_pre and k_pre before, v, and the output `hidden`;
             heads are not repeated. The last `hidden` is after the final norm.
     """
@@ -57,7 +61,9 @@ def logits(
     n_heads, n_kv_heads = config.num_attention_heads, config.num_key_value_heads
     batch, seq_len = input_ids.shape
     rope_index = rope_index.double().expand(config.num_hidden_layers, batch, seq_len)
-    visible = visible.expand(config.num_hidden_layers, batch, seq_len, seq_len)
+    see = (
+        visible if visible.ndim == 5 else visible.expand(config.num_hidden_layers, batch, seq_len, seq_len)[:, :, None]
+    )
     angle = rope_index[:, :, None, :, None] * frequencies  # [n_layers, batch, 1, seq_len, head_dim / 2]
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -85,7 +91,16 @@ def logits(
         q, k = rotate(q_pre, layer), rotate(k_pre, layer)
         seen = {"q": q, "k": k, "v": v, "q_pre": q_pre, "k_pre": k_pre}
         k, v = (t.repeat_interleave(n_heads // n_kv_heads, 1) for t in (k, v))
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(head_dim)).masked_fill(~visible[layer][:, None], -torch.inf)
+        scores = q @ k.transpose(-1, -2)
+        if distance is not None:
+            # with q and k as complex numbers, Re(q conj(k) e^(i m theta)) for distance m
+            q1, q2 = (x[:, :, :, None] for x in q_pre.split(head_dim // 2, -1))
+            k_own = k_pre.repeat_interleave(n_heads // n_kv_heads, 1)
+            k1, k2 = (x[:, :, None] for x in k_own.split(head_dim // 2, -1))
+            turned = distance.double()[:, None, :, :, None] * frequencies
+            parts = (q1 * k1 + q2 * k2) * turned.cos() - (q2 * k1 - q1 * k2) * turned.sin()
+            scores = attention_factor**2 * parts.sum(-1)
+        scores = (scores / math.sqrt(head_dim)).masked_fill(~see[layer], -torch.inf)
         probabilities = scores.softmax(-1).nan_to_num(0.0)
         out = (probabilities @ v).transpose(1, 2).reshape(batch, seq_len, n_heads * head_dim)
         h = h + project(out, f"{at}.self_attn.o_proj")

@@ -7,6 +7,8 @@ from support.tiny import tiny
 from support.training import logged, tokenizer, trainer
 
 from rope_patch import rope_view
+from rope_patch.distillation import CueWeight
+from rope_patch.distillation.labelled import Labelled
 from rope_patch.patch import view_source
 from trl_ext import append_cue
 from trl_ext.cues import CUES, cue_ids
@@ -175,3 +177,81 @@ def test_a_cue_that_cannot_be_appended_is_refused(tmp_path):
         trainer(tmp_path, cue=CUE, view="endprompt", view_args={"target": 64, "cue_tokens": 3})
     with pytest.raises(ValueError, match="cue needs a datasets.Dataset as train_dataset, got IterableDataset"):
         trainer(tmp_path, cue=CUE, train_dataset=Dataset.from_dict({"text": ["w5"]}).to_iterable_dataset(), **view)
+
+
+SET = ["w90 w91 w92", "w93", "w92"]  # the last one is what the first one ends with
+SET_IDS = [[90, 91, 92], [93], [92]]
+
+
+def test_each_document_gets_one_cue_of_a_set():
+    texts = [words(n) for n in range(1, 81)] * 2
+    made, n = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=SET, max_length=100, seed=5)
+    assert n == SET_IDS
+    endings = [row[len(tokenizer()(text)["input_ids"]) :] for row, text in zip(made["input_ids"], texts, strict=True)]
+    counts = [endings.count(ids) for ids in SET_IDS]
+    assert sum(counts) == len(texts) and min(counts) > 35
+    again, _ = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=SET, max_length=100, seed=5)
+    other, _ = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=SET, max_length=100, seed=6)
+    assert again["input_ids"] == made["input_ids"] != other["input_ids"]
+    cut, _ = append_cue(Dataset.from_dict({"text": [words(25)]}), tokenizer(), cue=SET, max_length=13)
+    assert len(cut) == 3 and all(len(row) <= 13 for row in cut["input_ids"])
+
+
+@pytest.mark.parametrize("wrong", [[], ["w90", "w90"], ["w90", "none"]])
+def test_what_is_no_set_of_cues_is_refused(wrong):
+    with pytest.raises(ValueError, match="a set of cues must hold different ones of at least one token each"):
+        append_cue(Dataset.from_dict({"text": ["w5"]}), tokenizer(), cue=wrong, max_length=30)
+
+
+@pytest.mark.parametrize("batch", [{}, {"packing": True}, {"padding_free": True, "max_length": None}])
+def test_cues_of_different_lengths_are_read_from_afar(batch, tmp_path):
+    data, cues = append_cue(
+        Dataset.from_dict({"text": [words(n, n) for n in range(9, 29)]}), tokenizer(), cue=SET, max_length=64
+    )
+    options = {"target": 256, "cue_tokens": cues}
+    run = trainer(
+        tmp_path, train_dataset=data, view="endprompt", view_args=options, cue_weight=0.5,
+        per_device_train_batch_size=6, max_steps=2, learning_rate=0.0, **batch,
+    )  # fmt: skip
+    seen = []
+    run.model.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    run.train()
+    assert len(logged(run, "loss")) == 2
+    bound, inputs = view_source(run.model).last, seen[-1]
+    ids = inputs["input_ids"]
+    length = bound.documents.length.expand(ids.shape)
+    split, t = bound.parameters["split"].expand(ids.shape), bound.documents.start
+    positions = inputs["position_ids"] if inputs.get("position_ids") is not None else torch.arange(ids.shape[1])
+    t = (positions - t).expand(ids.shape)
+    ends = (t == length - 1).nonzero().tolist()
+    lengths = set()
+    for row, last in ends:
+        n = int(length[row, last] - split[row, last])
+        lengths.add(n)
+        own = [c for c in SET_IDS if ids[row, last - len(c) + 1 : last + 1].tolist() == c]
+        assert (
+            n == max(map(len, own)) and bound.parameters["skip"].expand(ids.shape)[row, last] == 256 - length[row, last]
+        )
+    assert len(ends) >= 3 and lengths == {1, 3}
+
+
+def test_the_weight_of_a_set_follows_each_documents_own_cue():
+    ids = torch.tensor([[5, 6, 7, 90, 91, 92, 5, 6, 93, 5, 6, 7]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 1, 2]])
+    labelled = Labelled.of({"input_ids": ids, "position_ids": positions})
+    factors = CueWeight(tokens=SET_IDS, weight=0.5).factors(labelled)
+    # queries that predict a token of the cue; the last one of a document predicts nothing
+    labelled_ones = factors[0][labelled.next_label[0] != -100]
+    assert labelled_ones.tolist() == [1, 1, 0.5, 0.5, 0.5] + [1, 0.5] + [1, 1]
+
+
+def test_the_trainer_appends_a_set_by_itself(tmp_path):
+    data = Dataset.from_dict({"text": [words(n, n) for n in (9, 20, 30, 12)]})
+    options = {"view": "endprompt", "max_length": 40, "max_steps": 2, "learning_rate": 0.0}
+    by_itself = trainer(tmp_path, train_dataset=data, cue=SET, view_args={"target": 128}, seed=7, **options)
+    by_itself.train()
+    assert by_itself.args.view_args == {"target": 128, "cue_tokens": SET_IDS}
+    cued, cues = append_cue(data, tokenizer(), cue=SET, max_length=40, seed=7)
+    given = trainer(tmp_path, train_dataset=cued, view_args={"target": 128, "cue_tokens": cues}, seed=7, **options)
+    given.train()
+    assert logged(by_itself, "loss") == logged(given, "loss")

@@ -62,6 +62,17 @@ def test_training_brings_the_student_to_its_teacher(objective, peft, tmp_path):
     assert logged(run, "loss")[0]["loss"] == pytest.approx(before, rel=1e-5), "training and evaluation have one loss"
 
 
+def test_hidden_states_short_to_long(tmp_path):
+    data = documents(2)
+    far = {"view": "cream", "view_args": {"target": 200}, "hidden_args": {"short_to_long": 10.0}}
+    run = trainer(tmp_path, max_steps=60, train_dataset=data, learning_rate=3e-3, **{**HIDDEN, **far})
+    run.train()
+    steps = logged(run, "loss", "hidden")
+    for entry in steps:
+        assert entry["loss"] == pytest.approx(5 * entry["hidden/distance"] + 10 * entry["hidden/far"], rel=1e-3)
+    assert sum(e["hidden/far"] for e in steps[-9:]) < 0.7 * sum(e["hidden/far"] for e in steps[:9])
+
+
 def test_qlora(tmp_path):
     """A 4-bit base with LoRA: the teacher is the 4-bit model, evaluation leaves it trainable."""
     pytest.importorskip("bitsandbytes")

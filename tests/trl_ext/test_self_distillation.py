@@ -11,7 +11,7 @@ from trl import SFTConfig, SFTTrainer
 SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
 
 
-@pytest.mark.parametrize("reduction", ["sequence", "token"])
+@pytest.mark.parametrize("reduction", ["sequence", "token", "uniform"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_one_mean_however_it_is_batched(way, reduction, tmp_path):
     """Draws are keyed by document, so every way of batching the same documents in the same order has one loss."""
@@ -81,6 +81,21 @@ def test_longce_weighs_tokens_and_evaluation_does_not(objective, tmp_path):
     assert weighted.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-2)
 
 
+@pytest.mark.parametrize("way", ["accumulated", "padding-free"])
+def test_rows_of_the_kl_weigh_alike_however_a_step_is_batched(way, tmp_path):
+    rows = {"kl_longce": {"short_context": 6, "stride": 4, "cap": 1.5}, "kl_top": 0.5}
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False, **SELF}
+    found = []
+    for each, args in (("padded", rows), (way, rows), ("padded", None)):
+        run = trainer(tmp_path, **options, **WAYS[each], self_distill_args=args)
+        run.train()
+        found += logged(run, "loss", "ce", "kl", "grad_norm")
+    for name in ("loss", "grad_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+    assert found[0]["loss"] == pytest.approx(found[0]["ce"] + found[0]["kl"], rel=1e-4), "the KL that is logged counts"
+    assert 0 < found[0]["kl"] < found[2]["kl"]
+
+
 def test_what_is_logged(tmp_path):
     run = trainer(tmp_path, max_steps=2, **{**SELF, "view_args": {"split": 7, "skip": 30}})
     run.train()
@@ -120,6 +135,36 @@ def test_labels_of_completions_count_alone(tmp_path):
     assert counts["documents"] == 4 and counts["labels"] in (4 * 6, 4 * 7)  # with or without a closing token
 
 
+@pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])
+@pytest.mark.parametrize("way", ["accumulated", "checkpointed", "padding-free"])
+def test_a_native_teacher_however_a_step_is_batched(way, adapters, tmp_path):
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
+    options |= {"rescale": "pi", "rescale_args": {"factor": 4.0}, "peft_config": config if adapters else None, **SELF}
+    found = []
+    for each in ("padded", way):
+        torch.manual_seed(0)  # of the adapters
+        run = trainer(tmp_path, self_distill_args={"teacher": "native"}, **options, **WAYS[each])
+        run.train()
+        found += logged(run, "loss", "kl", "grad_norm")
+    assert found[0]["kl"] > 0.1
+    for name in ("loss", "grad_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+
+
+def test_a_native_teacher_holds_the_model_to_it(tmp_path):
+    """Against the same run without the KL: the rescaled model stays nearer to the native one."""
+    data = documents(4)
+    options = {"max_steps": 30, "train_dataset": data, "eval_dataset": data, "learning_rate": 3e-3, **SELF}
+    options |= {"rescale": "pi", "rescale_args": {"factor": 4.0}, "self_distill_args": {"teacher": "native"}}
+    results = {}
+    for weight in (0.0, 5.0):
+        run = trainer(tmp_path, **options, kl_weight=weight)
+        run.train()
+        results[weight] = run.evaluate()["eval_kl"]
+    assert results[5.0] < 0.5 * results[0.0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -129,6 +174,14 @@ def test_labels_of_completions_count_alone(tmp_path):
         ({"self_distill_args": {"weight": 2.0}}, "give kl_weight"),
         ({"self_distill_args": {"passes": "one"}}, "passes in self_distill_args must be one of"),
         ({"self_distill_args": {"passes": "two", "control": "dropout"}}, "a control runs in two passes"),
+        ({"self_distill_args": {"teacher": "native", "control": "dropout"}}, "a control runs in two passes"),
+        ({"self_distill_args": {"kl_longce": {"cap": 0.0}}}, "cap must be a number above 0"),
+        (
+            {"self_distill_args": {"kl_longce": {"width": 3}}},
+            "kl_longce in self_distill_args takes the fields of LongCE",
+        ),
+        ({"self_distill_args": {"teacher": "other"}}, "teacher in self_distill_args must be one of"),
+        ({"self_distill_args": {"teacher": "native"}, "view": "standard", "view_args": None}, "same RoPE"),
         ({"self_distill_args": {"strength": 2}}, "strength in self_distill_args is that of a control"),
         ({"self_distill_args": {"control": "weights"}}, "control must be one of"),
         ({"self_distill_args": {"depth": 2}}, "self_distill_args takes the fields of ViewConsistency"),

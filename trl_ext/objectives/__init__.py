@@ -1,5 +1,6 @@
 """What `RopeSFTTrainer` minimises instead of next-token cross-entropy, by name."""
 
+from .alternating import AlternatingObjective
 from .base import Objective
 from .hidden import HiddenObjective
 from .next_token import NextTokenObjective
@@ -14,6 +15,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 __all__ = [
     "OBJECTIVES",
+    "AlternatingObjective",
     "HiddenObjective",
     "NextTokenObjective",
     "Objective",

@@ -22,11 +22,26 @@ class Objective:
         model: patched, with its adapters, before anything wraps it.
         args: of the trainer.
         accelerator: of the trainer.
+        teacher: the model as it was pretrained, if there is one already.
     """
 
-    def __init__(self, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> None:
-        self.args, self.accelerator = args, accelerator
+    def __init__(
+        self,
+        model: nn.Module,
+        args: "RopeSFTConfig",
+        accelerator: Accelerator,
+        teacher: SharedTeacher | CopiedTeacher | None = None,
+    ) -> None:
+        self.args, self.accelerator, self.teacher = args, accelerator, teacher
         self.distiller = self._make_distiller(model)
+
+    @property
+    def draws(self) -> bool:
+        """Whether forwards of the step draw the view."""
+        return True
+
+    def begin(self, step: int | None) -> None:
+        """Called before the batches of an optimizer step are read, and with None before one of an evaluation."""
 
     def active(self) -> AbstractContextManager[None]:
         """To be open around forward and backward of a step."""
@@ -71,6 +86,13 @@ class Objective:
         zero: torch.Tensor = 0.0 * outputs.logits.float().sum()
         return zero
 
+    def _native(self, model: nn.Module) -> SharedTeacher | CopiedTeacher:
+        """The model as it was pretrained: its own weights where it has adapters, else a copy."""
+        if self.teacher is None:
+            wrapped = find_core(model) is not model  # by PEFT
+            self.teacher = SharedTeacher(model) if wrapped else CopiedTeacher(model, offload=self.args.teacher_offload)
+        return self.teacher
+
     def _make_distiller(self, model: nn.Module) -> Distiller:
         raise NotImplementedError
 
@@ -84,13 +106,6 @@ class Objective:
         self, tape: Any, counts: dict[str, int], own: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         raise NotImplementedError
-
-
-def teacher_of(model: nn.Module, args: "RopeSFTConfig") -> SharedTeacher | CopiedTeacher:
-    """The model as it was pretrained: its own weights where it has adapters, else a copy."""
-    if find_core(model) is not model:  # PEFT
-        return SharedTeacher(model)
-    return CopiedTeacher(model, offload=args.teacher_offload)
 
 
 T = TypeVar("T")

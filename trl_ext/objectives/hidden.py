@@ -7,22 +7,23 @@ from torch import nn
 
 from rope_patch.distillation import HiddenDistiller, HiddenTargets
 
-from .base import Objective, from_fields, teacher_of
+from .base import Objective, from_fields
 
 
 class HiddenObjective(Objective):
     """Hidden states of the model as it was pretrained, distilled into the rescaled one.
 
-    loss = weight sum over hidden states of (sum over tokens of 1 - cos) / tokens of the step.
+    loss = weight sum over hidden states of (sum over tokens of 1 - cos) / tokens of the step, and short_to_long times
+    that of the last hidden state under the view. Evaluation has the first part alone.
 
-    Source: LongReD, arXiv:2502.07365, short-text distillation.
+    Source: LongReD, arXiv:2502.07365, short-text and short-to-long distillation.
     """
 
     distiller: HiddenDistiller
 
     def _make_distiller(self, model: nn.Module) -> HiddenDistiller:
         targets = hidden_options(self.args._options("hidden_args"))
-        return HiddenDistiller(model, targets, teacher_of(model, self.args))
+        return HiddenDistiller(model, targets, self._native(model))
 
     def _forward_options(self) -> dict[str, Any]:
         return {"output_hidden_states": True}
@@ -31,7 +32,11 @@ class HiddenObjective(Objective):
         self, tape: Any, counts: dict[str, int], own: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = self.distiller.targets.weight * tape.distance / counts["tokens"]
-        return loss, {"hidden/distance": tape.distance.detach() / own["tokens"]}
+        parts = {"hidden/distance": tape.distance.detach() / own["tokens"]}
+        if tape.far is not None:
+            loss = loss + self.distiller.targets.short_to_long * tape.far / counts["tokens"]
+            parts["hidden/far"] = tape.far.detach() / own["tokens"]
+        return loss, parts
 
 
 def hidden_options(hidden_args: dict[str, Any]) -> HiddenTargets:

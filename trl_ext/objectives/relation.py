@@ -7,7 +7,7 @@ from torch import nn
 
 from rope_patch.distillation import LogitKL, RelationDistiller, RelationTargets
 
-from .base import Objective, from_fields, teacher_of
+from .base import Objective, from_fields
 
 
 class RelationObjective(Objective):
@@ -24,7 +24,7 @@ class RelationObjective(Objective):
     def _make_distiller(self, model: nn.Module) -> RelationDistiller:
         targets, logit_kl = relation_options(self.args._options("relation_args"), self.args._options("logit_kl_args"))
         return RelationDistiller(
-            model, targets, teacher_of(model, self.args), logit_kl=logit_kl, offload=self.args.teacher_offload
+            model, targets, self._native(model), logit_kl=logit_kl, offload=self.args.teacher_offload
         )
 
     def counts(self, read: torch.Tensor) -> dict[str, int]:

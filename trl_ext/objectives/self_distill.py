@@ -8,7 +8,14 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from rope_patch import rope_view
-from rope_patch.distillation import Control, ControlDistiller, SequentialDistiller, ViewConsistency, ViewDistiller
+from rope_patch.distillation import (
+    Control,
+    ControlDistiller,
+    LongCE,
+    SequentialDistiller,
+    ViewConsistency,
+    ViewDistiller,
+)
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.distillation.sequential import SequentialTape
@@ -18,6 +25,7 @@ from .base import from_fields
 from .next_token import NextTokenObjective, longce_options
 
 Passes = Literal["auto", "two", "sequential"]
+Teacher = Literal["self", "native"]
 
 
 class SelfDistillObjective(NextTokenObjective):
@@ -37,11 +45,13 @@ class SelfDistillObjective(NextTokenObjective):
         longce = longce_options(self.args)
         if chosen.control is not None:
             return ControlDistiller(model, chosen.consistency, chosen.control, longce)
+        teacher = self._native(model) if chosen.teacher == "native" else None
         if chosen.passes == "sequential":
             if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
                 raise ValueError("passes='sequential' has two backward passes a batch, DeepSpeed one: use 'auto'.")
-            return SequentialDistiller(model, chosen.consistency, longce)
-        return ViewDistiller(model, chosen.consistency, longce, one_pass=chosen.passes == "auto")
+            return SequentialDistiller(model, chosen.consistency, longce, teacher=teacher)
+        one_pass = chosen.passes == "auto"
+        return ViewDistiller(model, chosen.consistency, longce, teacher=teacher, one_pass=one_pass)
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
@@ -61,14 +71,16 @@ class SelfDistillObjective(NextTokenObjective):
         return loss + tie + first.detach(), parts
 
     def counts(self, read: Labelled) -> dict[str, int]:
-        """Real tokens, labels, documents, and the sum of L - s that the clock's draws give."""
+        """Real tokens, labels, documents, and the sum of L, or of the L - s that the clock's draws give."""
         counts = {**super().counts(read), "documents": read.n_documents}
         if self.distiller.consistency.reduction == "token":
-            counts["suffix"] = read.suffix_total(self.distiller.affected_from(read))
+            counts["compared"] = read.suffix_total(self.distiller.affected_from(read))
+        elif self.distiller.consistency.reduction == "uniform":
+            counts["compared"] = int(read.counted.sum())
         return counts
 
     def _kl_divisor(self, counts: dict[str, int]) -> int:
-        return max(1, counts["suffix" if self.distiller.consistency.reduction == "token" else "documents"])
+        return max(1, counts["documents" if self.distiller.consistency.reduction == "sequence" else "compared"])
 
     def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, torch.Tensor]:
         parts = super()._parts(tape, own)
@@ -76,10 +88,8 @@ class SelfDistillObjective(NextTokenObjective):
             parts["view_ce"] = tape.view_ce / max(own["labels"], 1)
         if not self.distiller.consistency.weight and self.distiller.decoder.training:
             return parts  # no KL was computed
-        kl = tape.rows.kl
-        if self.distiller.consistency.reduction == "sequence":
-            kl = kl * (1.0 / tape.suffix_length.flatten()[tape.queries].clamp(min=1))
-        return {**parts, "kl": kl.sum() / self._kl_divisor(own), **self._by_depth(tape), **self._by_skip(tape)}
+        kl = (tape.rows.kl * tape.kl_factor).sum() / self._kl_divisor(own)
+        return {**parts, "kl": kl, **self._by_depth(tape), **self._by_skip(tape)}
 
     def _by_depth(self, tape: ViewTape) -> dict[str, torch.Tensor]:
         """Mean KL of the queries in each quarter of their document."""
@@ -122,11 +132,14 @@ class Chosen:
         control: what stands in for the view, or None.
         passes: "auto" one forward for both views where that is exact, "two", or "sequential": two, each with its own
             backward, in little more memory than next-token training takes.
+        teacher: "self", true positions in the model as it is, or "native", in the model as it was pretrained: adapters
+            off or a frozen copy, native RoPE. All rows are then compared, s being 0.
     """
 
     consistency: ViewConsistency
     control: Control | None
     passes: Passes
+    teacher: Teacher
 
 
 def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> Chosen:
@@ -138,16 +151,22 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
     rest = dict(self_distill_args)
     if "weight" in rest:
         raise ValueError("self_distill_args has no weight: give kl_weight.")
-    passes, kind = rest.pop("passes", "auto"), rest.pop("control", None)
-    if passes not in get_args(Passes):
-        raise ValueError(f"passes in self_distill_args must be one of {get_args(Passes)}, got {passes!r}.")
+    passes, kind, teacher = rest.pop("passes", "auto"), rest.pop("control", None), rest.pop("teacher", "self")
+    for name, value, allowed in (("passes", passes, Passes), ("teacher", teacher, Teacher)):
+        if value not in get_args(allowed):
+            raise ValueError(f"{name} in self_distill_args must be one of {get_args(allowed)}, got {value!r}.")
+    if isinstance(rest.get("kl_longce"), dict):
+        rest["kl_longce"] = from_fields(LongCE, "kl_longce in self_distill_args", rest["kl_longce"])
     strength = {"strength": rest.pop("strength")} if "strength" in rest else {}
     if kind is None and strength:
         raise ValueError("strength in self_distill_args is that of a control: give control='dropout', or leave it out.")
-    if kind is not None and passes != "auto":
-        raise ValueError(f"a control runs in two passes: leave out passes={passes!r} of self_distill_args.")
+    if kind is not None and (passes, teacher) != ("auto", "self"):
+        raise ValueError(
+            "a control runs in two passes of the model itself: leave out passes and teacher of self_distill_args."
+        )
     return Chosen(
         from_fields(ViewConsistency, "self_distill_args", {"weight": kl_weight, **rest}),
         None if kind is None else from_fields(Control, "self_distill_args", {"kind": kind, **strength}),
         passes,
+        teacher,
     )

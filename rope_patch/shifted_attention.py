@@ -1,0 +1,246 @@
+"""LongLoRA's shifted sparse attention: in training each head attends within groups of a document."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention_calls import AttentionCall, attention_name, kernel_of, sliding_window, watched_attention
+from .distillation.labelled import Labelled
+from .rotary import find_core, find_decoder
+
+GROUPS = "shifted_attention_groups"
+"""Name of the keyword argument that carries the groups of a forward through a model, down to its attention."""
+
+
+class ShiftedAttention:
+    """Inside `active()`, forwards in training mode attend within groups of `group` tokens of each document.
+
+    A query at index t of its document sees the keys s <= t of its own group: floor(t / g) = floor(s / g) in the first
+    half of the heads, and in the second half, whose borders lie h = floor(g / 2) earlier,
+    floor((t + g - h) / g) = floor((s + g - h) / g). So the first group of those is short, and the last one may be:
+    nothing wraps around, which would show late tokens to early ones. Forwards in evaluation mode attend to all.
+
+    The halves are those of the key-value heads, each with its queries; of an odd number the smaller half is shifted.
+    Sliding windows hold beside groups. Padding attends to nothing.
+
+    Args:
+        model: bare or wrapped, with attention by SDPA, eager, FlashAttention or flex attention.
+        group: g, in tokens, at least 2.
+
+    Raises:
+        ValueError: another attention, layers of other types, a single key-value head, or a group that is too short.
+
+    Source: LongLoRA, arXiv:2309.12307, section 3.2, and the borders of its FlashAttention code.
+    """
+
+    def __init__(self, model: nn.Module, group: int) -> None:
+        self.core: Any = find_core(model)
+        self.decoder: Any = find_decoder(model)
+        config = self.decoder.config
+        if isinstance(group, bool) or not isinstance(group, int) or group < 2:
+            raise ValueError(f"group must be an integer of at least 2 tokens, got {group!r}.")
+        if kernel_of(attention_name(self.core)) is None:
+            raise ValueError(
+                f"shifted attention runs with sdpa, eager, flash and flex attention, got {attention_name(self.core)!r}."
+            )
+        other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+        if other:
+            raise ValueError(
+                f"shifted attention is for attention layers, and this model has {', '.join(sorted(other))}."
+            )
+        if getattr(config, "num_key_value_heads", config.num_attention_heads) < 2:
+            raise ValueError("shifted attention needs two or more key-value heads, of which it shifts a half.")
+        self.group = group
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """To be open around forward and backward, which runs checkpointed layers again."""
+        handle = self.decoder.register_forward_pre_hook(self._send_groups, with_kwargs=True)
+        try:
+            with watched_attention(self.core, self._attend):
+                yield
+        finally:
+            handle.remove()
+
+    def _send_groups(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not decoder.training:
+            return None
+        if args or kwargs.get("past_key_values") is not None:
+            raise ValueError(
+                "shifted attention trains on whole rows: call the model with keyword arguments and no cache."
+            )
+        ids: Any = kwargs.get("input_ids")
+        if ids is None:
+            embeds: Any = kwargs["inputs_embeds"]
+            ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+        batch = {"input_ids": ids, "position_ids": kwargs.get("position_ids")}
+        labelled = Labelled.of({**batch, "attention_mask": kwargs.get("attention_mask")})
+        groups = _Groups(labelled, self.group, eager=kernel_of(attention_name(self.core)) == "eager")
+        # a mask of four dimensions keeps Transformers from making one
+        unused = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
+        return args, {**kwargs, "attention_mask": unused, "use_cache": False, GROUPS: groups}
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor | None:
+        groups: _Groups | None = call.options.pop(GROUPS, None)
+        if groups is None:
+            return None
+        window = sliding_window(call, self.decoder.config)
+        kernel = kernel_of(attention_name(self.core))
+        if kernel == "flex":
+            mask = groups.block_mask(call, window)
+            return call.with_inputs(call.query, call.key, call.value, mask)
+        run = groups.by_sequences if kernel == "flash" else groups.by_lengths
+        n_kv_heads = call.key.shape[1]
+        n_plain = n_kv_heads - n_kv_heads // 2
+        each = call.query.shape[1] // n_kv_heads
+        halves = []
+        for shifted, heads in ((False, slice(0, n_plain)), (True, slice(n_plain, None))):
+            queries = slice(0, n_plain * each) if not shifted else slice(n_plain * each, None)
+            halves.append(run(call, shifted, queries, heads, window))
+        return torch.cat(halves, 2)
+
+
+class _Groups:
+    """The groups of a batch's documents, and attention within them.
+
+    Args:
+        labelled: the batch.
+        size: g.
+        eager: whether attention takes causality from a mask.
+    """
+
+    def __init__(self, labelled: Labelled, size: int, eager: bool) -> None:
+        self.labelled, self.size, self.eager = labelled, size, eager
+        self._masks: dict[Any, Any] = {}
+
+    def by_lengths(
+        self, call: AttentionCall, shifted: bool, queries: slice, heads: slice, window: int | None
+    ) -> torch.Tensor:
+        """Output [batch, n, heads, value_dim] by one call for all groups of one length."""
+        like = call.query
+        batch, _, n, _ = like.shape
+        tensors = [_by_token(x) for x in (call.query[:, queries], call.key[:, heads], call.value[:, heads])]
+        found, places = [], []
+        for place in self._places[shifted]:  # [groups, tokens]
+            q, k, v = (x[place].transpose(1, 2) for x in tensors)
+            found.append(call.with_inputs(q, k, v, self._mask(call, place.shape[1], window)).flatten(0, 1))
+            places.append(place.flatten())
+        return _at(torch.cat(places), torch.cat(found), batch, n)
+
+    def by_sequences(
+        self, call: AttentionCall, shifted: bool, queries: slice, heads: slice, window: int | None
+    ) -> torch.Tensor:
+        """The same by one call of FlashAttention, to which groups are sequences; the call holds the window."""
+        batch, _, n, _ = call.query.shape
+        places, ends, longest = self._sequences[shifted]
+        halves = (call.query[:, queries], call.key[:, heads], call.value[:, heads])
+        q, k, v = (_by_token(x)[places].transpose(0, 1)[None] for x in halves)
+        found = call.with_inputs(
+            q,
+            k,
+            v,
+            None,
+            position_ids=None,
+            cu_seq_lens_q=ends,
+            cu_seq_lens_k=ends,
+            max_length_q=longest,
+            max_length_k=longest,
+        )[0]
+        return _at(places, found, batch, n)
+
+    def block_mask(self, call: AttentionCall, window: int | None) -> Any:
+        """The mask of all heads for flex attention, made once a forward and window."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        n_heads, n_kv_heads = call.query.shape[1], call.key.shape[1]
+        n_plain = (n_kv_heads - n_kv_heads // 2) * (n_heads // n_kv_heads)
+        one, n = self.labelled, self.labelled.t.shape[1]
+        # of each token, a number that its group alone has, by half; tokens of padding are groups of their own
+        token = torch.arange(one.t.numel(), device=one.t.device).view_as(one.t)
+        moved = (one.t, one.t + self.size - self.size // 2)
+        plain, shifted = (torch.where(one.valid, one.ordinal * 2 * n + x // self.size, -1 - token) for x in moved)
+
+        def visible(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            distance = one.t[row, q] - one.t[row, k]
+            together = plain[row, q] == plain[row, k], shifted[row, q] == shifted[row, k]
+            seen = torch.where(head < n_plain, *together) & (distance >= 0)
+            if window is not None:
+                seen = seen & (distance < window)
+            return seen
+
+        key = (window, n_heads)
+        if key not in self._masks:
+            batch = len(one.t)
+            device, on_gpu = str(call.query.device), call.query.is_cuda
+            self._masks[key] = create_block_mask(visible, batch, n_heads, n, n, device=device, _compile=on_gpu)
+        return self._masks[key]
+
+    def _mask(self, call: AttentionCall, n: int, window: int | None) -> torch.Tensor | None:
+        """What SDPA or eager needs beside causality within a group of n tokens."""
+        if not self.eager and (window is None or window >= n):
+            return None
+        dtype = call.query.dtype
+        key = (n, window, dtype)
+        if key not in self._masks:
+            distance = torch.arange(n, device=call.query.device)[:, None] - torch.arange(n, device=call.query.device)
+            seen = ((distance >= 0) & (distance < (window or n)))[None, None]
+            if self.eager:  # an additive one
+                seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+            self._masks[key] = seen
+        mask: torch.Tensor = self._masks[key]
+        return mask
+
+    @cached_property
+    def _borders(self) -> dict[bool, list[tuple[int, int]]]:
+        """Of each group, first place and number of tokens, places being those of the flattened batch; by shifted."""
+        n, found = self.labelled.t.shape[1], {}
+        for shifted in (False, True):
+            first = self.size // 2 if shifted else self.size
+            pairs = []
+            for row, begin, length in self.labelled.spans:
+                borders = [0, *range(first, length, self.size), length]
+                pairs += [(row * n + begin + a, b - a) for a, b in zip(borders, borders[1:], strict=False)]
+            found[shifted] = pairs
+        return found
+
+    @cached_property
+    def _places(self) -> dict[bool, list[torch.Tensor]]:
+        """Places of the tokens of all groups of one length, [groups, tokens]; by shifted."""
+        device = self.labelled.t.device
+        found = {}
+        for shifted, pairs in self._borders.items():
+            begins: dict[int, list[int]] = {}
+            for begin, length in pairs:
+                begins.setdefault(length, []).append(begin)
+            found[shifted] = [
+                torch.tensor(begin, device=device)[:, None] + torch.arange(length, device=device)
+                for length, begin in begins.items()
+            ]
+        return found
+
+    @cached_property
+    def _sequences(self) -> dict[bool, tuple[torch.Tensor, torch.Tensor, int]]:
+        """Places of all tokens, 0 and where each group ends among them, and tokens of the longest; by shifted."""
+        device = self.labelled.t.device
+        found = {}
+        for shifted, pairs in self._borders.items():
+            places = torch.cat([torch.arange(begin, begin + length, device=device) for begin, length in pairs])
+            lengths = [length for _, length in pairs]
+            ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+            found[shifted] = places, ends, max(lengths)
+        return found
+
+
+def _by_token(x: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, n, d] as [batch * n, heads, d]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _at(places: torch.Tensor, found: torch.Tensor, batch: int, n: int) -> torch.Tensor:
+    """Rows [tokens, heads, d] at their places, zeros elsewhere, as [batch, n, heads, d]."""
+    output = found.new_zeros(batch * n, *found.shape[1:])
+    return output.index_copy(0, places, found).view(batch, n, *found.shape[1:])

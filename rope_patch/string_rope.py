@@ -1,0 +1,210 @@
+"""STRING: at inference, distances that training hardly showed are read as ones that it showed often."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
+from .documents import locate_documents
+from .rotary import find_core, find_decoder, named_rotary_modules, rope_types
+from .state import state_of
+
+PLAN = "string_positions_plan"
+"""Name of the keyword argument that carries what a forward's attention needs to know."""
+
+_MASK_ENTRIES = 2**25  # of queries by keys that are looked at at a time
+
+
+@contextmanager
+def string_positions(model: nn.Module, *, offset: int | None = None, local: int = 128) -> Iterator[None]:
+    """Let forwards inside the block read a distance m = i - j of tokens as m for m < S, as m - S + W from there on.
+
+    So the largest distance of n tokens is n - 1 - S + W, and the S - W largest ones of the window are never used. A
+    query and a key that are far apart meet after the key was rotated by S - W more, which is what the shorter distance
+    means to RoPE; all scores of a query go through one softmax. Keys stay in the cache as they are, so that prompts,
+    decoding and generation in batches work, and nothing stays behind.
+
+    Args:
+        model: bare or wrapped, in evaluation mode, with attention by SDPA or eager; rescaled or not.
+        offset: S, in positions, above W; None takes a third of the model's window, as the paper does.
+        local: W, in positions, at least 0.
+
+    Raises:
+        ValueError: a model in training mode or in a view, another attention, a schedule that depends on length or
+            layer, keys that RoPE does not rotate as a whole, caches of a fixed size, or sliding windows above S.
+
+    Source: STRING, arXiv:2410.18745; S = L / 3 and W = 128 are the defaults of its code.
+    """
+    shifted = _StringPositions(model, offset, local)
+    handle = shifted.decoder.register_forward_pre_hook(shifted.plan, with_kwargs=True)
+    try:
+        with watched_attention(shifted.core, shifted.attend):
+            yield
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Of one forward.
+
+    Args:
+        cached: tokens that the cache holds.
+        document: of each token in cache and row, -1 on padding, [batch, tokens]; None where each row is one document.
+    """
+
+    cached: int
+    document: torch.Tensor | None
+
+
+class _StringPositions:
+    def __init__(self, model: nn.Module, offset: int | None, local: int) -> None:
+        self.core: Any = find_core(model)
+        self.decoder: Any = find_decoder(model)
+        config = self.decoder.config
+        if offset is None:
+            offset = int(config.max_position_embeddings) // 3
+        for name, value, least in (("local", local, 0), ("offset", offset, local + 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{name} must be an integer of at least {least}, got {value!r}; offset is above local."
+                )
+        self.offset, self.local = offset, local
+        self.kind = attention_name(self.core)
+        if self.kind not in ("sdpa", "eager"):
+            raise ValueError(f"string_positions runs with sdpa and eager attention, got {self.kind!r}.")
+        self._require_inference()
+        modules = [module for _, module in named_rotary_modules(self.decoder)]
+        types = {kind for module in modules for kind in rope_types(module)}
+        if len(modules) != 1 or isinstance(getattr(modules[0], "rope_type", None), dict):
+            raise ValueError(f"{type(self.decoder).__name__} has several RoPE schedules: string_positions needs one.")
+        if any("dynamic" in kind or kind == "longrope" for kind in types):
+            raise ValueError(
+                "string_positions needs frequencies that do not depend on length: not dynamic or longrope."
+            )
+        self.rotary: Any = modules[0]
+        self.rotate = getattr(sys.modules[type(self.decoder).__module__], "apply_rotary_pos_emb", None)
+        if self.rotate is None:
+            raise ValueError(
+                f"{type(self.decoder).__name__} rotates without an apply_rotary_pos_emb, which string_positions uses."
+            )
+        self.turn = self._turn()
+        self._require_keys_that_turn()
+
+    def _require_inference(self) -> None:
+        state = state_of(self.decoder)
+        if self.decoder.training:
+            raise ValueError("string_positions is for inference: call model.eval() first.")
+        if state is not None and state.active(False) is not None:
+            raise ValueError("string_positions and a view would both move positions: leave the view first.")
+
+    @torch.no_grad()
+    def _turn(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of S - W positions, [1, 1, rotated features], without YaRN's factor."""
+        device = next(self.decoder.parameters()).device
+        position = torch.tensor([[self.offset - self.local]], device=device)
+        cos, sin = self.rotary(torch.zeros(1, 1, 1, device=device), position)
+        length = (cos.square() + sin.square()).sqrt()
+        return cos / length, sin / length
+
+    def turned(self, key: torch.Tensor) -> torch.Tensor:
+        """Keys S - W positions further on."""
+        assert self.rotate is not None
+        x = key if key.dtype == torch.float64 else key.float()
+        cos, sin = (part.to(key.device) for part in self.turn)
+        found: torch.Tensor = self.rotate(x, x, cos, sin)[1]
+        return found.to(key.dtype)
+
+    @torch.no_grad()
+    def _require_keys_that_turn(self) -> None:
+        """Moving all positions moves nothing but keys and queries: see that all keys move as `turned` says."""
+        ids = torch.arange(4, device=next(self.decoder.parameters()).device)[None]
+        seen: list[list[torch.Tensor]] = []
+        for shift in (0, self.offset - self.local):
+            keys: list[torch.Tensor] = []
+
+            def keep(call: AttentionCall, keys: list[torch.Tensor] = keys) -> None:
+                keys.append(call.key)
+
+            with watched_attention(self.core, keep):
+                self.decoder(input_ids=ids, position_ids=ids + shift, use_cache=False)
+            seen.append(keys)
+        for before, after in zip(*seen, strict=True):
+            try:
+                error = (self.turned(before) - after).abs().max()
+            except RuntimeError:  # RoPE rotates other features than all of a key's
+                error = after.new_full((), torch.inf)
+            if not error <= 0.2 * after.abs().max():  # 16 bits round in each layer; no rotation is off by all of it
+                raise ValueError(
+                    f"{type(self.decoder).__name__} has keys that RoPE does not rotate as a whole, e.g. in layers "
+                    "without RoPE: string_positions cannot shorten their distances."
+                )
+
+    def plan(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hook of the decoder: sends what attention needs to know with the forward."""
+        self._require_inference()
+        names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
+        mask, cache = call.get("attention_mask"), call.get("past_key_values")
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+            raise ValueError("string_positions needs an attention_mask [batch, tokens] or None.")
+        cached = 0 if cache is None else int(cache.get_seq_length())
+        rows, n = tokens.shape[:2]
+        document = None
+        if mask is not None and not mask.all():
+            document = mask.long() - 1
+        elif not cached and call.get("position_ids") is not None:  # rows may hold several documents
+            document = locate_documents(rows, n, tokens.device, call["position_ids"], None).ordinal
+        return args, {**kwargs, PLAN: _Plan(cached, document)}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor | None:
+        """Attention [batch, n, n_heads, value_dim] of a layer; None where no two tokens are so far apart."""
+        plan: _Plan | None = call.options.pop(PLAN, None)
+        if plan is None:
+            return None
+        n_queries, n_keys = call.query.shape[2], call.key.shape[2]
+        window = sliding_window(call, self.decoder.config)
+        if window is not None and window <= self.offset:
+            return None
+        if window is not None or n_keys != plan.cached + n_queries:
+            raise ValueError(
+                f"string_positions needs all keys so far and no sliding window above offset={self.offset}, got "
+                f"{n_keys} keys for {plan.cached + n_queries} tokens and a window of {window}: use a DynamicCache."
+            )
+        if n_keys <= self.offset:
+            return None
+        far = self.turned(call.key[:, :, : n_keys - self.offset])
+        rows = max(1, _MASK_ENTRIES // (n_keys * (1 if plan.document is None else len(call.query))))
+        parts = []
+        for begin in range(0, n_queries, rows):
+            end = min(begin + rows, n_queries)
+            parts.append(self._some_queries(call, plan, far, begin, end))
+        return torch.cat(parts, 1)
+
+    def _some_queries(self, call: AttentionCall, plan: _Plan, far: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        first, last, device = plan.cached + begin, plan.cached + end - 1, call.query.device
+        n_far, near = max(0, last - self.offset + 1), max(0, first - self.offset + 1)
+        index = torch.cat([torch.arange(n_far, device=device), torch.arange(near, last + 1, device=device)])
+        is_far = torch.arange(len(index), device=device) < n_far
+        query = torch.arange(first, last + 1, device=device)
+        distance = query[:, None] - index
+        # each key is seen once: from afar, or from near by
+        seen = (distance >= 0) & ((distance >= self.offset) == is_far)
+        seen = seen[None]
+        if plan.document is not None:
+            seen = seen & (plan.document[:, query, None] == plan.document[:, None, index])
+            seen = seen & (plan.document[:, None, index] >= 0)
+            seen = seen | ((distance == 0) & ~is_far)  # a softmax over nothing is not a number
+        mask = seen[:, None]
+        if self.kind == "eager":
+            dtype = call.query.dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        key = torch.cat([far[:, :, :n_far], call.key[:, :, near : last + 1]], 2)
+        value = torch.cat([call.value[:, :, :n_far], call.value[:, :, near : last + 1]], 2)
+        return call.with_inputs(call.query[:, :, begin:end], key, value, mask)

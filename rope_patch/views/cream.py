@@ -1,0 +1,84 @@
+"""Head and tail of a document at both ends of a long window, its middle anywhere between them."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View, require_choice, require_indexable, require_int
+
+Law = Literal["uniform", "gaussian"]
+
+
+@VIEWS.register("cream")
+@dataclass(frozen=True)
+class Cream(View):
+    """r(t) = t for the first h of a document's n tokens, t + L - n for its last h, and t + e - (n - h - 1) between.
+
+    e is the index of the middle's last token, n - h - 1 where it is contiguous with the head, L - h - 1 with the tail.
+    With f = floor(L / n):
+
+    - h is floor(n / 3) or 4 f, with probability 1/2 each: long ends for what is far in the middle, short ones for
+      continuity; never more than n / 3.
+    - "uniform": e ~ U{n - h .. L - h - 1}.
+    - "gaussian": with a = floor(x), x of the normal law of mean 1 + f and deviation `sigma`, set to the end of [2, 2 f]
+      that it lies beyond, e ~ U{floor(h + (n - 2 h - 1) a / 2) .. floor(n a / 2) - h - 1}: a = 2 moves nothing, 2 f
+      leaves the most room, and the middle of the window is met most often.
+
+    Args:
+        target: L, in positions.
+        law: of e, see above: LongReD-U or LongReD-C.
+        sigma: of "gaussian", in units of n / 2; LongReD's code has 5 and CREAM's 3, both for a fixed f.
+
+    Source: CREAM, arXiv:2406.07138, and LongReD, arXiv:2502.07365, as their codes have it: what lies beyond [2, 2 f] is
+        set to its ends, where a truncated law would be drawn again. Ours: both codes draw h once a batch and take every
+        document to have n tokens, the native window, and L to be f n; here h is drawn for each document, n is its own
+        length, and the tail ends at L - 1.
+    """
+
+    target: int
+    law: Law = "gaussian"
+    sigma: float = 5.0
+
+    def __post_init__(self) -> None:
+        require_int(self, "target", self.target, 2)
+        require_choice(self, "law", self.law, get_args(Law))
+        if isinstance(self.sigma, bool) or not 0 < self.sigma < float("inf"):
+            raise ValueError(f"view 'cream': sigma must be a finite number above 0, got {self.sigma!r}.")
+
+    def check_length(self, length: int) -> None:
+        if length > self.target:
+            raise ValueError(
+                f"view 'cream': documents of {length} tokens reach beyond target={self.target}. Use shorter rows or a "
+                "larger target."
+            )
+        require_indexable(self, self.target)
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        factor, third = self.target // length, length // 3
+        ends = torch.where(key.integers(0, 1, slot=0) == 0, third, torch.minimum(4 * factor, third))
+        contiguous = length - ends - 1
+        if self.law == "uniform":
+            highest = self.target - ends - 1
+            last = key.integers(torch.minimum(contiguous + 1, highest), highest, slot=2)
+        else:
+            u = key.uniform(slot=1).clamp(min=2.0**-54)  # of which the normal quantile is finite
+            x = 1 + factor + self.sigma * torch.special.ndtri(u)
+            a = torch.minimum(x.clamp(min=2), 2.0 * factor).clamp(min=2).floor().long()
+            lowest = ends + (length - 2 * ends - 1) * a // 2
+            last = key.integers(lowest, torch.maximum(length * a // 2 - ends - 1, lowest), slot=2)
+        return {
+            "head": ends,
+            "tail": length - ends,
+            "skip": torch.where(ends > 0, last - contiguous, 0),
+            "_far": self.target - length,
+        }
+
+    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        behind = torch.where(parameters["_far"] > 0, parameters["tail"], length)
+        return torch.where(parameters["skip"] > 0, parameters["head"], behind)
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        middle = torch.where(t >= parameters["head"], t + parameters["skip"], t)
+        return torch.where(t >= parameters["tail"], t + parameters["_far"], middle)

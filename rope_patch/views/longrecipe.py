@@ -1,0 +1,81 @@
+"""Sentences of a document with random gaps between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..documents import Documents
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View, require_ids, require_indexable, require_int
+
+_SENTENCES = 64  # first slot of their draws
+_APART = 2**32  # more than any offset: documents do not mix when offsets are sorted
+
+
+@VIEWS.register("longrecipe")
+@dataclass(frozen=True)
+class LongRecipe(View):
+    """r(t) = t for t < c, and t + u_j from there on, j the sentence of token t, in a document of n tokens.
+
+    A sentence ends with a token of `sentence_ends`. u_0 = 0, and u_1 <= u_2 <= ... are m independent draws from
+    U{0 .. L - n}, sorted, for the m sentences behind the first; c ~ U{1 .. floor((n + 1) / 2)}, which may lie within a
+    sentence. So the last index is at most L - 1, and from c on positions only jump at borders of sentences.
+
+    Args:
+        target: L, in positions.
+        sentence_ends: token ids; `RopeSFTTrainer` takes those of its tokenizer if they are left out.
+
+    Source: LongRecipe, arXiv:2409.00509, and its code, which draws the places of sentences among L - n + m without
+        repetition, once for all epochs; how rarely two gaps are equal is all that differs. Its selection of tokens is
+        not part of this view.
+    """
+
+    target: int
+    sentence_ends: Sequence[int]
+
+    def __post_init__(self) -> None:
+        require_int(self, "target", self.target, 2)
+        ends: object = self.sentence_ends
+        if isinstance(ends, str) or not isinstance(ends, Sequence) or not ends or any(type(i) is not int for i in ends):
+            raise ValueError(f"view 'longrecipe': sentence_ends must be one or more token ids, got {ends!r}.")
+        object.__setattr__(self, "sentence_ends", tuple(sorted(set(self.sentence_ends))))
+
+    def check_length(self, length: int) -> None:
+        if length > self.target:
+            raise ValueError(
+                f"view 'longrecipe': documents of {length} tokens reach beyond target={self.target}. Use shorter rows "
+                "or a larger target."
+            )
+        require_indexable(self, self.target)
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        raise ValueError("view 'longrecipe' goes by tokens, not by lengths alone: use draw_for.")
+
+    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
+        ids = require_ids(self, ids)
+        t, ordinal = t.expand(ids.shape), documents.ordinal.expand(ids.shape)
+        is_end = torch.isin(ids, torch.tensor(self.sentence_ends, device=ids.device))
+        begins = torch.zeros_like(is_end)
+        begins[:, 1:] = is_end[:, :-1]
+        begins &= (t >= 1) & (t < documents.length)
+        gap = key.integers(0, self.target - documents.length, slot=_SENTENCES + t.clamp(min=0))
+        # documents come in rising order, so that sorting all gaps at once sorts those of each
+        floor = (ordinal * _APART).flatten()
+        beginning = begins.flatten()
+        in_order = torch.where(beginning, floor + gap.flatten(), torch.iinfo(torch.int64).max).sort().values
+        own = in_order[(beginning.cumsum(0) - 1).clamp(min=0)]
+        # from its beginning to the next one a sentence keeps its gap
+        offset = (torch.where(beginning, own, floor).cummax(0).values - floor).view(ids.shape)
+        first_part = key.integers(1, ((documents.length + 1) // 2).clamp(min=1), slot=0)
+        offset = torch.where(t < first_part, 0, offset)
+        moved = torch.where(offset > 0, t, documents.length)
+        places = torch.full((ids.numel(),), torch.iinfo(torch.int64).max, device=ids.device)
+        first = places.scatter_reduce(0, ordinal.flatten(), moved.flatten(), "amin")[documents.ordinal]
+        return {"offset": offset, "_first": first}
+
+    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return parameters["_first"]
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        return t + parameters["offset"]

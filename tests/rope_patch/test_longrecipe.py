@@ -1,0 +1,140 @@
+"""Gaps between sentences: against a loop over documents, however they are batched, and against a decoder in float64."""
+
+import pytest
+import torch
+from support import oracle
+from support.batches import batch, documents_of
+from support.tiny import VOCAB, tiny, tokens
+
+from rope_patch import patch_model, rope_view
+from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
+from rope_patch.distillation.consistency import ViewTape
+from rope_patch.distillation.labelled import Labelled
+from rope_patch.documents import locate_documents
+from rope_patch.draws import DrawKey
+from rope_patch.views import Compose, LongRecipe, Skip
+
+ENDS = [i for i in range(3, VOCAB) if i % 3 == 0]
+VIEW = LongRecipe(target=400, sentence_ends=ENDS)
+
+
+def drawn(data, view=VIEW, step=2):
+    """Parameters, documents and t of a batch."""
+    ids = data["input_ids"]
+    positions = data.get("position_ids")
+    documents = locate_documents(*ids.shape, ids.device, positions, data.get("attention_mask"))
+    t = (torch.arange(ids.shape[1])[None] if positions is None else positions) - documents.start
+    key = DrawKey(7, torch.tensor(step), documents.ordinal)
+    return view.draw_for(ids, t, documents, key), documents, t
+
+
+def by_hand(ids, number, view=VIEW, step=2):
+    """r(t) of one document, token by token."""
+    n, key = len(ids), DrawKey(7, torch.tensor(step), torch.tensor([[number]]))
+    starts = [t for t in range(1, n) if ids[t - 1] in view.sentence_ends]
+    gaps = sorted(key.integers(0, view.target - n, slot=64 + t).item() for t in starts)
+    c = key.integers(1, (n + 1) // 2, slot=0).item()
+    index, offset = [], 0
+    for t in range(n):
+        if t in starts:
+            offset = gaps[starts.index(t)]
+        index.append(t + (offset if t >= c else 0))
+    return index, c, starts
+
+
+@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
+def test_it_is_the_loop_however_documents_are_batched(kind):
+    torch.manual_seed(4)
+    data, moved = batch(kind), 0
+    parameters, documents, t = drawn(data)
+    index = VIEW.rope_index(t, parameters).expand(data["input_ids"].shape)
+    first = VIEW.affected_from(documents.length, parameters).expand(data["input_ids"].shape)
+    for number, (row, start, length) in enumerate(documents_of(data)):
+        wanted, c, starts = by_hand(data["input_ids"][row, start : start + length].tolist(), number)
+        assert index[row, start : start + length].tolist() == wanted
+        jumps = [i for i in range(1, length) if wanted[i] - wanted[i - 1] != 1]
+        assert all(wanted[i] > wanted[i - 1] for i in range(1, length)) and wanted[-1] < 400
+        assert set(jumps) <= {c, *starts} and first[row, start] == (jumps[0] if jumps else length)
+        moved += len(jumps)
+    assert moved > 2
+
+
+def test_gaps_reach_all_of_the_window():
+    ids = tokens(1, 24).expand(400, -1)
+    parameters, _, _ = drawn({"input_ids": ids})
+    last = parameters["offset"][:, -1]
+    assert last.min() < 250 and last.max() > 365 and last.max() <= 400 - 24
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_logits_are_those_of_the_formula(family):
+    torch.manual_seed(1)
+    model, ids = tiny(family, dtype=torch.float64), tokens(2, 30)
+    with rope_view(model, VIEW, seed=7), torch.no_grad():
+        found = model(ids).logits
+        bound = model.model._rope_patch.overrides[-1].last
+    index = VIEW.rope_index(torch.arange(30), bound.parameters)
+    assert torch.equal(index, torch.tensor([by_hand(row.tolist(), i, step=0)[0] for i, row in enumerate(ids)]))
+    wanted = oracle.logits(oracle.weights_of(model), model.config, ids, index, oracle.causal(30)[None])
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-4)  # RoPE itself is float32
+
+
+def test_some_layers_alone_may_have_the_gaps():
+    """In none of them it is the plain model, in all of them the view."""
+    model, ids, found = tiny(), tokens(2, 20), {}
+    for layers in ((0, 1, 2), (2,)):
+        patch_model(model, "per-layer", view=VIEW, layers=layers, when="always", seed=7)
+        found[layers] = model(ids).logits
+    with rope_view(model, VIEW, seed=7):
+        torch.testing.assert_close(found[0, 1, 2], model(ids).logits)
+    with rope_view(model, "standard"):
+        plain = model(ids).logits
+    assert not torch.allclose(found[2,], plain, atol=1e-3) and not torch.allclose(found[2,], found[0, 1, 2], atol=1e-3)
+
+
+def test_decoding_goes_on_behind_the_last_sentence():
+    model, ids = tiny(), tokens(2, 20)
+    with rope_view(model, VIEW, seed=7), torch.no_grad():
+        filled = model(ids, use_cache=True)
+        token = tokens(2, 1)
+        one = model(token, past_key_values=filled.past_key_values, use_cache=True).logits[:, -1]
+    index = torch.tensor([by_hand(row.tolist(), i, step=0)[0] for i, row in enumerate(ids)])
+    with rope_view(model, index=torch.cat([index, index[:, -1:] + 1], 1)), torch.no_grad():
+        wanted = model(torch.cat([ids, token], 1)).logits[:, -1]
+    torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("view", [VIEW, Compose([VIEW, Skip(max_skip=90)])], ids=["alone", "composed"])
+@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
+def test_self_distillation_in_one_pass_is_that_in_two(kind, view):
+    data, results = batch(kind), []
+    for one_pass in (True, False):
+        model = patch_model(tiny("qwen3", dtype=torch.float64), view).train()
+        distiller = ViewDistiller(model, ViewConsistency(reduction="token"), one_pass=one_pass)
+        distiller.source.clock.set(3, 0)
+        labelled = Labelled.of(data)
+        suffix = labelled.suffix_total(distiller.affected_from(labelled))
+        tape = ViewTape(labelled, labelled.n_labels, suffix, data["input_ids"])
+        inputs = {name: value for name, value in data.items() if name != "labels"}
+        with distiller.active():
+            model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+            tape.loss.backward()
+        assert tape.rows.kl.gt(0).any()
+        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+    for one, two in zip(*results, strict=True):
+        assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
+
+
+def test_what_it_cannot_do_is_refused():
+    model = tiny()
+    with pytest.raises(ValueError, match="reads tokens: call the model with input_ids"), rope_view(model, VIEW):
+        model(inputs_embeds=torch.zeros(1, 5, 32))
+    with pytest.raises(ValueError, match="documents of 401 tokens reach beyond target=400"):
+        VIEW.check_length(401)
+    with pytest.raises(ValueError, match="goes by tokens, not by lengths alone"):
+        VIEW.draw(torch.tensor([[5]]), DrawKey(0, torch.tensor(0), torch.tensor([[0]])))
+    for wrong in ([], "ab", [1.5]):
+        with pytest.raises(ValueError, match="sentence_ends must be one or more token ids"):
+            LongRecipe(target=9, sentence_ends=wrong)
+    with pytest.raises(ValueError, match="cannot be drawn for each layer"):
+        patch_model(model, "per-layer", view=VIEW)

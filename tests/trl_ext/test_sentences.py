@@ -1,0 +1,35 @@
+"""Ends of sentences, taken from a tokenizer, and training with gaps between sentences."""
+
+import pytest
+from datasets import Dataset
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import tiny
+from support.training import logged, tokenizer, trainer
+
+from rope_patch.patch import view_source
+from trl_ext.sentences import sentence_ends
+
+TEXT = "One is here. Two goes (as said!) there? Three.\nFour is 3 times nothing; and on it goes. "
+
+
+def test_marks_and_line_breaks_end_sentences():
+    made = character_tokenizer()
+    assert {made.convert_ids_to_tokens(i) for i in sentence_ends(made)} == {".", "?", "!", "\n", "\r"}
+    with pytest.raises(ValueError, match="finds no token that ends sentences in this tokenizer"):
+        sentence_ends(tokenizer())
+
+
+@pytest.mark.parametrize("batch", [{}, {"packing": True, "max_length": 128}])
+def test_the_trainer_takes_them_from_its_tokenizer(batch, tmp_path):
+    data = Dataset.from_dict({"text": [TEXT[i:] for i in range(0, 40, 2)]})
+    options = {"max_length": 100, "max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 3, **batch}
+    made = character_tokenizer()
+    model = tiny(vocab_size=CHARACTERS)
+    run = trainer(
+        tmp_path, model=model, train_dataset=data, processing_class=made, view="longrecipe",
+        view_args={"target": 900}, **options,
+    )  # fmt: skip
+    run.train()
+    view = view_source(run.model).view
+    assert set(view.sentence_ends) == set(sentence_ends(made)) == set(run.args.view_args["sentence_ends"])
+    assert [entry["view/offset"] > 30 for entry in logged(run, "view")] == [True, True]

@@ -1,0 +1,64 @@
+"""shifted_attention in the trainer: groups in training alone, however a step is batched, with LongLoRA's adapters."""
+
+import pytest
+from peft import LoraConfig
+from support.training import WAYS, documents, logged, trainer
+
+NORMS = ["embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("way", ["accumulated", "checkpointed", "packed"])
+def test_a_step_is_one_mean_however_it_is_batched(way, tmp_path):
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
+    share = {"padded": 0.25, "packed": 0.25 * 64 / 96}  # of max_length: 16 tokens in each
+    found = {}
+    for each in ("padded", way):
+        run = trainer(tmp_path, **options, **WAYS[each], shifted_attention=share.get(each, 0.25))
+        assert run._shifted.group == 16
+        run.train()
+        found[each] = logged(run, "loss", "grad_norm")[0]
+    assert found[way] == pytest.approx(found["padded"], rel=1e-4)
+    full = trainer(tmp_path, **options, **WAYS["padded"])
+    full.train()
+    assert logged(full, "loss")[0]["loss"] != pytest.approx(found["padded"]["loss"], rel=1e-3)
+
+
+def test_evaluation_attends_to_all(tmp_path):
+    options = {"train_dataset": documents(4), "eval_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0}
+    losses = []
+    for shifted in (0.1, None):
+        run = trainer(tmp_path, **options, shifted_attention=shifted)
+        run.train()
+        losses.append(run.evaluate()["eval_loss"])
+    assert losses[0] == losses[1]
+
+
+def test_longlora_trains_adapters_norms_and_embeddings(tmp_path):
+    config = LoraConfig(
+        r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        modules_to_save=NORMS, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    data = documents(2)
+    options = {"peft_config": config, "train_dataset": data, "max_steps": 30, "learning_rate": 3e-3}
+    run = trainer(tmp_path, **options, rescale="pi", rescale_args={"factor": 4.0}, shifted_attention=0.25)
+    trained = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or "modules_to_save" in name for name in trained)
+    assert sum("modules_to_save" in name for name in trained) == 1 + 1 + 2 * 3
+    run.train()
+    losses = [entry["loss"] for entry in logged(run, "loss")]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shifted_attention": 1.5}, r"must be a share in \(0, 1\)"),
+        ({"shifted_attention": 0.25, "max_length": None}, "needs a max_length"),
+        ({"shifted_attention": 0.01}, "needs a max_length of which 0.01 is 2 tokens or more, got 64"),
+        ({"shifted_attention": 0.25, "objective": "self-distill", "view": "skip"}, "is for next-token training"),
+        ({"shifted_attention": 0.25, "token_weighting": "longce"}, "is for next-token training"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **options)
