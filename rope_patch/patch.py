@@ -12,7 +12,7 @@ from .hooks import attach_hooks, detach_hooks
 from .methods import resolve_method, resolve_view
 from .rescale import RopeSchedule, healed, rescaled
 from .rescalings import Rescaling
-from .rotary import find_core, find_decoder, named_rotary_modules, rope_types
+from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types
 from .sidecar import forget_adapters, watch_adapters
 from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, state_of
 from .views import View
@@ -163,10 +163,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeSchedule.of(decoder)
     native = healed(original, decoder)
-    layers = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    inside = {id(m) for group in layers for _, m in named_rotary_modules(group)}
-    owners = {id(m) for group in layers for m in group}
-    return RopeState(original, native, native, layers_call_rotary=bool(inside - owners))
+    return RopeState(original, native, native, layers_call_rotary=layers_call_rotary(decoder))
 
 
 def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:

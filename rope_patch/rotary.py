@@ -20,14 +20,21 @@ _NO_ROTARY_MODULE = {
 }
 
 
+def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules()` without encoders of images and sound."""
+    for name, module in model.named_modules():
+        if not any(part in name for part in _OTHER_MODALITIES):
+            yield name, module
+
+
 def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every rotary module of the text decoder with its name, found by class and signature.
 
     Attribute names differ between families (`rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`), the class
     name pattern and the `position_ids` argument do not.
     """
-    for name, module in model.named_modules():
-        if any(part in name for part in _OTHER_MODALITIES) or isinstance(module, PreTrainedModel):
+    for name, module in text_modules(model):
+        if isinstance(module, PreTrainedModel):
             continue
         if not _ROTARY_CLASS.search(type(module).__name__) or getattr(module, "config", None) is None:
             continue
@@ -61,6 +68,14 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
 def find_core(model: nn.Module) -> PreTrainedModel:
     """The outermost Transformers model inside any wrapper (PEFT, DDP, compile)."""
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+
+
+def layers_call_rotary(decoder: nn.Module) -> bool:
+    """Whether layers hold rotary modules of their own, which a checkpoint's recompute runs again."""
+    layers = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    inside = {id(m) for group in layers for _, m in named_rotary_modules(group)}
+    owners = {id(m) for group in layers for m in group}
+    return bool(inside - owners)
 
 
 def rope_types(module: Any) -> set[str]:

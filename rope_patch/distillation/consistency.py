@@ -12,7 +12,8 @@ from rope_kernels.linear_ce import IGNORE_INDEX
 
 from ..attention_calls import AttentionCall
 from ..heads import head_losses
-from .distiller import Distiller, Tape
+from ..limits import why_no_head
+from .distiller import Distiller, Tape, require
 from .labelled import Labelled, Rows
 from .longce import LongCE
 
@@ -100,6 +101,7 @@ class ConsistencyDistiller(Distiller):
 
     def __init__(self, model: nn.Module, consistency: ViewConsistency, longce: LongCE | None) -> None:
         super().__init__(model)
+        require(why_no_head(self.core, self.decoder))
         self.consistency, self.longce = consistency, longce
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Attention over a row and copies of its suffix, by the attention implementation that the model runs."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,9 +12,11 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
 from ..attention_calls import AttentionCall, attention_name, sliding_window
+from ..limits import keeps_from_attention, why_not_relative
+from ..rotary import text_modules
 from .one_pass import Segment, TwoViewLayout
 
-_MIXES_TOKENS = ("mamba", "conv", "ssm", "recurrent", "deltanet", "rwkv", "linearattention", "lightning")
+_MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|DeltaNet|Rwkv|LinearAttention|Lightning")
 
 
 def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
@@ -27,14 +30,18 @@ def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
     other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
         return f"layers of type {', '.join(sorted(other))}"
-    for module in decoder.modules():
-        kind = type(module).__name__.lower()
-        if any(part in kind for part in _MIXES_TOKENS):
+    keeps = keeps_from_attention(decoder) or why_not_relative(decoder)
+    if keeps is not None:
+        return keeps
+    for _, module in text_modules(decoder):
+        if _MIXES_TOKENS.search(type(module).__name__):
             return f"{type(module).__name__}, which carries a state from token to token"
         if isinstance(module, nn.Dropout) and module.p > 0:
             return "dropout, which two passes draw apart"
     if getattr(config, "attention_dropout", 0.0):
         return "attention dropout, which two passes draw apart"
+    if any("jitter" in name and value for name, value in vars(config).items()):
+        return "noise on what experts are chosen by, which two passes draw apart"
     if _kernel(name) == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
         return "soft-capped attention scores"
     return None
@@ -115,7 +122,7 @@ class TwoViewAttention:
                 pieces[one.row].append((one.copy, attend(call.query[row, :, copies], k, v)))
         # joined, not written into one tensor: autograd would copy all of it for each piece
         like = call.query[:1, :, :, : call.value.shape[-1]]
-        return torch.cat([_joined(row, like) for row in pieces]).transpose(1, 2)
+        return torch.cat([_joined(row, like) for row in pieces]).transpose(1, 2).contiguous()
 
     def _band(self, n_queries: int, n_keys: int, window: int, device: torch.device) -> torch.Tensor:
         key = (n_queries, n_keys, window)

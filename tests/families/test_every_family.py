@@ -1,4 +1,4 @@
-import copy
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -8,7 +8,6 @@ from support.tiny import WINDOW, tokens
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import describe, patch_model, rope_view, unpatch_model
-from rope_patch.attention_calls import watched_attention
 from rope_patch.distillation import (
     TAPE,
     CopiedTeacher,
@@ -19,6 +18,8 @@ from rope_patch.distillation import (
 )
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
+from rope_patch.limits import why_not_relative
+from rope_patch.rotary import find_decoder
 from rope_patch.views import Skip
 
 N, SPLIT, SKIP = 20, 8, 30
@@ -70,8 +71,12 @@ def test_view(family, record_property):
     with right_or_refused(record_property):
         with rope_view(model, "standard"):
             assert torch.equal(logits(model, ids), plain), "the identity view changes logits"
-        with rope_view(model, index=(torch.arange(N) + 13).expand(2, N)):
-            same(logits(model, ids), plain, "a shift of all positions")
+        with rope_view(model, Skip(split=0, skip=13)):
+            shifted = logits(model, ids)
+        if why_not_relative(find_decoder(model)) is None:
+            same(shifted, plain, "a shift of all positions")
+        else:
+            assert (shifted - plain).abs().max() > 1e-2 * plain.std()
         with rope_view(model, Skip(split=SPLIT, skip=SKIP)):
             seen = logits(model, ids)
             moved = (logits(model, other) - seen)[:, -1].abs().max()
@@ -79,6 +84,15 @@ def test_view(family, record_property):
         assert (seen - plain)[:, SPLIT:].abs().max() > 1e-4 * plain.std(), "a skip changes nothing"
         assert moved > 0.1 * reach > 0, "token 0 does not reach the last row under a view"
     assert torch.equal(logits(model, ids), plain), "the model is not as it was"
+
+
+def reloaded(model, folder, ids):
+    """Logits of what plain Transformers loads from what the model saves."""
+    model.save_pretrained(folder)
+    loaded = type(model).from_pretrained(folder).eval()
+    # what Transformers loses of this family's weights without us is no matter of RoPE
+    loaded.load_state_dict(model.state_dict())
+    return logits(loaded, ids)
 
 
 RESCALINGS = {"pi": {"factor": 4.0}, "yarn": {"factor": 4.0}, "abf": {"theta": 3e6}}
@@ -94,9 +108,7 @@ def test_rescaling(family, method, tmp_path, record_property):
         patch_model(model, method, **RESCALINGS[method])
         seen = logits(model, ids)
         assert not torch.equal(seen, plain), "a rescaling changes nothing"
-        model.save_pretrained(tmp_path)
-        loaded = type(model).from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation).eval()
-        assert torch.equal(logits(loaded, ids), seen), "reloaded, the model gives other logits"
+        assert torch.equal(reloaded(model, tmp_path, ids), seen), "reloaded, the model gives other logits"
         unpatch_model(model)
     assert torch.equal(logits(model, ids), plain), "the model is not as it was"
 
@@ -107,27 +119,27 @@ def test_capture(family, record_property):
     model, ids = tiny_family(family), tokens(2, N)
     ran = set()
     for module in model.modules():
-        if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention"):
+        if re.search(r"(?<!Linear)(?<!Lightning)(Attention|MLA)$", type(module).__name__) and hasattr(module, "layer_idx"):
             module.register_forward_hook(lambda m, *_: ran.add(m.layer_idx))
 
     def captured(view):
-        calls = {}
-        def watch(call):
-            calls[call.module.layer_idx] = (call.query, call.key, call.value)
-        with rope_view(model, view), watched_attention(model, watch):
-            logits(model, ids)
-        return calls
+        distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
+        tape = distiller.tape(ids)
+        tape.teaching = True  # what it does with a teacher's tensors is to record them
+        with distiller.active(), rope_view(model, view):
+            model(ids, use_cache=False, **{TAPE: tape})
+        return tape.teacher
 
     with right_or_refused(record_property):
         plain, seen = captured("standard"), captured(Skip(split=SPLIT, skip=SKIP))
         assert plain.keys() == seen.keys() == ran, f"attention ran in layers {ran}, captured are {set(plain)}"
-        for name, n in zip("qkv", range(3), strict=True):
-            for layer in ran:
-                assert plain[layer][n].shape[2] == N
-                same(seen[layer][n][:, :, :SPLIT], plain[layer][n][:, :, :SPLIT], f"{name} of layer {layer}, prefix")
+        for layer in ran:
+            for name, tensor in plain[layer].items():
+                assert tensor.shape[2] == N
+                same(seen[layer][name][:, :, :SPLIT], tensor[:, :, :SPLIT], f"{name} of layer {layer}, prefix")
         first = min(plain)
-        same(seen[first][2], plain[first][2], "v of the first attention")
-        changes = [(a - b)[:, :, SPLIT:].abs().max() for i in ran for a, b in zip(plain[i][:2], seen[i][:2])]
+        same(seen[first]["v"], plain[first]["v"], "v of the first attention")
+        changes = [(plain[i][name] - seen[i][name])[:, :, SPLIT:].abs().max() for i in ran for name in "qk"]
         assert max(changes) > 1e-3
 
 
@@ -163,7 +175,7 @@ def distilled(model, ids, one_pass):
         model(input_ids=ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
         tape.loss.backward()
     assert torch.isfinite(tape.loss)
-    return distiller.one_pass, tape, gradients(model)
+    return tape.attention is not None, tape, gradients(model)
 
 
 @pytest.mark.parametrize("family", families())
@@ -178,8 +190,7 @@ def test_self_distill(family, record_property):
         torch.manual_seed(7)
         with torch.no_grad(), rope_view(model, "standard"):
             wanted = F.cross_entropy(logits(model, ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-        if not any(m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)):
-            torch.testing.assert_close(tape.rows.ce.mean(), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tape.rows.ce.mean(), wanted, rtol=1e-4, atol=1e-5)
         if one_pass:
             _, two, wanted = distilled(model, ids, one_pass=False)
             torch.testing.assert_close(tape.loss, two.loss, rtol=1e-4, atol=1e-5)
@@ -190,8 +201,8 @@ def test_self_distill(family, record_property):
 def test_relation_distill(family, record_property):
     model, ids = tiny_family(family).train(), tokens(2, N)
     with right_or_refused(record_property):
-        teacher = CopiedTeacher(model)
         patch_model(model, Skip(split=SPLIT, skip=SKIP))
+        teacher = CopiedTeacher(model)
         distiller = RelationDistiller(model, RelationTargets(), teacher)
         tape = distiller.tape(ids)
         with distiller.active():

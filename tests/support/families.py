@@ -44,6 +44,9 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id",), 1),
     **dict.fromkeys(("eos_token_id",), 2),
+    # two runs are to give the same
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout"), 0.0),
+    **dict.fromkeys(("router_jitter_noise", "input_jitter_noise", "classifier_dropout"), 0.0),
     # experts
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk"), 2),
@@ -53,7 +56,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "v_head_dim", "qk_head_dim", "index_head_dim"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
     **dict.fromkeys(("index_n_heads", "o_groups"), 2),
-    "index_topk": 64,
+    "index_topk": 8,
     # layers that carry a state
     **dict.fromkeys(("linear_num_key_heads", "mamba_n_groups"), 2),
     **dict.fromkeys(("linear_num_value_heads", "linear_attn_num_heads", "mamba_n_heads", "mamba_num_heads"), 4),
@@ -83,7 +86,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {"layer_types": DROP, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "max_seq_len": WINDOW},
-    "deepseek_v4": {},
     **dict.fromkeys(("dots3_note_text",), {"head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16}),
     "gemma3n": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64}},
     "gemma3n_text": {"num_kv_shared_layers": 0, "altup_num_inputs": 2, "laurel_rank": 4},
@@ -92,10 +94,11 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"backbone_hidden_size": 64, "text_config": {"model_type": "gemma4_unified_text", **_DRAFTER}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 16, "num_layers": 2, "num_hidden_layers": DROP},
-    "nemotron_h": {},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4},
+    "granitemoehybrid": {"position_embedding_type": "rope", "layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba2": {"use_mem_rope": True, "layers_block_type": ["linear_attention", "hybrid"]},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"]},
 }
 
 
@@ -147,7 +150,7 @@ def _config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     return config_class(**{k: v for k, v in given.items() if v is not DROP})
 
 
-_ROTATES = re.compile(r"^class (?!.*(?:Vision|Visual|Audio))\w*(?:Rotary|RoPE|Rope)\w*Embed|(?<!def )\bapply_rotary\w*\(", re.MULTILINE)
+_ROTATES = re.compile(r"^class (?!.*(?:Vision|Visual|Audio))\w*(?:Rotary|RoPE|Rope)\w*Embed|(?<!def )\bapply_rotary(?!\w*_vision)\w*\(", re.MULTILINE)
 
 
 def _has_rope(family: str) -> bool:
