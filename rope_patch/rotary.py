@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
-_OTHER_MODALITIES = ("vision", "visual", "audio")
+_OTHER_MODALITIES = ("vision", "visual", "image", "audio")
 
 _NO_ROTARY_MODULE = {
     "gptj": "it gathers sines from a table of n_positions rows inside attention, which holds no other index",
@@ -49,7 +49,7 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     whole model (DDP, compile, PEFT) leaves it in place.
 
     Raises:
-        ValueError: no Transformers model, or none with RoPE.
+        ValueError: no Transformers model, none with RoPE, or several transformers with it.
     """
     rotary = [module for _, module in named_rotary_modules(model)]
     candidates = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
@@ -61,8 +61,25 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
         family = getattr(candidates[0].config, "model_type", type(candidates[0]).__name__)
         reason = _NO_ROTARY_MODULE.get(family, "no rotary module was found in it")
         raise ValueError(f"model type {family!r} has no RoPE that can be patched: {reason}.")
+    owners = {id(_owner(model, name)): _owner(model, name) for name, _ in named_rotary_modules(model)}
+    if len(owners) > 1:
+        names = ", ".join(sorted(type(owner).__name__ for owner in owners.values()))
+        raise ValueError(
+            f"model type {candidates[0].config.model_type!r} has RoPE in several transformers ({names}) over sequences of "
+            "their own, such as bytes and patches of bytes: a view has no one meaning there."
+        )
     holders = [m for m in candidates if set(rotary) <= {module for _, module in named_rotary_modules(m)}]
     return holders[-1]  # modules() lists parents before children
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The innermost Transformers model that holds a module."""
+    holder = owner = model
+    for part in name.split("."):
+        if isinstance(holder, PreTrainedModel):
+            owner = holder
+        holder = getattr(holder, part)
+    return owner
 
 
 def find_core(model: nn.Module) -> PreTrainedModel:

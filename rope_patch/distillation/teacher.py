@@ -112,8 +112,8 @@ def _adapter_layers(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _without_dropout(decoder: nn.Module) -> Iterator[None]:
-    """Eval mode for every module that drops something; the rest keeps its mode, and so its checkpointing."""
-    active = [m for m in decoder.modules() if m.training and _drops(m)]
+    """Eval mode for every module that draws something; the rest keeps its mode, and so its checkpointing."""
+    active = [m for m in decoder.modules() if m.training and is_noisy(m)]
     for module in active:
         module.training = False
     try:
@@ -123,11 +123,14 @@ def _without_dropout(decoder: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _drops(module: Any) -> bool:
+def is_noisy(module: Any) -> bool:
+    """Whether a module draws something in training: dropout as a module, or a rate of dropout or jitter of its own."""
     if isinstance(module, nn.Dropout):
         return module.p > 0
-    rates = [getattr(module, name, 0.0) for name in ("attention_dropout", "dropout", "resid_pdrop")]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return any(
+        isinstance(rate, float) and rate > 0 and any(word in name for word in ("dropout", "pdrop", "jitter"))
+        for name, rate in vars(module).items()
+    )
 
 
 @contextmanager

@@ -15,16 +15,17 @@ from ..attention_calls import AttentionCall, attention_name, sliding_window
 from ..limits import keeps_from_attention, why_not_relative
 from ..rotary import text_modules
 from .one_pass import Segment, TwoViewLayout
+from .teacher import is_noisy
 
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|DeltaNet|Rwkv|LinearAttention|Lightning")
 
 
 def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
     """Why a model needs two passes for two views, None where one is exact."""
-    name = attention_name(core)
-    if _kernel(name) is None:
-        return f"attention implementation {name!r}"
-    if _kernel(name) == "flash" and _aligns_masks_at_the_top():
+    attention = attention_name(core)
+    if _kernel(attention) is None:
+        return f"attention implementation {attention!r}"
+    if _kernel(attention) == "flash" and _aligns_masks_at_the_top():
         return "a FlashAttention that aligns causal masks at the first query"
     config = decoder.config
     other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
@@ -36,13 +37,9 @@ def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
     for _, module in text_modules(decoder):
         if _MIXES_TOKENS.search(type(module).__name__):
             return f"{type(module).__name__}, which carries a state from token to token"
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            return "dropout, which two passes draw apart"
-    if getattr(config, "attention_dropout", 0.0):
-        return "attention dropout, which two passes draw apart"
-    if any("jitter" in name and value for name, value in vars(config).items()):
-        return "noise on what experts are chosen by, which two passes draw apart"
-    if _kernel(name) == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        if is_noisy(module):
+            return f"dropout or noise in {type(module).__name__}, which two passes draw apart"
+    if _kernel(attention) == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
         return "soft-capped attention scores"
     return None
 

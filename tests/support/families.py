@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, SiglipVisionConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -44,9 +44,6 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id",), 1),
     **dict.fromkeys(("eos_token_id",), 2),
-    # two runs are to give the same
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout"), 0.0),
-    **dict.fromkeys(("router_jitter_noise", "input_jitter_noise", "classifier_dropout"), 0.0),
     # experts
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk"), 2),
@@ -75,23 +72,21 @@ _SIZES: dict[str, Any] = {
 DROP = object()
 
 # what a family's config needs beyond that
-_DRAFTER = {  # one layer of attention over keys of the model that it drafts for
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "global_head_dim": 16, "vocab_size": VOCAB, "vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 1, "max_position_embeddings": WINDOW, "layer_types": ["full_attention"],
-}  # fmt: skip
-
 _SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # none by default
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {"layer_types": DROP, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "max_seq_len": WINDOW},
     **dict.fromkeys(("dots3_note_text",), {"head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16}),
-    "gemma3n": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64}},
+    "gemma3n": {  # by default a vision tower from timm
+        "vision_config": SiglipVisionConfig(
+            hidden_size=64, num_hidden_layers=1, intermediate_size=96, num_attention_heads=4, image_size=28, patch_size=14,
+            vocab_size=8, vocab_offset=VOCAB, rms_norm_eps=1e-6,
+        ),
+    },  # fmt: skip
+    "gemma3n_audio": {"vocab_offset": VOCAB + 8, "vocab_size": 8, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0, "altup_num_inputs": 2, "laurel_rank": 4},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), {"global_head_dim": 32}),
-    "gemma4_assistant": {"backbone_hidden_size": 64, "text_config": {"model_type": "gemma4_text", **_DRAFTER}},
-    "gemma4_unified_assistant": {"backbone_hidden_size": 64, "text_config": {"model_type": "gemma4_unified_text", **_DRAFTER}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 16, "num_layers": 2, "num_hidden_layers": DROP},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4},
@@ -116,20 +111,16 @@ def model_class_of(family: str) -> str:
     return name if isinstance(name, str) else name[0]
 
 
-def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    try:
-        return config_class()
-    except Exception:  # a drafter's config has no valid default
-        return config_class(**_SETTINGS.get(config_class.model_type, {}))
-
-
 def _config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    default = _default(config_class)
+    default = config_class()
     names = set(default.to_dict()) | set(inspect.signature(config_class.__init__).parameters)
     for base in config_class.__mro__:
         names |= set(vars(base).get("__annotations__", {}))
     inner = {name: type(value) for name, value in vars(default).items() if isinstance(value, PreTrainedConfig)}
     given = {name: size for name, size in _SIZES.items() if name in names}
+    for name, value in vars(default).items():  # two runs are to give the same
+        if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter")):
+            given[name] = 0.0
     if vars(default).get("q_lora_rank", 0) is None:
         del given["q_lora_rank"]
     if "qk_rope_head_dim" in given:  # head_dim follows from the parts, and there is one key a query head
@@ -152,12 +143,17 @@ def _config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 _ROTATES = re.compile(r"^class (?!.*(?:Vision|Visual|Audio))\w*(?:Rotary|RoPE|Rope)\w*Embed|(?<!def )\bapply_rotary(?!\w*_vision)\w*\(", re.MULTILINE)
 
+# a drafter for another model, to whose keys it attends: no language model of its own
+_DRAFTS = re.compile(r"class \w+Assistant\w*ForCausalLM\(")
+
 
 def _has_rope(family: str) -> bool:
     source = _source(model_class_of(family))
+    if _DRAFTS.search(source):
+        return False
     if "AutoModel" in source and not _ROTATES.search(source):  # the decoder is another family's
-        inner = _default(CONFIG_MAPPING[family]).get_text_config(decoder=True).model_type
-        source = _source(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(inner, "")) if inner != family else ""
+        inner = CONFIG_MAPPING[family]().get_text_config(decoder=True).model_type
+        source = _source(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(inner, ""))
     return bool(_ROTATES.search(source))
 
 
@@ -185,7 +181,7 @@ def _built(family: str) -> PreTrainedModel:
                 else:
                     parameter.nan_to_num_(0.0).add_(torch.randn(parameter.shape) * 0.1)
         with torch.no_grad():
-            out = model(torch.arange(3, 11)[None], use_cache=False)
+            model(torch.arange(3, 11)[None], use_cache=False)
     except Exception as error:
         raise RuntimeError(
             f"no tiny model of family {family!r} could be built and run: {type(error).__name__}: {error}. Add what its config "
