@@ -54,6 +54,14 @@ def attention_name(core: Any) -> str:
     return core.config.get_text_config(decoder=True)._attn_implementation
 
 
+def attention_kernel(core: Any) -> str | None:
+    """The kind of that implementation, "flash", "sdpa", "flex" or "eager"; None for others."""
+    name = attention_name(core)
+    if name.startswith("flash_attention"):
+        return "flash"
+    return {"sdpa": "sdpa", "flex_attention": "flex", "eager": "eager"}.get(name)
+
+
 def sliding_window(call: AttentionCall, config: Any) -> int | None:
     """Most tokens back that a query of this layer sees, itself counted; None for all.
 

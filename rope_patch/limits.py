@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from functools import cache
@@ -10,8 +11,10 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .rotary import find_core, find_decoder, layers_call_rotary, text_modules
+from .attention_calls import attention_kernel, attention_name
+from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, text_modules
 
+_MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 # q and k get a weight a channel after RoPE there, so that scores no longer depend on differences of indices alone
@@ -21,11 +24,16 @@ _WEIGHTS_AFTER_ROPE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 def limits(model: nn.Module) -> dict[str, str]:
     """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
     core, decoder = find_core(model), find_decoder(model)
+    fixed = why_fixed_frequencies(decoder)
     found = {
+        "native_rope": fixed and f"{fixed}, so the native ones cannot be put in force for a while: use a copy.",
         "gradient checkpointing": why_no_checkpointing(decoder),
         "self-distillation": why_no_self_distillation(core, decoder),
         "relation distillation": why_no_relations(core, decoder),
     }
+    if found["self-distillation"] is None:
+        two = why_two_passes(core, decoder)
+        found["self-distillation in one pass"] = two and f"the model has {two}."
     return {what: reason for what, reason in found.items() if reason is not None}
 
 
@@ -49,8 +57,34 @@ def why_no_self_distillation(core: nn.Module, decoder: nn.Module) -> str | None:
     return why_unreachable(core, decoder) or why_no_head(core, decoder)
 
 
+def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
+    """Why a model needs two passes for two views, None where one is exact."""
+    kernel = attention_kernel(core)
+    if kernel is None:
+        return f"attention implementation {attention_name(core)!r}"
+    if kernel == "flash" and _aligns_masks_at_the_top():
+        return "a FlashAttention that aligns causal masks at the first query"
+    config = decoder.config
+    other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other:
+        return f"layers of type {', '.join(sorted(other))}"
+    keeps = keeps_from_attention(decoder) or why_not_relative(decoder)
+    if keeps is not None:
+        return keeps
+    for _, module in text_modules(decoder):
+        if _MIXES_TOKENS.search(type(module).__name__):
+            return f"{type(module).__name__}, which carries a state from token to token"
+        if is_noisy(module):
+            return f"dropout or noise in {type(module).__name__}, which two passes draw apart"
+    if kernel == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        return "soft-capped attention scores"
+    return None
+
+
 def why_no_head(core: Any, decoder: nn.Module) -> str | None:
     """Why logits are not the product of last hidden states and a matrix, scaled and capped."""
+    if core is decoder:
+        return None
     head = core.get_output_embeddings()
     for name, child in core.named_children():
         beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
@@ -68,11 +102,35 @@ def why_no_relations(core: nn.Module, decoder: nn.Module) -> str | None:
     return why_unreachable(core, decoder) or (keeps and f"{keeps}, so that relations cannot be distilled.")
 
 
+def why_fixed_frequencies(decoder: nn.Module) -> str | None:
+    """Why frequencies cannot be others than those of the config for the time of a forward."""
+    for _, module in named_rotary_modules(decoder):
+        if "config" in _read_by(type(module), "forward"):
+            return f"{type(module).__name__} works its frequencies out from the config in every forward"
+    return None
+
+
 def why_not_relative(decoder: Any) -> str | None:
     """Why a shift of all indices changes predictions."""
     if decoder.config.model_type in _WEIGHTS_AFTER_ROPE:
         return "weights on queries and keys after RoPE, so that a shift of all indices counts"
     return None
+
+
+def is_noisy(module: Any) -> bool:
+    """Whether a module draws something in training: dropout as a module, or a rate of dropout or jitter of its own."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    return any(
+        isinstance(rate, float) and rate > 0 and any(word in name for word in ("dropout", "pdrop", "jitter"))
+        for name, rate in vars(module).items()
+    )
+
+
+def _aligns_masks_at_the_top() -> bool:
+    from transformers.integrations import flash_attention
+
+    return flash_attention._use_top_left_mask
 
 
 def keeps_from_attention(decoder: nn.Module) -> str | None:
@@ -95,7 +153,9 @@ def why_unreachable(core: nn.Module, decoder: nn.Module) -> str | None:
     kinds = [type(modules[part]) for part in _above(name)[:-1]]
     for kind in kinds:
         if not _passes_on(kind):
-            return f"{kind.__name__} does not pass keyword arguments on to its decoder, so a distillation cannot reach it."
+            return (
+                f"{kind.__name__} does not pass keyword arguments on to its decoder, so a distillation cannot reach it."
+            )
     return None
 
 
@@ -141,6 +201,7 @@ def _passes_on(kind: type) -> bool:
     return own is not None and any(
         keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == own.arg
         for call in ast.walk(function)
-        if isinstance(call, ast.Call) and not (isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function")
+        if isinstance(call, ast.Call)
+        and not (isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function")
         for keyword in call.keywords
     )

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .hooks import attach_hooks, detach_hooks
+from .limits import why_fixed_frequencies
 from .methods import resolve_method, resolve_view
 from .rescale import RopeSchedule, healed, rescaled
 from .rescalings import Rescaling
@@ -55,11 +56,14 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
     if isinstance(chosen, Rescaling):
         schedule = rescaled(decoder, state.native, chosen)
         if state.source is not None:
-            _refuse_dynamic({schedule.rope_parameters.get("rope_type", "")}, state.source.view)
+            types = {schedule.rope_parameters.get("rope_type", "")}
+            _refuse_dynamic(types, state.source.view)
+            _refuse_fixed(decoder, types, state.source.view)
         state.rescaling, state.current = chosen, schedule
         schedule.write(decoder)
     else:
-        _refuse_dynamic({t for _, m in named_rotary_modules(decoder) for t in rope_types(m)}, chosen)
+        _refuse_dynamic(_types(decoder), chosen)
+        _refuse_fixed(decoder, _types(decoder), chosen)
         state.source, state.when = ViewSource(chosen, seed), when
     _install(model, decoder, state)
     return model
@@ -119,7 +123,8 @@ def rope_view(
         source = TableSource(_checked_index(index))
     decoder = find_decoder(model)
     if decoder.training:
-        _refuse_dynamic({t for _, m in named_rotary_modules(decoder) for t in rope_types(m)}, chosen)
+        _refuse_dynamic(_types(decoder), chosen)
+    _refuse_fixed(decoder, _types(decoder), chosen)
     state = state_of(decoder)
     temporary = state is None
     if state is None:
@@ -142,12 +147,18 @@ def native_rope(model: nn.Module) -> Iterator[None]:
     Views stay in force; the config, and so what would be saved, stays rescaled. Run passes inside it under
     `torch.no_grad()` (a teacher), or run their backward inside it too: a family that folds YaRN's factor into its
     softmax scale reads that scale again when a checkpointed layer is recomputed.
+
+    Raises:
+        ValueError: the model is rescaled, and of a family that works its frequencies out anew in every forward.
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
     if state is None:  # an unpatched model has no other schedule
         yield
         return
+    fixed = why_fixed_frequencies(decoder)
+    if fixed is not None and state.rescaling is not None:
+        raise ValueError(f"{fixed}, so the native ones cannot be put in force for a while: use a copy.")
     rescaled_schedule = state.current
     # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
     in_force = RopeSchedule.of(decoder)
@@ -180,11 +191,26 @@ def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:
     delattr(decoder, STATE_ATTRIBUTE)
 
 
+def _types(decoder: nn.Module) -> set[str]:
+    return {t for _, module in named_rotary_modules(decoder) for t in rope_types(module)}
+
+
 def _refuse_dynamic(types: set[str], view: View | None) -> None:
     if any("dynamic" in rope_type for rope_type in types) and (view is None or view.perturbs):
         raise ValueError(
             "rope type 'dynamic' picks its frequencies by the longest row so far and keeps them for the next forward, "
             "so a training view on top of it would change more than positions. Rescale with 'ntk' or 'yarn' instead."
+        )
+
+
+def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> None:
+    fixed = why_fixed_frequencies(decoder)
+    if fixed is None or (view is not None and not view.perturbs):
+        return
+    if "longrope" in types or (view is not None and view.rescales):
+        raise ValueError(
+            f"{fixed}, with 'longrope' by the largest index, so a view there would change more than positions, and a "
+            "view of frequencies nothing."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..limits import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
 from ..rotary import find_core, find_decoder
 
@@ -121,16 +122,6 @@ def _without_dropout(decoder: nn.Module) -> Iterator[None]:
     finally:
         for module in active:
             module.training = True
-
-
-def is_noisy(module: Any) -> bool:
-    """Whether a module draws something in training: dropout as a module, or a rate of dropout or jitter of its own."""
-    if isinstance(module, nn.Dropout):
-        return module.p > 0
-    return any(
-        isinstance(rate, float) and rate > 0 and any(word in name for word in ("dropout", "pdrop", "jitter"))
-        for name, rate in vars(module).items()
-    )
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Attention over a row and copies of its suffix, by the attention implementation that the model runs."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,49 +10,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
-from ..attention_calls import AttentionCall, attention_name, sliding_window
-from ..limits import keeps_from_attention, why_not_relative
-from ..rotary import text_modules
+from ..attention_calls import AttentionCall, attention_kernel, sliding_window
 from .one_pass import Segment, TwoViewLayout
-from .teacher import is_noisy
-
-_MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|DeltaNet|Rwkv|LinearAttention|Lightning")
-
-
-def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
-    """Why a model needs two passes for two views, None where one is exact."""
-    attention = attention_name(core)
-    if _kernel(attention) is None:
-        return f"attention implementation {attention!r}"
-    if _kernel(attention) == "flash" and _aligns_masks_at_the_top():
-        return "a FlashAttention that aligns causal masks at the first query"
-    config = decoder.config
-    other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if other:
-        return f"layers of type {', '.join(sorted(other))}"
-    keeps = keeps_from_attention(decoder) or why_not_relative(decoder)
-    if keeps is not None:
-        return keeps
-    for _, module in text_modules(decoder):
-        if _MIXES_TOKENS.search(type(module).__name__):
-            return f"{type(module).__name__}, which carries a state from token to token"
-        if is_noisy(module):
-            return f"dropout or noise in {type(module).__name__}, which two passes draw apart"
-    if _kernel(attention) == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
-        return "soft-capped attention scores"
-    return None
-
-
-def _kernel(name: str) -> str | None:
-    if name.startswith("flash_attention"):
-        return "flash"
-    return {"sdpa": "sdpa", "flex_attention": "flex", "eager": "eager"}.get(name)
-
-
-def _aligns_masks_at_the_top() -> bool:
-    from transformers.integrations import flash_attention
-
-    return flash_attention._use_top_left_mask
 
 
 @dataclass(frozen=True)
@@ -82,7 +40,7 @@ class TwoViewAttention:
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Output [batch, n + m, n_heads, value_dim]."""
         window = sliding_window(call, self.config)
-        kernel = _kernel(attention_name(self.core))
+        kernel = attention_kernel(self.core)
         if kernel == "sdpa":
             return self._sdpa(call, window)
         if kernel == "flash":

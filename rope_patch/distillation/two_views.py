@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..limits import why_no_self_distillation
+from ..limits import why_no_self_distillation, why_two_passes
 from ..patch import rope_view
 from ..state import Batch, TableSource
 from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
@@ -17,7 +17,7 @@ from .distiller import TAPE, require
 from .labelled import Labelled
 from .longce import LongCE
 from .one_pass import TwoViewLayout
-from .two_view_attention import TwoViewAttention, why_two_passes
+from .two_view_attention import TwoViewAttention
 
 logger = logging.get_logger(__name__)
 

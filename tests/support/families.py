@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel, SiglipVisionConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -29,7 +30,16 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "dim", "dim_model", "lru_width"), 64),
     **dict.fromkeys(("block_dim", "conv_dim", "width", "hidden_size_global", "nemo_conv_channels"), 64),
     **dict.fromkeys(
-        ("intermediate_size", "ffn_hidden_size", "mlp_hidden_size", "d_ff", "n_inner", "block_ff_dim", "dim_ff", "ffn_dim"),
+        (
+            "intermediate_size",
+            "ffn_hidden_size",
+            "mlp_hidden_size",
+            "d_ff",
+            "n_inner",
+            "block_ff_dim",
+            "dim_ff",
+            "ffn_dim",
+        ),
         96,
     ),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
@@ -75,21 +85,39 @@ DROP = object()
 _SETTINGS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # none by default
     "blt": {"encoder_hash_byte_group_vocab": 100},
-    "cohere_compass_text": {"layer_types": DROP, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cohere_compass_text": {
+        "layer_types": DROP,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "max_seq_len": WINDOW},
-    **dict.fromkeys(("dots3_note_text",), {"head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16}),
-    "gemma3n": {  # by default a vision tower from timm
-        "vision_config": SiglipVisionConfig(
-            hidden_size=64, num_hidden_layers=1, intermediate_size=96, num_attention_heads=4, image_size=28, patch_size=14,
-            vocab_size=8, vocab_offset=VOCAB, rms_norm_eps=1e-6,
-        ),
-    },  # fmt: skip
-    "gemma3n_audio": {"vocab_offset": VOCAB + 8, "vocab_size": 8, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 4},
+    **dict.fromkeys(
+        ("dots3_note_text",),
+        {
+            "head_dim": 16,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 16,
+            "swa_kv_lora_rank": 16,
+            "swa_head_dim": 16,
+            "swa_qk_nope_head_dim": 8,
+            "swa_v_head_dim": 16,
+        },
+    ),
     "gemma3n_text": {"num_kv_shared_layers": 0, "altup_num_inputs": 2, "laurel_rank": 4},
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), {"global_head_dim": 32}),
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 16, "num_layers": 2, "num_hidden_layers": DROP},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4},
+    "minicpm3": {"scale_emb": 1, "scale_depth": 4.0},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "granitemoehybrid": {"position_embedding_type": "rope", "layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba2": {"use_mem_rope": True, "layers_block_type": ["linear_attention", "hybrid"]},
@@ -141,7 +169,10 @@ def _config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     return config_class(**{k: v for k, v in given.items() if v is not DROP})
 
 
-_ROTATES = re.compile(r"^class (?!.*(?:Vision|Visual|Audio))\w*(?:Rotary|RoPE|Rope)\w*Embed|(?<!def )\bapply_rotary(?!\w*_vision)\w*\(", re.MULTILINE)
+_ROTATES = re.compile(
+    r"^class (?!.*(?:Vision|Visual|Audio))\w*(?:Rotary|RoPE|Rope)\w*Embed|(?<!def )\bapply_rotary(?!\w*_vision)\w*\(",
+    re.MULTILINE,
+)
 
 # a drafter for another model, to whose keys it attends: no language model of its own
 _DRAFTS = re.compile(r"class \w+Assistant\w*ForCausalLM\(")
@@ -182,6 +213,8 @@ def _built(family: str) -> PreTrainedModel:
                     parameter.nan_to_num_(0.0).add_(torch.randn(parameter.shape) * 0.1)
         with torch.no_grad():
             model(torch.arange(3, 11)[None], use_cache=False)
+    except ImportError as error:
+        pytest.skip(f"Transformers needs another package for {family}: {str(error).strip().splitlines()[0]}")
     except Exception as error:
         raise RuntimeError(
             f"no tiny model of family {family!r} could be built and run: {type(error).__name__}: {error}. Add what its config "
