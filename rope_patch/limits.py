@@ -3,8 +3,8 @@
 import ast
 import inspect
 import re
-import sys
 import textwrap
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -88,7 +88,7 @@ def why_no_head(core: Any, decoder: nn.Module) -> str | None:
     head = core.get_output_embeddings()
     for name, child in core.named_children():
         beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
-        if beside and name in _read_by(type(core), "forward"):
+        if beside and name in _read_by(core):
             return (
                 f"{type(core).__name__} puts its {name} ({type(child).__name__}) between the decoder and the output "
                 "head, and losses of hidden states take the head alone."
@@ -105,7 +105,7 @@ def why_no_relations(core: nn.Module, decoder: nn.Module) -> str | None:
 def why_fixed_frequencies(decoder: nn.Module) -> str | None:
     """Why frequencies cannot be others than those of the config for the time of a forward."""
     for _, module in named_rotary_modules(decoder):
-        if "config" in _read_by(type(module), "forward"):
+        if "config" in _read_by(module):
             return f"{type(module).__name__} works its frequencies out from the config in every forward"
     return None
 
@@ -135,13 +135,13 @@ def _aligns_masks_at_the_top() -> bool:
 
 def keeps_from_attention(decoder: nn.Module) -> str | None:
     """What keeps keyword arguments of a forward from the attention functions of Transformers, None if nothing does."""
-    places = [name for name, module in text_modules(decoder) if _asks_for_attention(type(module))]
+    places = [name for name, module in text_modules(decoder) if _asks_for_attention(module)]
     if not places:
         return f"{type(decoder).__name__} computes attention in code of its own, outside Transformers' functions"
     modules = dict(decoder.named_modules())
     chain = {type(modules[part]) for name in places for part in _above(name)}
     for kind in sorted(chain - set(_CONTAINERS), key=lambda kind: kind.__name__):
-        if not _passes_on(kind):
+        if not _passes_on(kind.forward):
             return f"{kind.__name__} does not pass keyword arguments on to attention"
     return None
 
@@ -152,17 +152,17 @@ def why_unreachable(core: nn.Module, decoder: nn.Module) -> str | None:
     name = next(name for name, module in modules.items() if module is decoder)
     kinds = [type(modules[part]) for part in _above(name)[:-1]]
     for kind in kinds:
-        if not _passes_on(kind):
+        if not _passes_on(kind.forward):
             return (
                 f"{kind.__name__} does not pass keyword arguments on to its decoder, so a distillation cannot reach it."
             )
     return None
 
 
-def _asks_for_attention(kind: type) -> bool:
+def _asks_for_attention(module: nn.Module) -> bool:
     """Whether `forward` looks its attention up in Transformers' table; a family may have a table of its own."""
-    table = vars(sys.modules[kind.__module__]).get("ALL_ATTENTION_FUNCTIONS")
-    return table is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _read_by(kind, "forward")
+    table = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
+    return table is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _read_by(module)
 
 
 def _above(name: str) -> list[str]:
@@ -172,19 +172,23 @@ def _above(name: str) -> list[str]:
 
 
 @cache
-def _function(kind: type, method: str) -> ast.FunctionDef | None:
-    """The code of a method below its decorators, None where there is no source to read."""
+def _code(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    """The code of a function below its decorators, None where there is no source to read."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(kind, method)))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
         return None
     return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
 
 
+def _read_by(module: nn.Module) -> frozenset[str]:
+    """Names and attributes that the module's `forward` mentions."""
+    return _names_in(type(module).forward)
+
+
 @cache
-def _read_by(kind: type, method: str) -> frozenset[str]:
-    """Names and attributes that a method mentions."""
-    function = _function(kind, method)
+def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
+    function = _code(forward)
     if function is None:
         return frozenset()
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
@@ -192,9 +196,9 @@ def _read_by(kind: type, method: str) -> frozenset[str]:
 
 
 @cache
-def _passes_on(kind: type) -> bool:
-    """Whether `forward` hands its own **kwargs to more than the loss; yes where its code cannot be read."""
-    function = _function(kind, "forward")
+def _passes_on(forward: Callable[..., Any]) -> bool:
+    """Whether a `forward` hands its own **kwargs to more than the loss; yes where its code cannot be read."""
+    function = _code(forward)
     if function is None:
         return True
     own = function.args.kwarg

@@ -124,7 +124,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
         if not chosen:
             raise ValueError(
                 f"rescaling {rescaling.name!r} would change nothing: all layers of this model that have RoPE look back "
-                f"no further than a window of their own ({', '.join(kind for kind, parameters in native.rope_parameters.items() if parameters)})."
+                "no further than a window of their own."
             )
         config.rope_parameters = {
             layer_type: _merged(parameters, rescaling, native, window, f"{layer_type}_inv_freq")
@@ -182,8 +182,8 @@ def _require_shapes(rescaling: Rescaling, config: Any, before: RotaryState, afte
         old = before.buffers.get(name)
         if old is not None and old[0].shape != buffer.shape:
             raise ValueError(
-                f"rescaling {rescaling.name!r}: for model type {config.model_type!r} Transformers builds {buffer.numel()} "
-                f"frequencies of this schedule ({name}), and the model rotates by {old[0].numel()}."
+                f"rescaling {rescaling.name!r}: for model type {config.model_type!r} Transformers builds "
+                f"{buffer.numel()} frequencies of this schedule ({name}), and the model rotates by {old[0].numel()}."
             )
 
 

@@ -65,8 +65,8 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     if len(owners) > 1:
         names = ", ".join(sorted(type(owner).__name__ for owner in owners.values()))
         raise ValueError(
-            f"model type {candidates[0].config.model_type!r} has RoPE in several transformers ({names}) over sequences of "
-            "their own, such as bytes and patches of bytes: a view has no one meaning there."
+            f"model type {candidates[0].config.model_type!r} has RoPE in several transformers ({names}) over sequences "
+            "of their own, such as bytes and patches of bytes: a view has no one meaning there."
         )
     holders = [m for m in candidates if set(rotary) <= {module for _, module in named_rotary_modules(m)}]
     return holders[-1]  # modules() lists parents before children

@@ -75,7 +75,7 @@ class ViewDistiller(ConsistencyDistiller):
         if self.longce is not None and decoder.training:
             tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
         call = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # masks that the model around the decoder has finished may show more than causality, as between parts of an image
+        # masks finished by the model around the decoder may show more than causality, as between parts of an image
         finished = call.get("attention_mask") is not None and not _is_padding_mask(call["attention_mask"])
         if self.one_pass and not finished:
             tape.taught = True

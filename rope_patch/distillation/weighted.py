@@ -11,7 +11,7 @@ from ..heads import head_losses
 from ..limits import why_no_head
 from .consistency import ViewTape, weighting
 from .cue import CueWeight
-from .distiller import TAPE, Distiller
+from .distiller import TAPE, Distiller, require
 from .longce import LongCE
 
 

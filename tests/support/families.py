@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .tiny import VOCAB, WINDOW
@@ -133,10 +132,13 @@ def _source(model_class: str) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def model_class_of(family: str) -> str:
-    """Name of the causal LM of a model type."""
+def _class_name(family: str) -> str:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     return name if isinstance(name, str) else name[0]
+
+
+def _model_class(family: str) -> type[PreTrainedModel]:
+    return getattr(transformers, _class_name(family))
 
 
 def _config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
@@ -179,11 +181,11 @@ _DRAFTS = re.compile(r"class \w+Assistant\w*ForCausalLM\(")
 
 
 def _has_rope(family: str) -> bool:
-    source = _source(model_class_of(family))
+    source = _source(_class_name(family))
     if _DRAFTS.search(source):
         return False
     if "AutoModel" in source and not _ROTATES.search(source):  # the decoder is another family's
-        inner = CONFIG_MAPPING[family]().get_text_config(decoder=True).model_type
+        inner = _model_class(family).config_class().get_text_config(decoder=True).model_type
         source = _source(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(inner, ""))
     return bool(_ROTATES.search(source))
 
@@ -196,7 +198,7 @@ def families() -> list[str]:
 
 @cache
 def _built(family: str) -> PreTrainedModel:
-    model_class = getattr(transformers, model_class_of(family))
+    model_class = _model_class(family)
     try:
         config = _config(model_class.config_class)
         with torch.device("meta"):
@@ -217,8 +219,8 @@ def _built(family: str) -> PreTrainedModel:
         pytest.skip(f"Transformers needs another package for {family}: {str(error).strip().splitlines()[0]}")
     except Exception as error:
         raise RuntimeError(
-            f"no tiny model of family {family!r} could be built and run: {type(error).__name__}: {error}. Add what its config "
-            "needs to _SETTINGS in tests/support/families.py."
+            f"no tiny model of family {family!r} could be built and run: {type(error).__name__}: {error}. Add what its "
+            "config needs to _SETTINGS in tests/support/families.py."
         ) from error
     return model
 
