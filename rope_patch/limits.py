@@ -49,12 +49,13 @@ def why_no_checkpointing(decoder: nn.Module) -> str | None:
 
 def why_no_self_distillation(core: nn.Module, decoder: nn.Module) -> str | None:
     """Why two views of one model cannot be compared."""
-    if layers_call_rotary(decoder):
+    reason = why_unreachable(core, decoder) or why_no_head(core, decoder)
+    if reason is None and layers_call_rotary(decoder):
         return (
             f"{type(core).__name__} computes RoPE inside its layers, which have one view a step: objective "
             "'self-distill' needs two. Use objective='clm' with the view."
         )
-    return why_unreachable(core, decoder) or why_no_head(core, decoder)
+    return reason
 
 
 def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
@@ -68,9 +69,12 @@ def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
     other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if other:
         return f"layers of type {', '.join(sorted(other))}"
-    keeps = keeps_from_attention(decoder) or why_not_relative(decoder)
+    keeps = keeps_from_attention(decoder)
     if keeps is not None:
-        return keeps
+        return f"attention that cannot be told of copies: {keeps}"
+    absolute = why_not_relative(decoder)
+    if absolute is not None:
+        return absolute
     for _, module in text_modules(decoder):
         if _MIXES_TOKENS.search(type(module).__name__):
             return f"{type(module).__name__}, which carries a state from token to token"

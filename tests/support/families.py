@@ -87,8 +87,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": DROP,
         "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+            for kind in ("full_attention", "sliding_attention")
         },
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "max_seq_len": WINDOW},
