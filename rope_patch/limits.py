@@ -24,9 +24,8 @@ _WEIGHTS_AFTER_ROPE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 def limits(model: nn.Module) -> dict[str, str]:
     """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
     core, decoder = find_core(model), find_decoder(model)
-    fixed = why_fixed_frequencies(decoder)
     found = {
-        "native_rope": fixed and f"{fixed}, so the native ones cannot be put in force for a while: use a copy.",
+        "native_rope": why_no_native_rope(decoder),
         "gradient checkpointing": why_no_checkpointing(decoder),
         "self-distillation": why_no_self_distillation(core, decoder),
         "relation distillation": why_no_relations(core, decoder),
@@ -72,6 +71,8 @@ def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
     keeps = keeps_from_attention(decoder)
     if keeps is not None:
         return f"attention that cannot be told of copies: {keeps}"
+    if any(hasattr(module, "mrope_section") for _, module in named_rotary_modules(decoder)):
+        return "positions with several axes, which take another shape than those of tokens"
     absolute = why_not_relative(decoder)
     if absolute is not None:
         return absolute
@@ -104,6 +105,15 @@ def why_no_relations(core: nn.Module, decoder: nn.Module) -> str | None:
     """Why queries, keys and values cannot be taken as attention gets them."""
     keeps = keeps_from_attention(decoder)
     return why_unreachable(core, decoder) or (keeps and f"{keeps}, so that relations cannot be distilled.")
+
+
+def why_no_native_rope(decoder: nn.Module) -> str | None:
+    """Why the native schedule cannot be put in force for a while, the config staying as it is."""
+    reason = why_fixed_frequencies(decoder)
+    for _, module in text_modules(decoder):
+        if reason is None and module is not decoder and "rope_parameters" in _read_by(module):
+            reason = f"{type(module).__name__} reads the schedule from the config in every forward"
+    return reason and f"{reason}, so the native one cannot be put in force for a while: use a copy."
 
 
 def why_fixed_frequencies(decoder: nn.Module) -> str | None:

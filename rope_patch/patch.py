@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .hooks import attach_hooks, detach_hooks
-from .limits import why_fixed_frequencies
+from .limits import why_fixed_frequencies, why_no_native_rope
 from .methods import resolve_method, resolve_view
 from .rescale import RopeSchedule, healed, rescaled
 from .rescalings import Rescaling
@@ -149,16 +149,16 @@ def native_rope(model: nn.Module) -> Iterator[None]:
     softmax scale reads that scale again when a checkpointed layer is recomputed.
 
     Raises:
-        ValueError: the model is rescaled, and of a family that works its frequencies out anew in every forward.
+        ValueError: the model is rescaled, and of a family that reads its schedule from the config in every forward.
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
     if state is None:  # an unpatched model has no other schedule
         yield
         return
-    fixed = why_fixed_frequencies(decoder)
-    if fixed is not None and state.rescaling is not None:
-        raise ValueError(f"{fixed}, so the native ones cannot be put in force for a while: use a copy.")
+    reason = why_no_native_rope(decoder)
+    if reason is not None and state.rescaling is not None:
+        raise ValueError(reason)
     rescaled_schedule = state.current
     # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
     in_force = RopeSchedule.of(decoder)

@@ -80,6 +80,8 @@ class ViewDistiller(ConsistencyDistiller):
         if self.one_pass and not finished:
             tape.taught = True
             return (), self._with_copies(tape, call)
+        if self.one_pass:
+            logger.warning_once("Both views run in two passes: the model around the decoder gives it finished masks.")
         tape.teaching = True
         try:
             with rope_view(decoder, "standard"):
@@ -122,7 +124,8 @@ class ViewDistiller(ConsistencyDistiller):
             # tokens, embeddings, and whatever else a family computes for each token outside its decoder
             **{name: layout.with_copies(x) if _is_per_token(x, n_rows, seq_len) else x for name, x in call.items()},
             "attention_mask": unused,
-            "position_ids": index.clamp(min=0).long(),
+            # true ones: some families scale queries by them
+            "position_ids": layout.with_copies(positions),
             "use_cache": False,
         }
 

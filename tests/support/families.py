@@ -109,6 +109,19 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), {"global_head_dim": 32}),
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 16, "num_layers": 2, "num_hidden_layers": DROP},
+    "ministral3": {  # whose queries grow with the position, here within the row
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "minicpm3": {"scale_emb": 1, "scale_depth": 4.0},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
