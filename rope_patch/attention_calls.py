@@ -54,8 +54,9 @@ def attention_name(core: Any) -> str:
     return core.config.get_text_config(decoder=True)._attn_implementation
 
 
-def kernel_of(name: str) -> str | None:
-    """What kind of attention an implementation is: "sdpa", "eager", "flash" or "flex", None for others."""
+def attention_kernel(core: Any) -> str | None:
+    """The kind of that implementation, "flash", "sdpa", "flex" or "eager"; None for others."""
+    name = attention_name(core)
     if name.startswith("flash_attention"):
         return "flash"
     return {"sdpa": "sdpa", "flex_attention": "flex", "eager": "eager"}.get(name)

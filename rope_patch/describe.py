@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from .limits import limits
 from .rescale import is_nested
 from .rotary import find_core, find_decoder, named_rotary_modules
 from .state import state_of
@@ -25,6 +26,7 @@ class RopeDescription:
         modules: names of the rotary modules.
         trained_window: positions that the model came with; None if its config names none.
         target_window: positions that its config now promises.
+        limits: what its family cannot do -> why; what is not named works.
         adapters: names of PEFT adapters, which are saved with the RoPE specification beside them.
     """
 
@@ -38,6 +40,7 @@ class RopeDescription:
     modules: tuple[str, ...]
     trained_window: int | None
     target_window: int | None
+    limits: dict[str, str]
     adapters: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -52,6 +55,7 @@ class RopeDescription:
         ]
         if self.rescaling:
             lines.insert(2, f"  native          {_schedule(self.native_rope_parameters)}")
+        lines += [f"  not possible    {what}: {reason}" for what, reason in self.limits.items()]
         if self.adapters:
             kept = "saved with RoPE beside them" if self.patched else "saved without RoPE"
             lines.append(f"  adapters        {', '.join(self.adapters)} ({kept})")
@@ -79,6 +83,7 @@ def describe(model: nn.Module) -> RopeDescription:
         modules=tuple(name for name, _ in named_rotary_modules(decoder)),
         trained_window=window if state is None else state.native.max_position_embeddings,
         target_window=window,
+        limits=limits(model),
         adapters=tuple(getattr(find_core(model), "peft_config", {})),
     )
 

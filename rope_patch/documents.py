@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,6 +79,31 @@ def locate_documents(
     before = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     before[1:] = begins.sum(1, keepdim=True).cumsum(0)[:-1]
     return Documents(start=positions.gather(1, first), length=length, ordinal=before + number - 1)
+
+
+def real_tokens_of(attention_mask: Any) -> torch.Tensor | None:
+    """Which tokens are not padding, [batch, seq_len], None if nothing says so, from any mask that a decoder is given.
+
+    Multimodal models finish masks before they call their text decoder, [batch, 1 or n_heads, queries, keys] or one a
+    layer type. A token is real if it sees itself there: bool masks say so, additive ones hold 0.
+    """
+    if isinstance(attention_mask, dict):
+        found = [real_tokens_of(mask) for mask in attention_mask.values()]
+        return next((mask for mask in found if mask is not None), None)
+    if isinstance(attention_mask, torch.Tensor):
+        n_queries, n_keys = attention_mask.shape[-2:]
+        if attention_mask.ndim != 4 or n_queries != n_keys:
+            return attention_mask
+        itself = attention_mask[:, 0].diagonal(dim1=1, dim2=2)
+        return itself if itself.dtype == torch.bool else itself == 0
+    if hasattr(attention_mask, "mask_mod"):  # FlexAttention's
+        n_rows, _, n_queries, n_keys = attention_mask.shape
+        if n_queries != n_keys:
+            return None
+        token = torch.arange(n_keys, device=attention_mask.kv_num_blocks.device)
+        row = torch.arange(n_rows, device=token.device)[:, None]
+        return attention_mask.mask_mod(row, torch.zeros_like(row), token, token).expand(n_rows, n_keys)
+    return None
 
 
 def _rows_as_documents(batch: int, seq_len: int, device: torch.device, valid: torch.Tensor | None) -> Documents:

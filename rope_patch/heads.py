@@ -26,15 +26,6 @@ def logit_transform(config: Any) -> tuple[float, float | None]:
     return 1.0 if scale is None else float(scale), getattr(config, "final_logit_softcapping", None)
 
 
-def require_plain_head(core: Any) -> None:
-    """Raise ValueError if an adapter sits on the output head: losses that read its weight would not see the adapter."""
-    if hasattr(core.get_output_embeddings(), "base_layer"):
-        raise ValueError(
-            "the output head has an adapter, which a loss through its weight would leave out without an error: take "
-            "lm_head out of target_modules, or train it whole with modules_to_save=['lm_head']."
-        )
-
-
 def head_losses(
     core: Any,
     hidden_std: torch.Tensor,

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from .documents import real_tokens_of
 from .layerwise import Embeddings, LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
+from .limits import why_no_checkpointing
 from .rotary import rope_types
 from .state import Batch, BoundView, RopeState, ViewSource
 
@@ -43,10 +45,7 @@ class DecoderEntry:
                 "position_ids that count from 0 in each document too."
             )
         if self.state.layers_call_rotary and torch.is_grad_enabled() and _is_checkpointing(decoder):
-            raise ValueError(
-                f"{type(decoder).__name__} applies RoPE inside its layers, which gradient checkpointing runs again in "
-                "backward, when the view has ended: gradients would be wrong. Switch gradient checkpointing off."
-            )
+            raise ValueError(why_no_checkpointing(decoder))
         cache = call.get("past_key_values")
         source = self.state.active(decoder.training)
         if isinstance(source, ViewSource) and source.view.layerwise:
@@ -57,7 +56,7 @@ class DecoderEntry:
                 seq_len=tokens.shape[1],
                 device=tokens.device,
                 position_ids=position_ids,
-                attention_mask=attention_mask if isinstance(attention_mask, torch.Tensor) else None,
+                attention_mask=real_tokens_of(attention_mask),
                 cached=0 if cache is None else int(cache.get_seq_length()),
                 training=decoder.training,
                 cache=cache,

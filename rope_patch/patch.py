@@ -9,10 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .hooks import attach_hooks, detach_hooks
+from .limits import why_fixed_frequencies, why_no_native_rope
 from .methods import resolve_method, resolve_view
 from .rescale import RopeSchedule, healed, rescaled
 from .rescalings import Rescaling
-from .rotary import find_core, find_decoder, named_rotary_modules, rope_types
+from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types
 from .sidecar import forget_adapters, watch_adapters
 from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, state_of
 from .views import View
@@ -55,11 +56,14 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
     if isinstance(chosen, Rescaling):
         schedule = rescaled(decoder, state.native, chosen)
         if state.source is not None:
-            _refuse_dynamic({schedule.rope_parameters.get("rope_type", "")}, state.source.view)
+            types = {schedule.rope_parameters.get("rope_type", "")}
+            _refuse_dynamic(types, state.source.view)
+            _refuse_fixed(decoder, types, state.source.view)
         state.rescaling, state.current = chosen, schedule
         schedule.write(decoder)
     else:
-        _refuse_dynamic({t for _, m in named_rotary_modules(decoder) for t in rope_types(m)}, chosen)
+        _refuse_dynamic(_types(decoder), chosen)
+        _refuse_fixed(decoder, _types(decoder), chosen)
         state.source, state.when = ViewSource(chosen, seed), when
     _install(model, decoder, state)
     return model
@@ -119,7 +123,8 @@ def rope_view(
         source = TableSource(_checked_index(index))
     decoder = find_decoder(model)
     if decoder.training:
-        _refuse_dynamic({t for _, m in named_rotary_modules(decoder) for t in rope_types(m)}, chosen)
+        _refuse_dynamic(_types(decoder), chosen)
+    _refuse_fixed(decoder, _types(decoder), chosen)
     state = state_of(decoder)
     temporary = state is None
     if state is None:
@@ -142,12 +147,18 @@ def native_rope(model: nn.Module) -> Iterator[None]:
     Views stay in force; the config, and so what would be saved, stays rescaled. Run passes inside it under
     `torch.no_grad()` (a teacher), or run their backward inside it too: a family that folds YaRN's factor into its
     softmax scale reads that scale again when a checkpointed layer is recomputed.
+
+    Raises:
+        ValueError: the model is rescaled, and of a family that reads its schedule from the config in every forward.
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
     if state is None:  # an unpatched model has no other schedule
         yield
         return
+    reason = why_no_native_rope(decoder)
+    if reason is not None and state.rescaling is not None:
+        raise ValueError(reason)
     rescaled_schedule = state.current
     # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
     in_force = RopeSchedule.of(decoder)
@@ -163,10 +174,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeSchedule.of(decoder)
     native = healed(original, decoder)
-    layers = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    inside = {id(m) for group in layers for _, m in named_rotary_modules(group)}
-    owners = {id(m) for group in layers for m in group}
-    return RopeState(original, native, native, layers_call_rotary=bool(inside - owners))
+    return RopeState(original, native, native, layers_call_rotary=layers_call_rotary(decoder))
 
 
 def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
@@ -183,11 +191,26 @@ def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:
     delattr(decoder, STATE_ATTRIBUTE)
 
 
+def _types(decoder: nn.Module) -> set[str]:
+    return {t for _, module in named_rotary_modules(decoder) for t in rope_types(module)}
+
+
 def _refuse_dynamic(types: set[str], view: View | None) -> None:
     if any("dynamic" in rope_type for rope_type in types) and (view is None or view.perturbs):
         raise ValueError(
             "rope type 'dynamic' picks its frequencies by the longest row so far and keeps them for the next forward, "
             "so a training view on top of it would change more than positions. Rescale with 'ntk' or 'yarn' instead."
+        )
+
+
+def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> None:
+    fixed = why_fixed_frequencies(decoder)
+    if fixed is None or (view is not None and not view.perturbs):
+        return
+    if "longrope" in types or (view is not None and view.rescales):
+        raise ValueError(
+            f"{fixed}, with 'longrope' by the largest index, so a view there would change more than positions, and a "
+            "view of frequencies nothing."
         )
 
 

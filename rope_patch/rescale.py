@@ -5,6 +5,8 @@ config is edited and every rotary module takes over the state of one that Transf
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,7 @@ _SCALING_KEYS = frozenset(
 )
 
 # layers that never look further than their window gain nothing from other frequencies
-_LOCAL_LAYERS = ("sliding_attention", "chunked_attention")
+_LOCAL = ("sliding", "chunked")
 
 
 @dataclass(frozen=True)
@@ -118,16 +120,24 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
             )
         config.max_position_embeddings = target
     if is_nested(native.rope_parameters):
+        chosen = _far_looking(native)
+        if not chosen:
+            raise ValueError(
+                f"rescaling {rescaling.name!r} would change nothing: all layers of this model that have RoPE look back "
+                "no further than a window of their own."
+            )
         config.rope_parameters = {
             layer_type: _merged(parameters, rescaling, native, window, f"{layer_type}_inv_freq")
-            if parameters is not None and layer_type not in _LOCAL_LAYERS
+            if layer_type in chosen
             else copy.deepcopy(parameters)
             for layer_type, parameters in native.rope_parameters.items()
         }
     else:
         config.rope_parameters = _merged(native.rope_parameters, rescaling, native, window, "inv_freq")
-    config.standardize_rope_params()
-    config.validate_rope()
+    _require_bases(native, rescaling, config.rope_parameters)
+    with _as_refusal(rescaling, config):
+        config.standardize_rope_params()
+        config.validate_rope()
 
     modules = dict(named_rotary_modules(decoder))
     own: dict[str, dict[str, Any]] = {}
@@ -138,7 +148,9 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
             own[name] = _merged(native.own_rope_parameters[name], rescaling, native, window, "inv_freq")
             module_config = copy.deepcopy(module.config)
             module_config.rope_parameters = own[name]
-        rotary[name] = fresh_state(module, module_config)
+        with _as_refusal(rescaling, config):
+            rotary[name] = fresh_state(module, module_config)
+        _require_shapes(rescaling, config, native.rotary[name], rotary[name])
     return RopeSchedule(
         config.rope_parameters,
         own,
@@ -146,6 +158,45 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
         rotary,
         _scales_of_twin(decoder, config) if native.attention_scales else {},
     )
+
+
+def _far_looking(native: RopeSchedule) -> set[str]:
+    """Layer types with RoPE whose layers exist and are not local."""
+    present = {name.removesuffix("_inv_freq") for state in native.rotary.values() for name in state.buffers}
+    named = {layer_type for layer_type, parameters in native.rope_parameters.items() if parameters is not None}
+    return {layer_type for layer_type in named & present if not any(word in layer_type for word in _LOCAL)}
+
+
+def _require_bases(native: RopeSchedule, rescaling: Rescaling, rope_parameters: dict[str, Any]) -> None:
+    """Raise if modules are found by their base, in which one rescaling would make them one."""
+    if native.own_rope_parameters and rope_parameters.get("rope_theta") != native.rope_parameters.get("rope_theta"):
+        raise ValueError(
+            f"rescaling {rescaling.name!r} changes the base of all frequencies, and layers of this model have bases of "
+            "their own (layer_rope_theta), by which it finds their frequencies. Use 'pi' or 'yarn', which keep them."
+        )
+
+
+def _require_shapes(rescaling: Rescaling, config: Any, before: RotaryState, after: RotaryState) -> None:
+    """Raise if Transformers builds another number of frequencies, as it does where it takes another head_dim."""
+    for name, (buffer, _) in after.buffers.items():
+        old = before.buffers.get(name)
+        if old is not None and old[0].shape != buffer.shape:
+            raise ValueError(
+                f"rescaling {rescaling.name!r}: for model type {config.model_type!r} Transformers builds "
+                f"{buffer.numel()} frequencies of this schedule ({name}), and the model rotates by {old[0].numel()}."
+            )
+
+
+@contextmanager
+def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
+    """What Transformers raises for a schedule that a family does not take, as a refusal that says so."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"rescaling {rescaling.name!r}: Transformers takes no such schedule for model type {config.model_type!r}: "
+            f"{error}"
+        ) from error
 
 
 def _merged(

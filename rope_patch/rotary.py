@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
-_OTHER_MODALITIES = ("vision", "visual", "audio")
+_OTHER_MODALITIES = ("vision", "visual", "image", "audio")
 
 _NO_ROTARY_MODULE = {
     "gptj": "it gathers sines from a table of n_positions rows inside attention, which holds no other index",
@@ -20,14 +20,21 @@ _NO_ROTARY_MODULE = {
 }
 
 
+def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules()` without encoders of images and sound."""
+    for name, module in model.named_modules():
+        if not any(part in name for part in _OTHER_MODALITIES):
+            yield name, module
+
+
 def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every rotary module of the text decoder with its name, found by class and signature.
 
     Attribute names differ between families (`rotary_emb`, `pos_emb`, `rotary_embs.0`, `rotary_emb_local`), the class
     name pattern and the `position_ids` argument do not.
     """
-    for name, module in model.named_modules():
-        if any(part in name for part in _OTHER_MODALITIES) or isinstance(module, PreTrainedModel):
+    for name, module in text_modules(model):
+        if isinstance(module, PreTrainedModel):
             continue
         if not _ROTARY_CLASS.search(type(module).__name__) or getattr(module, "config", None) is None:
             continue
@@ -42,7 +49,7 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     whole model (DDP, compile, PEFT) leaves it in place.
 
     Raises:
-        ValueError: no Transformers model, or none with RoPE.
+        ValueError: no Transformers model, none with RoPE, or several transformers with it.
     """
     rotary = [module for _, module in named_rotary_modules(model)]
     candidates = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
@@ -54,13 +61,38 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
         family = getattr(candidates[0].config, "model_type", type(candidates[0]).__name__)
         reason = _NO_ROTARY_MODULE.get(family, "no rotary module was found in it")
         raise ValueError(f"model type {family!r} has no RoPE that can be patched: {reason}.")
+    owners = {id(_owner(model, name)): _owner(model, name) for name, _ in named_rotary_modules(model)}
+    if len(owners) > 1:
+        names = ", ".join(sorted(type(owner).__name__ for owner in owners.values()))
+        raise ValueError(
+            f"model type {candidates[0].config.model_type!r} has RoPE in several transformers ({names}) over sequences "
+            "of their own, such as bytes and patches of bytes: a view has no one meaning there."
+        )
     holders = [m for m in candidates if set(rotary) <= {module for _, module in named_rotary_modules(m)}]
     return holders[-1]  # modules() lists parents before children
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The innermost Transformers model that holds a module."""
+    holder = owner = model
+    for part in name.split("."):
+        if isinstance(holder, PreTrainedModel):
+            owner = holder
+        holder = getattr(holder, part)
+    return owner
 
 
 def find_core(model: nn.Module) -> PreTrainedModel:
     """The outermost Transformers model inside any wrapper (PEFT, DDP, compile)."""
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+
+
+def layers_call_rotary(decoder: nn.Module) -> bool:
+    """Whether layers hold rotary modules of their own, which a checkpoint's recompute runs again."""
+    layers = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    inside = {id(m) for group in layers for _, m in named_rotary_modules(group)}
+    owners = {id(m) for group in layers for m in group}
+    return bool(inside - owners)
 
 
 def rope_types(module: Any) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention_calls import AttentionCall, attention_name, kernel_of, sliding_window, watched_attention
+from .attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from .distillation.labelled import Labelled
 from .rotary import find_core, find_decoder
 
@@ -43,7 +43,7 @@ class ShiftedAttention:
         config = self.decoder.config
         if isinstance(group, bool) or not isinstance(group, int) or group < 2:
             raise ValueError(f"group must be an integer of at least 2 tokens, got {group!r}.")
-        if kernel_of(attention_name(self.core)) is None:
+        if attention_kernel(self.core) is None:
             raise ValueError(
                 f"shifted attention runs with sdpa, eager, flash and flex attention, got {attention_name(self.core)!r}."
             )
@@ -79,7 +79,7 @@ class ShiftedAttention:
             ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
         batch = {"input_ids": ids, "position_ids": kwargs.get("position_ids")}
         labelled = Labelled.of({**batch, "attention_mask": kwargs.get("attention_mask")})
-        groups = _Groups(labelled, self.group, eager=kernel_of(attention_name(self.core)) == "eager")
+        groups = _Groups(labelled, self.group, eager=attention_kernel(self.core) == "eager")
         # a mask of four dimensions keeps Transformers from making one
         unused = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         return args, {**kwargs, "attention_mask": unused, "use_cache": False, GROUPS: groups}
@@ -89,7 +89,7 @@ class ShiftedAttention:
         if groups is None:
             return None
         window = sliding_window(call, self.decoder.config)
-        kernel = kernel_of(attention_name(self.core))
+        kernel = attention_kernel(self.core)
         if kernel == "flex":
             mask = groups.block_mask(call, window)
             return call.with_inputs(call.query, call.key, call.value, mask)

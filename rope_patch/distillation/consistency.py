@@ -12,8 +12,9 @@ from rope_kernels.linear_ce import IGNORE_INDEX
 from rope_kernels.vocabulary_rows import ce_factors
 
 from ..attention_calls import AttentionCall
-from ..heads import head_kl, head_losses, require_plain_head
-from .distiller import Distiller, Tape
+from ..heads import head_kl, head_losses
+from ..limits import why_no_head
+from .distiller import Distiller, Tape, require
 from .labelled import Labelled, Rows
 from .longce import LongCE
 from .teacher import CopiedTeacher, SharedTeacher
@@ -131,7 +132,7 @@ class ConsistencyDistiller(Distiller):
         teacher: SharedTeacher | CopiedTeacher | None = None,
     ) -> None:
         super().__init__(model, teacher)
-        require_plain_head(self.core)
+        require(why_no_head(self.core, self.decoder))
         self.consistency, self.longce = consistency, longce
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:

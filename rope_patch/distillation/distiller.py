@@ -9,6 +9,7 @@ from torch import nn
 
 from ..attention_calls import AttentionCall, watched_attention
 from ..documents import locate_documents
+from ..limits import why_unreachable
 from ..rotary import find_core, find_decoder
 from ..state import state_of
 from .teacher import CopiedTeacher, SharedTeacher, without_gradient
@@ -49,13 +50,14 @@ class Distiller:
         teacher: the same weights with adapters off, or a frozen copy; None where a subclass needs none.
 
     Raises:
-        ValueError: the student's RoPE is the teacher's.
+        ValueError: the student's RoPE is the teacher's, or its family keeps the tape from its decoder.
     """
 
     def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher | None = None) -> None:
         self.core: Any = find_core(model)
         self.decoder: Any = find_decoder(model)
         self.teacher: Any = teacher
+        require(why_unreachable(self.core, self.decoder))
         self.state = state_of(self.decoder)
         if teacher is not None:
             self._require_difference()
@@ -130,6 +132,12 @@ class Distiller:
 
     def _compare_student(self, tape: Any, output: Any) -> None:
         """Compare the output of the student's decoder."""
+
+
+def require(reason: str | None) -> None:
+    """Raise the reason why something is not possible, if there is one."""
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:

@@ -83,9 +83,11 @@ class TwoViewLayout:
             torch.cat([~moved, torch.zeros_like(is_copy)], 1),
         )
 
-    def tokens(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids of tokens and copies, [batch, n + m]."""
-        return torch.cat([ids, ids.gather(1, self.source).masked_fill(~self.is_copy, 0)], 1)
+    def with_copies(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of tokens and copies, [batch, n + m, ...], given those of tokens: ids, embeddings."""
+        row = torch.arange(len(values), device=values.device)[:, None]
+        absent = ~self.is_copy.view(*self.is_copy.shape, *[1] * (values.ndim - 2))
+        return torch.cat([values, values[row, self.source].masked_fill(absent, 0)], 1)
 
     def index(self, positions: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
         """RoPE indices of tokens and copies, [batch, n + m], from true positions and those of the view, [batch, n]."""

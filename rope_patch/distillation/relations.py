@@ -13,9 +13,10 @@ from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.autocast import as_multiplied
 
 from ..attention_calls import AttentionCall
-from ..heads import head_kl, require_plain_head
+from ..heads import head_kl
+from ..limits import why_no_head, why_no_relations
 from ..rotary import find_decoder, named_rotary_modules
-from .distiller import TAPE, Distiller, Tape
+from .distiller import TAPE, Distiller, Tape, require
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
 
@@ -89,6 +90,8 @@ class RelationTape(Tape):
         tensors = {"q": query, "k": key, "v": call.value}
         needed = set(self.targets.weights) - {"attention"} | ({"q", "k"} if self.targets.attention else set())
         if self.teaching:
+            if layer in self.teacher or key.shape[2] != query.shape[2]:
+                raise ValueError(_not_one_relation(call))
             device = "cpu" if self.offload else query.device
             self.teacher[layer] = {n: as_multiplied(tensors[n].detach()).to(device) for n in sorted(needed)}
             return
@@ -168,6 +171,15 @@ class RelationTape(Tape):
         return torch.stack([self.sums[layer][place] for layer in sorted(self.sums)]).mean()
 
 
+def _not_one_relation(call: AttentionCall) -> str:
+    layer, kind = call.module.layer_idx, type(call.module).__name__
+    if call.key.shape[2] != call.query.shape[2]:
+        what = f"{kind} attends to {call.key.shape[2]} keys in a row of {call.query.shape[2]} tokens"
+    else:
+        what = f"attention of layer {layer} ({kind}) runs more than once a forward"
+    return f"{what}, so that relations of its tokens cannot be told apart: choose other `layers`, or another objective."
+
+
 class RelationDistiller(Distiller):
     """Distils relations of a teacher into a rescaled student while the student's forward runs.
 
@@ -196,10 +208,11 @@ class RelationDistiller(Distiller):
     ) -> None:
         super().__init__(model, teacher)
         self.targets, self.logit_kl, self.offload = targets, logit_kl, offload
-        if logit_kl is not None:
-            require_plain_head(self.core)
         if targets.rope == "pre" and self.state is not None and self.state.layers_call_rotary:
             raise ValueError(f"rope='pre' needs RoPE outside the layers, which {type(self.core).__name__} has inside.")
+        require(why_no_relations(self.core, self.decoder))
+        if logit_kl is not None:
+            require(why_no_head(self.core, self.decoder))
         n_layers = self.decoder.config.num_hidden_layers
         if targets.layers is not None and max(targets.layers) >= n_layers:
             raise ValueError(f"layers must be below {n_layers}, the layers of this model, got {targets.layers}.")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..limits import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
 from ..rotary import find_core, find_decoder
 
@@ -113,8 +114,8 @@ def _adapter_layers(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _without_dropout(decoder: nn.Module) -> Iterator[None]:
-    """Eval mode for every module that drops something; the rest keeps its mode, and so its checkpointing."""
-    active = [m for m in decoder.modules() if m.training and _drops(m)]
+    """Eval mode for every module that draws something; the rest keeps its mode, and so its checkpointing."""
+    active = [m for m in decoder.modules() if m.training and is_noisy(m)]
     for module in active:
         module.training = False
     try:
@@ -122,13 +123,6 @@ def _without_dropout(decoder: nn.Module) -> Iterator[None]:
     finally:
         for module in active:
             module.training = True
-
-
-def _drops(module: Any) -> bool:
-    if isinstance(module, nn.Dropout):
-        return module.p > 0
-    rates = [getattr(module, name, 0.0) for name in ("attention_dropout", "dropout", "resid_pdrop")]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 @contextmanager

@@ -11,35 +11,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention_calls import AttentionCall, attention_name, kernel_of, sliding_window
+from ..attention_calls import AttentionCall, attention_kernel, sliding_window
 from .one_pass import Segment, TwoViewLayout
 from .prefix_attention import prefix_attention
-
-_MIXES_TOKENS = ("mamba", "conv", "ssm", "recurrent", "deltanet", "rwkv", "linearattention", "lightning")
-
-
-def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
-    """Why a model needs two passes for two views, None where one is exact."""
-    name = attention_name(core)
-    if kernel_of(name) is None:
-        return f"attention implementation {name!r}"
-    if kernel_of(name) == "flash" and _aligns_masks_at_the_top():
-        return "a FlashAttention that aligns causal masks at the first query"
-    config = decoder.config
-    other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if other:
-        return f"layers of type {', '.join(sorted(other))}"
-    for module in decoder.modules():
-        kind = type(module).__name__.lower()
-        if any(part in kind for part in _MIXES_TOKENS):
-            return f"{type(module).__name__}, which carries a state from token to token"
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            return "dropout, which two passes draw apart"
-    if getattr(config, "attention_dropout", 0.0):
-        return "attention dropout, which two passes draw apart"
-    if kernel_of(name) == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
-        return "soft-capped attention scores"
-    return None
 
 
 def copy_granule(core: nn.Module, seq_len: int) -> int:
@@ -48,13 +22,7 @@ def copy_granule(core: nn.Module, seq_len: int) -> int:
     Under sdpa a 32nd of the row: cuDNN's attention, which PyTorch runs on Hopper GPUs, is planned for each length that
     it meets, which takes tens to hundreds of milliseconds. So lengths repeat, for a 64th of a row in copies on average.
     """
-    return max(1, seq_len // 32) if kernel_of(attention_name(core)) == "sdpa" else 1
-
-
-def _aligns_masks_at_the_top() -> bool:
-    from transformers.integrations import flash_attention
-
-    return flash_attention._use_top_left_mask
+    return max(1, seq_len // 32) if attention_kernel(core) == "sdpa" else 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +51,7 @@ class TwoViewAttention:
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Output [batch, n + m, n_heads, value_dim]."""
         window = sliding_window(call, self.config)
-        kernel = kernel_of(attention_name(self.core))
+        kernel = attention_kernel(self.core)
         if kernel == "sdpa":
             with self._repeated_plans():
                 return self._sdpa(call, window)
@@ -123,7 +91,7 @@ class TwoViewAttention:
                 pieces[one.row].append((one.copy, found))
         # joined, not written into one tensor: autograd would copy all of it for each piece
         like = call.query[:1, :, :, : call.value.shape[-1]]
-        return torch.cat([_joined(row, like) for row in pieces]).transpose(1, 2)
+        return torch.cat([_joined(row, like) for row in pieces]).transpose(1, 2).contiguous()
 
     def _causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None

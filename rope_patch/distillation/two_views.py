@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..limits import why_no_self_distillation, why_two_passes
 from ..patch import rope_view
 from ..state import Batch, TableSource
 from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
-from .distiller import TAPE
+from .distiller import TAPE, require
 from .labelled import Labelled
 from .longce import LongCE
 from .one_pass import TwoViewLayout
 from .teacher import CopiedTeacher, SharedTeacher, without_gradient
-from .two_view_attention import TwoViewAttention, copy_granule, why_two_passes
+from .two_view_attention import TwoViewAttention, copy_granule
 
 logger = logging.get_logger(__name__)
 
@@ -58,19 +59,15 @@ class ViewDistiller(ConsistencyDistiller):
                 "objective 'self-distill' compares a view with true positions: give view='skip' or another that "
                 "perturbs. With teacher='native' and a rescaled model, view='standard' does too."
             )
-        if self.state.layers_call_rotary:
-            raise ValueError(
-                f"{type(self.core).__name__} computes RoPE inside its layers, which have one view a step: objective "
-                "'self-distill' needs two. Use objective='clm' with the view."
-            )
+        require(why_no_self_distillation(self.core, self.decoder))
         self.source = self.state.source
-        self._names = tuple(inspect.signature(type(self.decoder).forward).parameters)[1:]
         if consistency.reduction == "uniform" and teacher is None:  # a view that cannot say raises here
             self.source.view.affected_share(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 2))
         reason = why_two_passes(self.core, self.decoder) if one_pass else "been asked for it"
         if self.source.view.layerwise or self.source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
         self.one_pass = reason is None
+        self._parameters = tuple(inspect.signature(type(self.decoder).forward).parameters)[1:]
         if reason is None:
             logger.info("Both views run in one forward.")
         else:
@@ -91,10 +88,14 @@ class ViewDistiller(ConsistencyDistiller):
             return None
         self._read_short(tape, decoder)
         self._ask_teacher(tape, args, kwargs)
-        if self.one_pass:
+        call = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        # masks finished by the model around the decoder may show more than causality, as between parts of an image
+        finished = call.get("attention_mask") is not None and not _is_padding_mask(call["attention_mask"])
+        if self.one_pass and not finished:
             tape.taught = True
-            # some families call their decoder with positional arguments
-            return (), self._with_copies(tape, {**dict(zip(self._names, args, strict=False)), **kwargs})
+            return (), self._with_copies(tape, call)
+        if self.one_pass:
+            logger.warning_once("Both views run in two passes: the model around the decoder gives it finished masks.")
         tape.teaching = True
         try:
             with rope_view(decoder, "standard"):
@@ -122,18 +123,18 @@ class ViewDistiller(ConsistencyDistiller):
         finally:
             tape.teaching = False
 
-    def _with_copies(self, tape: ViewTape, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The call of the decoder with copies of the suffixes, whose RoPE indices are the view's."""
+    def _with_copies(self, tape: ViewTape, call: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the decoder with copies of the suffixes, whose RoPE indices are the view's."""
         assert self.state is not None
         one, (n_rows, seq_len) = tape.labelled, tape.ids.shape
-        position_ids = kwargs.get("position_ids")
+        position_ids = call.get("position_ids")
         bound = self.source.bind(
             Batch(
                 rows=n_rows,
                 seq_len=seq_len,
                 device=tape.ids.device,
                 position_ids=position_ids,
-                attention_mask=kwargs.get("attention_mask"),
+                attention_mask=call.get("attention_mask"),
                 cached=0,
                 training=self.decoder.training,
                 ids=tape.ids,
@@ -152,13 +153,14 @@ class ViewDistiller(ConsistencyDistiller):
         self.state.overrides.append(TableSource(index))
         # a mask of four dimensions keeps Transformers from making one; the attention of both views has its own
         unused = torch.ones(n_rows, 1, 1, 1, dtype=torch.bool, device=tape.ids.device)
-        changed = {
-            "input_ids": layout.tokens(tape.ids),
+        return {
+            # tokens, embeddings, and whatever else a family computes for each token outside its decoder
+            **{name: layout.with_copies(x) if _is_per_token(x, n_rows, seq_len) else x for name, x in call.items()},
             "attention_mask": unused,
-            "position_ids": layout.index(positions, positions),  # true ones, which other things than RoPE go by
+            # true ones: some families scale queries by them
+            "position_ids": layout.with_copies(positions),
             "use_cache": False,
         }
-        return {**kwargs, **changed}
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -194,3 +196,11 @@ class ViewDistiller(ConsistencyDistiller):
             )
         rows, tokens = tape.queries // tape.ids.shape[1], tape.queries % tape.ids.shape[1]
         return hidden[rows, tokens], hidden[rows, tape.attention.layout.seen[rows, tokens]]
+
+
+def _is_padding_mask(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.ndim == 2
+
+
+def _is_per_token(value: Any, n_rows: int, seq_len: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[:2] == (n_rows, seq_len)

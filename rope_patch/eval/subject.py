@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from rope_kernels import linear_ce_rows
 
 from ..describe import describe
+from ..limits import why_no_head
 from ..rotary import find_core
 
 _CHUNK_BYTES = 2**28  # of float32 logits
@@ -25,7 +26,7 @@ class Subject:
         model: the model; it is not changed.
 
     Raises:
-        ValueError: it has no output head.
+        ValueError: it has no output head, or something between decoder and head.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,6 +35,9 @@ class Subject:
         self.head: Any = self.core.get_output_embeddings()
         if not isinstance(getattr(self.head, "weight", None), torch.Tensor):
             raise ValueError(f"{type(self.core).__name__} has no linear output head: a causal LM is needed.")
+        reason = why_no_head(self.core, self.core.base_model)
+        if reason is not None:
+            raise ValueError(reason)
 
     @property
     def vocab_size(self) -> int:

@@ -3,18 +3,26 @@
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
+from support.families import tiny_family
 from support.tiny import gemma3, tiny, tokens
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     GPTJConfig,
     GPTJForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
 )
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from rope_patch import describe, patch_model, rope_view
+from rope_patch import describe, native_rope, patch_model, rope_view
+from rope_patch.distillation import ViewConsistency, ViewDistiller
+from rope_patch.documents import real_tokens_of
 from rope_patch.draws import DrawKey
+from rope_patch.eval.subject import Subject
 from rope_patch.state import BoundView, Documents
-from rope_patch.views import Skip
+from rope_patch.views import ChunkPermute, Skip
 
 L = 20
 
@@ -126,3 +134,82 @@ def test_a_view_is_elementwise_in_the_positions(shape):
     assert torch.equal(found, whole.expand(found.shape))
     shard = torch.tensor([3, 4, 15, 16])  # of context parallelism: not in order
     assert torch.equal(bound(shard.expand(3, 4)), whole[:, shard])
+
+
+def phimoe(**rope):
+    config = PhimoeConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        num_local_experts=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", **rope},
+    )
+    return PhimoeForCausalLM(config).eval()
+
+
+def test_frequencies_that_are_worked_out_in_every_forward_cannot_be_replaced_for_one():
+    model = phimoe()
+    with pytest.raises(ValueError, match="PhimoeRotaryEmbedding works its frequencies out from the config"):
+        patch_model(model, "random-base")
+    patch_model(model, "abf", theta=1e6)
+    with pytest.raises(ValueError, match="cannot be put in force for a while"), native_rope(model):
+        pass
+    assert "not possible    native_rope: PhimoeRotaryEmbedding" in str(describe(model))
+    long = phimoe(
+        rope_type="longrope",
+        short_factor=[1.0] * 4,
+        long_factor=[4.0] * 4,
+        short_mscale=1.0,
+        long_mscale=1.2,
+        original_max_position_embeddings=32,
+    )
+    with pytest.raises(ValueError, match="with 'longrope' by the largest index"), rope_view(long, Skip()):
+        pass
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_padding_is_found_in_masks_that_are_finished(attention, side):
+    """A multimodal model gives its text decoder a mask for each layer type: a view finds its documents there."""
+    model, ids = gemma3(), tokens(2, L)
+    model.set_attn_implementation(attention)
+    n = 13
+    real = slice(L - n, L) if side == "left" else slice(0, n)
+    mask = torch.zeros(2, L, dtype=torch.long)
+    mask[0], mask[1, real] = 1, 1
+    view = ChunkPermute(blocks=3)  # moves by the length of the document
+    options = {"config": model.config, "inputs_embeds": torch.zeros(2, L, 32), "past_key_values": None}
+    finished = {
+        "full_attention": create_causal_mask(attention_mask=mask, **options),
+        "sliding_attention": create_sliding_window_causal_mask(attention_mask=mask, **options),
+    }
+    with rope_view(model, view):
+        wanted = model.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    with rope_view(model, view):
+        found = model.model(ids, attention_mask=finished, use_cache=False).last_hidden_state
+    torch.testing.assert_close(found[1, real], wanted[1, real])
+    torch.testing.assert_close(found[0], wanted[0])
+
+
+def test_finished_masks_of_flex_attention():
+    def real(batch, head, q, k):
+        return (q >= k) & ((k >= 5) | (batch == 0))
+
+    mask = create_block_mask(real, 2, None, L, L, device="cpu")
+    assert real_tokens_of({"full_attention": mask}).tolist() == [[True] * L, [False] * 5 + [True] * (L - 5)]
+
+
+def test_a_head_of_more_than_one_product_is_refused_where_losses_take_hidden_states():
+    model = patch_model(tiny_family("modernbert-decoder"), "skip")
+    with pytest.raises(ValueError, match=r"ModernBertDecoderPredictionHead\) between the decoder and the output head"):
+        ViewDistiller(model, ViewConsistency())
+    with pytest.raises(ValueError, match="between the decoder and the output head"):
+        Subject(model)

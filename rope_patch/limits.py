@@ -1,0 +1,230 @@
+"""What a family cannot do, and why. Distillers ask before they start, `describe` tells."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention_calls import attention_kernel, attention_name
+from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, text_modules
+
+_MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+# q and k get a weight a channel after RoPE there, so that scores no longer depend on differences of indices alone
+_WEIGHTS_AFTER_ROPE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
+
+
+def limits(model: nn.Module) -> dict[str, str]:
+    """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
+    core, decoder = find_core(model), find_decoder(model)
+    found = {
+        "native_rope": why_no_native_rope(decoder),
+        "gradient checkpointing": why_no_checkpointing(decoder),
+        "self-distillation": why_no_self_distillation(core, decoder),
+        "relation distillation": why_no_relations(core, decoder),
+    }
+    if found["self-distillation"] is None:
+        two = why_two_passes(core, decoder)
+        found["self-distillation in one pass"] = two and f"the model has {two}."
+    return {what: reason for what, reason in found.items() if reason is not None}
+
+
+def why_no_checkpointing(decoder: nn.Module) -> str | None:
+    """Why a view and gradient checkpointing do not go together."""
+    if layers_call_rotary(decoder):
+        return (
+            f"{type(decoder).__name__} applies RoPE inside its layers, which gradient checkpointing runs again in "
+            "backward, when the view has ended: gradients would be wrong. Switch gradient checkpointing off."
+        )
+    return None
+
+
+def why_no_self_distillation(core: nn.Module, decoder: nn.Module) -> str | None:
+    """Why two views of one model cannot be compared."""
+    reason = why_unreachable(core, decoder) or why_no_head(core, decoder)
+    if reason is None and layers_call_rotary(decoder):
+        return (
+            f"{type(core).__name__} computes RoPE inside its layers, which have one view a step: objective "
+            "'self-distill' needs two. Use objective='clm' with the view."
+        )
+    return reason
+
+
+def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
+    """Why a model needs two passes for two views, None where one is exact."""
+    kernel = attention_kernel(core)
+    if kernel is None:
+        return f"attention implementation {attention_name(core)!r}"
+    if kernel == "flash" and _aligns_masks_at_the_top():
+        return "a FlashAttention that aligns causal masks at the first query"
+    config = decoder.config
+    other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other:
+        return f"layers of type {', '.join(sorted(other))}"
+    keeps = keeps_from_attention(decoder)
+    if keeps is not None:
+        return f"attention that cannot be told of copies: {keeps}"
+    if any(hasattr(module, "mrope_section") for _, module in named_rotary_modules(decoder)):
+        return "positions with several axes, which take another shape than those of tokens"
+    absolute = why_not_relative(decoder)
+    if absolute is not None:
+        return absolute
+    for _, module in text_modules(decoder):
+        if _MIXES_TOKENS.search(type(module).__name__):
+            return f"{type(module).__name__}, which carries a state from token to token"
+        if is_noisy(module):
+            return f"dropout or noise in {type(module).__name__}, which two passes draw apart"
+    if kernel == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        return "soft-capped attention scores"
+    return None
+
+
+def why_no_head(core: Any, decoder: nn.Module) -> str | None:
+    """Why logits are not the product of last hidden states and a matrix, scaled and capped."""
+    if core is decoder:
+        return None
+    head = core.get_output_embeddings()
+    if hasattr(head, "base_layer"):
+        return (
+            "the output head has an adapter, which a loss through its weight would leave out without an error: take "
+            "lm_head out of target_modules, or train it whole with modules_to_save=['lm_head']."
+        )
+    for name, child in core.named_children():
+        beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
+        if beside and name in _read_by(core):
+            return (
+                f"{type(core).__name__} puts its {name} ({type(child).__name__}) between the decoder and the output "
+                "head, and losses of hidden states take the head alone."
+            )
+    return None
+
+
+def why_no_relations(core: nn.Module, decoder: nn.Module) -> str | None:
+    """Why queries, keys and values cannot be taken as attention gets them."""
+    keeps = keeps_from_attention(decoder)
+    return why_unreachable(core, decoder) or (keeps and f"{keeps}, so that relations cannot be distilled.")
+
+
+def why_no_native_rope(decoder: nn.Module) -> str | None:
+    """Why the native schedule cannot be put in force for a while, the config staying as it is."""
+    reason = why_fixed_frequencies(decoder)
+    for _, module in text_modules(decoder):
+        if reason is None and module is not decoder and "rope_parameters" in _read_by(module):
+            reason = f"{type(module).__name__} reads the schedule from the config in every forward"
+    return reason and f"{reason}, so the native one cannot be put in force for a while: use a copy."
+
+
+def why_fixed_frequencies(decoder: nn.Module) -> str | None:
+    """Why frequencies cannot be others than those of the config for the time of a forward."""
+    for _, module in named_rotary_modules(decoder):
+        if "config" in _read_by(module):
+            return f"{type(module).__name__} works its frequencies out from the config in every forward"
+    return None
+
+
+def why_not_relative(decoder: Any) -> str | None:
+    """Why a shift of all indices changes predictions."""
+    if decoder.config.model_type in _WEIGHTS_AFTER_ROPE:
+        return "weights on queries and keys after RoPE, so that a shift of all indices counts"
+    return None
+
+
+def is_noisy(module: Any) -> bool:
+    """Whether a module draws something in training: dropout as a module, or a rate of dropout or jitter of its own."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    return any(
+        isinstance(rate, float) and rate > 0 and any(word in name for word in ("dropout", "pdrop", "jitter"))
+        for name, rate in vars(module).items()
+    )
+
+
+def _aligns_masks_at_the_top() -> bool:
+    from transformers.integrations import flash_attention
+
+    return flash_attention._use_top_left_mask
+
+
+def keeps_from_attention(decoder: nn.Module) -> str | None:
+    """What keeps keyword arguments of a forward from the attention functions of Transformers, None if nothing does."""
+    places = [name for name, module in text_modules(decoder) if _asks_for_attention(module)]
+    if not places:
+        return f"{type(decoder).__name__} computes attention in code of its own, outside Transformers' functions"
+    modules = dict(decoder.named_modules())
+    chain = {type(modules[part]) for name in places for part in _above(name)}
+    for kind in sorted(chain - set(_CONTAINERS), key=lambda kind: kind.__name__):
+        if not _passes_on(kind.forward):
+            return f"{kind.__name__} does not pass keyword arguments on to attention"
+    return None
+
+
+def why_unreachable(core: nn.Module, decoder: nn.Module) -> str | None:
+    """Why a keyword argument of a causal LM does not reach its decoder."""
+    modules = dict(core.named_modules())
+    name = next(name for name, module in modules.items() if module is decoder)
+    kinds = [type(modules[part]) for part in _above(name)[:-1]]
+    for kind in kinds:
+        if not _passes_on(kind.forward):
+            return (
+                f"{kind.__name__} does not pass keyword arguments on to its decoder, so a distillation cannot reach it."
+            )
+    return None
+
+
+def _asks_for_attention(module: nn.Module) -> bool:
+    """Whether `forward` looks its attention up in Transformers' table; a family may have a table of its own."""
+    table = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
+    return table is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _read_by(module)
+
+
+def _above(name: str) -> list[str]:
+    """The names of a module and of all that hold it, outermost first."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+
+
+@cache
+def _code(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    """The code of a function below its decorators, None where there is no source to read."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+
+
+def _read_by(module: nn.Module) -> frozenset[str]:
+    """Names and attributes that the module's `forward` mentions."""
+    return _names_in(type(module).forward)
+
+
+@cache
+def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
+    function = _code(forward)
+    if function is None:
+        return frozenset()
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    return frozenset(names | {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)})
+
+
+@cache
+def _passes_on(forward: Callable[..., Any]) -> bool:
+    """Whether a `forward` hands its own **kwargs to more than the loss; yes where its code cannot be read."""
+    function = _code(forward)
+    if function is None:
+        return True
+    own = function.args.kwarg
+    return own is not None and any(
+        keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == own.arg
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        and not (isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function")
+        for keyword in call.keywords
+    )

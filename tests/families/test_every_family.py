@@ -1,0 +1,300 @@
+"""Every causal-LM family of Transformers that has RoPE: what we do with it is right, or refused with the reason.
+
+No list says which families pass. A test fails on wrong numbers, on a patch without effect, on errors that are not ours,
+and on refusals that `describe` does not tell. docs/composition.md shows the outcomes.
+"""
+
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.families import families, tiny_family
+from support.tiny import WINDOW, tokens
+from torch.nn import functional as F  # noqa: N812
+
+from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch.distillation import (
+    TAPE,
+    CopiedTeacher,
+    RelationDistiller,
+    RelationTargets,
+    ViewConsistency,
+    ViewDistiller,
+)
+from rope_patch.distillation.consistency import ViewTape
+from rope_patch.distillation.labelled import Labelled
+from rope_patch.limits import why_not_relative
+from rope_patch.rotary import find_decoder
+from rope_patch.views import Skip
+
+N, SPLIT, SKIP = 20, 8, 30
+VIEW = Skip(split=SPLIT, skip=SKIP)
+RESCALINGS = {
+    "pi": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": WINDOW},
+    "abf": {"theta": 3e6},
+}
+every_family = pytest.mark.parametrize("family", families())
+
+
+@contextmanager
+def refusals(record_property):
+    """A ValueError that rope_patch itself raises in the block is recorded as a refusal; nothing else is caught."""
+    found = []
+    try:
+        yield found
+    except ValueError as error:
+        frame = error.__traceback__
+        while frame.tb_next is not None:
+            frame = frame.tb_next
+        if not frame.tb_frame.f_globals["__name__"].startswith("rope_patch"):
+            raise
+        record_property("refused", str(error))
+        found += [str(error), frame.tb_frame.f_code.co_name]
+
+
+@contextmanager
+def described(model, what, record_property):
+    """The block is refused if and only if `describe` says so, in the same words."""
+    limit = describe(model).limits.get(what)
+    with refusals(record_property) as found:
+        yield
+    by_tape = found[1:] == ["visit"]  # what a first forward alone shows: keys of several tokens, layers that run twice
+    assert by_tape or found[:1] == ([] if limit is None else [limit])
+
+
+@pytest.fixture
+def model(family, record_property):
+    """The tiny model of a family; the test is over for one that cannot be patched at all."""
+    built = tiny_family(family)
+    with refusals(record_property) as found:
+        describe(built)
+    if found:
+        for change in (lambda: patch_model(built, VIEW), lambda: patch_model(built, "pi", factor=2.0)):
+            with pytest.raises(ValueError, match=re.escape(found[0])):
+                change()
+        return None
+    return built
+
+
+def logits(model, ids):
+    return model(ids, use_cache=False).logits
+
+
+def same(found, wanted, what):
+    error, scale = (found - wanted).abs().max().item(), wanted.std().item()
+    assert error <= 1e-4 * scale, f"{what}: off by {error / scale:.1e} standard deviations"
+
+
+def gradients(model):
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def same_gradients(found, wanted):
+    largest = max(g.abs().max().item() for g in wanted.values())
+    assert 0 < largest < float("inf")
+    for name, gradient in wanted.items():
+        error, own = (found[name] - gradient).abs().max().item(), gradient.abs().max().item()
+        assert error <= 1e-3 * own + 1e-6 * largest, f"{name}: off by {error} of {own}"
+
+
+@every_family
+@torch.no_grad()
+def test_view(model, record_property):
+    if model is None:
+        return
+    ids = tokens(2, N)
+    other = ids.clone()
+    other[:, 0] = 3 + (ids[:, 0] - 2) % 90
+    plain = logits(model, ids)
+    reach = (logits(model, other) - plain)[:, -1].abs().max()
+    with described(model, "views", record_property):
+        with rope_view(model, "standard"):
+            assert torch.equal(logits(model, ids), plain), "the identity view changes logits"
+        with rope_view(model, Skip(split=0, skip=13)):
+            shifted = logits(model, ids)
+        if why_not_relative(find_decoder(model)) is None:
+            same(shifted, plain, "a shift of all positions")
+        else:
+            assert (shifted - plain).abs().max() > 1e-2 * plain.std()
+        with rope_view(model, VIEW):
+            seen = logits(model, ids)
+            moved = (logits(model, other) - seen)[:, -1].abs().max()
+        same(seen[:, :SPLIT], plain[:, :SPLIT], "the prefix of a skip")
+        assert (seen - plain)[:, SPLIT:].abs().max() > 1e-4 * plain.std(), "a skip changes nothing"
+        assert moved > 0.1 * reach > 0, "token 0 does not reach the last row under a view"
+    assert torch.equal(logits(model, ids), plain), "the model is not as it was"
+
+
+def reloaded(model, folder, ids):
+    """Logits of what plain Transformers loads from what the model saves."""
+    model.save_pretrained(folder)
+    loaded = type(model).from_pretrained(folder).eval()
+    # what Transformers loses of this family's weights without us is no matter of RoPE
+    loaded.load_state_dict(model.state_dict())
+    return logits(loaded, ids)
+
+
+@pytest.mark.parametrize("method", RESCALINGS)
+@every_family
+@torch.no_grad()
+def test_rescaling(model, method, tmp_path, record_property):
+    if model is None:
+        return
+    ids = tokens(2, N)
+    plain = logits(model, ids)
+    with refusals(record_property):
+        patch_model(model, method, **RESCALINGS[method])
+        seen = logits(model, ids)
+        assert not torch.equal(seen, plain), "a rescaling changes nothing"
+        found = reloaded(model, tmp_path, ids)
+        unpatch_model(model)
+        if not torch.equal(found, seen):
+            # sums of some families depend on where in memory their weights are, also without us
+            assert not torch.equal(reloaded(model, tmp_path, ids), plain), "reloaded, the model gives other logits"
+            torch.testing.assert_close(found, seen, rtol=0, atol=1e-6)
+    assert torch.equal(logits(model, ids), plain), "the model is not as it was"
+
+
+@every_family
+@torch.no_grad()
+def test_native_rope(model, record_property):
+    if model is None:
+        return
+    ids = tokens(2, N)
+    plain = logits(model, ids)
+    for method, options in RESCALINGS.items():  # the first that this family takes
+        with refusals(lambda *_: None) as refused:
+            patch_model(model, method, **options)
+        if not refused:
+            break
+    else:
+        record_property("refused", refused[0])
+        return
+    seen = logits(model, ids)
+    with described(model, "native_rope", record_property):
+        with native_rope(model):
+            assert torch.equal(logits(model, ids), plain)
+    assert torch.equal(logits(model, ids), seen)
+
+
+@every_family
+@torch.no_grad()
+def test_capture(model, record_property):
+    if model is None:
+        return
+    ids, ran = tokens(2, N), set()
+    for module in model.modules():
+        attends = re.search(r"(?<!Linear)(?<!Lightning)(?<!Delta)(Attention|MLA)$", type(module).__name__)
+        if attends and hasattr(module, "layer_idx"):
+            module.register_forward_hook(lambda m, *_: ran.add(m.layer_idx))
+    copy = CopiedTeacher(model)
+    patch_model(model, VIEW)
+
+    def captured(view):
+        distiller = RelationDistiller(model, RelationTargets(), copy)
+        tape = distiller.tape(ids)
+        tape.teaching = True  # what it does with a teacher's tensors is to record them
+        with distiller.active(), rope_view(model, view):
+            model(ids, use_cache=False, **{TAPE: tape})
+        return tape.teacher
+
+    with described(model, "relation distillation", record_property):
+        plain, seen = captured("standard"), captured(VIEW)
+        assert plain.keys() == seen.keys() == ran, f"attention ran in layers {ran}, captured are {set(plain)}"
+        for layer in ran:
+            for name, tensor in plain[layer].items():
+                assert tensor.shape[2] == N
+                same(seen[layer][name][:, :, :SPLIT], tensor[:, :, :SPLIT], f"{name} of layer {layer}, prefix")
+        first = min(plain)
+        same(seen[first]["v"], plain[first]["v"], "v of the first attention")
+        changes = [(plain[i][name] - seen[i][name])[:, :, SPLIT:].abs().max() for i in ran for name in "qk"]
+        assert max(changes) > 1e-3, "what is captured is not after RoPE"
+
+
+@every_family
+def test_relation_distillation(model, record_property):
+    if model is None:
+        return
+    model, ids = patch_model(model.train(), VIEW), tokens(2, N)
+    teacher = CopiedTeacher(model)
+    with described(model, "relation distillation", record_property):
+        distiller = RelationDistiller(model, RelationTargets(), teacher)
+        tape = distiller.tape(ids)
+        with distiller.active():
+            model(input_ids=ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
+            loss = sum(tape.loss(name) for name in "qkv")
+            loss.backward()
+        assert torch.isfinite(loss) and loss > 1e-6
+        found = gradients(model).values()
+        assert all(torch.isfinite(g).all() for g in found) and any(g.abs().max() > 0 for g in found)
+
+
+def distilled(model, ids, one_pass):
+    """Tape and gradients of one step."""
+    model.zero_grad()
+    distiller = ViewDistiller(model, ViewConsistency(), one_pass=one_pass)
+    distiller.source.clock.set(3, 0)
+    labelled = Labelled.of({"input_ids": ids, "labels": ids})
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, ids)
+    with distiller.active():
+        model(input_ids=ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
+        tape.loss.backward()
+    return tape, gradients(model)
+
+
+@every_family
+def test_self_distillation(model, record_property):
+    if model is None:
+        return
+    model, ids = patch_model(model.train(), VIEW), tokens(2, N)
+    with described(model, "self-distillation", record_property):
+        tape, found = distilled(model, ids, one_pass=True)
+        one_pass = tape.attention is not None
+        why = describe(model).limits.get("self-distillation in one pass")
+        assert why is None or not one_pass
+        if not one_pass:
+            record_property("two passes", why or "the model around the decoder gives it finished masks.")
+        with torch.no_grad(), rope_view(model, "standard"):
+            plain = logits(model, ids)
+        with torch.no_grad(), rope_view(model, VIEW):
+            seen = logits(model, ids)
+        ce = F.cross_entropy(plain[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        p, q = seen.log_softmax(-1)[:, SPLIT:-1], plain.log_softmax(-1)[:, SPLIT:-1]
+        kl = (p.exp() * (p - q)).sum(-1).sum(1).mean() / (N - SPLIT)
+        assert kl > 1e-6
+        torch.testing.assert_close(tape.loss.detach(), ce + kl, rtol=1e-4, atol=1e-5)
+        if one_pass:
+            _, wanted = distilled(model, ids, one_pass=False)
+            same_gradients(found, wanted)
+        else:
+            assert 0 < max(g.abs().max() for g in found.values()) < float("inf")
+
+
+@every_family
+def test_checkpointing(model, record_property):
+    if model is None:
+        return
+    if not model.supports_gradient_checkpointing:
+        record_property("refused", "Transformers has no gradient checkpointing for this family.")
+        return
+    model.train()
+    ids = tokens(2, N)
+
+    def step():
+        model.zero_grad()
+        with rope_view(model, VIEW):
+            out = logits(model, ids)
+        F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        return gradients(model)
+
+    with described(model, "gradient checkpointing", record_property):
+        wanted = step()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        same_gradients(step(), wanted)
+
+
+def test_llama_is_refused_nothing():
+    """The rule that lets a family refuse lets none of its plain members do so."""
+    assert describe(tiny_family("llama")).limits == {}
