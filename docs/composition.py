@@ -14,7 +14,8 @@ HEAD = """# What composes with what
 
 Model family x attention implementation x batch kind, each cell one test of `tests/rope_patch/test_matrix.py`: a batch
 under a skip view, its logits compared with a decoder written from the formulas in float64. Written by `make docs`, with
-torch {torch} and transformers {transformers} on {device}; nothing in it is typed by hand.
+torch {torch} and transformers {transformers} on {device}; nothing in it is typed by hand. On a CPU FlashAttention's
+functions are written out in torch; a dash is a cell that Transformers gets wrong by itself.
 
 """
 
@@ -67,7 +68,7 @@ class Outcomes:
                 self.add_family(test, name, report)
             return
         # test_cell[family-attention-batch]; families and batches hold dashes, attention names do not
-        for attention in ("eager", "sdpa", "flex_attention"):
+        for attention in ("eager", "sdpa", "flex_attention", "flash_attention_2"):
             family, found, batch = name.partition(f"-{attention}-")
             if found:
                 self.cells[family, attention, batch] = {"passed": "yes", "failed": "**no**"}.get(report.outcome, "-")

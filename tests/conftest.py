@@ -36,3 +36,10 @@ def fresh_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def flex_runs_eagerly():
+    """Compiled for a CPU, flex attention fails on some shapes, after some others."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

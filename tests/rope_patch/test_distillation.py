@@ -126,6 +126,7 @@ def test_every_variant(variant):
     check_full("qwen3", "sdpa", "right", VARIANTS[variant], checkpointing=True)
 
 
+@pytest.mark.usefixtures("flex_runs_eagerly")
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
 def test_every_attention_implementation_with_checkpointing(attention):
     # flex attention has no gradient on a CPU; tests/gpu has it

@@ -10,13 +10,9 @@ from support import cells, oracle
 from support.flash import as_flash, emulate
 from support.tiny import FAMILIES, tiny
 
+pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
+
 ATTENTION = ["eager", "sdpa", "flex_attention", "flash_attention_2"]
-
-
-@pytest.fixture(autouse=True)
-def flex_runs_eagerly():
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.mark.parametrize("batch", cells.KINDS)

@@ -11,11 +11,7 @@ from support import cells, objectives
 from support.flash import as_flash, emulate
 from support.tiny import MIXED, tiny
 
-
-@pytest.fixture(autouse=True)
-def flex_runs_eagerly():
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
 
 
 def eager():

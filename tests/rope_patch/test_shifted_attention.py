@@ -119,6 +119,7 @@ def test_the_mask_of_flex_attention_is_that_mask(kind, window):
     assert torch.equal(dense, visible_by_hand(data, 5, 6, 3, window) | padding)
 
 
+@pytest.mark.usefixtures("flex_runs_eagerly")
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 def test_flex_attention_sees_the_same(family):
     """Its gradient needs a GPU."""

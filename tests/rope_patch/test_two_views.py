@@ -189,6 +189,7 @@ def windowed(family, attention, dtype=torch.float64):
     return tiny("qwen3", attention, dtype, **MIXED)
 
 
+@pytest.mark.usefixtures("flex_runs_eagerly")
 @pytest.mark.parametrize("kind", ["plain", "left", "packed"])
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "qwen3-mixed"])
 def test_flex_attention_gives_the_losses_of_sdpa(family, kind):

@@ -8,6 +8,8 @@ from support.tiny import FAMILIES, SLIDING_WINDOW, VOCAB, tiny, tokens
 from rope_patch import patch_model, rope_view
 from rope_patch.views import Compose, Cyclic, Dilation, NoPE, PosAug, Skip, Standard
 
+pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
+
 L = 20
 FIXED_VIEWS = {
     "standard": Standard(),
@@ -40,13 +42,6 @@ def expected_index(view, length=L):
 
 def window_of(family):
     return SLIDING_WINDOW if family == "mistral-sliding" else None
-
-
-@pytest.fixture(autouse=True)
-def flex_runs_eagerly():
-    # the CPU compiler of this torch cannot lower HF's packed block masks; the mask itself is what is under test
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.mark.parametrize("view", FIXED_VIEWS)

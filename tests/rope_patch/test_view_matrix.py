@@ -12,15 +12,11 @@ from support.tiny import MIXED, tiny, tokens
 from rope_patch import rope_view
 from rope_patch.views import VIEWS, Cyclic, PosAug, Skip
 
+pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
+
 ATTENTION = ["eager", "sdpa", "flex_attention", "flash_attention_2"]
 # one of each way to hold draws: numbers a document, with its length, tables, draws a layer, frequencies
 TYPICAL = ("skip-drawn", "cyclic", "rpe-sample", "per-layer", "random-base")
-
-
-@pytest.fixture(autouse=True)
-def flex_runs_eagerly():
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def model_for(attention, dtype, monkeypatch):
