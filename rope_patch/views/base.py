@@ -143,6 +143,16 @@ def require_indexable(owner: object, largest: float) -> None:
         )
 
 
+def require_reach(owner: object, length: int, target: int) -> None:
+    """Raise if a document of `length` tokens has no room within `target` positions, or `target` is not exact."""
+    if length > target:
+        raise ValueError(
+            f"{_title(owner)}: documents of {length} tokens reach beyond target={target}. Use shorter rows or a larger "
+            "target."
+        )
+    require_indexable(owner, target)
+
+
 def require_ids(owner: object, ids: torch.Tensor | None) -> torch.Tensor:
     """The token ids that a view reads.
 

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_indexable, require_int
+from .base import VIEWS, Parameters, View, require_choice, require_int, require_reach
 
 Law = Literal["uniform", "gaussian"]
 
@@ -48,12 +48,7 @@ class Cream(View):
             raise ValueError(f"view 'cream': sigma must be a finite number above 0, got {self.sigma!r}.")
 
     def check_length(self, length: int) -> None:
-        if length > self.target:
-            raise ValueError(
-                f"view 'cream': documents of {length} tokens reach beyond target={self.target}. Use shorter rows or a "
-                "larger target."
-            )
-        require_indexable(self, self.target)
+        require_reach(self, length, self.target)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         factor, third = self.target // length, length // 3

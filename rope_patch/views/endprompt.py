@@ -8,7 +8,7 @@ import torch
 
 from ..documents import Documents, closing_tokens
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_ids, require_indexable, require_int
+from .base import VIEWS, Parameters, View, require_choice, require_ids, require_int, require_reach
 
 Placement = Literal["end", "random"]
 
@@ -48,12 +48,7 @@ class EndPrompt(View):
         require_choice(self, "placement", self.placement, get_args(Placement))
 
     def check_length(self, length: int) -> None:
-        if length > self.target:
-            raise ValueError(
-                f"view 'endprompt': documents of {length} tokens reach beyond target={self.target}. Use shorter rows "
-                "or a larger target."
-            )
-        require_indexable(self, self.target)
+        require_reach(self, length, self.target)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         if not isinstance(self.cue_tokens, int):

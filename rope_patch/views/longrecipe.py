@@ -7,7 +7,7 @@ import torch
 
 from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_ids, require_indexable, require_int
+from .base import VIEWS, Parameters, View, require_ids, require_int, require_reach
 
 _SENTENCES = 64  # first slot of their draws
 _APART = 2**32  # more than any offset: documents do not mix when offsets are sorted
@@ -42,12 +42,7 @@ class LongRecipe(View):
         object.__setattr__(self, "sentence_ends", tuple(sorted(set(self.sentence_ends))))
 
     def check_length(self, length: int) -> None:
-        if length > self.target:
-            raise ValueError(
-                f"view 'longrecipe': documents of {length} tokens reach beyond target={self.target}. Use shorter rows "
-                "or a larger target."
-            )
-        require_indexable(self, self.target)
+        require_reach(self, length, self.target)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         raise ValueError("view 'longrecipe' goes by tokens, not by lengths alone: use draw_for.")

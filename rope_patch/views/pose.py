@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_indexable, require_int
+from .base import VIEWS, Parameters, View, require_int, require_reach
 
 _OFFSETS, _CONTENT = 64, 128  # first slots of the draws of each kind
 
@@ -41,17 +41,12 @@ class PoSE(View):
             raise ValueError(f"view 'pose': window must not exceed target={self.target}, got {self.window}.")
 
     def check_length(self, length: int) -> None:
-        if length > self.target:
-            raise ValueError(
-                f"view 'pose': documents of {length} tokens reach beyond target={self.target}. Use shorter rows, a "
-                "window, or a larger target."
-            )
+        require_reach(self, length, self.target)
         if self.window is not None and length > self.window:
             raise ValueError(
                 f"view 'pose': documents of {length} tokens must be cut to window={self.window} first, which "
                 "RopeSFTTrainer does where the view stands alone; elsewhere take `cut`, or leave out window."
             )
-        require_indexable(self, self.target)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         parameters = {f"_border_{i}": border for i, border in enumerate(self._borders(length, key), 1)}
