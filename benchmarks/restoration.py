@@ -75,6 +75,15 @@ def arms() -> dict[str, Arm]:
     # the control with the tokens, rows and stages of LinearARD: next-token training in place of distillation
     for lr in (2e-4, 5e-4, 1e-3):
         found[f"pi4 clm {lr:g}+cpt"] = Arm(PI4, {"objective": "clm", "learning_rate": lr}, EXTEND_LR, trainable="all")
+    # predictions of the native model, in all rows, beside the next-token loss: the same stage with another target
+    for weight in (1.0, 10.0):
+        native = {
+            "objective": "self-distill",
+            "kl_weight": weight,
+            "self_distill_args": {"teacher": "native", "direction": "forward"},
+            "learning_rate": 5e-4,
+        }
+        found[f"pi4 native kl {weight:g}+cpt"] = Arm(PI4, native, EXTEND_LR, trainable="all")
     for lr in (5e-5, 2e-4, 3e-3):
         found[f"pi4 ard lr {lr:g}"] = Arm(PI4, {"learning_rate": lr})
     variants: dict[str, dict[str, Any]] = {
