@@ -3,8 +3,8 @@
 Run: python benchmarks/relation_kl.py [--authors FOLDER] [--lengths 2048 4096 8192 16384] [--out FILE.json]
 
 Forward and backward in bf16, batch 1, causal. Peers: attention forward and backward of the same shape through cuDNN and
-through FlashAttention-2, both as torch ships them, and with --authors the kernels of LinearARD's authors from a
-checkout of their repository. Before anything is timed, loss and gradient are compared with the dense float64 formula.
+through FlashAttention-2, both as torch ships them, FlashAttention-4 where it is installed, and with --authors the
+kernels of LinearARD's authors from a checkout of their repository. Before anything is timed, loss and gradient are compared with the dense float64 formula.
 """
 
 import argparse
@@ -80,6 +80,23 @@ def attention(backend: SDPBackend, n_heads: int, n: int, head_dim: int) -> dict[
         return both(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v])
 
 
+def flash4(n_heads: int, n: int, head_dim: int) -> dict[str, float] | None:
+    """FlashAttention-4 of the same shape, None where it is not installed."""
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+    q, k, v = (
+        torch.randn(1, n, n_heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+
+    def forward() -> torch.Tensor:
+        found = flash_attn_func(q, k, v, causal=True)
+        return found[0] if isinstance(found, tuple) else found
+
+    return both(forward, [q, k, v])
+
+
 def memory(n: int, n_heads: int = 32, head_dim: int = 128) -> dict[str, float]:
     """Peak of forward and backward above the inputs, over inputs and gradient."""
     student, teacher = inputs(n_heads, n, head_dim)
@@ -137,6 +154,9 @@ def main() -> None:
             row["relation_kl"] = both(lambda s=student, t=teacher: relation_kl(s, t), [student])  # type: ignore[misc]
             row["cudnn"] = attention(SDPBackend.CUDNN_ATTENTION, n_heads, n, head_dim)
             row["flash2"] = attention(SDPBackend.FLASH_ATTENTION, n_heads, n, head_dim)
+            fourth = flash4(n_heads, n, head_dim)
+            if fourth is not None:
+                row["flash4"] = fourth
             if args.authors and n_heads == 32 and n <= 8192:
                 row["authors"] = authors(args.authors, n_heads, n, head_dim)
             facts["rows"].append(row)
