@@ -4,7 +4,8 @@ Run: python benchmarks/relation_kl.py [--authors FOLDER] [--lengths 2048 4096 81
 
 Forward and backward in bf16, batch 1, causal. Peers: attention forward and backward of the same shape through cuDNN and
 through FlashAttention-2, both as torch ships them, FlashAttention-4 where it is installed, and with --authors the
-kernels of LinearARD's authors from a checkout of their repository. Before anything is timed, loss and gradient are compared with the dense float64 formula.
+kernels of LinearARD's authors from a checkout of their repository. Before anything is timed, loss and gradient are
+compared with the dense float64 formula.
 """
 
 import argparse
@@ -133,7 +134,7 @@ def authors(folder: Path, n_heads: int, n: int, head_dim: int) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
-    parser.add_argument("--memory-lengths", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
+    parser.add_argument("--memory-lengths", type=int, nargs="*", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--authors", type=Path, help="checkout of the authors' repository")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
