@@ -48,7 +48,7 @@ def why_no_checkpointing(decoder: nn.Module) -> str | None:
 
 def why_no_self_distillation(core: nn.Module, decoder: nn.Module) -> str | None:
     """Why two views of one model cannot be compared."""
-    reason = why_unreachable(core, decoder) or why_no_head(core, decoder)
+    reason = why_unreachable(core, decoder) or why_no_losses(core, decoder)
     if reason is None and layers_call_rotary(decoder):
         return (
             f"{type(core).__name__} computes RoPE inside its layers, which have one view a step: objective "
@@ -91,11 +91,6 @@ def why_no_head(core: Any, decoder: nn.Module) -> str | None:
     if core is decoder:
         return None
     head = core.get_output_embeddings()
-    if hasattr(head, "base_layer"):
-        return (
-            "the output head has an adapter, which a loss through its weight would leave out without an error: take "
-            "lm_head out of target_modules, or train it whole with modules_to_save=['lm_head']."
-        )
     for name, child in core.named_children():
         beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
         if beside and name in _read_by(core):
@@ -104,6 +99,16 @@ def why_no_head(core: Any, decoder: nn.Module) -> str | None:
                 "head, and losses of hidden states take the head alone."
             )
     return None
+
+
+def why_no_losses(core: Any, decoder: nn.Module) -> str | None:
+    """Why a loss through the weight of the output head would be of other logits than the model's."""
+    if core is not decoder and hasattr(core.get_output_embeddings(), "base_layer"):
+        return (
+            "the output head has an adapter, which a loss through its weight would leave out without an error: take "
+            "lm_head out of target_modules, or train it whole with modules_to_save=['lm_head']."
+        )
+    return why_no_head(core, decoder)
 
 
 def why_no_relations(core: nn.Module, decoder: nn.Module) -> str | None:

@@ -13,7 +13,7 @@ from rope_kernels.vocabulary_rows import ce_factors
 
 from ..attention_calls import AttentionCall
 from ..heads import head_kl, head_losses
-from ..limits import why_no_head
+from ..limits import why_no_losses
 from .distiller import Distiller, Tape, require
 from .labelled import Labelled, Rows
 from .longce import LongCE
@@ -132,7 +132,7 @@ class ConsistencyDistiller(Distiller):
         teacher: SharedTeacher | CopiedTeacher | None = None,
     ) -> None:
         super().__init__(model, teacher)
-        require(why_no_head(self.core, self.decoder))
+        require(why_no_losses(self.core, self.decoder))
         self.consistency, self.longce = consistency, longce
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:

@@ -14,7 +14,7 @@ from rope_kernels.autocast import as_multiplied
 
 from ..attention_calls import AttentionCall
 from ..heads import head_kl
-from ..limits import why_no_head, why_no_relations
+from ..limits import why_no_losses, why_no_relations
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import TAPE, Distiller, Tape, require
 from .targets import RelationTargets
@@ -212,7 +212,7 @@ class RelationDistiller(Distiller):
             raise ValueError(f"rope='pre' needs RoPE outside the layers, which {type(self.core).__name__} has inside.")
         require(why_no_relations(self.core, self.decoder))
         if logit_kl is not None:
-            require(why_no_head(self.core, self.decoder))
+            require(why_no_losses(self.core, self.decoder))
         n_layers = self.decoder.config.num_hidden_layers
         if targets.layers is not None and max(targets.layers) >= n_layers:
             raise ValueError(f"layers must be below {n_layers}, the layers of this model, got {targets.layers}.")

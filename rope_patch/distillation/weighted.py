@@ -8,7 +8,7 @@ from torch import nn
 from rope_kernels.linear_ce import IGNORE_INDEX
 
 from ..heads import head_losses
-from ..limits import why_no_head
+from ..limits import why_no_losses
 from .consistency import ViewTape, weighting
 from .cue import CueWeight
 from .distiller import TAPE, Distiller, require
@@ -26,7 +26,7 @@ class WeightedDistiller(Distiller):
 
     def __init__(self, model: nn.Module, longce: LongCE | None, cue: CueWeight | None = None) -> None:
         super().__init__(model)
-        require(why_no_head(self.core, self.decoder))
+        require(why_no_losses(self.core, self.decoder))
         self.longce, self.cue = longce, cue
 
     def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
