@@ -33,6 +33,7 @@ def head_losses(
     labels: torch.Tensor,
     ce_weight: torch.Tensor,
     kl_weight: torch.Tensor | None,
+    teacher: tuple[Any, torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, RowMetrics]:
     """`rope_kernels.linear_ce_kl` through the head of a causal LM, with what its family does to logits.
@@ -44,9 +45,15 @@ def head_losses(
         labels: [N].
         ce_weight: [N].
         kl_weight: [N] or None.
+        teacher: output head and last hidden states of another model, [N, H_t], which the KL is to; None takes the
+            standard view's.
         **options: of `linear_ce_kl`.
     """
     head = core.get_output_embeddings()
+    if teacher is not None:
+        other, hidden = teacher
+        options["teacher_hidden"] = hidden.to(other.weight.dtype)
+        options["teacher_weight"], options["teacher_bias"] = other.weight, getattr(other, "bias", None)
     scale, softcap = logit_transform(core.config.get_text_config())
     return linear_ce_kl(
         hidden_std.to(head.weight.dtype),
@@ -63,7 +70,7 @@ def head_losses(
 
 
 def head_kl(
-    core: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, direction: Any, **options: Any
+    core: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     """`rope_kernels.linear_kl_rows` through the heads of a causal LM and a teacher, with what the family does to them.
 
@@ -72,7 +79,6 @@ def head_kl(
         teacher_head: the teacher's output head.
         hidden: last hidden states, [N, H] of any floating dtype.
         teacher_hidden: the teacher's, likewise.
-        direction: of `linear_kl_rows`.
         **options: of `linear_kl_rows`.
 
     Returns:
@@ -87,7 +93,6 @@ def head_kl(
         teacher_head.weight,
         student_bias=getattr(head, "bias", None),
         teacher_bias=getattr(teacher_head, "bias", None),
-        direction=direction,
         logit_scale=scale,
         softcap=softcap,
         **options,

@@ -1,6 +1,6 @@
 """Cross-entropy of the standard view and KL of a view to it, in one sweep over the vocabulary, gradients included."""
 
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -24,6 +24,9 @@ def linear_ce_kl(
     softcap: float | None = None,
     ce_reference: torch.Tensor | None = None,
     ce_cap: float = 5.0,
+    teacher_hidden: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> tuple[torch.Tensor, RowMetrics]:
     """sum_i f_i ce_weight_i CE_i + kl_weight_i KL_i, without the logits of all rows.
@@ -34,9 +37,12 @@ def linear_ce_kl(
         f_i = min(e^(ce_reference_i - CE_i), ce_cap), a constant; 1 without a reference
         KL_i = KL(p_i || q_i) for "reverse", KL(q_i || p_i) for "forward", their Jensen-Shannon divergence for "jsd"
 
+    With a teacher the q of the KL is that of `teacher_hidden` and its head, and CE stays as it is.
+
     q is a constant in the KL: gradients flow to `hidden_std` from the CE alone, to `hidden_view` from the KL alone, to
     `weight` and `bias` from both, through p alone in the KL. They are formed in the forward, chunk by chunk: each
-    hidden state meets the head once, 6 products of [N, H] x [H, V] in all, 4 with a frozen head. Softmaxes are float32.
+    hidden state meets the head once, 6 products of [N, H] x [H, V] in all, 4 with a frozen head, one more with a
+    teacher. Softmaxes are float32.
 
     Row weights carry every divisor and coefficient; rows with neither label nor weight are never multiplied, and only
     rows with a KL weight are on the view's side.
@@ -55,6 +61,9 @@ def linear_ce_kl(
         ce_reference: [N] or None, nan for rows that have none: LongCE's cross-entropy of the same tokens in a short
             context, in nats.
         ce_cap: LongCE's gamma, above 0.
+        teacher_hidden: [N, H_t] or None, of another model, constants, in the dtype of `teacher_weight`.
+        teacher_weight: [V, H_t], its head; None without `teacher_hidden`.
+        teacher_bias: [V] or None.
         chunk_rows: rows whose logits exist at a time. None: what a quarter of free memory holds, 1.25 GiB at most.
 
     Returns:
@@ -69,6 +78,7 @@ def linear_ce_kl(
         for f.
     """
     _require(hidden_std, hidden_view, weight, labels, ce_weight, kl_weight, bias, direction, chunk_rows)
+    teacher = _teacher(teacher_hidden, teacher_weight, teacher_bias, hidden_view, weight)
     if ce_reference is not None and (ce_reference.shape != labels.shape or ce_reference.device != labels.device):
         raise ValueError(
             f"ce_reference must be [{len(labels)}] on {labels.device} or None, got {described(ce_reference)}."
@@ -97,9 +107,18 @@ def linear_ce_kl(
             head,
             ce_reference,
             ce_cap,
+            teacher,
             chunk_rows,
         )
     return loss, RowMetrics(*metrics)
+
+
+class _Teacher(NamedTuple):
+    """Another model's hidden states and head, constants."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 class _LinearCEKL(torch.autograd.Function):
@@ -119,6 +138,7 @@ class _LinearCEKL(torch.autograd.Function):
         head: HeadOutput,
         ce_reference: torch.Tensor | None,
         ce_cap: float,
+        teacher: "_Teacher | None",
         chunk_rows: int | None,
     ) -> tuple[torch.Tensor, ...]:
         exact = torch.float64 if hidden_std.dtype == torch.float64 else torch.float32
@@ -140,22 +160,34 @@ class _LinearCEKL(torch.autograd.Function):
         in_rows = vocabulary_rows
         if runs_on_triton(hidden_std):
             from .vocabulary_rows_triton import vocabulary_rows as in_rows
-        on_view = kl_weight != 0
-        for both, rows in ((False, (labels != IGNORE_INDEX) & ~on_view), (True, on_view)):
+        labelled, on_view = labels != IGNORE_INDEX, kl_weight != 0
+        # a teacher takes the place of the standard view in the KL, which then says nothing of labels
+        alone = labelled if teacher is not None else labelled & ~on_view
+        for both, rows in ((False, alone), (True, on_view)):
             index = rows.nonzero().squeeze(1)
             if not len(index):
                 continue
+            taught = teacher if both else None
             sides = 2 if both else 1
             n_rows = chunk_rows or _rows_at_a_time(weight, sides)
             logits = weight.new_empty(sides * min(n_rows, len(index)), weight.shape[0], dtype=exact)
             for chunk in index.split(n_rows):
-                hidden = hidden_std[chunk]
-                if both:
+                n = len(chunk)
+                if not both:
+                    hidden = hidden_std[chunk]
+                    _product(hidden, weight, bias, logits[:n])
+                elif taught is None:
                     assert hidden_view is not None
-                    hidden = torch.cat([hidden, hidden_view[chunk]])
+                    hidden = torch.cat([hidden_std[chunk], hidden_view[chunk]])
+                    _product(hidden, weight, bias, logits[: 2 * n])
+                else:
+                    assert hidden_view is not None
+                    hidden = hidden_view[chunk]
+                    _product(taught.hidden[chunk], taught.weight, taught.bias, logits[:n])
+                    _product(hidden, weight, bias, logits[n : 2 * n])
                 found, gradient = in_rows(
-                    _product(hidden, weight, bias, logits[: len(hidden)]),
-                    labels[chunk],
+                    logits[: sides * n],
+                    torch.full_like(chunk, IGNORE_INDEX) if taught is not None else labels[chunk],
                     scaled_ce[chunk],
                     scaled_kl[chunk],
                     direction,
@@ -164,16 +196,21 @@ class _LinearCEKL(torch.autograd.Function):
                     None if reference is None else reference[chunk],
                     ce_cap,
                 )
-                ce[chunk], kl[chunk], entropy[chunk] = found.ce, found.kl, found.entropy
-                is_top1[chunk], ce_factor[chunk] = found.is_top1, found.ce_factor
+                if both:
+                    kl[chunk] = found.kl
+                targets = [(grad_std, slice(0, n)), (grad_view, slice(n, 2 * n))][:sides]
+                if taught is not None:
+                    gradient, targets = gradient[n:], [(grad_view, slice(0, n))]
+                else:
+                    ce[chunk], entropy[chunk] = found.ce, found.entropy
+                    is_top1[chunk], ce_factor[chunk] = found.is_top1, found.ce_factor
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0, dtype=exact)
-                if grad_std is not None or grad_view is not None:
+                if any(grad is not None for grad, _ in targets):
                     back = gradient @ weight
-                    if grad_std is not None:
-                        grad_std[chunk] = back[: len(chunk)]
-                    if both and grad_view is not None:
-                        grad_view[chunk] = back[len(chunk) :]
+                    for grad, part in targets:
+                        if grad is not None:
+                            grad[chunk] = back[part]
                 if grad_weight is not None:
                     _add_product(grad_weight, gradient.t(), hidden)
             del logits, gradient
@@ -192,7 +229,7 @@ class _LinearCEKL(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         *grads, unit = ctx.saved_tensors
         factor = grad * unit
-        return (*(None if g is None else (g * factor).to(g.dtype) for g in grads), *(None,) * 8)
+        return (*(None if g is None else (g * factor).to(g.dtype) for g in grads), *(None,) * 9)
 
 
 def linear_ce_kl_ref(
@@ -207,15 +244,23 @@ def linear_ce_kl_ref(
     bias: torch.Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    teacher_hidden: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference twin of `linear_ce_kl`'s scalar: all logits at once, in the dtype of the inputs, through autograd."""
 
-    def log_probabilities(hidden: torch.Tensor) -> torch.Tensor:
+    def log_probabilities(
+        hidden: torch.Tensor, weight: torch.Tensor = weight, bias: torch.Tensor | None = bias
+    ) -> torch.Tensor:
         z = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
         return (z if softcap is None else softcap * torch.tanh(z / softcap)).log_softmax(-1)
 
     log_q, log_p = log_probabilities(hidden_std), log_probabilities(hidden_view)
     ce = torch.nn.functional.nll_loss(log_q, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    if teacher_hidden is not None:
+        assert teacher_weight is not None
+        log_q = log_probabilities(teacher_hidden, teacher_weight, teacher_bias)
     log_q = log_q.detach()
     if direction == "reverse":
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -225,6 +270,37 @@ def linear_ce_kl_ref(
         log_m = ((log_p.exp() + log_q.exp()) / 2).log()
         kl = ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
     return (ce_weight * ce + kl_weight * kl).sum()
+
+
+def _teacher(
+    hidden: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    hidden_view: torch.Tensor | None,
+    own_weight: torch.Tensor,
+) -> _Teacher | None:
+    """What was given of a teacher, in the dtype that it is multiplied in, or None.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if hidden is None or weight is None:
+        if not (hidden is None and weight is None and bias is None):
+            raise ValueError("teacher_hidden and teacher_weight go together, and teacher_bias with them.")
+        return None
+    weight = whole(weight.detach())
+    if hidden_view is None or len(hidden) != len(hidden_view) or hidden.ndim != 2 or hidden.dtype != weight.dtype:
+        raise ValueError(
+            "teacher_hidden must be [N, H_t] in the dtype of teacher_weight, N as in hidden_view, got "
+            f"{described(hidden)} for {None if hidden_view is None else described(hidden_view)}."
+        )
+    if weight.shape != (len(own_weight), hidden.shape[1]):
+        raise ValueError(
+            f"teacher_weight must be [{len(own_weight)}, {hidden.shape[1]}], one vocabulary for both, got "
+            f"{described(weight)}."
+        )
+    bias = None if bias is None else as_multiplied(whole(bias.detach()))
+    return _Teacher(as_multiplied(hidden.detach()), as_multiplied(weight), bias)
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:

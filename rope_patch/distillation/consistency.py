@@ -12,7 +12,7 @@ from rope_kernels.linear_ce import IGNORE_INDEX
 from rope_kernels.vocabulary_rows import ce_factors
 
 from ..attention_calls import AttentionCall
-from ..heads import head_kl, head_losses
+from ..heads import head_losses
 from ..limits import why_no_losses
 from .distiller import Distiller, Tape, require
 from .labelled import Labelled, Rows
@@ -172,14 +172,12 @@ class ConsistencyDistiller(Distiller):
             factor[on] = ce_factors(metrics.ce, reference, self.consistency.kl_longce.cap).to(factor.dtype)
         if self.consistency.kl_top is not None and self.decoder.training:
             direction = self.consistency.direction
-            if self.teacher is None:
-                labels = torch.full_like(queries, IGNORE_INDEX)
-                _, metrics = head_losses(self.core, standard[on], view[on], labels, none, none + 1, direction=direction)
-                kl = metrics.kl
-            else:
-                assert tape.native is not None
-                kl = head_kl(self.core, self.teacher.head, view[on], tape.native.flatten(0, 1)[queries], direction)
-            kept = top_share(kl, tape.labelled.ordinal.flatten()[queries], self.consistency.kl_top)
+            labels = torch.full_like(queries, IGNORE_INDEX)
+            teacher = self._teacher_of(tape, on)
+            _, metrics = head_losses(
+                self.core, standard[on], view[on], labels, none, none + 1, teacher, direction=direction
+            )
+            kept = top_share(metrics.kl, tape.labelled.ordinal.flatten()[queries], self.consistency.kl_top)
             factor[on[~kept]] = 0.0
             tape.in_kl.view(-1)[queries[~kept]] = False
         return factor
@@ -236,15 +234,14 @@ class ConsistencyDistiller(Distiller):
             kl_weight, tape.kl_factor = kl_weight * factor, tape.kl_factor * factor
         options = weighting(self.longce, tape)
         n_rows = len(labels)
-        own_kl, other = kl_weight, view
-        if self.teacher is not None:  # the KL is not between these two
-            own_kl = torch.zeros_like(kl_weight)
+        teacher, other = self._teacher_of(tape, slice(None)), view
         if self.consistency.view_clm and self.decoder.training:
             # the view's states once more, as rows of their own that have no KL
             standard, other = torch.cat([standard, view]), torch.cat([view, view])
             labels = torch.cat([labels, view_labels])
             ce_weight = torch.cat([ce_weight, self.consistency.view_clm * ce_weight])
-            own_kl = torch.cat([own_kl, torch.zeros_like(own_kl)])
+            kl_weight = torch.cat([kl_weight, torch.zeros_like(kl_weight)])
+            teacher = teacher and (teacher[0], teacher[1].repeat(2, 1))
             options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         tape.loss, metrics = head_losses(
             self.core,
@@ -252,25 +249,22 @@ class ConsistencyDistiller(Distiller):
             other,
             labels,
             ce_weight,
-            own_kl,
+            kl_weight,
+            teacher,
             direction=self.consistency.direction,
             **options,
         )
+        tape.native = None
         tape.rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
         if len(labels) > n_rows:
             tape.view_ce = metrics.ce[n_rows:].sum()
-        if self.teacher is not None:
-            self._against_teacher(tape, view, kl_weight)
 
-    def _against_teacher(self, tape: ViewTape, view: torch.Tensor, kl_weight: torch.Tensor) -> None:
-        """Add the KL of the view to the teacher to the tape's loss and metrics."""
-        chosen = (kl_weight != 0).nonzero().squeeze(1)
+    def _teacher_of(self, tape: ViewTape, rows: torch.Tensor | slice) -> tuple[Any, torch.Tensor] | None:
+        """The teacher's head and hidden states for some of `tape.queries`, None without a teacher."""
+        if self.teacher is None:
+            return None
         assert tape.native is not None
-        target, tape.native = tape.native.flatten(0, 1)[tape.queries[chosen]], None
-        kl = head_kl(self.core, self.teacher.head, view[chosen], target, self.consistency.direction)
-        tape.loss = tape.loss + (kl_weight[chosen] * kl).sum()
-        every = torch.zeros_like(tape.rows.kl).index_copy(0, chosen, kl.detach().to(tape.rows.kl.dtype))
-        tape.rows = replace(tape.rows, kl=every)
+        return self.teacher.head, tape.native.flatten(0, 1)[tape.queries[rows]]
 
 
 def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:

@@ -263,7 +263,6 @@ class RelationDistiller(Distiller):
             self.teacher.head,
             output.last_hidden_state[chosen],
             tape.teacher_hidden,
-            "forward",
             temperature=self.logit_kl.temperature,
         ).sum()
 

@@ -52,8 +52,9 @@ def both(inputs, labels, ce_weight, kl_weight, direction, head, **options):
     std, view, weight, bias = inputs
     loss, rows = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, bias=bias, **head, **options)
     exact = [x.detach().double().requires_grad_() for x in inputs]
+    given = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in head.items()}
     wanted = linear_ce_kl_ref(
-        *exact[:3], labels, ce_weight.double(), kl_weight.double(), direction, bias=exact[3], **head
+        *exact[:3], labels, ce_weight.double(), kl_weight.double(), direction, bias=exact[3], **given
     )
     grads = torch.autograd.grad(3 * loss, inputs, retain_graph=True)
     return loss, rows, grads, wanted, torch.autograd.grad(3 * wanted, exact)
@@ -68,6 +69,26 @@ def test_it_is_the_formula_with_all_its_gradients(direction, head, chunk_rows, d
     torch.testing.assert_close(loss, wanted.to(dtype))
     for mine, right in zip(grads, wanted_grads, strict=True):
         torch.testing.assert_close(mine, right.to(dtype), atol=1e-5 if dtype == torch.float32 else 1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_rows", [4, None])
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_teacher_takes_the_place_of_the_standard_view_in_the_kl(direction, head, chunk_rows, device, dtype):
+    data = problem(device=device, dtype=dtype)
+    teacher = {
+        "teacher_hidden": torch.randn(11, 5, device=device, dtype=dtype, requires_grad=True),
+        "teacher_weight": torch.randn(37, 5, device=device, dtype=dtype, requires_grad=True),
+        "teacher_bias": torch.randn(37, device=device, dtype=dtype),
+    }
+    loss, rows, grads, wanted, wanted_grads = both(*data, direction, {**head, **teacher}, chunk_rows=chunk_rows)
+    torch.testing.assert_close(loss, wanted.to(dtype))
+    for mine, right in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(mine, right.to(dtype), atol=1e-5 if dtype == torch.float32 else 1e-7, rtol=1e-5)
+    _, without = linear_ce_kl(*data[0][:3], *data[1:], direction, bias=data[0][3], **head)
+    for name in ("ce", "entropy", "is_top1"):
+        torch.testing.assert_close(getattr(rows, name), getattr(without, name))
+    assert not torch.allclose(rows.kl, without.kl)
 
 
 def test_metrics_are_those_of_the_standard_view(device, dtype):
@@ -207,6 +228,15 @@ def test_a_head_that_masks_words(device, dtype):
         ({"kl_weight": torch.zeros(11, requires_grad=True)}, "kl_weight is a constant here: detach it"),
         ({"logit_scale": 0.0}, "logit_scale must be a finite number that is not 0, got 0.0"),
         ({"softcap": -1.0}, "softcap must be above 0 or None, got -1.0"),
+        ({"teacher_hidden": torch.zeros(11, 4)}, "teacher_hidden and teacher_weight go together"),
+        (
+            {"teacher_hidden": torch.zeros(9, 4), "teacher_weight": torch.zeros(37, 4)},
+            r"teacher_hidden must be \[N, H_t\] .* N as in hidden_view, got \[9, 4\]",
+        ),
+        (
+            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(30, 4)},
+            r"teacher_weight must be \[37, 4\], one vocabulary for both, got \[30, 4\]",
+        ),
         ({"chunk_rows": 0}, "chunk_rows must be at least 1 or None, got 0"),
     ],
     ids=str,
