@@ -17,7 +17,7 @@ from ..limits import why_no_losses
 from .distiller import Distiller, Tape, require
 from .labelled import Labelled, Rows
 from .longce import LongCE
-from .teacher import CopiedTeacher, SharedTeacher
+from .teacher import CopiedTeacher, SharedTeacher, without_gradient
 
 Direction = Literal["reverse", "forward", "jsd"]
 Reduction = Literal["sequence", "token", "uniform"]
@@ -178,7 +178,9 @@ class ConsistencyDistiller(Distiller):
                 kl = metrics.kl
             else:
                 assert tape.native is not None
-                kl = head_kl(self.core, self.teacher.head, view[on], tape.native.flatten(0, 1)[queries], direction)
+                target = tape.native.flatten(0, 1)[queries]
+                with without_gradient(target.device.type):
+                    kl = head_kl(self.core, self.teacher.head, view[on], target, direction)
             kept = top_share(kl, tape.labelled.ordinal.flatten()[queries], self.consistency.kl_top)
             factor[on[~kept]] = 0.0
             tape.in_kl.view(-1)[queries[~kept]] = False
