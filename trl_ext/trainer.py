@@ -89,6 +89,8 @@ class RopeSFTTrainer(SFTTrainer):
         if args.trainable == "qkv":
             train_qkv_only(self.model)
         self._objective = self._make_objective(args)
+        if self._objective is not None:  # also of a family whose own loss takes no count of the step
+            self.model_accepts_loss_kwargs = True
         self._shifted = self._make_shifted(args)
         self._step_counts: dict[str, int] = {}
 
@@ -176,6 +178,8 @@ class RopeSFTTrainer(SFTTrainer):
                 num_items = self._get_num_items_in_batch(batches, device)
         if self._objective is not None and batches:
             self._step_counts = self._total_counts([self._counts(batch) for batch in batches], device)
+            # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
+            num_items = self._step_counts["tokens"]
         return batches, num_items
 
     def _cut_rows(self, batches: list[dict[str, Any]]) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support.tiny import tiny
 from support.training import WAYS, documents, logged, trainer
 from transformers import CohereConfig, CohereForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -28,6 +29,20 @@ def test_a_step_is_one_mean_however_it_is_batched(way, reduction, tmp_path):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=0.3)
     else:
         assert found == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("passes", ["auto", "sequential"])
+def test_a_family_whose_own_loss_takes_no_count_is_divided_no_further(passes, tmp_path):
+    """Gemma 3 and others say so by a class attribute; Trainer then divides losses by the micro-steps."""
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False, **SELF}
+    found = []
+    for way in ("padded", "accumulated"):
+        model = tiny()
+        model.accepts_loss_kwargs = False
+        run = trainer(tmp_path, model=model, **options, **WAYS[way], self_distill_args={"passes": passes})
+        run.train()
+        found += logged(run, "loss", "grad_norm")
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_without_the_kl_it_is_the_plain_loss(tmp_path):
