@@ -124,8 +124,9 @@ class RopeSFTTrainer(SFTTrainer):
                 )
 
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
-        if args.objective == "clm" and args.token_weighting is None and args.cue_weight == 1.0:
+        if not args.has_own_loss:
             return None
+        self._refuse_what_only_trls_loss_has(args)
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
             raise ValueError(
@@ -148,6 +149,18 @@ class RopeSFTTrainer(SFTTrainer):
             return AlternatingObjective(self.model, args, self.accelerator)
         kind = NextTokenObjective if args.objective == "clm" else OBJECTIVES[args.objective]
         return kind(self.model, args, self.accelerator)
+
+    def _refuse_what_only_trls_loss_has(self, args: RopeSFTConfig) -> None:
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"objective {args.objective!r} leaves out the loss that balances experts, which TRL adds with "
+                f"router_aux_loss_coef={self.router_aux_loss_coef}: set router_aux_loss_coef=0.0."
+            )
+        for name in ("compute_loss_func", "compute_metrics"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is called with logits, and objective {args.objective!r} makes none: leave it out."
+                )
 
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
         if args.shifted_attention is None:
