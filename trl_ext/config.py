@@ -156,6 +156,11 @@ class RopeSFTConfig(SFTConfig):
                     "cue goes with view='endprompt', whose cue_tokens it sets, and with a max_length; got "
                     f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
                 )
+            if self.packing and self.packing_strategy == "wrapped":
+                raise ValueError(
+                    "packing_strategy='wrapped' cuts documents and forgets where they end, so that rows end without "
+                    "their cue: pack with 'bfd', or not at all."
+                )
             options = {**options, "cue_tokens": 1}  # known once there is a tokenizer
         if self.view == "longrecipe":
             options = {"sentence_ends": [0], **options}  # likewise
