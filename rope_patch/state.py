@@ -178,22 +178,27 @@ class ViewSource:
 _DRAWS = "_rope_patch_draws"
 
 
-class _Reorder:
-    """Stands in for `reorder_cache` of one cache: the draws of its rows go along, e.g. when beams change places."""
+class _OtherRows:
+    """Stands in for a method of one cache that changes its rows, as when beams change places: their draws go along."""
 
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
+    def __init__(self, cache: Any, method: str) -> None:
+        self.cache, self.method = cache, method
 
-    def __call__(self, beam_idx: torch.Tensor) -> None:
-        type(self.cache).reorder_cache(self.cache, beam_idx)
-        setattr(self.cache, _DRAWS, getattr(self.cache, _DRAWS).rows(beam_idx))
+    def __call__(self, rows: torch.Tensor | int) -> None:
+        """Do it; `rows` are the chosen ones, or how often to repeat each."""
+        getattr(type(self.cache), self.method)(self.cache, rows)
+        draws = getattr(self.cache, _DRAWS)
+        if isinstance(rows, int):
+            rows = torch.arange(len(draws.documents.start)).repeat_interleave(rows)
+        setattr(self.cache, _DRAWS, draws.rows(rows))
 
 
 def keep_draws(cache: Any, bound: BoundView) -> None:
     """Leave the draws on the cache that they have filled: other forwards may come before it is continued."""
     setattr(cache, _DRAWS, bound)
-    if hasattr(cache, "reorder_cache"):
-        cache.reorder_cache = _Reorder(cache)
+    for method in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+        if hasattr(cache, method):
+            setattr(cache, method, _OtherRows(cache, method))
 
 
 class TableSource:

@@ -156,6 +156,11 @@ class RopeSFTConfig(SFTConfig):
                     "cue goes with view='endprompt', whose cue_tokens it sets, and with a max_length; got "
                     f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
                 )
+            if self.packing and self.packing_strategy == "wrapped":
+                raise ValueError(
+                    "packing_strategy='wrapped' cuts documents and forgets where they end, so that rows end without "
+                    "their cue: pack with 'bfd', or not at all."
+                )
             options = {**options, "cue_tokens": 1}  # known once there is a tokenizer
         if self.view == "longrecipe":
             options = {"sentence_ends": [0], **options}  # likewise
@@ -207,6 +212,23 @@ class RopeSFTConfig(SFTConfig):
             self._check_shifted_attention()
         if self.kl_weight != 1.0 and self.objective != "self-distill":
             raise ValueError(f"kl_weight belongs to objective='self-distill', got objective={self.objective!r}.")
+        native = self._options("self_distill_args").get("teacher") == "native" or self.restore_every is not None
+        if self.teacher_offload and (self.objective == "clm" or (self.objective == "self-distill" and not native)):
+            raise ValueError(
+                "teacher_offload needs a teacher: objective 'relation-distill' or 'hidden-distill', or 'self-distill' "
+                f"with teacher='native' or restore_every; got objective={self.objective!r}."
+            )
+        if self.has_own_loss and (self.loss_type != "nll" or self.label_smoothing_factor):
+            raise ValueError(
+                "loss_type and label_smoothing_factor are of TRL's own loss, which objective 'clm' without "
+                f"token_weighting and cue_weight has; got objective={self.objective!r}, loss_type={self.loss_type!r}, "
+                f"label_smoothing_factor={self.label_smoothing_factor}."
+            )
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether another loss than TRL's is minimised."""
+        return self.objective != "clm" or self.token_weighting is not None or self.cue_weight != 1.0
 
     def _check_shifted_attention(self) -> None:
         share = self.shifted_attention

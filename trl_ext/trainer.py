@@ -89,6 +89,8 @@ class RopeSFTTrainer(SFTTrainer):
         if args.trainable == "qkv":
             train_qkv_only(self.model)
         self._objective = self._make_objective(args)
+        if self._objective is not None:  # also of a family whose own loss takes no count of the step
+            self.model_accepts_loss_kwargs = True
         self._shifted = self._make_shifted(args)
         self._step_counts: dict[str, int] = {}
 
@@ -122,8 +124,9 @@ class RopeSFTTrainer(SFTTrainer):
                 )
 
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
-        if args.objective == "clm" and args.token_weighting is None and args.cue_weight == 1.0:
+        if not args.has_own_loss:
             return None
+        self._refuse_what_only_trls_loss_has(args)
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
             raise ValueError(
@@ -146,6 +149,18 @@ class RopeSFTTrainer(SFTTrainer):
             return AlternatingObjective(self.model, args, self.accelerator)
         kind = NextTokenObjective if args.objective == "clm" else OBJECTIVES[args.objective]
         return kind(self.model, args, self.accelerator)
+
+    def _refuse_what_only_trls_loss_has(self, args: RopeSFTConfig) -> None:
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"objective {args.objective!r} leaves out the loss that balances experts, which TRL adds with "
+                f"router_aux_loss_coef={self.router_aux_loss_coef}: set router_aux_loss_coef=0.0."
+            )
+        for name in ("compute_loss_func", "compute_metrics"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is called with logits, and objective {args.objective!r} makes none: leave it out."
+                )
 
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
         if args.shifted_attention is None:
@@ -176,6 +191,8 @@ class RopeSFTTrainer(SFTTrainer):
                 num_items = self._get_num_items_in_batch(batches, device)
         if self._objective is not None and batches:
             self._step_counts = self._total_counts([self._counts(batch) for batch in batches], device)
+            # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
+            num_items = self._step_counts["tokens"]
         return batches, num_items
 
     def _cut_rows(self, batches: list[dict[str, Any]]) -> bool:

@@ -10,6 +10,7 @@ from rope_kernels.linear_ce import IGNORE_INDEX
 from ..heads import head_losses
 from ..patch import rope_view
 from .labelled import Labelled
+from .teacher import without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class LongCE:
             token = (begin + offset).clamp(max=ids.numel() - 1)
             # padding is on the right, where nothing real looks
             rows = ids.flatten()[token].masked_fill(offset >= length, 0)
-            with rope_view(decoder, "standard"):
+            with rope_view(decoder, "standard"), without_gradient(ids.device.type):
                 hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state
             asked = (offset >= self.short_context - 1) & (offset < length - 1) & (labels[token] != IGNORE_INDEX)
             queries = token[asked]

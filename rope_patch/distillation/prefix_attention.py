@@ -9,6 +9,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
+from rope_kernels.autocast import as_multiplied
+
 _ATEN = torch.ops.aten
 
 
@@ -91,6 +93,8 @@ def prefix_attention(
     Returns:
         [batch, n_heads, n, value_dim].
     """
+    # autocast does this for plain attention, where rotated queries and keys are float32 and values are not
+    query, prefix_key, prefix_value, key, value = map(as_multiplied, (query, prefix_key, prefix_value, key, value))
     shared = query.shape[1] != key.shape[1]
     if not prefix_key.shape[2]:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)

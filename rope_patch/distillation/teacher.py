@@ -10,6 +10,7 @@ from torch import nn
 
 from ..limits import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
+from ..rescale import RopeSchedule, healed
 from ..rotary import find_core, find_decoder
 
 
@@ -84,6 +85,9 @@ class CopiedTeacher:
         self.offload = offload
         self.device = next(core.parameters()).device
         self.copy = unpatch_model(copy.deepcopy(core)).requires_grad_(False).eval()
+        decoder = find_decoder(self.copy)
+        # frequencies that a cast of the model had rounded before it was patched are not those of its pretraining
+        healed(RopeSchedule.of(decoder), decoder).write_modules(decoder)
         if offload:
             self.copy.to("cpu")
 

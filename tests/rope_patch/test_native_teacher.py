@@ -203,3 +203,12 @@ def test_what_the_teacher_cannot_read_is_refused():
     plain = patch_model(tiny(), "standard")
     with pytest.raises(ValueError, match="same RoPE"):
         ViewDistiller(plain, ViewConsistency(), teacher=CopiedTeacher(plain))
+
+
+def test_a_copy_of_a_cast_model_has_the_frequencies_of_pretraining():
+    exact = tiny().model.rotary_emb.inv_freq
+    model = tiny().to(torch.bfloat16)
+    assert not torch.equal(model.model.rotary_emb.inv_freq.float(), exact), "the cast rounds them"
+    teacher = CopiedTeacher(patch_model(model, "pi", factor=2.0))
+    (rotary,) = (module for _, module in named_rotary_modules(teacher.copy))
+    assert torch.equal(rotary.inv_freq, exact)

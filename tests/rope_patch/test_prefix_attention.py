@@ -44,6 +44,18 @@ def test_it_is_the_formula_with_all_its_gradients(n_prefix, n, n_kv_heads, backe
             torch.testing.assert_close(mine, right)
 
 
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+def test_under_autocast_rotated_queries_and_keys_are_cast_as_values_are(n_kv_heads):
+    """RoPE gives float32 there, the projection to values bf16."""
+    query, prefix_key, prefix_value, key, value = inputs(20, 30, n_kv_heads, torch.float32)
+    wanted = formula(query, prefix_key, prefix_value, key, value, 0.3)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = prefix_attention(query, prefix_key, prefix_value.bfloat16(), key, value.bfloat16(), 0.3)
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).norm() <= 2**-6 * wanted.norm()
+    assert torch.autograd.grad(found.sum(), query)[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("scale", [1.0, 40.0])
 def test_a_prefix_that_weighs_all_or_nothing_is_no_nan(scale):
     """Scores so far apart that one part's share is 0 in float32."""

@@ -132,6 +132,20 @@ def test_next_token_loss_under_the_view_too(kind, weight):
     compare("llama", kind, SKIP, ViewConsistency(weight=weight, view_clm=0.7))
 
 
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_one_pass_runs_under_autocast_as_two_passes_do(attention, kind):
+    """Float32 weights and bf16 multiplications are the trainers' default."""
+    data, results = batch(kind), []
+    for one_pass in (True, False):
+        model = patch_model(tiny("qwen3", attention), **SKIP).train()
+        with torch.autocast("cpu", torch.bfloat16):
+            tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
+        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+    for one, two in zip(*results, strict=True):
+        assert (one - two).norm() <= 0.1 * two.norm()
+
+
 VIEWS = {
     "skip": {"max_skip": 40},
     "cyclic": {},

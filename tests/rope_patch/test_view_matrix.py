@@ -105,6 +105,28 @@ def test_a_cache_keeps_the_draws_that_filled_it():
     assert torch.equal(*following)
 
 
+@pytest.mark.parametrize(
+    ("method", "argument", "rows"),
+    [
+        ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]),
+        ("batch_select_indices", torch.tensor([2, 0]), [2, 0]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+    ],
+)
+@torch.no_grad()
+def test_draws_go_where_the_rows_of_their_cache_go(method, argument, rows):
+    model, ids = tiny(), tokens(3, 12)
+    found = []
+    for moves in (False, True):
+        with rope_view(model, Skip(max_skip=40), seed=5):  # each row has a draw of its own
+            cache = model(ids[:, :9], use_cache=True).past_key_values
+            if moves:
+                getattr(cache, method)(argument)
+            following = ids[rows if moves else slice(None), 9:]
+            found.append(model(following, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(found[1], found[0][rows], rtol=1e-4, atol=1e-5)
+
+
 @torch.no_grad()
 def test_a_cache_of_another_view_is_refused():
     model, ids = tiny(), tokens(1, 9)

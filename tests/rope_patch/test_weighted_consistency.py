@@ -148,3 +148,33 @@ def test_the_largest_of_each_group_are_kept():
 def test_options_out_of_their_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ViewConsistency(**options)
+
+
+class _Multiplications(torch.overrides.TorchFunctionMode):
+    """Notes the products with a trained weight for which autocast would keep a cast weight without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.without_gradient = 0
+        self.kept = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear and args[1].requires_grad and not torch.is_grad_enabled():
+            self.without_gradient += 1
+            if torch.is_autocast_cache_enabled():
+                self.kept.append(args[1].shape)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["self", "native"])
+def test_autocast_keeps_no_weight_that_was_cast_to_choose_rows(native):
+    """Torch before 2.11 hands a weight that was cast without gradients to the forward that wants them."""
+    model = patch_model(patch_model(tiny(), "pi", factor=2.0), "skip", max_skip=9).train()
+    consistency = ViewConsistency(kl_top=0.5, kl_longce=LongCE(short_context=5, stride=3))
+    distiller = ViewDistiller(model, consistency, teacher=CopiedTeacher(model) if native else None)
+    data = batch("plain")
+    labelled = Labelled.of(data)
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, data["input_ids"])
+    with distiller.active(), torch.autocast("cpu", torch.bfloat16), _Multiplications() as seen:
+        model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{TAPE: tape})
+    assert seen.without_gradient and not seen.kept

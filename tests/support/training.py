@@ -45,7 +45,7 @@ def trainer(output_dir: Path, trainer_class=RopeSFTTrainer, config_class=RopeSFT
     """A trainer of a tiny model; `options` go to the config, apart from those of the trainer itself."""
     own = {
         name: options.pop(name)
-        for name in ("peft_config", "data_collator", "eval_dataset", "processing_class")
+        for name in ("peft_config", "data_collator", "eval_dataset", "processing_class", "compute_metrics")
         if name in options
     }
     dataset = options.pop("train_dataset", None) or documents()

@@ -177,6 +177,8 @@ def test_a_cue_that_cannot_be_appended_is_refused(tmp_path):
         trainer(tmp_path, cue=CUE, view="endprompt", view_args={"target": 64, "cue_tokens": 3})
     with pytest.raises(ValueError, match="cue needs a datasets.Dataset as train_dataset, got IterableDataset"):
         trainer(tmp_path, cue=CUE, train_dataset=Dataset.from_dict({"text": ["w5"]}).to_iterable_dataset(), **view)
+    with pytest.raises(ValueError, match="packing_strategy='wrapped' cuts documents"):
+        trainer(tmp_path, cue=CUE, packing=True, packing_strategy="wrapped", **view)
 
 
 SET = ["w90 w91 w92", "w93", "w92"]  # the last one is what the first one ends with

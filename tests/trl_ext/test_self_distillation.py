@@ -4,8 +4,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support.tiny import tiny
 from support.training import WAYS, documents, logged, trainer
-from transformers import CohereConfig, CohereForCausalLM
+from transformers import CohereConfig, CohereForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
@@ -28,6 +29,20 @@ def test_a_step_is_one_mean_however_it_is_batched(way, reduction, tmp_path):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=0.3)
     else:
         assert found == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("passes", ["auto", "sequential"])
+def test_a_family_whose_own_loss_takes_no_count_is_divided_no_further(passes, tmp_path):
+    """Gemma 3 and others say so by a class attribute; Trainer then divides losses by the micro-steps."""
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False, **SELF}
+    found = []
+    for way in ("padded", "accumulated"):
+        model = tiny()
+        model.accepts_loss_kwargs = False
+        run = trainer(tmp_path, model=model, **options, **WAYS[way], self_distill_args={"passes": passes})
+        run.train()
+        found += logged(run, "loss", "grad_norm")
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_without_the_kl_it_is_the_plain_loss(tmp_path):
@@ -200,12 +215,35 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
             "token_weighting weighs the cross-entropy of 'clm' and 'self-distill'",
         ),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
+        ({"loss_type": "dft"}, "loss_type and label_smoothing_factor are of TRL's own loss"),
+        ({"label_smoothing_factor": 0.1}, "loss_type and label_smoothing_factor are of TRL's own loss"),
+        ({"teacher_offload": True}, "teacher_offload needs a teacher"),
+        ({"objective": "clm", "teacher_offload": True}, "teacher_offload needs a teacher"),
+        ({"compute_metrics": lambda prediction: {}}, "compute_metrics is called with logits"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_refused_before_training(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **{**SELF, **options})
+
+
+def test_a_loss_that_balances_experts_is_left_out_on_request_alone(tmp_path):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    options = {"train_dataset": documents(4), "per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.0}
+    losses = []
+    for coefficient, passes in ((None, "auto"), (0.0, "auto"), (0.0, "two")):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=101, num_key_value_heads=2, num_local_experts=4, **shape))
+        own = {"router_aux_loss_coef": coefficient, "self_distill_args": {"passes": passes}}
+        if coefficient is None:
+            with pytest.raises(ValueError, match="set router_aux_loss_coef=0.0"):
+                trainer(tmp_path, model=model, **options, **SELF, **own)
+            continue
+        run = trainer(tmp_path, model=model, **options, **SELF, **own)
+        run.train()
+        losses += logged(run, "loss", "grad_norm")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_head_that_scales_and_caps_its_logits(tmp_path):
