@@ -293,13 +293,14 @@ class RopeSFTTrainer(SFTTrainer):
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         return loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's step; forward and backward of an objective run while it watches the model's attention."""
+        model.train()  # Trainer does so later: what an objective puts in place differs between training and evaluation
         with ExitStack() as stack:
             for part in (self._objective, self._shifted):
                 if part is not None:
                     stack.enter_context(part.active())
-            return super().training_step(*args, **kwargs)
+            return super().training_step(model, *args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
