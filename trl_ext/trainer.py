@@ -1,5 +1,6 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
+import copy
 import math
 import re
 import time
@@ -76,6 +77,7 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Pass model_init_kwargs={'dtype': 'bfloat16'} to halve its "
                 "memory."
             )
+        args = copy.copy(args)  # what is found in a tokenizer goes into view_args, and the caller may have another one
         if args.cue is not None:
             args, kwargs = with_cue(model, args, kwargs)
         super().__init__(model, args, **kwargs)
