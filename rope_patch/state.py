@@ -139,6 +139,7 @@ class ViewSource:
         self.view = view
         self.clock = DrawClock(seed)
         self.last: BoundView | None = None  # of the last forward that drew: for logging
+        self.of_trainer = False  # put on for one run: the next trainer of the model does not keep it
 
     def bind(self, batch: Batch) -> BoundView:
         """Draw for a forward; one that continues a cache in inference keeps the draws that filled it."""

@@ -50,7 +50,8 @@ class RopeSFTTrainer(SFTTrainer):
     `tokens_per_second`.
 
     Args:
-        model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others.
+        model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others. The view
+            of an earlier trainer ends with it.
         args: a [`RopeSFTConfig`].
         **kwargs: as in TRL: train_dataset, eval_dataset, processing_class, peft_config, callbacks, ...
     """
@@ -108,8 +109,10 @@ class RopeSFTTrainer(SFTTrainer):
             if rescaling is not None:
                 patch_model(self.model, _with_window(rescaling, args, find_decoder(self.model)))
             # "standard" is the default: it does not take off a view that the user has put on
-            if view.perturbs or view_source(self.model) is None:
+            before = view_source(self.model)
+            if view.perturbs or before is None or before.of_trainer:
                 patch_model(self.model, view, seed=args.seed if args.view_seed is None else args.view_seed)
+                view_source(self.model).of_trainer = True  # type: ignore[union-attr]
         except Exception:
             if not was_patched:
                 unpatch_model(self.model)
