@@ -15,7 +15,7 @@ from .documents import real_tokens_of
 from .layerwise import Embeddings, LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
 from .limits import why_no_checkpointing
 from .rotary import rope_types
-from .state import Batch, BoundView, RopeState, ViewSource
+from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
 
 
 class DecoderEntry:
@@ -26,10 +26,12 @@ class DecoderEntry:
         self.parameters = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if self.state.active(decoder.training) is None:
             self.state.bound = None
+            if not decoder.training:
+                forget_draws(call.get("past_key_values"))
             return
-        call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:
             return  # the decoder itself raises for this call

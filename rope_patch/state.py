@@ -139,11 +139,13 @@ class ViewSource:
         self.view = view
         self.clock = DrawClock(seed)
         self.last: BoundView | None = None  # of the last forward that drew: for logging
+        self.of_trainer = False  # put on for one run: the next trainer of the model does not keep it
 
     def bind(self, batch: Batch) -> BoundView:
         """Draw for a forward; one that continues a cache in inference keeps the draws that filled it."""
-        if batch.cached and not batch.training and hasattr(batch.cache, _DRAWS):
-            return self._continued(getattr(batch.cache, _DRAWS), batch)
+        last = getattr(batch.cache, _DRAWS, None)
+        if batch.cached and not batch.training and last is not None:
+            return self._continued(last, batch)
         documents = locate_documents(
             batch.rows, batch.seq_len, batch.device, batch.position_ids, _current(batch.attention_mask, batch)
         )
@@ -160,11 +162,7 @@ class ViewSource:
     def _continued(self, last: BoundView, batch: Batch) -> BoundView:
         rows = last.documents.start.shape[0]
         if last.view != self.view:
-            raise ValueError(
-                f"past_key_values holds keys at the RoPE indices of {last.view!r}, and {self.view!r} is in force now: "
-                "distances to them would be those of neither. Decode under the view that filled the cache, or start "
-                "from an empty one."
-            )
+            raise ValueError(_other_view(last.view, f"{self.view!r} is"))
         if rows != batch.rows:
             raise ValueError(
                 f"decoding under a view goes on with the {rows} rows that filled the cache, got {batch.rows} rows. "
@@ -178,6 +176,27 @@ class ViewSource:
 _DRAWS = "_rope_patch_draws"
 
 
+def forget_draws(cache: Any) -> None:
+    """Let a cache that was emptied forget the draws that once filled it, for a forward at true positions.
+
+    Raises:
+        ValueError: the cache is not empty: the forward would go on with keys at indices of a view.
+    """
+    draws: BoundView | None = getattr(cache, _DRAWS, None)
+    if draws is None:
+        return
+    if draws.view.perturbs and cache.get_seq_length():
+        raise ValueError(_other_view(draws.view, "no view is"))
+    setattr(cache, _DRAWS, None)
+
+
+def _other_view(filled: View, now: str) -> str:
+    return (
+        f"past_key_values holds keys at the RoPE indices of {filled!r}, and {now} in force now: distances to them "
+        "would be those of neither. Decode under the view that filled the cache, or start from an empty one."
+    )
+
+
 class _OtherRows:
     """Stands in for a method of one cache that changes its rows, as when beams change places: their draws go along."""
 
@@ -188,6 +207,8 @@ class _OtherRows:
         """Do it; `rows` are the chosen ones, or how often to repeat each."""
         getattr(type(self.cache), self.method)(self.cache, rows)
         draws = getattr(self.cache, _DRAWS)
+        if draws is None:
+            return
         if isinstance(rows, int):
             rows = torch.arange(len(draws.documents.start)).repeat_interleave(rows)
         setattr(self.cache, _DRAWS, draws.rows(rows))

@@ -1,5 +1,6 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
+import copy
 import math
 import re
 import time
@@ -49,7 +50,8 @@ class RopeSFTTrainer(SFTTrainer):
     `tokens_per_second`.
 
     Args:
-        model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others.
+        model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others. The view
+            of an earlier trainer ends with it.
         args: a [`RopeSFTConfig`].
         **kwargs: as in TRL: train_dataset, eval_dataset, processing_class, peft_config, callbacks, ...
     """
@@ -76,6 +78,7 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Pass model_init_kwargs={'dtype': 'bfloat16'} to halve its "
                 "memory."
             )
+        args = copy.copy(args)  # what is found in a tokenizer goes into view_args, and the caller may have another one
         if args.cue is not None:
             args, kwargs = with_cue(model, args, kwargs)
         super().__init__(model, args, **kwargs)
@@ -106,8 +109,10 @@ class RopeSFTTrainer(SFTTrainer):
             if rescaling is not None:
                 patch_model(self.model, _with_window(rescaling, args, find_decoder(self.model)))
             # "standard" is the default: it does not take off a view that the user has put on
-            if view.perturbs or view_source(self.model) is None:
+            before = view_source(self.model)
+            if view.perturbs or before is None or before.of_trainer:
                 patch_model(self.model, view, seed=args.seed if args.view_seed is None else args.view_seed)
+                view_source(self.model).of_trainer = True  # type: ignore[union-attr]
         except Exception:
             if not was_patched:
                 unpatch_model(self.model)
@@ -293,13 +298,14 @@ class RopeSFTTrainer(SFTTrainer):
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         return loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's step; forward and backward of an objective run while it watches the model's attention."""
+        model.train()  # Trainer does so later: what an objective puts in place differs between training and evaluation
         with ExitStack() as stack:
             for part in (self._objective, self._shifted):
                 if part is not None:
                     stack.enter_context(part.active())
-            return super().training_step(*args, **kwargs)
+            return super().training_step(model, *args, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

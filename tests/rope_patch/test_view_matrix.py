@@ -9,7 +9,7 @@ from support import cells, oracle
 from support.flash import as_flash, emulate
 from support.tiny import MIXED, tiny, tokens
 
-from rope_patch import rope_view
+from rope_patch import patch_model, rope_view
 from rope_patch.views import VIEWS, Cyclic, PosAug, Skip
 
 pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
@@ -134,6 +134,21 @@ def test_a_cache_of_another_view_is_refused():
         cache = model(ids, use_cache=True, return_dict=False)[1]
     with rope_view(model, PosAug()), pytest.raises(ValueError, match="past_key_values holds keys at the RoPE indices"):
         model(ids[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_cache_of_a_view_is_refused_without_one():
+    model, ids = patch_model(tiny(), "pi", factor=2.0), tokens(1, 9)
+    with rope_view(model, Skip(split=4, skip=9)):
+        cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="Skip.*and no view is in force now"):
+        model(ids[:, :1], past_key_values=cache)
+    cache.crop(-9)
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits), "an emptied cache is a new one"
+    model(ids[:, :1], past_key_values=cache)
+    with rope_view(model, "standard"):
+        cache = model(ids, use_cache=True).past_key_values
+    model(ids[:, :1], past_key_values=cache)
 
 
 @torch.no_grad()

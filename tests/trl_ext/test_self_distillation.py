@@ -271,6 +271,17 @@ def test_controls_train_and_are_measured(control, tmp_path):
     assert run.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-2)
 
 
+@pytest.mark.parametrize("control", ["dropout", "attention_noise"])
+def test_the_noise_of_a_control_goes_on_where_a_run_was_left(control, tmp_path):
+    options = {"objective": "self-distill", "self_distill_args": {"control": control}}
+    options |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "train_dataset": documents(12)}
+    whole = trainer(tmp_path, **options)
+    whole.train()
+    again = trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert logged(again, "loss", "kl")[-2:] == logged(whole, "loss", "kl")[-2:]
+
+
 def test_the_views_own_loss_is_logged(tmp_path):
     run = trainer(tmp_path, train_dataset=documents(4), max_steps=1, **SELF, self_distill_args={"view_clm": 1.0})
     run.train()

@@ -7,6 +7,7 @@ from support.tiny import tiny
 from support.training import logged, tokenizer, trainer
 
 from rope_patch.patch import view_source
+from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.sentences import sentence_ends
 
 TEXT = "One is here. Two goes (as said!) there? Three.\nFour is 3 times nothing; and on it goes. "
@@ -33,3 +34,12 @@ def test_the_trainer_takes_them_from_its_tokenizer(batch, tmp_path):
     view = view_source(run.model).view
     assert set(view.sentence_ends) == set(sentence_ends(made)) == set(run.args.view_args["sentence_ends"])
     assert [entry["view/offset"] > 30 for entry in logged(run, "view")] == [True, True]
+
+
+def test_the_callers_arguments_stay_for_a_trainer_with_another_tokenizer(tmp_path):
+    args = RopeSFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], view="longrecipe", view_args={"target": 900}
+    )
+    model, data = tiny(vocab_size=CHARACTERS), Dataset.from_dict({"text": [TEXT]})
+    run = RopeSFTTrainer(model, args, train_dataset=data, processing_class=character_tokenizer())
+    assert "sentence_ends" in run.args.view_args and args.view_args == {"target": 900}

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from rope_patch import describe, load_adapter, patch_model
 from rope_patch.draws import DrawKey
 from rope_patch.patch import view_source
-from rope_patch.views import PosAug, PoSE, Skip
+from rope_patch.views import Cyclic, PosAug, PoSE, Skip, Standard
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.cut_rows import cut_rows
 
@@ -209,6 +209,14 @@ def test_a_patched_model_keeps_its_patches(tmp_path):
     assert view_source(run.model).view == PosAug() and view_source(run.model).clock.seed == 5
     assert describe(trainer(tmp_path, model=model, view="skip").model).view == repr(Skip())
     assert describe(model).rescaling == "yarn (factor 2.0)"
+
+
+def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
+    """A stage of plain next-token training behind one under a view, in one process."""
+    model = trainer(tmp_path, view="skip").model
+    second = trainer(tmp_path, model=model)
+    assert describe(second.model).view == repr(Standard())
+    assert describe(trainer(tmp_path, model=patch_model(model, "cyclic")).model).view == repr(Cyclic())
 
 
 @pytest.mark.parametrize(
