@@ -6,6 +6,7 @@ Run:  python examples/restore.py --config examples/recipes/restore/llama3_8b_pi4
 Stopped, the same command goes on. The result, `OUTPUT_DIR/model`, loads everywhere without this package.
 """
 
+import json
 from dataclasses import dataclass, field
 
 from datasets import load_dataset
@@ -18,15 +19,23 @@ from trl_ext import restore
 class RestoreArguments:
     """What is restored, on which text, in which steps."""
 
-    _VALID_DICT_FIELDS = ["rescale_args", "distil", "extend"]
-
     output_dir: str = field(metadata={"help": "For checkpoints, restore.json and the result."})
     rescale: str = field(metadata={"help": "Rescaling of the RoPE frequencies: pi, ntk, abf, yarn, longrope, llama3."})
-    rescale_args: dict | str = field(metadata={"help": "Its options, e.g. '{\"factor\": 4.0}'."})
     text: list[str] = field(metadata={"help": "JSON lines with long documents under `text`."})
+    rescale_args: dict | str | None = field(default=None, metadata={"help": "Its options, e.g. '{\"factor\": 4.0}'."})
     distil: dict | str | None = field(default=None, metadata={"help": "RopeSFTConfig fields of stage 1 that differ."})
     extend: dict | str | None = field(default=None, metadata={"help": "RopeSFTConfig fields of stage 2 that differ."})
     skip_extension: bool = field(default=False, metadata={"help": "Stop after stage 1."})
+
+    def __post_init__(self) -> None:
+        for name in ("rescale_args", "distil", "extend"):
+            given = getattr(self, name) or {}
+            try:
+                setattr(self, name, json.loads(given) if isinstance(given, str) else given)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {given!r}."
+                ) from error
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
 """From a method's name and options, as a user or a recipe gives them, to the object that does it."""
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
 
 from .registry import unknown
 from .rescalings import RESCALINGS, Rescaling
 from .views import VIEWS, View
+
+T = TypeVar("T")
 
 
 def list_methods() -> list[str]:
@@ -19,6 +21,30 @@ def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | Non
     Raises:
         ValueError: unknown name or option, a required option that is missing, or a value out of its range.
     """
+    return _resolve("method", {**RESCALINGS, **VIEWS}, method, options)
+
+
+def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> View:
+    """The same for views only."""
+    name = view if isinstance(view, str) else getattr(view, "name", None)
+    if name in RESCALINGS:
+        raise ValueError(f"{name!r} is a rescaling; a view is one of {', '.join(sorted(VIEWS))}.")
+    found = _resolve("view", VIEWS, view, options)
+    assert isinstance(found, View)
+    return found
+
+
+def resolve_rescaling(rescaling: str | Rescaling, options: dict[str, Any] | None = None) -> Rescaling:
+    """The same for rescalings only."""
+    name = rescaling if isinstance(rescaling, str) else getattr(rescaling, "name", None)
+    if name in VIEWS:
+        raise ValueError(f"{name!r} is a view; a rescaling is one of {', '.join(sorted(RESCALINGS))}.")
+    found = _resolve("rescaling", RESCALINGS, rescaling, options)
+    assert isinstance(found, Rescaling)
+    return found
+
+
+def _resolve(kind: str, known: dict[str, type], method: object, options: dict[str, Any] | None) -> View | Rescaling:
     options = options or {}
     if isinstance(method, View | Rescaling):
         if options:
@@ -26,31 +52,27 @@ def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | Non
                 f"options {sorted(options)} go with a method's name; {method!r} has its arguments already."
             )
         return method
-    known: dict[str, type] = {**RESCALINGS, **VIEWS}
     if not isinstance(method, str) or method not in known:
-        raise unknown("method", method, known)
+        raise unknown(kind, method, known)
     cls = known[method]
-    allowed = [f.name for f in fields(cls)]
+    return from_options(cls, f"{kind} {method!r}", options)
+
+
+def from_options(cls: type[T], owner: str, options: dict[str, Any]) -> T:
+    """The dataclass `cls` with `options` as its arguments; `owner` is what the errors say they belong to.
+
+    Raises:
+        ValueError: an option that is unknown or missing, or a value of a wrong type or out of its range.
+    """
+    allowed = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for option in options:
         if option not in allowed:
-            raise unknown(f"option of {method!r}", option, dict.fromkeys(allowed, cls))
+            raise unknown("option", option, allowed, of=owner)
+    required = [n for n, f in allowed.items() if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in required if name not in options]
+    if missing:
+        raise ValueError(f"{owner} needs {' and '.join(missing)}, got {options}. Its options: {', '.join(allowed)}.")
     try:
         return cls(**options)
-    except TypeError as error:  # a required option is missing
-        raise ValueError(f"{method!r}: {error}. Its options: {', '.join(allowed)}.") from error
-
-
-def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> View:
-    """The same for views only."""
-    found = resolve_method(view, options)
-    if not isinstance(found, View):
-        raise ValueError(f"{found.name!r} is a rescaling; a view is one of {', '.join(sorted(VIEWS))}.")
-    return found
-
-
-def resolve_rescaling(rescaling: str | Rescaling, options: dict[str, Any] | None = None) -> Rescaling:
-    """The same for rescalings only."""
-    found = resolve_method(rescaling, options)
-    if not isinstance(found, Rescaling):
-        raise ValueError(f"{found.name!r} is a view; a rescaling is one of {', '.join(sorted(RESCALINGS))}.")
-    return found
+    except TypeError as error:  # a value that cannot be compared with numbers
+        raise ValueError(f"{owner}: an option of {options} has a wrong type: {error}.") from error

@@ -64,6 +64,8 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
     else:
         _refuse_dynamic(_types(decoder), chosen)
         _refuse_fixed(decoder, _types(decoder), chosen)
+        if chosen.layerwise:
+            chosen.check_layers(decoder.config.num_hidden_layers)
         state.source, state.when = ViewSource(chosen, seed), when
     _install(model, decoder, state)
     return model
@@ -125,6 +127,8 @@ def rope_view(
     if decoder.training:
         _refuse_dynamic(_types(decoder), chosen)
     _refuse_fixed(decoder, _types(decoder), chosen)
+    if chosen is not None and chosen.layerwise:
+        chosen.check_layers(decoder.config.num_hidden_layers)
     state = state_of(decoder)
     temporary = state is None
     if state is None:

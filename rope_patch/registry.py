@@ -1,7 +1,7 @@
 """Names of views and rescalings, with errors that help."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -30,8 +30,14 @@ class Registry(dict[str, type]):
         raise unknown(self.kind, name, self)
 
 
-def unknown(kind: str, name: object, known: "dict[str, type]") -> ValueError:
-    """The error for a `name` that is not among `known`, with the nearest one as a suggestion."""
-    near = difflib.get_close_matches(str(name), known, n=1)
+def unknown(kind: str, name: object, known: Collection[str], of: str = "") -> ValueError:
+    """The error for a `name` that is not among `known`, which are those `of` something, with the nearest one."""
+    of = of and f" of {of}"
+    if isinstance(name, type):
+        shown, near = f"{name.__name__}, a class: give an instance of it, or a name", []
+    elif isinstance(name, str):
+        shown, near = repr(name), difflib.get_close_matches(name.lower(), known, n=1)
+    else:  # a model in place of a name would be shown over many lines
+        shown, near = repr(name).partition("\n")[0], []
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(sorted(known))}.")
+    return ValueError(f"Unknown {kind} {shown}{of}.{hint} Known: {', '.join(sorted(known)) or 'none'}.")

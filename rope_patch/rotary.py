@@ -51,6 +51,12 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: no Transformers model, none with RoPE, or several transformers with it.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a loaded model, got {model!r}: load it with AutoModelForCausalLM.from_pretrained."
+            if isinstance(model, str)
+            else f"model must be a loaded model, got {type(model).__name__}."
+        )
     rotary = [module for _, module in named_rotary_modules(model)]
     candidates = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     if not candidates:

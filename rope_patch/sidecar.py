@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .rotary import find_decoder
+from .rotary import find_core, find_decoder
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -113,3 +113,36 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise ValueError(f"{path} must be of format {_FORMAT}, got {found!r:.200}. Update rope-patch to read it.")
     return found
+
+
+def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
+    """Raise ValueError if what is saved in `checkpoint`, adapter or whole model, has another schedule than `model`.
+
+    Its weights would load without an error and be those of another model. A checkpoint that says nothing passes.
+    """
+    sidecar, config = Path(checkpoint) / SIDECAR_NAME, Path(checkpoint) / "config.json"
+    own: Any = find_core(model).config
+    if sidecar.is_file():
+        saved = [read_sidecar(checkpoint)["rope_parameters"]]
+        found = [json.loads(json.dumps(find_decoder(model).config.rope_parameters))]
+    elif config.is_file():
+        saved = _schedules(json.loads(config.read_text(encoding="utf-8")))
+        found = _schedules(json.loads(own.to_json_string()))  # as `save_pretrained` writes it
+    else:
+        return
+    if saved != found:
+        raise ValueError(
+            f"{checkpoint} was trained with RoPE {_shown(saved)}, and this model has {_shown(found)}. Give the "
+            "rescaling that it was trained with, or begin anew in another output_dir."
+        )
+
+
+def _schedules(config: dict[str, Any]) -> list[Any]:
+    """Every `rope_parameters` in a config and the configs within it."""
+    own = [config["rope_parameters"]] if "rope_parameters" in config else []
+    nested = [value for name, value in config.items() if isinstance(value, dict) and name != "rope_parameters"]
+    return own + [schedule for one in nested for schedule in _schedules(one)]
+
+
+def _shown(schedules: list[Any]) -> str:
+    return ", ".join(map(str, schedules)) or "by default"

@@ -1,7 +1,8 @@
 """What `RopeSFTTrainer` adds to TRL's configuration."""
 
+import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trl import SFTConfig
 
@@ -53,8 +54,7 @@ class RopeSFTConfig(SFTConfig):
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
     """
 
-    _VALID_DICT_FIELDS = [
-        *SFTConfig._VALID_DICT_FIELDS,
+    _OWN_DICT_FIELDS: ClassVar = [
         "rescale_args",
         "view_args",
         "relation_args",
@@ -63,6 +63,7 @@ class RopeSFTConfig(SFTConfig):
         "self_distill_args",
         "longce_args",
     ]
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, *_OWN_DICT_FIELDS]
 
     max_length: int | None = field(
         default=None,
@@ -139,12 +140,16 @@ class RopeSFTConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
+        for name in self._OWN_DICT_FIELDS:
+            self._require_json(name)  # before Transformers parses it, whose error names no field
         super().__post_init__()
         # a wrong name or option stops here, before a model is loaded
         if self.rescale is not None:
             resolve_rescaling(self.rescale, self._options("rescale_args"))
         elif self.rescale_args:
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
+        if self.view == "standard" and self.view_args:
+            raise ValueError(f"view_args needs view, the name of the view; got {self.view_args}.")
         self._check_view()
         self._check_objective()
 
@@ -165,6 +170,11 @@ class RopeSFTConfig(SFTConfig):
         if self.view == "longrecipe":
             options = {"sentence_ends": [0], **options}  # likewise
         resolve_view(self.view, options)
+        if self.view == "pose" and options.get("window") is not None and (self.packing or self.padding_free):
+            raise ValueError(
+                "view 'pose' with a window cuts one document a row: switch packing and padding_free off, or leave out "
+                f"window; got packing={self.packing}, padding_free={self.padding_free}, view_args={options}."
+            )
         if self.view == "pose" and options.get("window") is not None and self.objective != "clm":
             raise ValueError(
                 f"view 'pose' with a window cuts rows in training alone, and {self.objective!r} evaluates the view "
@@ -244,8 +254,16 @@ class RopeSFTConfig(SFTConfig):
                 f"all attend so; got objective={self.objective!r}, token_weighting={self.token_weighting!r}."
             )
 
+    def _require_json(self, name: str) -> None:
+        given = options = getattr(self, name)
+        if isinstance(given, str):
+            try:
+                options = json.loads(given)
+            except json.JSONDecodeError:
+                options = given
+            setattr(self, name, given.strip())
+        if given is not None and not isinstance(options, dict):
+            raise ValueError(f"{name} must be a dict, or a JSON object such as '{{\"name\": 4.0}}', got {given!r}.")
+
     def _options(self, name: str) -> dict[str, Any]:
-        options = getattr(self, name)
-        if options is not None and not isinstance(options, dict):
-            raise ValueError(f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {options!r}.")
-        return options or {}
+        return getattr(self, name) or {}

@@ -1,9 +1,10 @@
 """LinearARD in one call: distil at the native length, go on at the extended one, export a plain checkpoint."""
 
+import difflib
 import gc
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.trainer_utils import get_last_checkpoint
 
 from rope_patch import load_adapter, patch_model
+from rope_patch.methods import resolve_rescaling
 
 from .config import RopeSFTConfig
 from .run_folder import Stopwatch, other_settings, record_settings
@@ -133,6 +135,14 @@ def restore(
 
     Source: LinearARD, arXiv:2604.00004.
     """
+    if not isinstance(model, str | Path):
+        raise ValueError(
+            f"model must be a hub id or the folder of a checkpoint, which is loaded anew for each stage, got "
+            f"{type(model).__name__}."
+        )
+    if not isinstance(rescale_args, Mapping):
+        raise ValueError(f"rescale_args must be a dict such as {{'factor': 4.0}}, got {rescale_args!r}.")
+    resolve_rescaling(rescale, dict(rescale_args))
     root = Path(output_dir)
     plan: dict[str, Any] = {
         "model": str(model),
@@ -145,7 +155,7 @@ def restore(
         "extend": None if skip_extension else _plain({**EXTEND, **(extend or {})}),
     }
     configs = {
-        name: RopeSFTConfig(output_dir=str(root / name), **plan[name])
+        name: _config(name, {"output_dir": str(root / name), **plan[name]})
         for name in ("distil", "extend")
         if plan[name] is not None
     }
@@ -153,7 +163,8 @@ def restore(
     rows = {name: cut_into_rows(documents, tokenizer, config.max_length or 0) for name, config in configs.items()}
     other = other_settings(root / "restore.json", plan)
     if other:
-        raise ValueError(f"{root} holds a run that differs in {', '.join(other)}. Use another output_dir.")
+        differences = ", ".join(f"{name} {was!r} there and {now!r} here" for name, (was, now) in other.items())
+        raise ValueError(f"{root} holds a run with other settings: {differences}. Use another output_dir.")
     record_settings(root / "restore.json", plan)
     stopwatch = Stopwatch(root / "seconds.json")
 
@@ -190,6 +201,16 @@ def restore(
         final.save_pretrained(result.folder)
         tokenizer.save_pretrained(result.folder)
     return result
+
+
+def _config(stage: str, settings: dict[str, Any]) -> RopeSFTConfig:
+    known = {f.name for f in fields(RopeSFTConfig) if f.init}
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{stage} takes fields of RopeSFTConfig, which has no {name!r}.{hint}")
+    return RopeSFTConfig(**settings)
 
 
 def cut_into_rows(documents: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 from trl import SFTTrainer
 
@@ -24,6 +25,7 @@ from rope_patch.patch import view_source
 from rope_patch.rescalings import ABF, Rescaling
 from rope_patch.rotary import find_core, find_decoder
 from rope_patch.shifted_attention import ShiftedAttention
+from rope_patch.sidecar import require_same_rope
 from rope_patch.state import state_of
 from rope_patch.views import PoSE
 
@@ -32,6 +34,7 @@ from .cues import with_cue
 from .cut_rows import cut_rows
 from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Objective
 from .sentences import sentence_ends
+from .training_set import longest_document, require_text
 
 logger = logging.get_logger(__name__)
 
@@ -81,6 +84,9 @@ class RopeSFTTrainer(SFTTrainer):
         args = copy.copy(args)  # what is found in a tokenizer goes into view_args, and the caller may have another one
         if args.cue is not None:
             args, kwargs = with_cue(model, args, kwargs)
+        if kwargs.get("formatting_func") is None:
+            for name in ("train_dataset", "eval_dataset"):
+                require_text(kwargs.get(name), name, args)
         super().__init__(model, args, **kwargs)
         self._patch(args)
         self._source = view_source(self.model)
@@ -96,6 +102,33 @@ class RopeSFTTrainer(SFTTrainer):
             self.model_accepts_loss_kwargs = True
         self._shifted = self._make_shifted(args)
         self._step_counts: dict[str, int] = {}
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Stop here, and not at the step that meets it, if a document is too long for the view or for a teacher."""
+        longest = longest_document(self.train_dataset)
+        if not longest:
+            return
+        if self._perturbs and (self._objective is None or self._objective.draws):
+            assert self._source is not None
+            view = self._source.view
+            cut = view.window if isinstance(view, PoSE) else None
+            view.check_length(longest if cut is None else min(longest, cut))
+        if self._objective is not None:
+            self._objective.check_length(longest)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """TRL's training; a checkpoint of another RoPE is refused.
+
+        Raises:
+            ValueError: the checkpoint was trained under other frequencies, which would go on as another model.
+        """
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(str(self.args.output_dir))
+        if folder:
+            require_same_rope(self.model, folder)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _patch(self, args: RopeSFTConfig) -> None:
         """Apply what `args` names; if it cannot be, leave the model as it came."""

@@ -52,9 +52,7 @@ class ViewDistiller(ConsistencyDistiller):
         one_pass: bool = True,
     ) -> None:
         super().__init__(model, consistency, longce, teacher)
-        self._require_difference()
-        assert self.state is not None
-        if self.state.source is None or (teacher is None and not self.state.source.view.perturbs):
+        if self.state is None or self.state.source is None or (teacher is None and not self.state.source.view.perturbs):
             raise ValueError(
                 "objective 'self-distill' compares a view with true positions: give view='skip' or another that "
                 "perturbs. With teacher='native' and a rescaled model, view='standard' does too."
@@ -72,6 +70,16 @@ class ViewDistiller(ConsistencyDistiller):
             logger.info("Both views run in one forward.")
         else:
             logger.warning(f"Both views run, in two passes instead of one: the model has {reason}.")
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if documents of `length` tokens are more than the native teacher's window, if it teaches."""
+        assert self.state is not None
+        window = self.state.native.max_position_embeddings
+        if self.teacher is not None and window is not None and length > window:
+            raise ValueError(
+                f"teacher='native' reads documents of at most {window} tokens, its window, got one of {length}. Lower "
+                "max_length; views reach further positions than rows have tokens."
+            )
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
         """The s that the clock's next draw gives each document; 0 against another model."""
@@ -109,13 +117,7 @@ class ViewDistiller(ConsistencyDistiller):
         """Hidden states of the teacher, if there is one, on the tape."""
         if self.teacher is None:
             return
-        assert self.state is not None
-        window, longest = self.state.native.max_position_embeddings, int(tape.labelled.documents.length.max())
-        if window is not None and longest > window:
-            raise ValueError(
-                f"teacher='native' reads documents of at most {window} tokens, its window, got one of {longest}. Lower "
-                "max_length; views reach further positions than rows have tokens."
-            )
+        self.check_length(int(tape.labelled.documents.length.max()))
         tape.teaching = True
         try:
             with without_gradient(tape.valid.device.type), self.teacher.ready() as teacher:

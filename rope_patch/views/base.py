@@ -99,6 +99,9 @@ class View:
     def check_length(self, length: int) -> None:
         """Raise ValueError if rows of `length` tokens cannot be viewed this way."""
 
+    def check_layers(self, n_layers: int) -> None:
+        """Raise ValueError if a layerwise view does not fit a model of `n_layers` layers."""
+
     def options(self) -> dict[str, object]:
         """The arguments that make an equal view."""
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]

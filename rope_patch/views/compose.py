@@ -74,8 +74,13 @@ def _own(parameters: Parameters, i: int) -> Parameters:
 
 def as_view(entry: object, owner: str) -> View:
     """The view itself, or the one that a recipe's dictionary stands for."""
+    from ..methods import resolve_view  # which imports the views
+
     if isinstance(entry, dict) and "view" in entry:
-        return VIEWS[entry["view"]](**{name: value for name, value in entry.items() if name != "view"})
+        return resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
     if not isinstance(entry, View):
-        raise ValueError(f"view {owner!r}: views must hold views such as Skip(), got {entry!r}.")
+        raise ValueError(
+            f"view {owner!r} takes views such as Skip(max_skip=4096), in a recipe {{view: skip, max_skip: 4096}}, got "
+            f"{entry!r}."
+        )
     return entry

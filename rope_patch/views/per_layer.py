@@ -70,6 +70,14 @@ class PerLayer(View):
     def check_length(self, length: int) -> None:
         self.view.check_length(length)
 
+    def check_layers(self, n_layers: int) -> None:
+        if self.layers == "independent" and n_layers > _MOST_LAYERS:
+            raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers are drawn apart, got {n_layers}.")
+        if not isinstance(self.layers, str) and max(self.layers) >= n_layers:
+            raise ValueError(
+                f"view 'per-layer': layers must be below {n_layers}, those of this model, got {max(self.layers)}."
+            )
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return self.view.draw(length, self._own(key))
 
@@ -89,17 +97,11 @@ class PerLayer(View):
 
     def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[list[int], View, Parameters]]:
         if self.layers == "independent":
-            if n_layers > _MOST_LAYERS:
-                raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers are drawn apart, got {n_layers}.")
             own = [{name: p[i] if p.ndim == 3 else p for name, p in parameters.items()} for i in range(n_layers)]
             return [([i], self.view, own[i]) for i in range(n_layers)]
         half = n_layers // 2
         named = {"bottom": range(half), "top": range(half, n_layers)}
         chosen = sorted(set(named[self.layers] if isinstance(self.layers, str) else self.layers))
-        if chosen and chosen[-1] >= n_layers:
-            raise ValueError(
-                f"view 'per-layer': layers must be below {n_layers}, those of this model, got {chosen[-1]}."
-            )
         others = [i for i in range(n_layers) if i not in chosen]
         return [(chosen, self.view, parameters), (others, VIEWS["standard"](), {})]
 

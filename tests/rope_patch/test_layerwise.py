@@ -130,6 +130,7 @@ def test_what_cannot_be_by_layer_is_refused():
         Compose([PerLayer(PosAug(), "top")])
     with pytest.raises(ValueError, match="stands alone"):
         Compose([RandomBase()])
-    model = patch_model(tiny(), PerLayer(PosAug(), [7])).train()
     with pytest.raises(ValueError, match="layers must be below 3, those of this model, got 7"):
-        model(tokens(1, 8))
+        patch_model(tiny(), PerLayer(PosAug(), [7]))
+    with pytest.raises(ValueError, match="layers must be below 3"), rope_view(tiny(), PerLayer(PosAug(), [0, 3])):
+        pass

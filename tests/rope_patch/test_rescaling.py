@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from rope_patch import describe, native_rope, patch_model, unpatch_model
+from rope_patch.rescalings import RESCALINGS as REGISTRY
 
 THETA, D, FACTOR = 10000.0, 8, 4.0
 LONG = [1.0, 1.5, 3.0, 4.0]
@@ -245,8 +246,8 @@ def test_a_trained_schedule_is_not_thrown_away_in_silence():
     ("method", "options", "message"),
     [
         ("yrn", {}, "Unknown method 'yrn'. Did you mean 'yarn'\\? Known: abf"),
-        ("yarn", {"factr": 4}, "Unknown option of 'yarn' 'factr'. Did you mean 'factor'\\?"),
-        ("yarn", {}, "'yarn': .*factor.* Its options: factor, original_max"),
+        ("yarn", {"factr": 4}, "Unknown option 'factr' of method 'yarn'. Did you mean 'factor'\\?"),
+        ("yarn", {}, "method 'yarn' needs factor, got {}. Its options: factor, original_max"),
         ("pi", {"factor": 0}, "rescaling 'pi': factor must be a finite number of at least 1 .* got 0."),
         ("pi", {"factor": -2.0}, "factor must be a finite number of at least 1"),
         ("pi", {"factor": "4"}, "factor must be a finite number of at least 1 .* got '4'."),
@@ -260,12 +261,16 @@ def test_a_trained_schedule_is_not_thrown_away_in_silence():
             {"factor": 2, "low_freq_factor": 4},
             "low_freq_factor must be below high_freq_factor, got 4 and 4.0.",
         ),
-        ("longrope", {"factor": 2}, "missing 1 required positional argument: 'long_factor'"),
+        ("longrope", {"factor": 2}, "method 'longrope' needs long_factor, got {'factor': 2}"),
         ("longrope", {"factor": 2, "long_factor": [1.0]}, "one divisor for each of the model's 4 frequencies, got 1."),
         ("longrope", {"factor": 2, "long_factor": [1, 1, 1, 0]}, "long_factor\\[3\\] must be a finite number above 0"),
         ("yarn", {"factor": 2, "seed": 1}, "seed and when belong to views"),
         ("skip", {"when": "eval"}, "when must be one of \\('train', 'always'\\), got 'eval'."),
         (3, {}, "Unknown method 3. Known:"),
+        ("YaRN", {}, "Unknown method 'YaRN'. Did you mean 'yarn'\\?"),
+        (REGISTRY["yarn"], {}, "Unknown method Yarn, a class: give an instance of it, or a name."),
+        (torch.nn.Sequential(torch.nn.Identity()), {}, "Unknown method Sequential\\(. Known: abf"),
+        ("cream", {"target": 64, "sigma": "5"}, "method 'cream': an option of .* has a wrong type: '<' not supported"),
     ],
 )
 def test_what_cannot_be_patched_is_said_and_changes_nothing(method, options, message):
@@ -284,6 +289,8 @@ def test_a_model_without_rope_is_refused_by_name():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=101))
     with pytest.raises(ValueError, match="model type 'gpt2' has no RoPE that can be patched"):
         patch_model(gpt2, "skip")
+    with pytest.raises(ValueError, match="model must be a loaded model, got 'gpt2': load it with AutoModelForCausalLM"):
+        patch_model("gpt2", "skip")
     with pytest.raises(ValueError, match="must be or wrap a transformers.PreTrainedModel, got Linear"):
         patch_model(torch.nn.Linear(2, 2), "skip")
 

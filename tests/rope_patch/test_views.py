@@ -15,6 +15,7 @@ from rope_patch.views import (
     Dilation,
     EndPrompt,
     NoPE,
+    PerLayer,
     PosAug,
     PoSE,
     Skip,
@@ -276,7 +277,12 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
         (lambda: RPE(granularity="layer"), "granularity must be one of"),
         (lambda: RPE(max_index=16).check_length(17), "documents of 17 tokens have no 17 different indices below"),
         (lambda: Compose([]), "views must be a list of at least one view, got \\[\\]."),
-        (lambda: Compose(["skip"]), "views must hold views such as Skip\\(\\), got 'skip'."),
+        (lambda: Compose(["skip"]), "view 'compose' takes views such as Skip\\(.*, got 'skip'."),
+        (
+            lambda: Compose([{"view": "skip", "maxskip": 3}]),
+            "Unknown option 'maxskip' of view 'skip'. Did you mean 'max_skip'",
+        ),
+        (lambda: PerLayer({"view": "yarn"}), "'yarn' is a rescaling; a view is one of"),
         (lambda: VIEWS["skp"], "Unknown view 'skp'. Did you mean 'skip'\\? Known: chunk-permute, compose"),
         (
             lambda: Skip(split=L).check_length(L),

@@ -99,11 +99,11 @@ def test_settings_of_another_run_are_not_mixed_in(tmp_path, model_folder, short_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--view", "skp"], "Unknown method 'skp'. Did you mean 'skip'"),
-        (["--view", "yarn"], "'yarn'"),
-        (["--rescale", "yarn"], "'yarn': "),
+        (["--view", "skp"], "Unknown view 'skp'. Did you mean 'skip'"),
+        (["--view", "yarn"], "'yarn' is a rescaling; a view is one of"),
+        (["--rescale", "yarn"], "rescaling 'yarn' needs factor"),
         (["--steps", "0"], "--steps must be at least 1, got 0."),
-        (["--view", "skip", "--view-args", '{"max": 1}'], "Unknown option of 'skip' 'max'"),
+        (["--view", "skip", "--view-args", '{"max": 1}'], "Unknown option 'max' of view 'skip'"),
     ],
 )
 def test_a_wrong_argument_ends_before_anything_is_written(arguments, message, tmp_path, capsys):

@@ -101,10 +101,18 @@ def test_stage_two_starts_from_stage_one(folder):
 
 def test_another_run_in_the_folder_and_wrong_options_are_refused(folder):
     run(folder, skip_extension=True)
-    with pytest.raises(ValueError, match="holds a run that differs in rescale_args. Use another output_dir"):
+    with pytest.raises(ValueError, match="rescale_args {'factor': 4.0} there and {'factor': 2.0} here. Use another"):
         run(folder, skip_extension=True, rescale_args={"factor": 2.0})
-    with pytest.raises(TypeError, match="stepps"):
-        run(folder, "other", distil={"stepps": 4})
+    with pytest.raises(ValueError, match="distil takes fields of .* has no 'max_stepps'. Did you mean 'max_steps'"):
+        run(folder, "other", distil={"max_stepps": 4})
+    with pytest.raises(ValueError, match="Unknown rescaling 'pii'. Did you mean 'pi'"):
+        run(folder, "other", rescale="pii")
+    with pytest.raises(ValueError, match="rescale_args must be a dict such as .*, got 'factor=4'"):
+        run(folder, "other", rescale_args="factor=4")
+    with pytest.raises(
+        ValueError, match="model must be a hub id or the folder of a checkpoint, .*got LlamaForCausalLM"
+    ):
+        restore(tiny(), None, folder / "other", rescale="pi", rescale_args={"factor": 2.0})
     with pytest.raises(ValueError, match="no document has 5000 tokens"):
         run(folder, "other", extend={**STAGES["extend"], "max_length": 5000})
     assert not (folder / "other").exists()

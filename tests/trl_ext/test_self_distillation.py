@@ -183,8 +183,11 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"view": "standard", "view_args": None}, "same RoPE|give view='skip'"),
-        ({"kl_weight": -1.0}, "weight must be a number of at least 0"),
+        (
+            {"view": "standard", "view_args": None},
+            "objective 'self-distill' compares a view with true positions: give view='skip'",
+        ),
+        ({"kl_weight": -1.0}, "kl_weight must be a number of at least 0, got -1.0"),
         ({"self_distill_args": {"direction": "both"}}, "direction must be one of"),
         ({"self_distill_args": {"weight": 2.0}}, "give kl_weight"),
         ({"self_distill_args": {"passes": "one"}}, "passes in self_distill_args must be one of"),
@@ -193,13 +196,13 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
         ({"self_distill_args": {"kl_longce": {"cap": 0.0}}}, "cap must be a number above 0"),
         (
             {"self_distill_args": {"kl_longce": {"width": 3}}},
-            "kl_longce in self_distill_args takes the fields of LongCE",
+            "Unknown option 'width' of kl_longce in self_distill_args",
         ),
         ({"self_distill_args": {"teacher": "other"}}, "teacher in self_distill_args must be one of"),
         ({"self_distill_args": {"teacher": "native"}, "view": "standard", "view_args": None}, "same RoPE"),
         ({"self_distill_args": {"strength": 2}}, "strength in self_distill_args is that of a control"),
         ({"self_distill_args": {"control": "weights"}}, "control must be one of"),
-        ({"self_distill_args": {"depth": 2}}, "self_distill_args takes the fields of ViewConsistency"),
+        ({"self_distill_args": {"depth": 2}}, "Unknown option 'depth' of self_distill_args. Known: control, direction"),
         ({"objective": "clm", "kl_weight": 2.0}, "kl_weight belongs to objective='self-distill'"),
         ({"objective": "clm", "self_distill_args": {"rows": "paper"}}, "belongs to objective='self-distill'"),
         ({"token_weighting": "short"}, "token_weighting must be 'longce' or None, got 'short'"),

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from support.tiny import WINDOW, tiny
 from support.training import documents, logged, tokenizer, trainer
@@ -222,19 +223,30 @@ def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"view": "skp"}, "Unknown method 'skp'. Did you mean 'skip'"),
+        ({"view": "skp"}, "Unknown view 'skp'. Did you mean 'skip'"),
         (
             {"view": "yarn", "view_args": {"factor": 2.0}},
             "'yarn' is a rescaling; a view is one of chunk-permute, compose",
         ),
         ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, dynamic-ntk"),
-        ({"view": "skip", "view_args": {"maxskip": 3}}, "Unknown option of 'skip' 'maxskip'. Did you mean 'max_skip'"),
+        (
+            {"view": "skip", "view_args": {"maxskip": 3}},
+            "Unknown option 'maxskip' of view 'skip'. Did you mean 'max_skip'",
+        ),
+        ({"view": "yarn"}, "'yarn' is a rescaling; a view is one of chunk-permute"),
+        ({"rescale": "yarm"}, "Unknown rescaling 'yarm'. Did you mean 'yarn'"),
         ({"rescale_args": {"factor": 2.0}}, "rescale_args needs rescale"),
+        ({"view_args": {"max_skip": 9}}, "view_args needs view, the name of the view; got {'max_skip': 9}"),
+        ({"view": "skip", "view_args": "{'max_skip': 9}"}, "view_args must be a dict, or a JSON object such as"),
+        (
+            {"view": "pose", "view_args": {"target": 64, "window": 16}, "packing": True, "max_length": 32},
+            "view 'pose' with a window cuts one document a row: switch packing",
+        ),
         (
             {"objective": "dpo"},
             "objective must be one of 'clm', 'self-distill', 'relation-distill', 'hidden-distill', got 'dpo'",
         ),
-        ({"view": "skip", "view_args": "[1]"}, "view_args must be a JSON object"),
+        ({"view": "skip", "view_args": "[1]"}, "view_args must be a dict, or a JSON object"),
     ],
 )
 def test_a_wrong_config_stops_before_a_model_is_loaded(options, message, tmp_path):
@@ -270,10 +282,72 @@ def test_a_collator_that_drops_document_borders_is_refused(tmp_path):
         run.train()
 
 
-def test_a_split_beyond_every_document_is_refused_at_the_first_step(tmp_path):
-    run = trainer(tmp_path, view="skip", view_args={"split": 500})
-    with pytest.raises(ValueError, match="split must be below the number of tokens in the sequence, got split=500"):
-        run.train()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"view": "skip", "view_args": {"split": 500}},
+            "split must be below the number of tokens in the sequence, got split=500",
+        ),
+        ({"view": "cream", "view_args": {"target": 23}}, "documents of 24 tokens reach beyond target=23"),
+        ({"view": "rpe", "view_args": {"max_index": 23}}, "documents of 24 tokens have no 24 different indices"),
+        (
+            {"view": "cream", "view_args": {"target": 23}, "packing": True, "max_length": 60},
+            "documents of 24 tokens reach beyond target=23",
+        ),
+        (
+            {"view": "skip", "objective": "self-distill", "self_distill_args": {"teacher": "native"}},
+            "teacher='native' reads documents of at most 23 tokens, its window, got one of 24",
+        ),
+    ],
+    ids=["split", "target", "max-index", "packed", "native-teacher"],
+)
+def test_one_document_that_is_too_long_stops_a_run_before_its_first_step(options, message, tmp_path):
+    rows = Dataset.from_list([{"input_ids": [*range(3, 3 + n)]} for n in [12] * 40 + [24]])
+    model = tiny(max_position_embeddings=23)
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, model=model, train_dataset=rows, **options)
+
+
+def test_documents_that_are_cut_to_max_length_are_short_enough(tmp_path):
+    rows = Dataset.from_list([{"input_ids": [5] * 24}] * 4)
+    trainer(tmp_path, train_dataset=rows, view="cream", view_args={"target": 23}, max_length=23)
+    trainer(tmp_path, train_dataset=rows, view="pose", view_args={"target": 64, "window": 16})  # which cuts them itself
+
+
+def test_relations_of_documents_beyond_the_window_are_warned_of(tmp_path, caplog):
+    options = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}}
+    rows = Dataset.from_list([{"input_ids": [5] * (WINDOW + 1)}] * 4)
+    with caplog.at_level("WARNING"):
+        trainer(tmp_path, train_dataset=rows, **options, max_length=WINDOW)
+        assert "beyond its window" not in caplog.text
+        trainer(tmp_path, train_dataset=rows, **options, max_length=None)
+    assert f"documents have up to {WINDOW + 1} tokens, beyond its window of {WINDOW}" in caplog.text
+
+
+def test_a_dataset_without_text_is_refused_with_its_columns(tmp_path):
+    rows = Dataset.from_list([{"story": "w3 w4 w5"}] * 4)
+    with pytest.raises(ValueError, match="train_dataset must have a column 'text', .*, got story. Set dataset_text_"):
+        trainer(tmp_path, train_dataset=rows)
+    with pytest.raises(ValueError, match="eval_dataset\\['b'\\] must have a column 'text'"):
+        trainer(tmp_path, eval_dataset={"a": documents(), "b": rows})
+    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="train_dataset must have at least one row"):
+        RopeSFTTrainer(tiny(), args, train_dataset=rows.select([]), processing_class=tokenizer())
+    trainer(tmp_path, train_dataset=rows, dataset_text_field="story", processing_class=tokenizer())
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_a_checkpoint_of_another_rope_is_not_resumed(peft, tmp_path):
+    def fresh(**options):
+        return trainer(tmp_path, peft_config=lora() if peft else None, max_steps=2, **options)
+
+    fresh(rescale="yarn", rescale_args={"factor": 2.0}, save_strategy="steps", save_steps=1).train()
+    pi = {"rescale": "pi", "rescale_args": {"factor": 2.0}}
+    for other in ({}, pi, {"rescale": "yarn", "rescale_args": {"factor": 4.0}}):
+        with pytest.raises(ValueError, match="checkpoint-2 was trained with RoPE .*'yarn'.*, and this model has"):
+            fresh(**other).train(resume_from_checkpoint=True)
+    fresh(rescale="yarn", rescale_args={"factor": 2.0}).train(resume_from_checkpoint=True)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
@@ -360,7 +434,9 @@ def test_pose_cuts_rows_to_its_window_anew_in_each_epoch(tmp_path):
 
 
 def test_pose_cuts_no_packed_rows(tmp_path):
-    run = trainer(tmp_path, view="pose", view_args={"target": 64, "window": 8}, packing=True)
+    run = trainer(tmp_path, view="pose", view_args={"target": 64, "window": 8})
+    packed = trainer(tmp_path, packing=True)
+    run.data_collator, run.train_dataset = packed.data_collator, packed.train_dataset
     with pytest.raises(ValueError, match="view 'pose' with a window cuts one document a row"):
         run.train()
 

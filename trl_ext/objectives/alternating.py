@@ -50,6 +50,10 @@ class AlternatingObjective(Objective):
         restores = step is not None and (step + 1) % self.args.restore_every == 0
         self.current = self.restore if restores else self.extend
 
+    def check_length(self, length: int) -> None:
+        self.restore.check_length(length)
+        self.extend.check_length(length)
+
     @property
     def draws(self) -> bool:
         return self.current is self.extend

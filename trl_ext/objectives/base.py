@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers.utils import logging
 
 from rope_patch.distillation import TAPE, CopiedTeacher, SharedTeacher
 from rope_patch.distillation.distiller import Distiller, real_tokens
+from rope_patch.methods import from_options
 from rope_patch.rotary import find_core
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
+
+logger = logging.get_logger(__name__)
 
 
 class Objective:
@@ -39,6 +43,9 @@ class Objective:
     def draws(self) -> bool:
         """Whether forwards of the step draw the view."""
         return True
+
+    def check_length(self, length: int) -> None:
+        """Raise, or warn, if documents of `length` tokens are more than the objective can compare."""
 
     def begin(self, step: int | None) -> None:
         """Called before the batches of an optimizer step are read, and with None before one of an evaluation."""
@@ -86,6 +93,16 @@ class Objective:
         zero: torch.Tensor = 0.0 * outputs.logits.float().sum()
         return zero
 
+    def _warn_beyond_window(self, length: int) -> None:
+        state = self.distiller.state
+        window = None if state is None else state.native.max_position_embeddings
+        if window is not None and length > window:
+            logger.warning(
+                "the teacher is the model as it was pretrained, and documents have up to "
+                f"{length} tokens, beyond its window of {window}: there it teaches what it never learned. Lower "
+                "max_length."
+            )
+
     def _native(self, model: nn.Module) -> SharedTeacher | CopiedTeacher:
         """The model as it was pretrained: its own weights where it has adapters, else a copy."""
         if self.teacher is None:
@@ -118,6 +135,7 @@ def from_fields(cls: type[T], name: str, options: dict[str, Any]) -> T:
         ValueError: an unknown option, one that is missing, or one out of its range.
     """
     try:
-        return cls(**options)
-    except TypeError as error:
-        raise ValueError(f"{name} takes the fields of {cls.__name__}: {error}.") from error
+        return from_options(cls, name, options)
+    except ValueError as error:
+        known = str(error) if name in str(error) else f"{name}: {error}"
+        raise ValueError(known) from error

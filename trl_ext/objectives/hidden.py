@@ -25,6 +25,9 @@ class HiddenObjective(Objective):
         targets = hidden_options(self.args._options("hidden_args"))
         return HiddenDistiller(model, targets, self._native(model))
 
+    def check_length(self, length: int) -> None:
+        self._warn_beyond_window(length)
+
     def _forward_options(self) -> dict[str, Any]:
         return {"output_hidden_states": True}
 

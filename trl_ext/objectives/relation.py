@@ -27,6 +27,9 @@ class RelationObjective(Objective):
             model, targets, self._native(model), logit_kl=logit_kl, offload=self.args.teacher_offload
         )
 
+    def check_length(self, length: int) -> None:
+        self._warn_beyond_window(length)
+
     def counts(self, read: torch.Tensor) -> dict[str, int]:
         """Real tokens, and those that the logit KL counts."""
         counts = super().counts(read)

@@ -1,6 +1,6 @@
 """objective="self-distill": RPSD."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +19,7 @@ from rope_patch.distillation import (
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.distillation.sequential import SequentialTape
+from rope_patch.registry import unknown
 from rope_patch.views import Skip
 
 from .base import from_fields
@@ -52,6 +53,10 @@ class SelfDistillObjective(NextTokenObjective):
             return SequentialDistiller(model, chosen.consistency, longce, teacher=teacher)
         one_pass = chosen.passes == "auto"
         return ViewDistiller(model, chosen.consistency, longce, teacher=teacher, one_pass=one_pass)
+
+    def check_length(self, length: int) -> None:
+        if isinstance(self.distiller, ViewDistiller):
+            self.distiller.check_length(length)
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
@@ -151,6 +156,12 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
     rest = dict(self_distill_args)
     if "weight" in rest:
         raise ValueError("self_distill_args has no weight: give kl_weight.")
+    if not isinstance(kl_weight, int | float) or not 0 <= kl_weight < float("inf"):
+        raise ValueError(f"kl_weight must be a number of at least 0, got {kl_weight!r}.")
+    names = {*(f.name for f in fields(ViewConsistency)), "passes", "control", "strength", "teacher"} - {"weight"}
+    for name in rest:
+        if name not in names:
+            raise unknown("option", name, names, of="self_distill_args")
     passes, kind, teacher = rest.pop("passes", "auto"), rest.pop("control", None), rest.pop("teacher", "self")
     for name, value, allowed in (("passes", passes, Passes), ("teacher", teacher, Teacher)):
         if value not in get_args(allowed):
