@@ -3,8 +3,8 @@
 # make test-slow  the slow ones only
 # make test-all   both
 # make lint       ruff and mypy, as in .pre-commit-config.yaml
-# make docs      write docs/composition.md from the outcomes of its tests
-# make clean      remove what the other targets made, the default .venv included
+# make docs       write docs/composition.md from the outcomes of its tests
+# make clean      remove what the other targets made, the default .venv and rope-patch-demo included
 #
 # Each target first installs what it needs into $(VENV), with the versions in constraints.txt.
 
@@ -43,7 +43,7 @@ docs: $(VENV)/.dev-installed
 	$(BIN)/python docs/composition.py
 
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
+	rm -rf .venv rope-patch-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
 	find rope_patch trl_ext kernels tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

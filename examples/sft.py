@@ -5,6 +5,7 @@ Run:  python examples/sft.py --config examples/recipes/qwen3_4b_yarn_skip_64k.ya
 
 Every field of RopeSFTConfig, ModelConfig, ScriptArguments and DatasetMixtureConfig is a key of the recipe and a flag of
 the command line, which wins. With an adapter, `rope_patch.load_adapter(base_model, output_dir)` loads what is saved.
+A run that was stopped goes on with --resume_from_checkpoint OUTPUT_DIR/checkpoint-N.
 """
 
 from trl import (
@@ -34,6 +35,11 @@ def main() -> None:
     }
     dataset = get_dataset(data)
     evaluates = training.eval_strategy != "no"
+    if evaluates and script.dataset_test_split not in dataset:
+        parser.error(
+            f"eval_strategy needs a split {script.dataset_test_split!r} and the text has {', '.join(dataset)}: set "
+            "test_split_size to hold a part out, or dataset_test_split"
+        )
     trainer = RopeSFTTrainer(
         model=model.model_name_or_path,
         args=training,

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(f"\nStopped.{kept}", file=sys.stderr)
         return 130
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:  # OSError: a model that is neither a folder nor on the hub
         print(f"rope-patch {args.command}: {error}", file=sys.stderr)
         return 1
 
@@ -90,7 +90,10 @@ def _demo(args: argparse.Namespace) -> int:
 
     from rope_patch.methods import resolve_rescaling, resolve_view
 
-    from .demo.run import run
+    try:
+        from .demo.run import run
+    except ModuleNotFoundError as error:
+        raise ImportError(f"the demo needs {error.name}: pip install 'rope-patch[demo]'.") from error
 
     settings = _settings(args, torch.cuda.is_available())
     resolve_view(settings.view, settings.view_args)
@@ -110,4 +113,6 @@ def _settings(args: argparse.Namespace, has_gpu: bool) -> DemoSettings:
     for name in ("measure_length", "measure_rows", "train_length", "batch_size", "steps", "lora_rank"):
         if given.get(name, 1) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given[name]}.")
+    if not given.get("learning_rate", 1.0) > 0:
+        raise ValueError(f"--learning-rate must be above 0, got {given['learning_rate']}.")
     return replace(defaults, **given)

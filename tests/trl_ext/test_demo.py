@@ -96,6 +96,19 @@ def test_settings_of_another_run_are_not_mixed_in(tmp_path, model_folder, short_
     )
 
 
+def test_a_missing_package_is_said_with_its_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "trl_ext.demo.run")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert cli.main(["demo", "--output-dir", str(tmp_path / "out"), "--device", "cpu"]) == 1
+    assert "the demo needs peft: pip install 'rope-patch[demo]'." in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist_takes_no_folder(tmp_path, model_folder, short_library, capsys):
+    assert demo(tmp_path / "out", tmp_path / "nowhere") == 1
+    assert "nowhere" in capsys.readouterr().err
+    assert demo(tmp_path / "out", model_folder) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -103,6 +116,7 @@ def test_settings_of_another_run_are_not_mixed_in(tmp_path, model_folder, short_
         (["--view", "yarn"], "'yarn' is a rescaling; a view is one of"),
         (["--rescale", "yarn"], "rescaling 'yarn' needs factor"),
         (["--steps", "0"], "--steps must be at least 1, got 0."),
+        (["--learning-rate", "-1"], "--learning-rate must be above 0, got -1.0."),
         (["--view", "skip", "--view-args", '{"max": 1}'], "Unknown option 'max' of view 'skip'"),
     ],
 )

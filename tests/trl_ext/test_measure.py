@@ -108,6 +108,8 @@ def test_models_named_wrongly_are_refused(text, message):
     [
         (["--model", "x=tiny", "--model", "x=tiny"], "labels must differ, got x, x"),
         (["--model", "tiny", "--trials", "0"], "--trials must be at least 1, got 0"),
+        (["--model", "tiny", "--length", "0"], "--length must be at least 1, got 0"),
+        (["--model", "tiny", "--model", "nowhere/model"], "--model nowhere/model: nowhere/model is no folder with a"),
         (["--model", "tiny", "--cliff", "--length", "9000"], "the texts give 0 rows of 9000 tokens; 2 are needed"),
         (["--model", "tiny", "--short", "--short-data", "nowhere"], "there is no file or folder nowhere"),
     ],

@@ -28,7 +28,8 @@ from .settings import DemoSettings
 
 def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
     """Do the whole job in `folder` and return its figures, which are also in `folder/demo.json`."""
-    settings.claim(folder)
+    settings.check(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     seconds = Stopwatch(folder / "seconds.json")
     with seconds("load"):
         base = settings.model or folder / "base"
@@ -44,6 +45,7 @@ def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
             train_rows=settings.steps * settings.batch_size,
             seed=settings.seed,
         )
+    settings.claim(folder)  # only now: a model that does not exist takes no folder
     _say(settings, window, loaded)
 
     def fresh() -> PreTrainedModel:

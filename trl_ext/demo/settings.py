@@ -50,18 +50,16 @@ class DemoSettings:
         """Tokens that one training run sees."""
         return self.steps * self.batch_size * self.train_length
 
-    def claim(self, folder: Path) -> None:
-        """Make `folder` this run's.
-
-        Raises:
-            ValueError: it holds a run with other settings.
-        """
-        file, mine = folder / "settings.json", asdict(self)
-        other = other_settings(file, mine)
+    def check(self, folder: Path) -> None:
+        """Raise ValueError if `folder` holds a run with other settings."""
+        other = other_settings(folder / "settings.json", asdict(self))
         if other:
             differences = ", ".join(f"{k} {was!r} there and {now!r} here" for k, (was, now) in other.items())
             raise ValueError(f"{folder} holds a run with other settings: {differences}. Use another --output-dir.")
-        record_settings(file, mine)
+
+    def claim(self, folder: Path) -> None:
+        """Make `folder` this run's."""
+        record_settings(folder / "settings.json", asdict(self))
 
 
 GPU = DemoSettings(

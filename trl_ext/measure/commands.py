@@ -89,10 +89,13 @@ def _add_data(parser: argparse.ArgumentParser, rows: int) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """`rope-patch eval`."""
+    _require_positive(args)
     specs = [ModelSpec.parse(text) for text in args.model]
     labels = [spec.label for spec in specs]
     if len(set(labels)) < len(labels):
         raise ValueError(f"labels must differ, got {', '.join(labels)}: name models as LABEL=PATH.")
+    for spec in specs:
+        spec.check()
     device, dtype = _device(args)
     tokenizer = specs[0].load_tokenizer()
     length = args.length or _default_length(specs[0])
@@ -125,7 +128,9 @@ def run_eval(args: argparse.Namespace) -> int:
 
 def run_probe(args: argparse.Namespace) -> int:
     """`rope-patch probe`."""
+    _require_positive(args)
     spec = ModelSpec.parse(args.model)
+    spec.check()
     device, dtype = _device(args)
     length = args.length or _default_length(spec)
 
@@ -149,9 +154,6 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
 
     named = {name for flag, names in FLAGS.items() if getattr(args, flag.replace("-", "_")) for name in names}
     chosen = named or set(DEFAULT)
-    for name in ("rows", "trials", "ruler_samples", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}.")
     return EvalPlan(
         measures=tuple(name for name in MEASURES if name in chosen),
         length=length,
@@ -167,6 +169,13 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
         limit=args.limit,
         batch_size=args.batch_size,
     )
+
+
+def _require_positive(args: argparse.Namespace) -> None:
+    for name in ("length", "rows", "trials", "ruler_samples", "batch_size", "limit"):
+        given = getattr(args, name, None)
+        if given is not None and given < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
 
 
 def _device(args: argparse.Namespace) -> tuple[str, Any]:

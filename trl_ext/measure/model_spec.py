@@ -60,6 +60,17 @@ class ModelSpec:
             return self.path
         return json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
 
+    def check(self) -> None:
+        """Raise ValueError if there is no such model, before an earlier one of the command line is measured."""
+        from transformers import AutoConfig
+
+        try:
+            AutoConfig.from_pretrained(self.checkpoint)
+        except OSError as error:
+            raise ValueError(
+                f"--model {self.path}: {self.checkpoint} is no folder with a checkpoint, and from the hub: {error}"
+            ) from error
+
     def load(self, device: str, dtype: Any) -> Any:
         """The model, in eval mode; an adapter comes with the RoPE that it was trained with.
 
