@@ -82,7 +82,7 @@ class RetrievalGrid(Result):
                     axes.text(i, j, f"{100 * value:.0f}", ha="center", va="center", fontsize=8, color=color)
         all_axes[0].set_ylabel("depth of the needle")
         one = next(iter(results.values()))
-        figure.suptitle(f"{one.kind}: accuracy in percent, {one.trials} prompts a cell")
+        figure.suptitle(f"{one.kind}: accuracy in percent, prompts a cell: {one.trials}")
         figure.colorbar(image, ax=all_axes)
         return figure
 

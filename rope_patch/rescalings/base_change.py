@@ -39,6 +39,10 @@ class NTK(Rescaling):
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_native(self, native, ("default", "linear", "llama3"), "Use 'abf' with the base that you want.")
         d = native.rotary_dim
+        if d < 4:
+            raise ValueError(
+                f"rescaling 'ntk' needs 2 frequencies or more, and this model rotates {d} features: use 'pi'."
+            )
         return _with_base(native, native.rope_theta * float(self.factor) ** (d / (d - 2)))
 
     def target_window(self, native_window: int) -> int:

@@ -285,6 +285,14 @@ def test_what_cannot_be_patched_is_said_and_changes_nothing(method, options, mes
     assert torch.equal(model(ids).logits, plain)
 
 
+def test_ntk_has_no_exponent_for_a_single_frequency():
+    model = tiny("llama", hidden_size=8, head_dim=2)
+    with pytest.raises(
+        ValueError, match="rescaling 'ntk' needs 2 frequencies or more, and this model rotates 2 features"
+    ):
+        patch_model(model, "ntk", factor=2.0)
+
+
 def test_a_model_without_rope_is_refused_by_name():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=101))
     with pytest.raises(ValueError, match="model type 'gpt2' has no RoPE that can be patched"):

@@ -332,7 +332,7 @@ def test_a_view_that_cannot_say_how_often_has_no_uniform_reduction():
 
 
 def test_what_cannot_be_distilled_is_refused():
-    with pytest.raises(ValueError, match="same RoPE"):
+    with pytest.raises(ValueError, match="compares a view with true positions: give view"):
         ViewDistiller(patch_model(tiny(), "standard"), ViewConsistency())
     with pytest.raises(ValueError, match="give view='skip' or another that perturbs"):
         ViewDistiller(patch_model(tiny(), "pi", factor=2.0), ViewConsistency())
