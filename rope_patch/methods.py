@@ -26,9 +26,7 @@ def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | Non
 
 def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> View:
     """The same for views only."""
-    name = view if isinstance(view, str) else getattr(view, "name", None)
-    if name in RESCALINGS:
-        raise ValueError(f"{name!r} is a rescaling; a view is one of {', '.join(sorted(VIEWS))}.")
+    _require_not("view", VIEWS, "rescaling", RESCALINGS, view)
     found = _resolve("view", VIEWS, view, options)
     assert isinstance(found, View)
     return found
@@ -36,12 +34,17 @@ def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> Vie
 
 def resolve_rescaling(rescaling: str | Rescaling, options: dict[str, Any] | None = None) -> Rescaling:
     """The same for rescalings only."""
-    name = rescaling if isinstance(rescaling, str) else getattr(rescaling, "name", None)
-    if name in VIEWS:
-        raise ValueError(f"{name!r} is a view; a rescaling is one of {', '.join(sorted(RESCALINGS))}.")
+    _require_not("rescaling", RESCALINGS, "view", VIEWS, rescaling)
     found = _resolve("rescaling", RESCALINGS, rescaling, options)
     assert isinstance(found, Rescaling)
     return found
+
+
+def _require_not(kind: str, known: dict[str, type], other: str, others: dict[str, type], method: object) -> None:
+    """Raise ValueError if `method` is the `other` kind, by name or as an instance."""
+    name = method if isinstance(method, str) else getattr(method, "name", None)
+    if name in others:
+        raise ValueError(f"{name!r} is a {other}; a {kind} is one of {', '.join(sorted(known))}.")
 
 
 def _resolve(kind: str, known: dict[str, type], method: object, options: dict[str, Any] | None) -> View | Rescaling:
