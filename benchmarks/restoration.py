@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from result_lines import mean_of, spread
+from result_lines import add_line, mean_of, read_lines, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("restoration.jsonl"))
     args = parser.parse_args()
     if args.table:
-        print(table([json.loads(line) for file in args.table for line in file.read_text().splitlines()]))
+        print(table(read_lines(*args.table)))
         return
     if not (args.model and args.train and args.val and args.short_data):
         parser.error("give MODEL, --train, --val and --short-data, or --table")
@@ -212,7 +212,7 @@ def main() -> None:
         return cut[length]
 
     val = text_rows(tokenizer, read_texts(args.val), seq_len=args.val_length, n_rows=args.val_rows)
-    done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.is_file() else []
+    done = read_lines(args.out)
     for seed in args.seeds:
         for name in args.arms:
             stages = {r["after"] for r in done if (r["arm"], r["seed"]) == (name, seed)}
@@ -220,8 +220,7 @@ def main() -> None:
             if stages and (arm.extend is None or "extend" in stages):
                 continue
             for found in run(arm, args, tokenizer, {"rows": rows, "val": val}, seed, stages):
-                with args.out.open("a") as out:
-                    out.write(json.dumps({"arm": name, "seed": seed, **found}) + "\n")
+                add_line(args.out, {"arm": name, "seed": seed, **found})
                 shown = f"in window {found['loss_in_window']:.3f}  short {found['short_mean']:.3f}"
                 print(f"{name:28} seed {seed}  after {found['after'] or '-':6}  {shown}", flush=True)
             gc.collect()

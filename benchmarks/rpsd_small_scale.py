@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from result_lines import spread
+from result_lines import add_line, read_lines, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rope_patch.eval import (
@@ -220,14 +220,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("rpsd_small_scale.jsonl"))
     args = parser.parse_args()
     if args.table:
-        print(table([json.loads(line) for file in args.table for line in file.read_text().splitlines()]))
+        print(table(read_lines(*args.table)))
         return
     if not args.model:
         parser.error("give MODEL, or --table")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if not (args.taught / "config.json").is_file():
         teach(args, tokenizer)
-    known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.is_file() else []
+    known = read_lines(args.out)
     done = {(r["arm"], r["seed"]) for r in known}
     val = text_rows(tokenizer, texts(args.val, True), seq_len=max(args.lengths), n_rows=args.val_rows)
     documents = Dataset.from_list([{"text": text} for text in texts(args.train, False)])
@@ -257,8 +257,7 @@ def main() -> None:
             **measure(model, tokenizer, args, val),
             "log": log,
         }
-        with args.out.open("a") as out:
-            out.write(json.dumps(found) + "\n")
+        add_line(args.out, found)
         far = "  ".join(f"{kind} beyond {found[f'{kind} beyond the short window']:.3f}" for kind in KINDS)
         print(f"{name:16} seed {seed}  {far}  {seconds:.0f} s", flush=True)
         del model
