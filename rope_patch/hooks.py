@@ -4,7 +4,6 @@ All are picklable objects. Only what a rotary module receives changes: `position
 since Transformers reads a jump in them as the border of a packed document and masks across it.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import Cache
 from .documents import real_tokens_of
 from .layerwise import Embeddings, LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
 from .limits import why_no_checkpointing
-from .rotary import rope_types
+from .rotary import parameter_names, rope_types
 from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
 
 
@@ -23,7 +22,7 @@ class DecoderEntry:
 
     def __init__(self, state: RopeState, decoder: nn.Module) -> None:
         self.state = state
-        self.parameters = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+        self.parameters = parameter_names(decoder)
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}

@@ -42,6 +42,11 @@ def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def parameter_names(decoder: nn.Module) -> tuple[str, ...]:
+    """Names of what a decoder's forward takes, in order, in which some families call it without names."""
+    return tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+
+
 def find_decoder(model: nn.Module) -> PreTrainedModel:
     """The innermost Transformers model that holds all rotary modules, e.g. the `LlamaModel` of a `LlamaForCausalLM`.
 

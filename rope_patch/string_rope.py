@@ -11,7 +11,7 @@ from torch import nn
 
 from .attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
 from .documents import locate_documents
-from .rotary import find_core, find_decoder, named_rotary_modules, rope_types
+from .rotary import find_core, find_decoder, named_rotary_modules, parameter_names, rope_types
 from .state import state_of
 
 PLAN = "string_positions_plan"
@@ -93,6 +93,7 @@ class _StringPositions:
             raise ValueError(
                 f"{type(self.decoder).__name__} rotates without an apply_rotary_pos_emb, which string_positions uses."
             )
+        self.parameters = parameter_names(self.decoder)
         self.turn = self._turn()
         self._require_keys_that_turn()
 
@@ -148,8 +149,7 @@ class _StringPositions:
     def plan(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook of the decoder: sends what attention needs to know with the forward."""
         self._require_inference()
-        names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
-        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
         mask, cache = call.get("attention_mask"), call.get("past_key_values")
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):

@@ -51,10 +51,10 @@ class SequentialDistiller(ViewDistiller):
             return super()._before_student(decoder, args, kwargs)
         if tape.teaching:
             return None
-        if tape.of_labels is not None:
-            self._ask_teacher(tape, args, kwargs)
         if tape.of_labels is None:
             self._read_short(tape, decoder)
+        else:
+            self._ask_teacher(tape, args, kwargs)
         return None
 
     def _compare_student(self, tape: ViewTape, output: Any) -> None:

@@ -1,6 +1,5 @@
 """Self-distillation between views: a model's predictions under true positions teach those under a view."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ from transformers.utils import logging
 
 from ..limits import why_no_self_distillation, why_two_passes
 from ..patch import rope_view
+from ..rotary import parameter_names
 from ..state import Batch, TableSource
 from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
 from .distiller import TAPE, require
@@ -65,7 +65,7 @@ class ViewDistiller(ConsistencyDistiller):
         if self.source.view.layerwise or self.source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
         self.one_pass = reason is None
-        self._parameters = tuple(inspect.signature(type(self.decoder).forward).parameters)[1:]
+        self._parameters = parameter_names(self.decoder)
         if reason is None:
             logger.info("Both views run in one forward.")
         else:
