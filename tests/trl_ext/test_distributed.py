@@ -12,6 +12,7 @@ import torch
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
+import torch
 from support.training import logged, trainer
 world = int(os.environ.get("WORLD_SIZE", 1))
 results = {}
@@ -41,6 +42,8 @@ for name, options in {
     results[name] = [entry["loss"] for entry in logged(run, "loss")]
 if int(os.environ.get("RANK", 0)) == 0:
     Path(sys.argv[1], f"losses-{world}.json").write_text(json.dumps(results))
+if world > 1:
+    torch.distributed.destroy_process_group()  # its threads, left running, can abort the process at its exit
 """
 
 
