@@ -73,8 +73,11 @@ def arms() -> dict[str, Arm]:
     for lr in (2e-5, 1e-3):
         found[f"pi4 cpt lr {lr:g}"] = Arm(PI4, extend={"learning_rate": lr, **EQUAL})
     # the control with the tokens, rows and stages of LinearARD: next-token training in place of distillation
+    control = {"objective": "clm", "learning_rate": 5e-4}
     for lr in (2e-4, 5e-4, 1e-3):
-        found[f"pi4 clm {lr:g}+cpt"] = Arm(PI4, {"objective": "clm", "learning_rate": lr}, EXTEND_LR, trainable="all")
+        found[f"pi4 clm {lr:g}+cpt"] = Arm(PI4, {**control, "learning_rate": lr}, EXTEND_LR, trainable="all")
+    found["pi8 clm 0.0005+cpt"] = Arm(PI8, control, EXTEND_LR, trainable="all")
+    found["yarn4 clm 0.0005+cpt"] = Arm(YARN4, control, EXTEND_LR, trainable="all")
     # predictions of the native model, in all rows, beside the next-token loss: the same stage with another target
     for weight in (1.0, 10.0):
         native = {
