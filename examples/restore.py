@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datasets import load_dataset
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from trl_ext import restore
+from trl_ext import require_known_keys, restore
 
 
 @dataclass
@@ -39,7 +39,9 @@ class RestoreArguments:
 
 
 def main() -> None:
-    arguments, model = TrlParser((RestoreArguments, ModelConfig)).parse_args_and_config()
+    parser = TrlParser((RestoreArguments, ModelConfig))
+    require_known_keys(parser)
+    arguments, model = parser.parse_args_and_config()
     result = restore(
         model.model_name_or_path,
         load_dataset("json", data_files=arguments.text, split="train"),

@@ -5,7 +5,7 @@ Run:  python examples/sft.py --config examples/recipes/qwen3_4b_yarn_skip_64k.ya
 
 Every field of RopeSFTConfig, ModelConfig, ScriptArguments and DatasetMixtureConfig is a key of the recipe and a flag of
 the command line, which wins. With an adapter, `rope_patch.load_adapter(base_model, output_dir)` loads what is saved.
-A run that was stopped goes on with --resume_from_checkpoint OUTPUT_DIR/checkpoint-N.
+A run that was stopped goes on with --resume_from_checkpoint OUTPUT_DIR/checkpoint-N, under the same method.
 """
 
 from trl import (
@@ -19,11 +19,12 @@ from trl import (
 )
 
 from rope_patch import describe
-from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext import RopeSFTConfig, RopeSFTTrainer, require_known_keys
 
 
 def main() -> None:
     parser = TrlParser((ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig))
+    require_known_keys(parser)
     script, training, model, data = parser.parse_args_and_config()
     if not data.datasets:
         parser.error("the recipe must name the text to train on under `datasets`")

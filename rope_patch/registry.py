@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
+_MOST_LISTED = 30  # names in an error: fields of a trainer's config would fill a page
 
 
 class Registry(dict[str, type]):
@@ -31,13 +32,18 @@ class Registry(dict[str, type]):
 
 
 def unknown(kind: str, name: object, known: Collection[str], of: str = "") -> ValueError:
-    """The error for a `name` that is not among `known`, which are those `of` something, with the nearest one."""
+    """The error for a `name` that is not among `known`, which are those `of` something, with the nearest one.
+
+    Where there are too many to list, with the nearest three.
+    """
     of = of and f" of {of}"
+    listed = len(known) <= _MOST_LISTED
     if isinstance(name, type):
         shown, near = f"{name.__name__}, a class: give an instance of it, or a name", []
     elif isinstance(name, str):
-        shown, near = repr(name), difflib.get_close_matches(name.lower(), known, n=1)
+        shown, near = repr(name), difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
     else:  # a model in place of a name would be shown over many lines
         shown, near = repr(name).partition("\n")[0], []
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"Unknown {kind} {shown}{of}.{hint} Known: {', '.join(sorted(known)) or 'none'}.")
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    rest = f" Known: {', '.join(sorted(known)) or 'none'}." if listed else ""
+    return ValueError(f"Unknown {kind} {shown}{of}.{hint}{rest}")

@@ -1,6 +1,5 @@
 """LinearARD in one call: distil at the native length, go on at the extended one, export a plain checkpoint."""
 
-import difflib
 import gc
 import json
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from rope_patch import load_adapter, patch_model
 from rope_patch.methods import resolve_rescaling
+from rope_patch.registry import unknown
 
 from .config import RopeSFTConfig
 from .run_folder import Stopwatch, other_settings, record_settings
@@ -207,9 +207,7 @@ def _config(stage: str, settings: dict[str, Any]) -> RopeSFTConfig:
     known = {f.name for f in fields(RopeSFTConfig) if f.init}
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{stage} takes fields of RopeSFTConfig, which has no {name!r}.{hint}")
+            raise unknown("field", name, known, of=f"{stage}, which takes those of RopeSFTConfig")
     return RopeSFTConfig(**settings)
 
 

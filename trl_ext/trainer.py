@@ -32,6 +32,7 @@ from rope_patch.views import PoSE
 from .config import RopeSFTConfig
 from .cues import with_cue
 from .cut_rows import cut_rows
+from .method_record import require_same_method, training_method, write_method
 from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Objective
 from .sentences import sentence_ends
 from .training_set import longest_document, require_text
@@ -90,7 +91,9 @@ class RopeSFTTrainer(SFTTrainer):
         super().__init__(model, args, **kwargs)
         self._patch(args)
         self._source = view_source(self.model)
-        self._perturbs = self._source is not None and self._source.view.perturbs
+        assert self._source is not None  # at the least the standard view
+        self._perturbs = self._source.view.perturbs
+        self._method = training_method(args, self._source.view, self._source.clock.seed)
         if self._perturbs:
             self._refuse_sharded_sequences()
         self._rate_since: tuple[float, float] | None = None
@@ -118,17 +121,25 @@ class RopeSFTTrainer(SFTTrainer):
             self._objective.check_length(longest)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """TRL's training; a checkpoint of another RoPE is refused.
+        """TRL's training; a checkpoint of another RoPE or another method is refused.
 
         Raises:
-            ValueError: the checkpoint was trained under other frequencies, which would go on as another model.
+            ValueError: the checkpoint was trained under other frequencies, which would go on as another model, or with
+                another view, objective or option of theirs.
         """
         folder = resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(str(self.args.output_dir))
         if folder:
             require_same_rope(self.model, folder)
+            require_same_method(self._method, folder)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """TRL's saving, also of checkpoints, with a record of what was trained with."""
+        if self.args.should_save:  # first, to be among what is pushed to the hub
+            write_method(self._method, output_dir or str(self.args.output_dir))
+        super().save_model(output_dir, _internal_call)
 
     def _patch(self, args: RopeSFTConfig) -> None:
         """Apply what `args` names; if it cannot be, leave the model as it came."""

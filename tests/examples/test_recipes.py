@@ -15,7 +15,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from rope_patch import load_adapter
 from rope_patch.views import VIEWS
-from trl_ext import RopeSFTConfig
+from trl_ext import RopeSFTConfig, require_known_keys
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))
@@ -24,6 +24,7 @@ RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
 def test_a_recipe_holds_only_known_keys_and_says_how_to_run_it(recipe):
     parser = TrlParser((ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig))
+    require_known_keys(parser, ["--config", str(recipe)])
     _, training, model, _ = parser.parse_args_and_config(["--config", str(recipe), "--use_cpu", "--bf16", "false"])
     found = yaml.safe_load(recipe.read_text())
     assert training.view == found["view"] and model.model_name_or_path == found["model_name_or_path"]

@@ -103,7 +103,9 @@ def test_another_run_in_the_folder_and_wrong_options_are_refused(folder):
     run(folder, skip_extension=True)
     with pytest.raises(ValueError, match="rescale_args {'factor': 4.0} there and {'factor': 2.0} here. Use another"):
         run(folder, skip_extension=True, rescale_args={"factor": 2.0})
-    with pytest.raises(ValueError, match="distil takes fields of .* has no 'max_stepps'. Did you mean 'max_steps'"):
+    with pytest.raises(
+        ValueError, match="Unknown field 'max_stepps' of distil, .* RopeSFTConfig. Did you mean 'max_steps'"
+    ):
         run(folder, "other", distil={"max_stepps": 4})
     with pytest.raises(ValueError, match="Unknown rescaling 'pii'. Did you mean 'pi'"):
         run(folder, "other", rescale="pii")

@@ -4,10 +4,13 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support import oracle
 from support.tiny import tiny
 from support.training import WAYS, documents, logged, trainer
 from transformers import CohereConfig, CohereForCausalLM, MixtralConfig, MixtralForCausalLM
 from trl import SFTConfig, SFTTrainer
+
+from rope_patch.patch import view_source
 
 SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
 
@@ -130,6 +133,39 @@ def test_the_kl_is_logged_by_how_far_the_view_moves(tmp_path):
         assert quarters and 1 <= entry["view/skip"] <= 40
         # four documents, whose mean lies between the lowest and the highest quarter that was drawn
         assert 10 * (min(quarters) - 1) < entry["view/skip"] + 10 and entry["view/skip"] <= 10 * max(quarters)
+
+
+@pytest.mark.parametrize("passes", ["auto", "sequential"])
+@pytest.mark.parametrize("teacher", ["self", "native"])
+def test_the_kl_by_skip_is_that_of_moved_rows_alone(teacher, passes, tmp_path):
+    """A native teacher is compared in all rows, those before a document's split among them."""
+    factor, batches = 4.0, []
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, **WAYS["padded"], **SELF}
+    options |= {"rescale": "pi", "rescale_args": {"factor": factor}}
+    run = trainer(tmp_path, **options, self_distill_args={"teacher": teacher, "passes": passes})
+    run.model.register_forward_pre_hook(lambda *call: batches.append(call[2]["input_ids"]), with_kwargs=True)
+    run.train()
+    model = tiny()
+    weights, frequencies = oracle.weights_of(model), oracle.default_frequencies(model.config)
+
+    def predicted(ids, index, frequencies):
+        see = oracle.causal(len(ids))[None]
+        found = oracle.logits(weights, model.config, ids[None], index[None], see, frequencies)
+        return found[0, :-1].log_softmax(-1).detach()
+
+    rows = {}
+    drawn = view_source(run.model).last.parameters
+    splits, skips = drawn["split"].flatten().tolist(), drawn["skip"].flatten().tolist()
+    for row, split, skip in zip(batches[0], splits, skips, strict=True):
+        ids = row[row > 0]  # without padding
+        t = torch.arange(len(ids))
+        p = predicted(ids, torch.where(t >= split, t + skip, t), frequencies / factor)
+        q = predicted(ids, t, frequencies if teacher == "native" else frequencies / factor)
+        kl = (p.exp() * (p - q)).sum(-1)
+        assert split > 1 and (kl[1:split].min() > 1e-3) == (teacher == "native"), "rows that are not to count"
+        rows.setdefault(f"kl/skip_{1 + 4 * (skip - 1) // 40}of4", []).append(kl[split:])
+    wanted = {name: torch.cat(found).mean().item() for name, found in rows.items()}
+    assert logged(run, "kl/skip") == [pytest.approx(wanted, rel=1e-4)]
 
 
 def test_lora_and_resuming(tmp_path):

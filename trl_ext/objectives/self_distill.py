@@ -103,14 +103,15 @@ class SelfDistillObjective(NextTokenObjective):
         return _by_quarter("kl/depth", tape, labelled.t, length)
 
     def _by_skip(self, tape: ViewTape) -> dict[str, torch.Tensor]:
-        """Mean KL by how far the view moves the suffix, in quarters of the largest skip that it draws."""
+        """Mean KL of the queries that the view moves, by how far: in quarters of the largest skip that it draws."""
         if isinstance(self.distiller, ControlDistiller):
             return {}
         source = self.distiller.source
         assert source.last is not None
         if not isinstance(source.view, Skip) or source.view.skip is not None:
             return {}
-        skip = source.last.parameters["skip"].expand_as(tape.labelled.t)
+        t = tape.labelled.t
+        skip = source.view.rope_index(t, source.last.parameters) - t  # 0 in a prefix, which no quarter has
         largest = tape.labelled.documents.length.expand_as(skip)
         if source.view.max_skip is not None:
             largest = torch.full_like(skip, source.view.max_skip)

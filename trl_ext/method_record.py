@@ -1,0 +1,129 @@
+"""What a run trains with is written beside each of its checkpoints, and none of another method is resumed."""
+
+import json
+import os
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from rope_patch.version import __version__
+from rope_patch.views import View
+
+from .config import RopeSFTConfig
+from .cues import CUES
+from .objectives.hidden import hidden_options
+from .objectives.next_token import longce_options
+from .objectives.relation import relation_options
+from .objectives.self_distill import self_distill_options
+from .run_folder import record_settings
+
+logger = logging.get_logger(__name__)
+
+RECORD_NAME = "rope_patch_training.json"
+_FORMAT = 1
+
+
+def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any]:
+    """The fields that define what is trained, defaults filled in, as JSON reads them back.
+
+    Options come from the objects that they stand for, so that a list and a tuple, or a default that is given and one
+    that is not, are the same. Left out are fields that move work and change no number (`teacher_offload`, `passes` of
+    `self_distill_args`), what TRL decides by itself on resuming, and `rescale`, whose schedule the checkpoint has.
+
+    Args:
+        args: of the trainer.
+        view: in force, which may be one that the model came with.
+        seed: of its draws.
+    """
+    method: dict[str, Any] = {
+        "objective": args.objective,
+        "view": view.name,
+        "view_args": view.options(),
+        "trainable": args.trainable,
+        "restore_every": args.restore_every,
+        "token_weighting": args.token_weighting,
+        "shifted_attention": args.shifted_attention,
+        "cue": _texts(args.cue),
+        "cue_weight": args.cue_weight,
+    }
+    if view.perturbs:
+        method["view_seed"] = seed
+    if args.token_weighting is not None:
+        method["longce_args"] = longce_options(args)
+    if args.objective == "self-distill":
+        chosen = self_distill_options(args.kl_weight, args._options("self_distill_args"))
+        options = {**_fields(chosen.consistency), "teacher": chosen.teacher, "control": None}
+        if chosen.control is not None:
+            options |= {"control": chosen.control.kind, "strength": chosen.control.strength}
+        method["kl_weight"] = options.pop("weight")
+        method["self_distill_args"] = options
+    if args.objective == "relation-distill" or args.restore_every is not None:
+        relation_args, logit_kl_args = args._options("relation_args"), args._options("logit_kl_args")
+        method["relation_args"], method["logit_kl_args"] = relation_options(relation_args, logit_kl_args)
+    if args.objective == "hidden-distill":
+        method["hidden_args"] = hidden_options(args._options("hidden_args"))
+    return json.loads(json.dumps(method, default=_as_json))
+
+
+def write_method(method: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Record a `training_method` in `folder`."""
+    record = {"format": _FORMAT, "rope_patch_version": __version__, **method}
+    record_settings(Path(folder) / RECORD_NAME, record)
+
+
+def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:
+    """Raise ValueError if `checkpoint` was trained with another `training_method`.
+
+    Fields that only one of the two names, being of another version, pass; a checkpoint without a record, of plain TRL
+    or an earlier version, passes with a warning.
+    """
+    file = Path(checkpoint) / RECORD_NAME
+    if not file.is_file():
+        logger.warning(
+            f"{checkpoint} has no {RECORD_NAME}, as plain TRL and earlier versions leave it: whether it was trained "
+            "with the same view, objective and options is not known. It is resumed with those given."
+        )
+        return
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise ValueError(f"{file} must be of format {_FORMAT}, got {found!r:.200}. Update rope-patch to read it.")
+    if found.get("view") != method["view"]:  # options of the one say nothing of the other
+        found.pop("view_args", None)
+    differences = _differences(found, method)
+    if differences:
+        raise ValueError(
+            f"{checkpoint} was trained with {', '.join(was for was, _ in differences)}, and this run has "
+            f"{', '.join(now for _, now in differences)}. Give the values that it was trained with, or start a new run "
+            "from its weights, in another output_dir and without resume_from_checkpoint: load it as the model, an "
+            "adapter with rope_patch.load_adapter(base_model, checkpoint, is_trainable=True)."
+        )
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any], owner: str = "") -> list[tuple[str, str]]:
+    """Of the fields that both have, those that differ: as they were found, and as they are wanted."""
+    differences = []
+    for name, now in wanted.items():
+        was = found.get(name, now)
+        if isinstance(was, dict) and isinstance(now, dict):
+            differences += _differences(was, now, f"{owner}{name}.")
+        elif was != now:
+            differences.append((f"{owner}{name}={was!r:.200}", f"{owner}{name}={now!r:.200}"))
+    return differences
+
+
+def _texts(cue: str | list[str] | None) -> Any:
+    """Cues as the texts that their names stand for."""
+    return [CUES.get(one, one) for one in cue] if isinstance(cue, list) else cue and CUES.get(cue, cue)
+
+
+def _as_json(value: Any) -> Any:
+    """Views within views as a recipe has them, objects that check options as their fields."""
+    if isinstance(value, View):
+        return {"view": value.name, **value.options()}
+    return _fields(value) if is_dataclass(value) else repr(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value)}
