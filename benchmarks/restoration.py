@@ -76,6 +76,8 @@ def arms() -> dict[str, Arm]:
     control = {"objective": "clm", "learning_rate": 5e-4}
     for lr in (2e-4, 5e-4, 1e-3):
         found[f"pi4 clm {lr:g}+cpt"] = Arm(PI4, {**control, "learning_rate": lr}, EXTEND_LR, trainable="all")
+    # the same on the weights that LinearARD trains
+    found["pi4 clm qkv 0.001+cpt"] = Arm(PI4, {**control, "learning_rate": 1e-3}, EXTEND_LR)
     found["pi8 clm 0.0005+cpt"] = Arm(PI8, control, EXTEND_LR, trainable="all")
     found["yarn4 clm 0.0005+cpt"] = Arm(YARN4, control, EXTEND_LR, trainable="all")
     # predictions of the native model, in all rows, beside the next-token loss: the same stage with another target
@@ -99,7 +101,7 @@ def arms() -> dict[str, Arm]:
     }
     for name, options in variants.items():
         found[f"pi4 ard {name}"] = Arm(PI4, {**DISTIL_LR, **options})
-    found["pi4 hidden"] = Arm(PI4, {**DISTIL_LR, "objective": "hidden-distill"})
+    found["pi4 hidden+cpt"] = Arm(PI4, {**DISTIL_LR, "objective": "hidden-distill"}, EXTEND_LR)
     found["pi4 ard all weights"] = Arm(PI4, DISTIL_LR, trainable="all")
     found["pi4 ard lora 64"] = Arm(PI4, DISTIL_LR, lora=64)
     found["yarn4 ard no factor"] = Arm(YARN4, {**DISTIL_LR, "relation_args": {"strip_attention_factor": True}})
