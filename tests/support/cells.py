@@ -42,10 +42,17 @@ WHOLE = ("plain", "right-padded", "left-padded", "left-padded-positions", "packe
 KINDS = (*WHOLE, *DECODING)
 
 
-def kinds(attention: str) -> tuple[str, ...]:
-    """The kinds that Transformers itself gets right."""
+WRONG_UPSTREAM = (
     # its block mask reads the length of a static cache after the layer has added to it
-    return tuple(kind for kind in KINDS if (attention, kind) != ("flex_attention", "cached-static"))
+    ("flex_attention", "cached-static"),
+    # without borders Transformers hands it the longest length as a tensor, and it takes an integer
+    ("flash_attention_4", "packed"),
+)
+
+
+def kinds(attention: str, of: tuple[str, ...] = KINDS) -> tuple[str, ...]:
+    """The kinds that Transformers itself gets right."""
+    return tuple(kind for kind in of if (attention, kind) not in WRONG_UPSTREAM)
 
 
 @dataclass
