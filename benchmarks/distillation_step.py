@@ -1,13 +1,14 @@
 """What a step of an objective costs beside a plain next-token step: tokens per second, peak memory, where time goes.
 
 Run:   python benchmarks/distillation_step.py [--runs relation-distill clm] [--shape llama-3-8b] [--length 8192]
-           [--lora 64] [--nf4] [--steps 5] [--out FILE.json]
+           [--lora 64] [--nf4] [--steps 5 | --once] [--out FILE.json]
 Shape: random weights in bf16, or 4-bit with --nf4, batch 1, PI 4x, adapters on q, k and v or, with --lora 0, all
 weights trained, gradient checkpointing. With adapters the teacher of relation-distill is the same weights with adapters
 off. The skip of self-distill splits rows at a place drawn anew in each of --steps steps; its seed is one whose steps
 copy as many tokens, and keys for them, as uniform draws do on average. All steps are done twice: the first round meets
 each split for the first time, for which cuDNN plans its attention, and the second is what the rate is of. Share of
-time: of all kernels of a profiled step, those of the relation loss.
+time: of all kernels of a profiled step, those of the relation loss. --once does a single step whose split is in the
+middle: how far memory goes.
 """
 
 import argparse
@@ -122,6 +123,16 @@ class Watch(TrainerCallback):
         elif self.profile is not None:
             self.profile.__exit__(None, None, None)
 
+    def rates(self, length: int) -> dict[str, float]:
+        """Tokens per second of the second round, and how much longer a step of the first one took."""
+        first, second = self.seconds
+        if not second:
+            return {"seconds_of_one_step": first}
+        return {
+            "tokens_per_second": length * self.steps / second,
+            "seconds_more_at_first": (first - second) / self.steps,
+        }
+
     def kernels(self) -> dict[str, Any]:
         """Of the profiled step: seconds of all kernels, of the longest, and the share of the relation loss."""
         if self.profile is None:
@@ -160,10 +171,13 @@ def build(shape: str, nf4: bool) -> Any:
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     model = build(args.shape, args.nf4)
     vocabulary = model.config.vocab_size
-    rows = torch.randint(0, vocabulary, (2 * args.steps + 1, args.length)).tolist()
-    watch = Watch(args.steps)
+    n_steps = 1 if args.once else 2 * args.steps + 1
+    rows = torch.randint(0, vocabulary, (n_steps, args.length)).tolist()
+    watch = Watch(n_steps if args.once else args.steps)
     view: dict[str, Any] = {}
-    if RUNS[name]["objective"] == "self-distill":
+    if RUNS[name]["objective"] == "self-distill" and args.once:
+        view = {"view": "skip", "view_args": {"split": args.length // 2}}
+    elif RUNS[name]["objective"] == "self-distill":
         view = {"view": "repeated-skip", "view_args": {"period": args.steps}, "view_seed": balanced_seed(args.steps)}
     device = {"bf16": True} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
     if torch.cuda.is_available():
@@ -197,8 +211,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         trainer.train()
     return {
         "run": name,
-        "tokens_per_second": args.length * args.steps / watch.seconds[1],
-        "seconds_more_at_first": (watch.seconds[0] - watch.seconds[1]) / args.steps,
+        **watch.rates(args.length),
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
         "weights_gib": sum(p.nbytes for p in model.parameters()) / GIB,
         **watch.kernels(),
@@ -223,6 +236,7 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=64)
     parser.add_argument("--nf4", action="store_true")
     parser.add_argument("--steps", type=int, default=5, help="of a round, of which there are two")
+    parser.add_argument("--once", action="store_true", help="one step alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     facts: dict[str, Any] = {
@@ -231,7 +245,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "shape": args.shape,
         "length": args.length,
-        "steps": args.steps,
+        "steps": 1 if args.once else args.steps,
         "lora_rank": args.lora,
         "nf4": args.nf4,
         "runs": [],
