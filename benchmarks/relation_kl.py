@@ -4,8 +4,9 @@ Run: python benchmarks/relation_kl.py [--authors FOLDER] [--lengths 2048 4096 81
 
 Forward and backward in bf16, batch 1, causal. Peers: attention forward and backward of the same shape through cuDNN and
 through FlashAttention-2, both as torch ships them, FlashAttention-4 where it is installed, and with --authors the
-kernels of LinearARD's authors from a checkout of their repository. Before anything is timed, loss and gradient are
-compared with the dense float64 formula.
+kernels of LinearARD's authors from a checkout of their repository. Calls come from Python, and those of small shapes
+take as long as Python does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. Before
+anything is timed, loss and gradient are compared with the dense float64 formula.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def both(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, float]:
-    """Milliseconds of a forward, and of forward and backward together."""
+    """Milliseconds of a forward, of forward and backward together, and of these in a CUDA graph."""
     weight = torch.rand_like(forward())
 
     def step() -> None:
@@ -56,7 +57,21 @@ def both(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dic
 
     with torch.no_grad():
         alone = milliseconds(forward)
-    return {"forward_ms": alone, "both_ms": milliseconds(step)}
+    return {"forward_ms": alone, "both_ms": milliseconds(step), "both_graph_ms": milliseconds(captured(step))}
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """What replays the kernels of a call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # as captures need it: what is made at the first call is made outside of them
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def check(n_heads: int = 2, n: int = 1024, head_dim: int = 128) -> dict[str, float]:
@@ -162,7 +177,9 @@ def main() -> None:
                 row["authors"] = authors(args.authors, n_heads, n, head_dim)
             facts["rows"].append(row)
             times = "  ".join(
-                f"{k} {v['forward_ms']:.2f} / {v['both_ms']:.2f} ms" for k, v in row.items() if isinstance(v, dict)
+                f"{k} {v['forward_ms']:.2f} / {v['both_ms']:.2f} ({v['both_graph_ms']:.2f}) ms"
+                for k, v in row.items()
+                if isinstance(v, dict)
             )
             print(f"{name:26}{n:7}  {times}", flush=True)
     for n in args.memory_lengths:
