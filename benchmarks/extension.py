@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compiled import compiled_tokenwise
 from datasets import Dataset
 from result_lines import Deadline, add_line, mean_of, read_lines, share, spread, versions
 from token_text import first_rows, read_documents
@@ -184,7 +185,8 @@ def train(
             processing_class=tokenizer,
             callbacks=[watch],
         )
-        trainer.train()
+        with compiled_tokenwise(model, args.compile):
+            trainer.train()
     log = [
         {k: e[k] for k in ("step", "loss", "kl", "num_tokens") if k in e}
         for e in trainer.state.log_history
@@ -379,6 +381,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="samples of each short-text benchmark; default: all")
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")
     parser.add_argument("--minutes", type=float, help="after which no run is begun")
+    parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
     parser.add_argument("--part", default="0/1", help="K/N: every N-th run from the K-th, for N processes")
     parser.add_argument("--out", type=Path, default=Path("extension.jsonl"))
     args = parser.parse_args()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compiled import compiled_tokenwise
 from datasets import Dataset
 from result_lines import add_line, read_lines, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -107,7 +108,7 @@ def lessons(
     return Dataset.from_list(rows)
 
 
-def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any]) -> Any:
+def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any], compiled: bool = False) -> Any:
     """One run; returns its log."""
     gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +132,8 @@ def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[st
             },
         )
         trainer = RopeSFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
-        trainer.train()
+        with compiled_tokenwise(model, compiled):
+            trainer.train()
         return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -155,7 +157,7 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
         "learning_rate": 5e-4,
         **args.override,
     }
-    for entry in train(model, tokenizer, rows, 0, options):
+    for entry in train(model, tokenizer, rows, 0, options, args.compile):
         print(entry, flush=True)
     model.save_pretrained(args.taught)
     tokenizer.save_pretrained(args.taught)
@@ -216,6 +218,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32768])
     parser.add_argument("--trials", type=int, default=2, help="prompts of each length and depth")
     parser.add_argument("--val-rows", type=int, default=4)
+    parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")
     parser.add_argument("--out", type=Path, default=Path("rpsd_small_scale.jsonl"))
     args = parser.parse_args()
@@ -248,7 +251,7 @@ def main() -> None:
             **args.override,
         }
         begin = time.perf_counter()
-        log = train(model, tokenizer, rows.shuffle(seed), seed, options)
+        log = train(model, tokenizer, rows.shuffle(seed), seed, options, args.compile)
         seconds = time.perf_counter() - begin
         found = {
             "arm": name,
