@@ -232,7 +232,7 @@ class ConsistencyDistiller(Distiller):
         if tape.kl_reference is not None or self.consistency.kl_top is not None:
             factor = self._row_factors(tape, standard, view, kl_weight)
             kl_weight, tape.kl_factor = kl_weight * factor, tape.kl_factor * factor
-        options = weighting(self.longce, tape)
+        options = self._head_options(tape)
         n_rows = len(labels)
         teacher, other = self._teacher_of(tape, slice(None)), view
         if self.consistency.view_clm and self.decoder.training:
@@ -258,6 +258,10 @@ class ConsistencyDistiller(Distiller):
         tape.rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
         if len(labels) > n_rows:
             tape.view_ce = metrics.ce[n_rows:].sum()
+
+    def _head_options(self, tape: ViewTape) -> dict[str, Any]:
+        """What `linear_ce_kl` is to know besides rows and their weights."""
+        return weighting(self.longce, tape)
 
     def _teacher_of(self, tape: ViewTape, rows: torch.Tensor | slice) -> tuple[Any, torch.Tensor] | None:
         """The teacher's head and hidden states for some of `tape.queries`, None without a teacher."""

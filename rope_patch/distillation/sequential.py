@@ -10,13 +10,14 @@ from rope_kernels import RowMetrics
 from rope_kernels.linear_ce import IGNORE_INDEX
 
 from ..heads import head_losses
-from .consistency import ViewConsistency, ViewTape, weighting
+from .consistency import ViewConsistency, ViewTape
 from .distiller import TAPE
 from .longce import LongCE
 from .teacher import CopiedTeacher, SharedTeacher
 from .two_views import ViewDistiller
 
 logger = logging.get_logger(__name__)
+_LOGITS_BYTES = 2**29  # of float32 logits of both views
 
 
 class SequentialTape(ViewTape):
@@ -76,9 +77,15 @@ class SequentialDistiller(ViewDistiller):
             labels[tape.queries],
             ce_weight,
             None,
-            **weighting(self.longce, tape),
+            **self._head_options(tape),
         )
         tape.standard = hidden.detach()
+
+    def _head_options(self, tape: ViewTape) -> dict[str, Any]:
+        """Fewer rows at a time: where weights are trained, the loss is what memory peaks at, beside all gradients."""
+        vocabulary = self.core.get_output_embeddings().weight.shape[0]
+        rows = _LOGITS_BYTES // (2 * 4 * vocabulary)
+        return {**super()._head_options(tape), "chunk_rows": max(1, rows // 128 * 128 or rows)}
 
     def _against_first(self, tape: SequentialTape, output: Any) -> None:
         kl_weight = self._choose_rows(tape)
