@@ -2,11 +2,12 @@
 
 Run: python benchmarks/restoration.py MODEL --train books.jsonl.xz --val val.jsonl.xz --short-data FOLDER
          [--arms NAME ...] [--seeds 0 1 2] [--out FILE.jsonl]
-     python benchmarks/restoration.py --table FILE.jsonl ...
+     python benchmarks/restoration.py --table FILE.jsonl ... [--plot FIGURE.png]
 
 Each arm is rescaled, trained in one or two stages and measured after each: loss by position on held-out books up to
 32K, and short-text accuracy through lm-eval. One JSON line a stage is added to --out, and what is in it is not done
-again. --table prints the means over seeds of such files, with what was won back of the model before its rescaling.
+again. --table prints the means over seeds of such files, with what was won back of the model before its rescaling;
+--plot draws loss by position of the arms under PI 4x, and what each keeps of short text by the loss it ends with.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, read_texts, recovery_ratio, short_text, text_rows
+from rope_patch.eval.figures import add_legend, compact, mark_window, new_figure, save_figure
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.restoration import DISTIL, EXTEND, cut_into_rows
 
@@ -186,10 +188,57 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+# arm and stage -> how the figure calls it
+PLOTTED = {
+    ("native", None): "native",
+    ("pi4", None): "PI 4x",
+    ("pi4 ard+cpt", "distil"): "LinearARD, stage 1",
+    ("pi4 ard+cpt", "extend"): "LinearARD, stage 2",
+    ("pi4 clm 0.0005+cpt", "distil"): "next-token, stage 1",
+    ("pi4 clm 0.0005+cpt", "extend"): "next-token, stage 2",
+    ("pi4 native kl 1+cpt", "distil"): "native KL, stage 1",
+    ("pi4 native kl 1+cpt", "extend"): "native KL, stage 2",
+}
+
+
+def plot(runs: list[dict[str, Any]], path: Path) -> list[Path]:
+    """Left: loss by position after the last stage. Right: recovery of short text and loss of each seed."""
+    native = next(r for r in runs if r["arm"] == "native")
+    figure, (curves, points) = new_figure(2, share_y=False)
+    for number, ((arm, after), label) in enumerate(PLOTTED.items()):
+        same = [r for r in runs if (r["arm"], r["after"]) == (arm, after)]
+        # both stages of an arm in its colour
+        style = {"color": f"C{number if number < 2 else 2 + (number - 2) // 2}"}
+        if after != "distil":
+            bins = [(b["first"], b["end"]) for b in native["loss_by_position"]]
+            losses = [mean_of([b for r in same for b in r["loss_by_position"]], a, b) for a, b in bins]
+            curves.plot([(a + b) / 2 for a, b in bins], losses, marker=".", **style)
+        faces = {"facecolors": "none"} if after == "distil" else {}
+        points.scatter(
+            [r["loss_in_window"] for r in same],
+            [recovery_ratio(r["short"], native["short"]) for r in same],
+            label=label,
+            edgecolors=style["color"],
+            **{**style, **faces},
+        )
+    curves.set_ylim(top=6)
+    mark_window(curves, WINDOW)
+    ticks = [0, 8192, 16384, 24576, 32768]
+    curves.set_xticks(ticks, [compact(t) for t in ticks])
+    curves.set(xlabel="position of the predicted token", ylabel="loss, nats per token")
+    points.set(xlabel=f"loss within {compact(WINDOW)}, nats", ylabel="short text, % of the native model's")
+    points.set(xlim=(None, 3.6), ylim=(91, 101))  # the rescaled model itself is far away
+    for axes in (curves, points):
+        axes.grid(alpha=0.25)
+    add_legend(figure, points, 4)
+    return save_figure(figure, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--table", nargs="+", type=Path)
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--train", nargs="+")
     parser.add_argument("--val", nargs="+")
     parser.add_argument("--short-data")
@@ -203,7 +252,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("restoration.jsonl"))
     args = parser.parse_args()
     if args.table:
-        print(table(read_lines(*args.table)))
+        runs = read_lines(*args.table)
+        print(table(runs))
+        if args.plot:
+            print(*plot(runs, args.plot))
         return
     if not (args.model and args.train and args.val and args.short_data):
         parser.error("give MODEL, --train, --val and --short-data, or --table")
