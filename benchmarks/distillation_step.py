@@ -75,6 +75,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "clm": {"objective": "clm"},
     "relation-distill": {"objective": "relation-distill"},
     "self-distill": {"objective": "self-distill"},
+    "self-distill with a bound": {"objective": "self-distill", "self_distill_args": {"max_copies": 0.5}},
     "self-distill in two passes": {"objective": "self-distill", "self_distill_args": {"passes": "two"}},
     "self-distill sequential": {"objective": "self-distill", "self_distill_args": {"passes": "sequential"}},
 }

@@ -3,20 +3,15 @@
 from typing import Any
 
 import torch
-from torch import nn
-from transformers.utils import logging
 
 from rope_kernels import RowMetrics
 from rope_kernels.linear_ce import IGNORE_INDEX
 
 from ..heads import head_losses
-from .consistency import ViewConsistency, ViewTape
+from .consistency import ViewTape
 from .distiller import TAPE
-from .longce import LongCE
-from .teacher import CopiedTeacher, SharedTeacher
 from .two_views import ViewDistiller
 
-logger = logging.get_logger(__name__)
 _LOGITS_BYTES = 2**29  # of float32 logits of both views
 
 
@@ -34,17 +29,6 @@ class SequentialDistiller(ViewDistiller):
     at once; the second, with the same tape, the rest of the loss. Gradients are those of one call. Other tapes go
     through one call, as evaluation does.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        consistency: ViewConsistency,
-        longce: LongCE | None = None,
-        *,
-        teacher: SharedTeacher | CopiedTeacher | None = None,
-    ) -> None:
-        super().__init__(model, consistency, longce, teacher=teacher)
-        logger.info("Training runs both views one after the other, each with its own backward.")
 
     def _before_student(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = kwargs.get(TAPE)
@@ -83,6 +67,8 @@ class SequentialDistiller(ViewDistiller):
 
     def _head_options(self, tape: ViewTape) -> dict[str, Any]:
         """Fewer rows at a time: where weights are trained, the loss is what memory peaks at, beside all gradients."""
+        if not isinstance(tape, SequentialTape):
+            return super()._head_options(tape)
         vocabulary = self.core.get_output_embeddings().weight.shape[0]
         rows = _LOGITS_BYTES // (2 * 4 * vocabulary)
         return {**super()._head_options(tape), "chunk_rows": max(1, rows // 128 * 128 or rows)}

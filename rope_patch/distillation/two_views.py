@@ -85,6 +85,20 @@ class ViewDistiller(ConsistencyDistiller):
         """The s that the clock's next draw gives each document; 0 against another model."""
         if self.teacher is not None:
             return torch.zeros_like(labelled.documents.length)
+        return self._next_first(labelled)
+
+    def copies(self, labelled: Labelled) -> float:
+        """Tokens that one forward runs once more under the clock's next draw, over all of a row, of the row with most.
+
+        1 where the views take two forwards.
+        """
+        if not self.one_pass:
+            return 1.0
+        moved = labelled.valid & (labelled.t >= self._next_first(labelled))
+        return int(moved.sum(1).max()) / labelled.t.shape[1]
+
+    def _next_first(self, labelled: Labelled) -> torch.Tensor:
+        """The first token of each document that the clock's next draw moves."""
         documents = labelled.documents
         key = self.source.clock.key(documents)
         parameters = self.source.view.draw_for(labelled.ids, labelled.t, documents, key)

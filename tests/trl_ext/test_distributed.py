@@ -29,6 +29,9 @@ for name, options in {
         "objective": "self-distill", "view": "skip", "self_distill_args": {"passes": "sequential", "view_clm": 0.5},
         "gradient_checkpointing": True,
     },
+    "self-distill-bounded": {
+        "objective": "self-distill", "view": "skip", "self_distill_args": {"max_copies": 0.6},
+    },
     "relation": {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}},
     "relation-checkpointed": {
         "objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}, "trainable": "qkv",

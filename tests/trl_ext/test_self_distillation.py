@@ -11,6 +11,9 @@ from transformers import CohereConfig, CohereForCausalLM, MixtralConfig, Mixtral
 from trl import SFTConfig, SFTTrainer
 
 from rope_patch.patch import view_source
+from trl_ext.objectives import OBJECTIVES
+
+SelfDistillObjective = OBJECTIVES["self-distill"]
 
 SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
 
@@ -358,6 +361,47 @@ def test_passes_change_neither_loss_nor_weights(way, passes, tmp_path):
         assert mine == pytest.approx(theirs, rel=2e-4, abs=1e-6, nan_ok=True)
     for mine, theirs in zip(others, weights, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["plain", "packed", "longce"])
+def test_draws_that_would_copy_too_much_run_one_view_after_the_other(way, tmp_path, monkeypatch):
+    """Both ways occur in the run, by what each batch would copy, and gradients are those of one way."""
+    seen, weights, ask = [], [], SelfDistillObjective._one_after_the_other
+
+    def watched(objective, read):
+        apart = ask(objective, read)
+        if objective._max_copies < 1:
+            first = objective.distiller.affected_from(read)
+            copied = ((read.t >= first) & read.valid).sum(1) / read.t.shape[1]
+            seen.append((bool(copied.max() > 0.6), apart))
+        return apart
+
+    monkeypatch.setattr(SelfDistillObjective, "_one_after_the_other", watched)
+    for args in ({}, {"max_copies": 0.6}):
+        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, **SEQUENTIAL[way]}
+        torch.manual_seed(0)
+        run = trainer(
+            tmp_path, train_dataset=documents(8), max_steps=3, optim="sgd", self_distill_args=args, **SELF, **options
+        )
+        run.train()
+        weights.append([p.detach() for p in run.model.parameters()])
+    assert {apart for _, apart in seen} == {True, False}
+    assert all(much == apart for much, apart in seen)
+    for mine, theirs in zip(*weights, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"max_copies": 1.5}, "above 0 and below 1"),
+        ({"max_copies": 0.5, "passes": "two"}, "is for passes='auto'"),
+        ({"max_copies": 0.5, "control": "dropout"}, "leave out passes, max_copies"),
+    ],
+)
+def test_a_bound_of_copies_that_cannot_be_is_refused(args, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        trainer(tmp_path, **SELF, self_distill_args=args)
 
 
 @pytest.mark.parametrize("objective", [SELF, {"objective": "clm", "token_weighting": "longce"}])

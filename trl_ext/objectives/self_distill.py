@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from transformers.utils import logging
 
 from rope_patch import rope_view
 from rope_patch.distillation import (
@@ -25,6 +26,7 @@ from rope_patch.views import Skip
 from .base import from_fields
 from .next_token import NextTokenObjective, longce_options
 
+logger = logging.get_logger(__name__)
 Passes = Literal["auto", "two", "sequential"]
 Teacher = Literal["self", "native"]
 
@@ -47,9 +49,17 @@ class SelfDistillObjective(NextTokenObjective):
         if chosen.control is not None:
             return ControlDistiller(model, chosen.consistency, chosen.control, longce)
         teacher = self._native(model) if chosen.teacher == "native" else None
-        if chosen.passes == "sequential":
+        self._max_copies = 0.0 if chosen.passes == "sequential" else chosen.max_copies or 1.0
+        if self._max_copies < 1:
             if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-                raise ValueError("passes='sequential' has two backward passes a batch, DeepSpeed one: use 'auto'.")
+                raise ValueError(
+                    "passes='sequential' and max_copies have two backward passes a batch, DeepSpeed one: leave them "
+                    "out of self_distill_args."
+                )
+            logger.info(
+                "Views run one after the other, each with its own backward, where one forward would copy more than "
+                f"{self._max_copies:.0%} of a row."
+            )
             return SequentialDistiller(model, chosen.consistency, longce, teacher=teacher)
         one_pass = chosen.passes == "auto"
         return ViewDistiller(model, chosen.consistency, longce, teacher=teacher, one_pass=one_pass)
@@ -61,7 +71,7 @@ class SelfDistillObjective(NextTokenObjective):
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if not isinstance(self.distiller, SequentialDistiller) or not self.distiller.decoder.training:
+        if not self._one_after_the_other(read):
             return super().loss(model, inputs, read, counts, own)
         tape = SequentialTape(read, counts["labels"], self._kl_divisor(counts), inputs["input_ids"])
         # gradients of both backward passes are exchanged with the second
@@ -74,6 +84,15 @@ class SelfDistillObjective(NextTokenObjective):
         tie = self._call(model, inputs, tape)
         loss, parts = self._combine(tape, counts, own)
         return loss + tie + first.detach(), parts
+
+    def _one_after_the_other(self, read: Labelled) -> bool:
+        """Whether a batch runs in two calls; on all ranks if on one, which gather weights and gradients together."""
+        if not isinstance(self.distiller, SequentialDistiller) or not self.distiller.decoder.training:
+            return False
+        if not self._max_copies:
+            return True
+        many = torch.tensor(float(self.distiller.copies(read) > self._max_copies), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(many).item())
 
     def counts(self, read: Labelled) -> dict[str, int]:
         """Real tokens, labels, documents, and the sum of L, or of the L - s that the clock's draws give."""
@@ -138,6 +157,8 @@ class Chosen:
         control: what stands in for the view, or None.
         passes: "auto" one forward for both views where that is exact, "two", or "sequential": two, each with its own
             backward, in little more memory than next-token training takes.
+        max_copies: bound of memory under "auto": a batch whose draw would run more of its tokens once more, as a share
+            of all, runs sequentially. None: no bound.
         teacher: "self", true positions in the model as it is, or "native", in the model as it was pretrained: adapters
             off or a frozen copy, native RoPE. All rows are then compared, s being 0.
     """
@@ -145,6 +166,7 @@ class Chosen:
     consistency: ViewConsistency
     control: Control | None
     passes: Passes
+    max_copies: float | None
     teacher: Teacher
 
 
@@ -159,7 +181,8 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
         raise ValueError("self_distill_args has no weight: give kl_weight.")
     if not isinstance(kl_weight, int | float) or not 0 <= kl_weight < float("inf"):
         raise ValueError(f"kl_weight must be a number of at least 0, got {kl_weight!r}.")
-    names = {*(f.name for f in fields(ViewConsistency)), "passes", "control", "strength", "teacher"} - {"weight"}
+    names = {*(f.name for f in fields(ViewConsistency)), "passes", "max_copies", "control", "strength", "teacher"}
+    names -= {"weight"}
     for name in rest:
         if name not in names:
             raise unknown("option", name, names, of="self_distill_args")
@@ -167,18 +190,25 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
     for name, value, allowed in (("passes", passes, Passes), ("teacher", teacher, Teacher)):
         if value not in get_args(allowed):
             raise ValueError(f"{name} in self_distill_args must be one of {get_args(allowed)}, got {value!r}.")
+    max_copies = rest.pop("max_copies", None)
+    if max_copies is not None and (not isinstance(max_copies, int | float) or not 0 < max_copies < 1):
+        raise ValueError(f"max_copies in self_distill_args must be above 0 and below 1, or None, got {max_copies!r}.")
+    if max_copies is not None and passes != "auto":
+        raise ValueError(f"max_copies in self_distill_args is for passes='auto', got passes={passes!r}: leave one out.")
     if isinstance(rest.get("kl_longce"), dict):
         rest["kl_longce"] = from_fields(LongCE, "kl_longce in self_distill_args", rest["kl_longce"])
     strength = {"strength": rest.pop("strength")} if "strength" in rest else {}
     if kind is None and strength:
         raise ValueError("strength in self_distill_args is that of a control: give control='dropout', or leave it out.")
-    if kind is not None and (passes, teacher) != ("auto", "self"):
+    if kind is not None and (passes, max_copies, teacher) != ("auto", None, "self"):
         raise ValueError(
-            "a control runs in two passes of the model itself: leave out passes and teacher of self_distill_args."
+            "a control runs in two passes of the model itself: leave out passes, max_copies and teacher of "
+            "self_distill_args."
         )
     return Chosen(
         from_fields(ViewConsistency, "self_distill_args", {"weight": kl_weight, **rest}),
         None if kind is None else from_fields(Control, "self_distill_args", {"kind": kind, **strength}),
         passes,
+        max_copies,
         teacher,
     )
