@@ -103,6 +103,9 @@ def arms() -> dict[str, Arm]:
     }
     for name, options in variants.items():
         found[f"pi4 ard {name}"] = Arm(PI4, {**DISTIL_LR, **options})
+    # what did better than the paper's form, together
+    better = {**variants["attn+v"], **variants["+logit"]}
+    found["pi4 ard attn+v +logit+cpt"] = Arm(PI4, {**DISTIL_LR, **better}, EXTEND_LR)
     found["pi4 hidden+cpt"] = Arm(PI4, {**DISTIL_LR, "objective": "hidden-distill"}, EXTEND_LR)
     found["pi4 ard all weights"] = Arm(PI4, DISTIL_LR, trainable="all")
     found["pi4 ard lora 64"] = Arm(PI4, DISTIL_LR, lora=64)
