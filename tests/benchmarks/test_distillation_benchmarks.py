@@ -1,0 +1,78 @@
+"""What the benchmarks of distillation rest on, and that documented figures are those of the files."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import tiny
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import compiled
+import distillation_step
+import restoration
+from result_lines import read_lines
+
+from rope_patch.draws import DrawKey
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def test_documented_losses_and_recoveries_are_those_of_the_file():
+    """Means of every arm with a row in the text, and no row without an arm."""
+    printed = restoration.table(read_lines(RESULTS / "restoration-h200.jsonl"))
+    documented = (RESULTS / "README.md").read_text().split("## LinearARD on SmolLM2-135M")[1].split("\n## ")[0]
+    documented = documented.replace("**", "")
+
+    def means(table):
+        """Losses in three spans and recovery, without the spread of seeds."""
+        rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line)
+        found = ([cell[:5] for cell in cells if re.match(r"\d\.\d{3}", cell)] + cells[-1:] for cells in rows)
+        return {(*cells[:3], cells[-1].split(" ")[0]) for cells in found if len(cells) > 3}
+
+    assert len(means(documented)) > 20
+    assert means(documented) <= means(printed)
+
+
+def test_the_figure_of_the_comparison_is_drawn(tmp_path):
+    files = restoration.plot(read_lines(RESULTS / "restoration-h200.jsonl"), tmp_path / "figure.png")
+    assert all(file.stat().st_size > 10_000 for file in files)
+
+
+def test_draws_of_a_round_come_again_and_do_the_mean_work():
+    seed = distillation_step.balanced_seed(4)
+    view = distillation_step.RepeatedSkip(period=4)
+    length = torch.tensor([[1 << 16]])
+    draws = [
+        view.draw(length, DrawKey(seed, torch.tensor(step), torch.zeros(1, 1, dtype=torch.int64)))["split"].item()
+        for step in range(8)
+    ]
+    assert draws[:4] == draws[4:] and len(set(draws)) == 4
+    assert sum(draws[:4]) / 4 / (1 << 16) == pytest.approx(0.5, abs=0.01)
+
+
+def test_two_rounds_are_timed_apart_and_one_step_alone():
+    watch = distillation_step.Watch(3)
+    watch.seconds = [9.0, 6.0]
+    assert watch.rates(100) == {"tokens_per_second": 50.0, "seconds_more_at_first": 1.0}
+    watch.seconds = [9.0, 0.0]
+    assert watch.rates(100) == {"seconds_of_one_step": 9.0}
+
+
+@pytest.mark.slow
+def test_compiling_norms_and_mlps_changes_rounding_alone():
+    model, ids = tiny("qwen3").train(), torch.randint(3, 90, (2, 24))
+
+    def gradients(ids):
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    wanted = [gradients(x) for x in (ids, ids[:, :17])]
+    with compiled.compiled_tokenwise(model):
+        found = [gradients(x) for x in (ids, ids[:, :17])]
+    for mine, theirs in zip(found, wanted, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    assert "forward" not in vars(model.model.layers[0].mlp)
