@@ -1,5 +1,6 @@
 """What the benchmarks of distillation rest on, and that documented figures are those of the files."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -22,8 +23,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 def test_documented_losses_and_recoveries_are_those_of_the_file():
     """Means of every arm with a row in the text, and no row without an arm."""
     printed = restoration.table(read_lines(RESULTS / "restoration-h200.jsonl"))
-    documented = (RESULTS / "README.md").read_text().split("## LinearARD on SmolLM2-135M")[1].split("\n## ")[0]
-    documented = documented.replace("**", "")
+    documented = section("## LinearARD on SmolLM2-135M")
 
     def means(table):
         """Losses in three spans and recovery, without the spread of seeds."""
@@ -33,6 +33,32 @@ def test_documented_losses_and_recoveries_are_those_of_the_file():
 
     assert len(means(documented)) > 20
     assert means(documented) <= means(printed)
+
+
+def section(title):
+    return (RESULTS / "README.md").read_text().split(title)[1].split("\n##")[0].replace("**", "")
+
+
+def test_documented_times_are_those_of_the_files():
+    vocabulary = section("### The vocabulary loss")
+    for row in json.loads((RESULTS / "linear-ce-kl-h200.json").read_text())["rows"]:
+        ours, trl = row["ours"], row["trl"]
+        assert f"| {ours['ms']:.1f}, {ours['peak_gib']:.1f}" in vocabulary
+        assert f"| {trl['ms'] / ours['ms']:.2f} |" in vocabulary
+    steps = section("### A step\n")
+    for row in json.loads((RESULTS / "self-distill-step-h200.json").read_text())["runs"]:
+        if row["run"] in ("clm", "self-distill"):
+            assert f"| {row['tokens_per_second']:.0f} |" in steps
+    kernels = section("## Relation-KL kernels")
+    for row in json.loads((RESULTS / "relation-kl-h200.json").read_text())["rows"]:
+        if row["n"] >= 8192:
+            ours = row["relation_kl"]
+            assert f"| {ours['forward_ms']:.2f} / {ours['both_ms']:.2f} |" in kernels
+            assert f"| {ours['both_ms'] / row['cudnn']['both_ms']:.2f} |" in kernels
+    beside = section("### Beside FlashAttention-4")
+    for row in json.loads((RESULTS / "relation-kl-flash4-h200.json").read_text())["rows"]:
+        if row["n"] == 16384 and "H3" not in row["shape"]:
+            assert f"| {row['relation_kl']['both_ms'] / row['flash4']['both_ms']:.2f} |" in beside
 
 
 def test_the_figure_of_the_comparison_is_drawn(tmp_path):
