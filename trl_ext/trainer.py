@@ -190,16 +190,16 @@ class RopeSFTTrainer(SFTTrainer):
         return kind(self.model, args, self.accelerator)
 
     def _refuse_reentrant_checkpointing(self, args: RopeSFTConfig) -> None:
-        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+        # Transformers goes by the new name where it has one; what TRL sets for adapters under ZeRO-3 is the old one
+        checkpointing: Any = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
         if not (args.gradient_checkpointing and checkpointing.get("use_reentrant")):
             return
+        remedy = "Set gradient_checkpointing_kwargs={'use_reentrant': False}."
         if is_deepspeed_zero3_enabled() and find_core(self.model) is not self.model:
             remedy = (
-                "TRL sets use_reentrant=True for adapters under ZeRO-3, where DeepSpeed takes frozen weights away in "
-                "the midst of other checkpointing. Set gradient_checkpointing=False, or use FSDP2 or ZeRO-2."
+                "TRL sets use_reentrant=True for adapters under ZeRO-3: leave gradient_checkpointing_kwargs out, which "
+                "Transformers 5.23 takes for False, set gradient_checkpointing=False, or use FSDP2 or ZeRO-2."
             )
-        else:
-            remedy = "Set gradient_checkpointing_kwargs={'use_reentrant': False}."
         raise ValueError(
             f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. {remedy}"
         )

@@ -69,6 +69,7 @@ CASES = {
     "self-distill, tied": {**SELF, "tied": True},
     "self-distill, tied, checkpointed": {**SELF, "tied": True, "gradient_checkpointing": True},
     "self-distill, adapters": {**SELF, **lora()},
+    "self-distill, adapters, checkpointed": {**SELF, **lora(), "gradient_checkpointing": True},
     "self-distill, adapters and a head": {**SELF, **lora(modules_to_save=["lm_head"])},
     "two passes": {**SELF, "self_distill_args": {"passes": "two", "view_clm": 0.5}},
     "rows": {**SELF, "self_distill_args": {"kl_top": 0.5}},
@@ -81,9 +82,14 @@ CASES = {
     "relation": {**RELATION, "tied": True, "gradient_checkpointing": True},
     "relation, adapters": {**RELATION, **lora()},
     "relation, adapters, tied": {**RELATION, **lora(), "tied": True},
+    "relation, adapters, checkpointed": {**RELATION, **lora(), "gradient_checkpointing": True},
     "hidden": {"objective": "hidden-distill", **PI},
     "hidden, short to long, adapters": {
         "objective": "hidden-distill", **PI, **lora(), "view": "skip", "hidden_args": {"short_to_long": 2.0}
+    },
+    "hidden, short to long, adapters, checkpointed": {
+        "objective": "hidden-distill", **PI, **lora(), "view": "skip", "hidden_args": {"short_to_long": 2.0},
+        "gradient_checkpointing": True,
     },
     "alternating": {**SELF, **PI, "restore_every": 2},
 }
@@ -149,7 +155,8 @@ if stage == 2:  # weights are whole there: what is refused otherwise, and one of
 if stage == 3:
     LONGCE = CASES.pop("longce")
     assert "use DDP or ZeRO-2" in refused(**LONGCE)
-    assert "Set gradient_checkpointing=False" in refused(**SELF, **lora(), gradient_checkpointing=True)
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert "leave gradient_checkpointing_kwargs out" in refused(**SELF, **lora(), **options)
 results = {name: ran(name, **options) for name, options in CASES.items()}
 if int(os.environ.get("RANK", 0)) == 0:
     torch.save(results, folder / f"results-{stage}.pt")
