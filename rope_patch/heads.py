@@ -1,5 +1,7 @@
 """What a family does to the products of its head before they are logits, and losses through its head."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,23 +52,33 @@ def head_losses(
         **options: of `linear_ce_kl`.
     """
     head = core.get_output_embeddings()
-    if teacher is not None:
-        other, hidden = teacher
-        options["teacher_hidden"] = hidden.to(other.weight.dtype)
-        options["teacher_weight"], options["teacher_bias"] = other.weight, getattr(other, "bias", None)
+    other: Any = None if teacher is None else teacher[0]
     scale, softcap = logit_transform(core.config.get_text_config())
-    return linear_ce_kl(
-        hidden_std.to(head.weight.dtype),
-        None if hidden_view is None else hidden_view.to(head.weight.dtype),
-        head.weight,
-        labels,
-        ce_weight,
-        kl_weight,
-        bias=getattr(head, "bias", None),
-        logit_scale=scale,
-        softcap=softcap,
-        **options,
-    )
+    metrics: list[RowMetrics] = []
+
+    def loss(
+        hidden_std: torch.Tensor, hidden_view: torch.Tensor | None, hidden_teacher: torch.Tensor | None
+    ) -> torch.Tensor:
+        if hidden_teacher is not None:
+            options["teacher_hidden"] = hidden_teacher.to(other.weight.dtype)
+            options["teacher_weight"], options["teacher_bias"] = other.weight, getattr(other, "bias", None)
+        total, of_rows = linear_ce_kl(
+            hidden_std.to(head.weight.dtype),
+            None if hidden_view is None else hidden_view.to(head.weight.dtype),
+            head.weight,
+            labels,
+            ce_weight,
+            kl_weight,
+            bias=getattr(head, "bias", None),
+            logit_scale=scale,
+            softcap=softcap,
+            **options,
+        )
+        metrics.append(of_rows)
+        return total
+
+    total = _reading([head, other], loss, hidden_std, hidden_view, None if teacher is None else teacher[1])
+    return total, metrics[0]
 
 
 def head_kl(
@@ -86,14 +98,45 @@ def head_kl(
     """
     head = core.get_output_embeddings()
     scale, softcap = logit_transform(core.config.get_text_config())
-    return linear_kl_rows(
-        hidden.to(head.weight.dtype),
-        teacher_hidden.to(teacher_head.weight.dtype),
-        head.weight,
-        teacher_head.weight,
-        student_bias=getattr(head, "bias", None),
-        teacher_bias=getattr(teacher_head, "bias", None),
-        logit_scale=scale,
-        softcap=softcap,
-        **options,
-    )
+
+    def rows(hidden: torch.Tensor, teacher_hidden: torch.Tensor) -> torch.Tensor:
+        return linear_kl_rows(
+            hidden.to(head.weight.dtype),
+            teacher_hidden.to(teacher_head.weight.dtype),
+            head.weight,
+            teacher_head.weight,
+            student_bias=getattr(head, "bias", None),
+            teacher_bias=getattr(teacher_head, "bias", None),
+            logit_scale=scale,
+            softcap=softcap,
+            **options,
+        )
+
+    return _reading([head, teacher_head], rows, hidden, teacher_hidden)
+
+
+def _reading(heads: list[Any], compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:
+    """`compute(*hidden)`, which reads the weights of heads.
+
+    DeepSpeed ZeRO-3 has a weight whole during forward and backward of the module that holds it. There `compute` runs as
+    the forward of the heads, one inside the other, so that ZeRO-3's hooks gather their weights for it, let go of them
+    after it and reduce their gradients. Read from elsewhere, a weight would stay whole through the model's forward.
+    """
+    for head in {id(head): head for head in heads if head is not None}.values():
+        if any(hasattr(parameter, "ds_id") for parameter in head.parameters()):
+            compute = partial(_as_forward_of, head, compute)
+    return compute(*hidden)
+
+
+def _as_forward_of(head: Any, compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:
+    """`head(*hidden)` with its hooks and `compute` in place of its forward."""
+    own = vars(head).get("forward")  # of an instance that something else has patched
+    head.forward = compute
+    try:
+        output: torch.Tensor = head(*hidden)
+    finally:
+        if own is None:
+            del head.forward
+        else:
+            head.forward = own
+    return output

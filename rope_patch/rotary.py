@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 _ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
+# what DeepSpeed ZeRO-3 hangs on every module of a model
+_OF_DEEPSPEED = re.compile(r"ds_|(pre|post)_bwd_fn$|applied_pre_backward_ref_cnt$")
 _OTHER_MODALITIES = ("vision", "visual", "image", "audio")
 
 _NO_ROTARY_MODULE = {
@@ -128,7 +130,9 @@ class RotaryState:
     def of(cls, module: nn.Module) -> "RotaryState":
         """The state of `module`, holding the same tensors."""
         attributes = {
-            n: v for n, v in vars(module).items() if not n.startswith("_") and n not in ("training", "config")
+            n: v
+            for n, v in vars(module).items()
+            if not (n.startswith("_") or n in ("training", "config") or _OF_DEEPSPEED.match(n))
         }
         buffers = {
             n: (b, n not in module._non_persistent_buffers_set) for n, b in module._buffers.items() if b is not None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import get_last_checkpoint
 
 from rope_patch import load_adapter, patch_model
@@ -131,7 +132,7 @@ def restore(
         Where the result is, and what each stage did.
 
     Raises:
-        ValueError: options that do not fit, too little text for one row, or a folder with another run.
+        ValueError: options that do not fit, ZeRO-3, too little text for one row, or a folder with another run.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -159,6 +160,11 @@ def restore(
         for name in ("distil", "extend")
         if plan[name] is not None
     }
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "restore exports a model that it loads anew, of which each rank would have a part under ZeRO-3: use "
+            "ZeRO-2, or a RopeSFTTrainer for each stage."
+        )
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = {name: cut_into_rows(documents, tokenizer, config.max_length or 0) for name, config in configs.items()}
     other = other_settings(root / "restore.json", plan)

@@ -176,28 +176,33 @@ class RopeSFTTrainer(SFTTrainer):
         if not args.has_own_loss:
             return None
         self._refuse_what_only_trls_loss_has(args)
-        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
-        if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
-            raise ValueError(
-                f"objective {args.objective!r} needs gradient_checkpointing_kwargs={{'use_reentrant': False}}: "
-                "reentrant checkpointing drops its gradient without an error."
-            )
+        self._refuse_reentrant_checkpointing(args)
         self._refuse_sharded_sequences()
-        if is_deepspeed_zero3_enabled():
-            raise ValueError(
-                f"objective {args.objective!r} reads the head and layers' tensors outside of their modules' forwards, "
-                "where ZeRO-3 holds a part of them: use FSDP2, or ZeRO-2."
-            )
         reads_short = args.token_weighting is not None or "kl_longce" in args._options("self_distill_args")
-        if reads_short and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        if reads_short and (self.is_fsdp_enabled or is_deepspeed_zero3_enabled()):
             raise ValueError(
                 "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, "
-                "and sharded weights are gathered by all ranks together: use DDP, or leave them out."
+                "and sharded weights are gathered by all ranks together: use DDP or ZeRO-2, or leave them out."
             )
         if args.restore_every is not None:
             return AlternatingObjective(self.model, args, self.accelerator)
         kind = NextTokenObjective if args.objective == "clm" else OBJECTIVES[args.objective]
         return kind(self.model, args, self.accelerator)
+
+    def _refuse_reentrant_checkpointing(self, args: RopeSFTConfig) -> None:
+        # Transformers goes by the new name where it has one; what TRL sets for adapters under ZeRO-3 is the old one
+        checkpointing: Any = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
+        if not (args.gradient_checkpointing and checkpointing.get("use_reentrant")):
+            return
+        remedy = "Set gradient_checkpointing_kwargs={'use_reentrant': False}."
+        if is_deepspeed_zero3_enabled() and find_core(self.model) is not self.model:
+            remedy = (
+                "TRL sets use_reentrant=True for adapters under ZeRO-3: leave gradient_checkpointing_kwargs out, which "
+                "Transformers 5.23 takes for False, set gradient_checkpointing=False, or use FSDP2 or ZeRO-2."
+            )
+        raise ValueError(
+            f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. {remedy}"
+        )
 
     def _refuse_what_only_trls_loss_has(self, args: RopeSFTConfig) -> None:
         if self.aux_loss_enabled:

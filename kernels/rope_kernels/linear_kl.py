@@ -62,8 +62,10 @@ def linear_kl_rows(
     output = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
     n_rows = max(1, _CHUNK_BYTES // (4 * len(student_weight)))
     # FSDP2 shards heads: gathered once, for all chunks
-    student_weight, teacher_weight = whole(student_weight), whole(teacher_weight.detach())
-    student_bias, teacher_bias = (None if x is None else whole(x) for x in (student_bias, teacher_bias))
+    student_weight, student_bias = whole(student_weight), None if student_bias is None else whole(student_bias)
+    # no detached aliases: ZeRO-3 takes weights away from parameters, and an alias would keep them until the backward
+    with torch.no_grad():
+        teacher_weight, teacher_bias = whole(teacher_weight), None if teacher_bias is None else whole(teacher_bias)
     teacher_hidden = teacher_hidden.detach()
 
     def rows(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

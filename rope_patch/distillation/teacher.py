@@ -73,7 +73,7 @@ class SharedTeacher:
 
 
 class CopiedTeacher:
-    """A frozen copy with native RoPE, for training that changes the weights themselves.
+    """A frozen copy with native RoPE, for training that changes the weights themselves: whole on each rank.
 
     Args:
         model: the student before training, patched or not.
@@ -81,10 +81,9 @@ class CopiedTeacher:
     """
 
     def __init__(self, model: nn.Module, offload: bool = False) -> None:
-        core = find_core(model)
+        self.student: Any = find_core(model)
         self.offload = offload
-        self.device = next(core.parameters()).device
-        self.copy = unpatch_model(copy.deepcopy(core)).requires_grad_(False).eval()
+        self.copy = unpatch_model(_deepcopy(self.student)).requires_grad_(False).eval()
         decoder = find_decoder(self.copy)
         # frequencies that a cast of the model had rounded before it was patched are not those of its pretraining
         healed(RopeSchedule.of(decoder), decoder).write_modules(decoder)
@@ -94,7 +93,8 @@ class CopiedTeacher:
     @contextmanager
     def ready(self) -> Iterator[Any]:
         """The copy's decoder, for forwards inside the block."""
-        self.copy.to(self.device)
+        # wrappers may have moved the student since
+        self.copy.to(next(self.student.parameters()).device)
         try:
             yield find_decoder(self.copy)
         finally:
@@ -105,6 +105,18 @@ class CopiedTeacher:
     def head(self) -> Any:
         """The copy's output head."""
         return self.copy.get_output_embeddings()
+
+
+def _deepcopy(core: nn.Module) -> Any:
+    """A copy of its own; of weights that DeepSpeed ZeRO-3 has partitioned, gathered one after the other."""
+    whole: dict[int, Any] = {}
+    for parameter in core.parameters():
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(parameter):
+                whole[id(parameter)] = nn.Parameter(parameter.detach().clone())
+    return copy.deepcopy(core, whole)
 
 
 def _adapter_layers(model: nn.Module) -> list[Any]:

@@ -159,6 +159,17 @@ def test_adapters_off_and_native_rope_give_the_original_model():
         assert torch.equal(model(ids).logits, tiny()(ids).logits)
 
 
+def test_what_deepspeed_counts_on_a_rotary_module_is_not_of_its_schedule():
+    """ZeRO-3 numbers every module and counts its calls: another schedule for a while changes neither."""
+    model = patch_model(tiny(), "pi", factor=4.0)
+    rotary = model.model.rotary_emb
+    rotary.ds_id, rotary.ds_grads_remaining, rotary.applied_pre_backward_ref_cnt = 7, 0, 0
+    with native_rope(model):
+        rotary.ds_grads_remaining = rotary.applied_pre_backward_ref_cnt = 1
+    unpatch_model(model)
+    assert (rotary.ds_id, rotary.ds_grads_remaining, rotary.applied_pre_backward_ref_cnt) == (7, 1, 1)
+
+
 def test_compile_takes_new_draws_without_tracing_again():
     ids = tokens(2, L)
     eager, compiled = (patch_model(tiny(), "skip").train() for _ in range(2))

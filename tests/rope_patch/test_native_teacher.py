@@ -151,6 +151,15 @@ def test_the_teacher_has_no_adapters_and_native_rope():
     assert not any(layer._disable_adapters for layer in distiller.teacher._switches)
 
 
+def test_a_copy_goes_where_its_student_has_gone():
+    """FSDP2 and DeepSpeed move the student to its device after the copy was made."""
+    model = patch_model(tiny(), "pi", factor=FACTOR)
+    teacher = CopiedTeacher(model)
+    model.to("meta")
+    with teacher.ready() as decoder:
+        assert {p.device.type for p in decoder.parameters()} == {"meta"}
+
+
 def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
     data, model = batch("plain"), tiny("llama", dtype=torch.float64)
     config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")

@@ -187,7 +187,7 @@ def test_wrong_options_stop_before_a_model_is_loaded(options, message, tmp_path)
 
 def test_what_cannot_be_trained_is_refused(tmp_path):
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    with pytest.raises(ValueError, match="needs gradient_checkpointing_kwargs={'use_reentrant': False}"):
+    with pytest.raises(ValueError, match="Set gradient_checkpointing_kwargs={'use_reentrant': False}"):
         trainer(tmp_path, **RELATION, **reentrant)
     with pytest.raises(ValueError, match="have the same RoPE"):
         trainer(tmp_path, objective="relation-distill")

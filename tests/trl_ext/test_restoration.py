@@ -118,3 +118,10 @@ def test_another_run_in_the_folder_and_wrong_options_are_refused(folder):
     with pytest.raises(ValueError, match="no document has 5000 tokens"):
         run(folder, "other", extend={**STAGES["extend"], "max_length": 5000})
     assert not (folder / "other").exists()
+
+
+def test_parts_of_a_model_are_not_exported(folder, monkeypatch):
+    monkeypatch.setattr("trl_ext.restoration.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="use ZeRO-2, or a RopeSFTTrainer for each stage"):
+        run(folder, "other")
+    assert not (folder / "other").exists()

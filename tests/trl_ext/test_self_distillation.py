@@ -404,8 +404,15 @@ def test_a_bound_of_copies_that_cannot_be_is_refused(args, said, tmp_path):
         trainer(tmp_path, **SELF, self_distill_args=args)
 
 
-@pytest.mark.parametrize("objective", [SELF, {"objective": "clm", "token_weighting": "longce"}])
-def test_partitioned_heads_are_refused(objective, tmp_path, monkeypatch):
+def test_what_zero3_cannot_do_is_refused_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_ext.trainer.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="use FSDP2, or ZeRO-2"):
-        trainer(tmp_path, **objective)
+    with pytest.raises(ValueError, match="use DDP or ZeRO-2, or leave them out"):
+        trainer(tmp_path, objective="clm", token_weighting="longce")
+    with pytest.raises(ValueError, match="use DDP or ZeRO-2, or leave them out"):
+        trainer(tmp_path, **SELF, self_distill_args={"kl_longce": {"short_context": 8}})
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    adapters = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="leave gradient_checkpointing_kwargs out"):
+        trainer(tmp_path, **SELF, **reentrant, peft_config=adapters)
+    with pytest.raises(ValueError, match="Set gradient_checkpointing_kwargs={'use_reentrant': False}"):
+        trainer(tmp_path, **SELF, **reentrant)
