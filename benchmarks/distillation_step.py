@@ -60,7 +60,6 @@ SHAPES = {
 }
 
 
-@VIEWS.register("repeated-skip")
 @dataclass(frozen=True)
 class RepeatedSkip(Skip):
     """A skip whose draws come again after `period` steps."""
@@ -240,6 +239,7 @@ def main() -> None:
     parser.add_argument("--once", action="store_true", help="one step alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    VIEWS.register("repeated-skip")(RepeatedSkip)
     facts: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
