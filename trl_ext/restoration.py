@@ -18,7 +18,7 @@ from rope_patch.methods import resolve_rescaling
 from rope_patch.registry import unknown
 
 from .config import RopeSFTConfig
-from .run_folder import Stopwatch, other_settings, record_settings
+from .run_folder import Stopwatch, record_settings, require_same_settings
 from .trainer import RopeSFTTrainer
 
 # the authors' optimiser: nearly constant after four steps, gradients clipped at 5
@@ -167,10 +167,7 @@ def restore(
         )
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = {name: cut_into_rows(documents, tokenizer, config.max_length or 0) for name, config in configs.items()}
-    other = other_settings(root / "restore.json", plan)
-    if other:
-        differences = ", ".join(f"{name} {was!r} there and {now!r} here" for name, (was, now) in other.items())
-        raise ValueError(f"{root} holds a run with other settings: {differences}. Use another output_dir.")
+    require_same_settings(root / "restore.json", plan, "output_dir")
     record_settings(root / "restore.json", plan)
     stopwatch = Stopwatch(root / "seconds.json")
 

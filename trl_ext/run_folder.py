@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 
-def other_settings(file: Path, settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Setting -> (there, here) for those in which an earlier run, recorded in `file`, differs; {} without one."""
+def require_same_settings(file: Path, settings: Mapping[str, Any], option: str) -> None:
+    """Raise ValueError if an earlier run, recorded in `file`, has other settings; `option` names another folder."""
     if not file.is_file():
-        return {}
+        return
     found = json.loads(file.read_text(encoding="utf-8"))
-    return {name: (found.get(name), here) for name, here in settings.items() if found.get(name) != here}
+    other = [
+        f"{name} {found.get(name)!r} there and {here!r} here"
+        for name, here in settings.items()
+        if found.get(name) != here
+    ]
+    if other:
+        raise ValueError(f"{file.parent} holds a run with other settings: {', '.join(other)}. Use another {option}.")
 
 
 def record_settings(file: Path, settings: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..run_folder import other_settings, record_settings
+from ..run_folder import record_settings, require_same_settings
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,7 @@ class DemoSettings:
 
     def check(self, folder: Path) -> None:
         """Raise ValueError if `folder` holds a run with other settings."""
-        other = other_settings(folder / "settings.json", asdict(self))
-        if other:
-            differences = ", ".join(f"{k} {was!r} there and {now!r} here" for k, (was, now) in other.items())
-            raise ValueError(f"{folder} holds a run with other settings: {differences}. Use another --output-dir.")
+        require_same_settings(folder / "settings.json", asdict(self), "--output-dir")
 
     def claim(self, folder: Path) -> None:
         """Make `folder` this run's."""
