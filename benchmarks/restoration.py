@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compiled import compiled_tokenwise
 from datasets import Dataset
 from peft import LoraConfig
 from result_lines import add_line, mean_of, read_lines, spread
@@ -113,7 +114,9 @@ def arms() -> dict[str, Arm]:
     return found
 
 
-def train(model: Any, tokenizer: Any, options: dict[str, Any], rows: Dataset, peft_config: Any, seed: int) -> Any:
+def train(
+    model: Any, tokenizer: Any, options: dict[str, Any], rows: Dataset, peft_config: Any, seed: int, compiled: bool
+) -> Any:
     """One stage; returns the model and the trainer's log."""
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"save_strategy": "no", "report_to": [], "logging_steps": 8, "disable_tqdm": True, "seed": seed}
@@ -122,7 +125,8 @@ def train(model: Any, tokenizer: Any, options: dict[str, Any], rows: Dataset, pe
         trainer = RopeSFTTrainer(
             model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config
         )
-        trainer.train()
+        with compiled_tokenwise(trainer.model, compiled):
+            trainer.train()
         return trainer.model, trainer.state.log_history
 
 
@@ -149,7 +153,7 @@ def run(
         options = {**defaults, "bf16": device == "cuda", **trained, **given, **args.override}
         rows = data["rows"](options["max_length"]).shuffle(seed)
         begin = time.perf_counter()
-        model, log = train(model, tokenizer, options, rows, adapters, seed)
+        model, log = train(model, tokenizer, options, rows, adapters, seed, args.compile)
         seconds = time.perf_counter() - begin
         adapters = None
         if arm.lora is not None:
@@ -251,6 +255,7 @@ def main() -> None:
     parser.add_argument("--val-rows", type=int, default=8)
     parser.add_argument("--limit", type=int, help="samples of each short-text benchmark; default: all")
     parser.add_argument("--last-stage", action="store_true", help="measure arms of two stages after the second alone")
+    parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every stage, as JSON")
     parser.add_argument("--out", type=Path, default=Path("restoration.jsonl"))
     args = parser.parse_args()

@@ -5,7 +5,7 @@ Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT 
      python benchmarks/rpsd_small_scale.py --table FILE.jsonl ...
 
 A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
-with steps of hard retrieval (many look-alike keys; which of several values of a key), the question at the end, done
+with steps of hard retrieval (many look-alike keys; which of several values of a key), the questions at the end, done
 once, into --taught. Every arm then extends it with ABF by the same tokens of long text, without retrieval in it, and is
 measured: needles by length and by answer position, ordinal needles, loss by position. Texts default to the sources of
 Python's standard library. One JSON line an arm and seed is added to --out, and what is in it is not done again.
@@ -16,6 +16,7 @@ import gc
 import itertools
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -43,14 +44,20 @@ from trl_ext.restoration import cut_into_rows
 
 KINDS: tuple[Kind, ...] = ("multikey", "ordinal")
 N_NEEDLES: dict[Kind, int] = {"multikey": 32, "ordinal": 6}
+# tokens at the end of a row that the further questions and their answers may take
+QUESTIONS = 288
+# a key's sentences in the text, and the ordinals that ask for one of them
+SENTENCE = re.compile(r"special magic numbers? for (\S+) is: (\d+)\.")
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "last")
 SELF = {"objective": "self-distill"}
 SKIP = {**SELF, "view": "skip"}
 LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 1024, "stride": 512}}
 
 
-def arms(long: int) -> dict[str, dict[str, Any]]:
-    """Name -> fields of RopeSFTConfig, None in "taught" for no training."""
+def arms(long: int) -> dict[str, dict[str, Any] | None]:
+    """Name -> fields of RopeSFTConfig, None for the taught model as it is."""
     return {
+        "taught": None,
         "standard": {"objective": "clm"},
         "longce": {"objective": "clm", **LONGCE},
         "pose baseline": {"objective": "clm", "view": "skip"},
@@ -97,15 +104,35 @@ def lessons(
                 kind,
                 tokenizer,
                 next(haystacks),
-                n_tokens=length - 16,
+                n_tokens=length - QUESTIONS,
                 depth=rng.random(),
                 n_needles=N_NEEDLES[kind],
                 rng=rng,
             )
-            answer = tokenizer(f" {prompt.answers[0]}.", add_special_tokens=False)["input_ids"]
-            mask = [0] * len(prompt.ids) + [1] * len(answer)
-            rows.append({"input_ids": prompt.ids + answer, "completion_mask": mask})
+            parts = [(prompt.ids, 0)]
+            for question, answer in [("", prompt.answers[0]), *more_questions(kind, tokenizer.decode(prompt.ids), rng)]:
+                for text, asked in ((question, 0), (f" {answer}.", 1)):
+                    parts.append((tokenizer(text, add_special_tokens=False)["input_ids"], asked))
+            ids = [i for part, _ in parts for i in part][:length]
+            mask = [asked for part, asked in parts for _ in part][:length]
+            rows.append({"input_ids": ids, "completion_mask": mask})
     return Dataset.from_list(rows)
+
+
+def more_questions(kind: Kind, prompt: str, rng: random.Random) -> list[tuple[str, str]]:
+    """Other questions that the text of a prompt answers, in the words of its own: (question, answer)."""
+    sentences = SENTENCE.findall(prompt)
+    if kind == "multikey":
+        asked = [(f"special magic number for {key}", value) for key, value in rng.sample(sentences, 7)]
+    else:
+        pairs = zip(ORDINALS, sentences, strict=True)
+        asked = [
+            (f"{which} special magic number for {key}", value)
+            for which, (key, value) in pairs
+            if f"the {which} special magic number" not in prompt
+        ]
+        rng.shuffle(asked)
+    return [(f"\nWhat is the {what} mentioned in the text above? The {what} is:", value) for what, value in asked]
 
 
 def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any], compiled: bool = False) -> Any:
@@ -171,7 +198,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Ten
         for kind in KINDS:
             grid = niah(
                 model, tokenizer, haystack, args.lengths, kind=kind, trials=args.trials, n_needles=N_NEEDLES[kind],
-                batch_size=4, progress=False,
+                batch_size=10, progress=False,
             )  # fmt: skip
             far = [k for k, length in enumerate(grid.lengths) for _ in range(len(grid.depths) * grid.trials)]
             beyond = [k for k, which in enumerate(far) if grid.lengths[which] > args.short]
@@ -241,17 +268,19 @@ def main() -> None:
         if (name, seed) in done:
             continue
         model = load(args.taught)
-        options = {
-            **abf,
-            **arms(args.long)[name],
-            "max_length": args.long,
-            "max_steps": args.steps,
-            "gradient_accumulation_steps": 4,
-            "learning_rate": args.learning_rate,
-            **args.override,
-        }
+        arm = arms(args.long)[name]
+        log: list[dict[str, Any]] = []
         begin = time.perf_counter()
-        log = train(model, tokenizer, rows.shuffle(seed), seed, options, args.compile)
+        if arm is not None:
+            of_all = {
+                **abf,
+                "max_length": args.long,
+                "max_steps": args.steps,
+                "gradient_accumulation_steps": 4,
+                "learning_rate": args.learning_rate,
+            }
+            options = {**of_all, **arm, **args.override}
+            log = train(model, tokenizer, rows.shuffle(seed), seed, options, args.compile)
         seconds = time.perf_counter() - begin
         found = {
             "arm": name,
@@ -261,7 +290,7 @@ def main() -> None:
             "log": log,
         }
         add_line(args.out, found)
-        far = "  ".join(f"{kind} beyond {found[f'{kind} beyond the short window']:.3f}" for kind in KINDS)
+        far = "  ".join(f"{kind} " + " ".join(f"{a:.2f}" for a in found[kind].values()) for kind in KINDS)
         print(f"{name:16} seed {seed}  {far}  {seconds:.0f} s", flush=True)
         del model
         gc.collect()
