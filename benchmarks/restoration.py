@@ -195,39 +195,38 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-# arm and stage -> how the figure calls it
+# arm -> how the figure calls it
 PLOTTED = {
-    ("native", None): "native",
-    ("pi4", None): "PI 4x",
-    ("pi4 ard+cpt", "distil"): "LinearARD, stage 1",
-    ("pi4 ard+cpt", "extend"): "LinearARD, stage 2",
-    ("pi4 clm 0.0005+cpt", "distil"): "next-token, stage 1",
-    ("pi4 clm 0.0005+cpt", "extend"): "next-token, stage 2",
-    ("pi4 native kl 1+cpt", "distil"): "native KL, stage 1",
-    ("pi4 native kl 1+cpt", "extend"): "native KL, stage 2",
+    "native": "native",
+    "pi4": "PI 4x",
+    "pi4 ard+cpt": "LinearARD",
+    "pi4 ard attn+v +logit+cpt": "attention, v, predictions",
+    "pi4 hidden+cpt": "hidden states",
+    "pi4 clm 0.0005+cpt": "next-token, all weights",
+    "pi4 clm qkv 0.001+cpt": "next-token, q k v",
+    "pi4 native kl 1+cpt": "native KL",
 }
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> list[Path]:
-    """Left: loss by position after the last stage. Right: recovery of short text and loss of each seed."""
+    """Left: loss by position after the last stage. Right: recovery of short text and loss of each seed and stage."""
     native = next(r for r in runs if r["arm"] == "native")
+    bins = [(b["first"], b["end"]) for b in native["loss_by_position"]]
     figure, (curves, points) = new_figure(2, share_y=False)
-    for number, ((arm, after), label) in enumerate(PLOTTED.items()):
-        same = [r for r in runs if (r["arm"], r["after"]) == (arm, after)]
-        # both stages of an arm in its colour
-        style = {"color": f"C{number if number < 2 else 2 + (number - 2) // 2}"}
-        if after != "distil":
-            bins = [(b["first"], b["end"]) for b in native["loss_by_position"]]
-            losses = [mean_of([b for r in same for b in r["loss_by_position"]], a, b) for a, b in bins]
-            curves.plot([(a + b) / 2 for a, b in bins], losses, marker=".", **style)
-        faces = {"facecolors": "none"} if after == "distil" else {}
-        points.scatter(
-            [r["loss_in_window"] for r in same],
-            [recovery_ratio(r["short"], native["short"]) for r in same],
-            label=label,
-            edgecolors=style["color"],
-            **{**style, **faces},
-        )
+    for number, (arm, label) in enumerate(PLOTTED.items()):
+        same = [r for r in runs if r["arm"] == arm]
+        last = [r for r in same if r["after"] != "distil"]
+        color = f"C{number}"
+        losses = [mean_of([b for r in last for b in r["loss_by_position"]], a, b) for a, b in bins]
+        curves.plot([(a + b) / 2 for a, b in bins], losses, marker=".", color=color)
+        for of_stage in (last, [r for r in same if r["after"] == "distil"]):
+            points.scatter(
+                [r["loss_in_window"] for r in of_stage],
+                [recovery_ratio(r["short"], native["short"]) for r in of_stage],
+                label=label if of_stage is last else None,
+                edgecolors=color,
+                facecolors=color if of_stage is last else "none",
+            )
     curves.set_ylim(top=6)
     mark_window(curves, WINDOW)
     ticks = [0, 8192, 16384, 24576, 32768]
@@ -235,9 +234,10 @@ def plot(runs: list[dict[str, Any]], path: Path) -> list[Path]:
     curves.set(xlabel="position of the predicted token", ylabel="loss, nats per token")
     points.set(xlabel=f"loss within {compact(WINDOW)}, nats", ylabel="short text, % of the native model's")
     points.set(xlim=(None, 3.6), ylim=(91, 101))  # the rescaled model itself is far away
+    points.set_title("rings: after stage 1", fontsize="small")
     for axes in (curves, points):
         axes.grid(alpha=0.25)
-    add_legend(figure, points, 4)
+    add_legend(figure, points, 3)
     return save_figure(figure, path)
 
 
