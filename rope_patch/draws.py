@@ -1,8 +1,8 @@
 """Keyed random numbers: what is drawn depends on (seed, step, sample) and on nothing else.
 
 Resuming, accumulating gradients and adding ranks therefore give the same draw for the same sample, and torch's own
-generators are left alone. Everything is tensor arithmetic on the device of the key, so a draw neither waits for the
-GPU nor breaks a `torch.compile` graph.
+generators are left alone. A draw neither waits for the GPU nor breaks a `torch.compile` graph: it is tensor arithmetic
+on the device of the key or, where a counter holds nothing but numbers, arithmetic of Python, which costs a GPU nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -51,25 +51,28 @@ class DrawKey:
 
     Args:
         seed: any integer; its low 64 bits count.
-        step: optimizer step, int64 tensor of shape [].
-        sample: ordinal of the document within the step, int64, [batch, 1] or [batch, seq_len].
+        step: optimizer step; an int64 tensor of shape [] in a traced graph, which would be traced anew for each number.
+        sample: ordinal of the document within the step, int64, [batch, 1] or [batch, seq_len]; None for what all
+            samples of the step share.
         stream: tells apart several views that draw for the same sample; int64 tensors broadcast with `sample`.
         progress: of training, from 0 to 1, float tensor of shape []; None, without a trainer, is the end.
+        shared_on: device of what is drawn where `sample` is None.
     """
 
     seed: int
-    step: torch.Tensor
-    sample: torch.Tensor
+    step: torch.Tensor | int
+    sample: torch.Tensor | None
     stream: int | torch.Tensor = 0
     progress: torch.Tensor | None = None
+    shared_on: torch.device | None = None
 
     def per_step(self) -> "DrawKey":
         """The key of the whole optimizer step: the same for every sample of it."""
-        return replace(self, sample=torch.zeros_like(self.step))
+        return replace(self, sample=None, shared_on=self.device)
 
     def per_forward(self) -> "DrawKey":
         """The key of a micro-batch: that of its first sample, for every one."""
-        return replace(self, sample=self.sample.min())
+        return self if self.sample is None else replace(self, sample=self.sample.min())
 
     def substream(self, stream: int) -> "DrawKey":
         """The key of the `stream`-th part of a composed view."""
@@ -81,15 +84,30 @@ class DrawKey:
         Several slots, int64, broadcast with `sample`.
         """
         high, low = self._words(slot)
-        return ((high << 21) + (low >> 11)).double() * 2.0**-53
+        bits = self._tensor((high << 21) + (low >> 11))
+        return bits.double() * 2.0**-53
 
     def integers(self, low: torch.Tensor | int, high: torch.Tensor | int, slot: int | torch.Tensor) -> torch.Tensor:
         """U{low..high}, both included, int64, high - low < 2**31. Its bias is below (high - low) / 2**32."""
-        return low + ((self._words(slot)[0] * (high - low + 1)) >> 32)
+        return self._tensor(low + ((self._words(slot)[0] * (high - low + 1)) >> 32))
 
-    def _words(self, slot: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        counter = (self.step & _MASK, self.sample & _MASK, self.stream & _MASK, slot)
+    def turn(self, n: int) -> torch.Tensor:
+        """Which of n turns the step has, int64 of shape []."""
+        return self._tensor(self.step % n)
+
+    def _words(self, slot: int | torch.Tensor) -> tuple[torch.Tensor | int, torch.Tensor | int]:
+        sample = 0 if self.sample is None else self.sample
+        counter = (self.step & _MASK, sample & _MASK, self.stream & _MASK, slot)
         key = (self.seed & _MASK, (self.seed >> 32) & _MASK)
         first, second, _, _ = philox4x32(counter, key)
-        assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
         return first, second
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where draws are made."""
+        return self.shared_on if self.sample is None else self.sample.device
+
+    def _tensor(self, value: torch.Tensor | int) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value
+        return torch.full((), value, dtype=torch.int64, device=self.device)  # a fill, where a copy would wait

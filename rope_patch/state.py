@@ -122,9 +122,13 @@ class DrawClock:
     def key(self, documents: Documents) -> DrawKey:
         """The key of these documents."""
         device = documents.ordinal.device
-        sample = documents.ordinal + self.first_sample.to(device)
-        step, progress = (x.to(device, copy=True) for x in (self.step, self.progress))
-        return DrawKey(self.seed, step, sample, progress=progress)
+        if torch.compiler.is_compiling():
+            step, first, progress = (x.to(device, copy=True) for x in (self.step, self.first_sample, self.progress))
+            return DrawKey(self.seed, step, documents.ordinal + first, progress=progress)
+        # as numbers: a copy to a GPU would wait for all that it has to do
+        progress = torch.full((), self.progress.item(), dtype=torch.float64, device=device)
+        sample = documents.ordinal + int(self.first_sample)
+        return DrawKey(self.seed, int(self.step), sample, progress=progress)
 
     def tick(self) -> None:
         """Move on after a forward, unless somebody sets the clock."""

@@ -88,7 +88,7 @@ class PerLayer(View):
         """The key of each layer, if layers draw apart."""
         if self.layers != "independent":
             return key
-        streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.sample.device)
+        streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.device)
         return replace(key, stream=streams[:, None, None])
 
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:

@@ -80,10 +80,10 @@ class PosAug(View):
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         own = {"step": key.per_step, "micro-batch": key.per_forward, "sample": lambda: key}[self.granularity]()
-        if self._from_values:
-            values = torch.tensor(self.values, dtype=torch.float64, device=own.sample.device)
-            n = len(self.values)
-            alpha = values[own.step % n if self.law == "cycling" else own.integers(0, n - 1, slot=0)]
+        if self.law == "cycling":
+            alpha = self._value(own.turn(len(self.values)))
+        elif self.law == "discrete":
+            alpha = self._value(own.integers(0, len(self.values) - 1, slot=0))
         else:
             low, high = self._range(key)
             u = own.uniform(slot=0)
@@ -92,12 +92,18 @@ class PosAug(View):
             alpha = torch.where(key.progress < self.until, 1.0, alpha)
         return {"alpha": alpha}
 
-    def _range(self, key: DrawKey) -> tuple[torch.Tensor, torch.Tensor]:
-        ends = torch.tensor([self.low, self.high], dtype=torch.float64, device=key.step.device)
-        if self.curriculum == "linear" and key.progress is not None:
-            begin = torch.tensor(self.start, dtype=torch.float64, device=key.step.device)
-            ends = torch.lerp(begin, ends, key.progress)
-        return ends[0], ends[1]
+    def _value(self, which: torch.Tensor) -> torch.Tensor:
+        """values[which], by comparisons: a table would have to be copied to the GPU."""
+        alpha = torch.full_like(which, self.values[0], dtype=torch.float64)
+        for number, value in enumerate(self.values[1:], 1):
+            alpha = torch.where(which == number, value, alpha)
+        return alpha
+
+    def _range(self, key: DrawKey) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+        if self.curriculum != "linear" or key.progress is None:
+            return self.low, self.high
+        low, high = self.start
+        return low + (self.low - low) * key.progress, high + (self.high - high) * key.progress
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return t * parameters["alpha"]

@@ -43,7 +43,7 @@ class RPE(View):
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         slots = torch.arange(self.max_index, device=length.device)
         if self.granularity == "step":
-            own, which = key.per_step(), torch.zeros_like(key.sample)
+            own, which = key.per_step(), torch.zeros_like(length)
         else:
             documents, which = torch.unique(key.sample, return_inverse=True)
             own = replace(key, sample=documents[:, None])

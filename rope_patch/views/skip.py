@@ -70,9 +70,9 @@ class Skip(View):
         require_indexable(self, length - 1 + max(self.skip if self.skip is not None else self.max_skip or length, 0))
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        split = key.integers(0, length - 1, slot=0) if self.split is None else torch.full_like(key.sample, self.split)
+        split = key.integers(0, length - 1, slot=0) if self.split is None else torch.full_like(length, self.split)
         if self.skip is not None:
-            return {"split": split, "skip": torch.full_like(key.sample, self.skip)}
+            return {"split": split, "skip": torch.full_like(length, self.skip)}
         largest = self._largest(length, key)
         if self.law == "uniform":
             return {"split": split, "skip": torch.where(largest > 0, key.integers(1, largest.clamp(min=1), slot=1), 0)}

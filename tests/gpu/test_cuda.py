@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch import native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.draws import DrawKey
-from rope_patch.views import PosAug, Skip
+from rope_patch.state import Batch, ViewSource
+from rope_patch.views import Cyclic, Dilation, PosAug, RandomBase, Skip
 
 pytestmark = pytest.mark.gpu
 L = 24
@@ -20,6 +21,33 @@ def test_draws_are_the_same_on_both_devices():
         for d in ("cpu", "cuda")
     ]
     assert torch.equal(*words)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        PosAug(),
+        PosAug(law="cycling", curriculum="step"),
+        PosAug(law="discrete", granularity="sample"),
+        PosAug(curriculum="linear", granularity="micro-batch"),
+        Skip(),
+        Skip(curriculum="linear"),
+        Cyclic(),
+        Dilation(),
+        RandomBase(),
+    ],
+    ids=lambda view: view.name,
+)
+def test_a_draw_does_not_wait_for_the_gpu(view):
+    source = ViewSource(view, seed=3)
+    batch = Batch(2, 64, torch.device("cuda", 0), None, None, cached=0, training=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        index = source.bind(batch)(torch.arange(64, device="cuda")[None])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_cpu = ViewSource(view, seed=3).bind(Batch(2, 64, torch.device("cpu"), None, None, cached=0, training=True))
+    torch.testing.assert_close(index.cpu(), on_cpu(torch.arange(64)[None]))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])

@@ -43,6 +43,20 @@ def test_per_step_draws_are_shared_by_all_samples():
     assert key(step=5, samples=2).per_step().uniform(0) == key(step=5, samples=9).per_step().uniform(0)
 
 
+@pytest.mark.parametrize("step", [0, 5, 2**31 + 7, -1])
+def test_a_step_that_is_a_number_draws_the_same_as_one_that_is_a_tensor(step):
+    sample = torch.arange(3)[:, None]
+    number, tensor = (
+        DrawKey(2**40 + 3, step, sample, stream=9),
+        DrawKey(2**40 + 3, torch.tensor(step), sample, stream=9),
+    )
+    for one, other in ((number, tensor), (number.per_step(), tensor.per_step())):
+        assert torch.equal(one.uniform(1), other.uniform(1)) and one.uniform(1).dtype == torch.float64
+        assert torch.equal(one.integers(-3, 2**30, 4), other.integers(-3, 2**30, 4))
+        assert torch.equal(one.integers(0, torch.tensor([[5]]), 4), other.integers(0, torch.tensor([[5]]), 4))
+        assert torch.equal(one.turn(7), other.turn(7)) and one.turn(7) == step % 7
+
+
 def test_uniform_has_the_moments_of_the_uniform_law():
     u = key(samples=200_000).uniform(0)
     assert u.dtype == torch.float64 and 0 <= u.min() and u.max() < 1
