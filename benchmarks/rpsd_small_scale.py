@@ -5,10 +5,10 @@ Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT 
      python benchmarks/rpsd_small_scale.py --table FILE.jsonl ...
 
 A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
-with steps of hard retrieval (many look-alike keys; which of several values of a key), the questions at the end, done
-once, into --taught. Every arm then extends it with ABF by the same tokens of long text, without retrieval in it, and is
-measured: needles by length and by answer position, ordinal needles, loss by position. Texts default to the sources of
-Python's standard library. One JSON line an arm and seed is added to --out, and what is in it is not done again.
+with steps of exams (see `exams`), once, into --taught. Every arm then extends it with ABF by the same tokens of long
+text, without exams in it, and is measured: exams by length and by answer position, loss by position. Texts default to
+the sources of Python's standard library. One JSON line an arm and seed is added to --out, and what is in it is not done
+again.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import gc
 import itertools
 import json
 import random
-import re
 import statistics
 import tempfile
 import time
@@ -27,28 +26,16 @@ from typing import Any
 import torch
 from compiled import compiled_tokenwise
 from datasets import Dataset
+from exams import KINDS, accuracy, make_exam
 from result_lines import add_line, read_lines, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from rope_patch.eval import (
-    accuracy_by_answer_position,
-    loss_by_position,
-    niah,
-    read_texts,
-    standard_library_files,
-    text_rows,
-)
-from rope_patch.eval.needles import Kind, make_prompt
+from rope_patch.eval import loss_by_position, read_texts, standard_library_files, text_rows
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.restoration import cut_into_rows
 
-KINDS: tuple[Kind, ...] = ("multikey", "ordinal")
-N_NEEDLES: dict[Kind, int] = {"multikey": 32, "ordinal": 6}
-# tokens at the end of a row that the further questions and their answers may take
-QUESTIONS = 288
-# a key's sentences in the text, and the ordinals that ask for one of them
-SENTENCE = re.compile(r"special magic numbers? for (\S+) is: (\d+)\.")
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "last")
+# of a step
+ROWS = 4
 SELF = {"objective": "self-distill"}
 SKIP = {**SELF, "view": "skip"}
 LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 1024, "stride": 512}}
@@ -85,54 +72,21 @@ def texts(paths: list[str] | None, held_out: bool) -> Iterator[str]:
             yield file.read_text(encoding="utf-8", errors="replace")
 
 
-def lessons(
-    documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int, n_steps: int, rows_a_step: int
-) -> Dataset:
-    """Rows of `length` tokens, a step of text and a step of retrieval in turn; of this the answers have labels."""
-    text = cut_into_rows(Dataset.from_list([{"text": d} for d in documents]), tokenizer, length)["input_ids"]
+def lessons(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> Dataset:
+    """Rows of the short window, a step of text and a step of exams in turn; of exams the answers have labels."""
+    text = cut_into_rows(Dataset.from_list([{"text": d} for d in documents]), tokenizer, args.short)["input_ids"]
     haystacks = itertools.cycle(text)
     rng, rows = random.Random(0), []
     plain = itertools.cycle(random.Random(1).sample(list(text), len(text)))
-    for step in range(n_steps):
-        for row in range(rows_a_step):
+    for step in range(args.teach_steps):
+        for row in range(ROWS):
             if step % 2 == 0:
                 ids = next(plain)
                 rows.append({"input_ids": ids, "completion_mask": [1] * len(ids)})
-                continue
-            kind = KINDS[row % len(KINDS)]
-            prompt = make_prompt(
-                kind,
-                tokenizer,
-                next(haystacks),
-                n_tokens=length - QUESTIONS,
-                depth=rng.random(),
-                n_needles=N_NEEDLES[kind],
-                rng=rng,
-            )
-            parts = [(prompt.ids, 0)]
-            for question, answer in [("", prompt.answers[0]), *more_questions(kind, tokenizer.decode(prompt.ids), rng)]:
-                for text, asked in ((question, 0), (f" {answer}.", 1)):
-                    parts.append((tokenizer(text, add_special_tokens=False)["input_ids"], asked))
-            ids = [i for part, _ in parts for i in part][:length]
-            mask = [asked for part, asked in parts for _ in part][:length]
-            rows.append({"input_ids": ids, "completion_mask": mask})
+            else:
+                exam = make_exam(KINDS[row % len(KINDS)], tokenizer, next(haystacks), args.short, args.spacing, rng)
+                rows.append({"input_ids": exam.ids, "completion_mask": exam.answered})
     return Dataset.from_list(rows)
-
-
-def more_questions(kind: Kind, prompt: str, rng: random.Random) -> list[tuple[str, str]]:
-    """Other questions that the text of a prompt answers, in the words of its own: (question, answer)."""
-    sentences = SENTENCE.findall(prompt)
-    if kind == "multikey":
-        asked = [(f"special magic number for {key}", value) for key, value in rng.sample(sentences, 7)]
-    else:
-        pairs = zip(ORDINALS, sentences, strict=True)
-        asked = [
-            (f"{which} special magic number for {key}", value)
-            for which, (key, value) in pairs
-            if f"the {which} special magic number" not in prompt
-        ]
-        rng.shuffle(asked)
-    return [(f"\nWhat is the {what} mentioned in the text above? The {what} is:", value) for what, value in asked]
 
 
 def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any], compiled: bool = False) -> Any:
@@ -173,11 +127,11 @@ def load(folder: str | Path) -> Any:
 def teach(args: argparse.Namespace, tokenizer: Any) -> None:
     """Retrieval in the short window, into `args.taught`."""
     model = load(args.model)
-    rows = lessons(list(texts(args.train, False)), tokenizer, args.short, args.teach_steps, 4)
+    rows = lessons(list(texts(args.train, False)), tokenizer, args)
     options = {
         "max_length": args.short,
         "max_steps": args.teach_steps,
-        "per_device_train_batch_size": 4,
+        "per_device_train_batch_size": ROWS,
         "gradient_checkpointing": False,
         "completion_only_loss": True,
         "train_sampling_strategy": "sequential",
@@ -191,21 +145,24 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
 
 
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Tensor) -> dict[str, Any]:
-    """Needles and loss by position, under autocast as in training."""
+    """Exams and loss by position, under autocast as in training. All arms and seeds sit the same exams."""
     found: dict[str, Any] = {}
-    haystack = list(texts(args.val, True))
+    haystack = [i for text in texts(args.val, True) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         for kind in KINDS:
-            grid = niah(
-                model, tokenizer, haystack, args.lengths, kind=kind, trials=args.trials, n_needles=N_NEEDLES[kind],
-                batch_size=10, progress=False,
-            )  # fmt: skip
-            far = [k for k, length in enumerate(grid.lengths) for _ in range(len(grid.depths) * grid.trials)]
-            beyond = [k for k, which in enumerate(far) if grid.lengths[which] > args.short]
-            found[kind] = dict(zip(map(str, grid.lengths), grid.by_length, strict=True))
-            position = accuracy_by_answer_position(grid)
-            found[f"{kind} by position"] = position.accuracy
-            found[f"{kind} beyond the short window"] = statistics.mean(grid.scores[k] for k in beyond)
+            rng = random.Random(7)
+            beyond: list[tuple[float, bool]] = []
+            found[kind] = {}
+            for length in args.lengths:
+                graded = []
+                for _ in range(args.exams):
+                    begin = rng.randrange(len(haystack) - length)
+                    exam = make_exam(kind, tokenizer, haystack[begin:], length, args.spacing, rng)
+                    graded += accuracy(model, exam)
+                found[kind][str(length)] = statistics.mean(right for _, right in graded)
+                beyond += graded if length > args.short else []
+            tenths = [[right for depth, right in beyond if int(10 * depth) == tenth] for tenth in range(10)]
+            found[f"{kind} by position"] = [statistics.mean(t) if t else None for t in tenths]
         curve = loss_by_position(model, val, progress=False)
     edges = [e for e in (64, args.short, 2 * args.short, 4 * args.short, 8 * args.short) if e <= curve.seq_len]
     return {**found, "loss_by_position": curve.bins(edges)}
@@ -237,13 +194,14 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=4096, help="tokens of the window that retrieval is taught in")
     parser.add_argument("--long", type=int, default=16384, help="tokens of a row that arms are trained on")
     parser.add_argument("--teach-steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=32, help="of 4 rows, of each arm")
+    parser.add_argument("--steps", type=int, default=32, help="of each arm")
     parser.add_argument("--theta", type=float, default=8e5, help="base of ABF")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--arms", nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32768])
-    parser.add_argument("--trials", type=int, default=2, help="prompts of each length and depth")
+    parser.add_argument("--exams", type=int, default=8, help="of each kind and length")
+    parser.add_argument("--spacing", type=int, default=64, help="tokens from a sentence of an exam to the next")
     parser.add_argument("--val-rows", type=int, default=4)
     parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")
@@ -276,7 +234,7 @@ def main() -> None:
                 **abf,
                 "max_length": args.long,
                 "max_steps": args.steps,
-                "gradient_accumulation_steps": 4,
+                "gradient_accumulation_steps": ROWS,
                 "learning_rate": args.learning_rate,
             }
             options = {**of_all, **arm, **args.override}

@@ -1,0 +1,126 @@
+"""Retrieval with many questions on one text, answered in one forward: training material and a measure.
+
+An exam is text with sentences in it, "The special magic number for amber-anchor-17 is: 1234567.", and questions behind
+them, each with its answer. "multikey": every sentence has a key of its own, all look-alikes. "ordinal": three keys of
+six sentences each, of which the first, second, ... or last is asked. Answers are graded under teacher forcing: all of
+an answer's tokens are the most probable, which is when greedy decoding would have given it.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["multikey", "ordinal"]
+KINDS: tuple[Kind, ...] = ("multikey", "ordinal")
+
+_ADJECTIVES = "amber brave calm dusty eager faint gentle hollow ivory jolly keen lively".split()
+_NOUNS = "anchor basket candle dragon engine feather garden hammer island jacket kettle ladder".split()
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "last")
+_ORDINAL_KEYS = 3
+_QUESTIONS = 8
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A row of tokens.
+
+    Args:
+        ids: of text, sentences, questions and answers.
+        answers: of each question (first, end), the places of its answer's tokens in `ids`.
+        depths: of each question, where its sentence is, from 0, the start of the row, to 1.
+    """
+
+    ids: list[int]
+    answers: list[tuple[int, int]]
+    depths: list[float]
+
+    @property
+    def answered(self) -> list[int]:
+        """1 for each token of an answer, 0 for others."""
+        inside = {i for first, end in self.answers for i in range(first, end)}
+        return [int(i in inside) for i in range(len(self.ids))]
+
+
+def make_exam(
+    kind: Kind, tokenizer: PreTrainedTokenizerBase, text: Sequence[int], length: int, spacing: int, rng: random.Random
+) -> Exam:
+    """An exam of exactly `length` tokens.
+
+    Args:
+        kind: see above.
+        tokenizer: of the model.
+        text: tokens to hide sentences in, at least `length`.
+        length: tokens of the row, questions and answers included.
+        spacing: tokens from one sentence of "multikey" to the next, its own included.
+        rng: draws keys, values, places and questions.
+
+    Raises:
+        ValueError: sentences and questions need more than `length` tokens.
+    """
+
+    def tokens(words: str) -> list[int]:
+        return list(tokenizer(words, add_special_tokens=False)["input_ids"])
+
+    facts = _look_alikes(length // spacing, rng) if kind == "multikey" else _repeated(rng)
+    sentences = [tokens(f" The special magic number for {key} is: {value}.") for key, value in facts]
+    asked = rng.sample(range(len(facts)), min(_QUESTIONS, len(facts)))
+    questions = []
+    for i in asked:
+        key, value = facts[i]
+        earlier = sum(other == key for other, _ in facts[:i])
+        which = "the" if kind == "multikey" else f"the {_ORDINALS[earlier]}"
+        question = f"\nWhat is {which} special magic number for {key} mentioned in the text above? It is:"
+        questions.append((tokens(question), tokens(f" {value}.")))
+    n_text = length - sum(map(len, sentences)) - sum(len(q) + len(a) for q, a in questions)
+    if n_text < 0:
+        raise ValueError(f"sentences and questions need {-n_text} tokens more than length={length}: use more spacing.")
+    ids: list[int] = []
+    begins = []
+    used = 0
+    for place, sentence in zip(sorted(rng.randint(0, n_text) for _ in sentences), sentences, strict=True):
+        ids += [*text[used:place]]
+        begins.append(len(ids))
+        ids += sentence
+        used = place
+    ids += [*text[used:n_text]]
+    answers = []
+    for question, answer in questions:
+        ids += question
+        answers.append((len(ids), len(ids) + len(answer)))
+        ids += answer
+    return Exam(ids, answers, [begins[i] / length for i in asked])
+
+
+@torch.no_grad()
+def accuracy(model: Any, exam: Exam) -> list[tuple[float, bool]]:
+    """(depth, whether the answer is right) of each question."""
+    ids = torch.tensor([exam.ids], device=model.device)
+    places = torch.tensor([i for first, end in exam.answers for i in range(first, end)], device=model.device)
+    logits = model(ids, use_cache=False, logits_to_keep=places - 1).logits
+    hits = (logits[0].argmax(-1) == ids[0, places]).tolist()
+    ends = [0]
+    for first, end in exam.answers:
+        ends.append(ends[-1] + end - first)
+    rights = [all(hits[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return list(zip(exam.depths, rights, strict=True))
+
+
+def _look_alikes(n: int, rng: random.Random) -> list[tuple[str, str]]:
+    """n different keys, which share their words with many others, with a value each."""
+    keys = rng.sample([f"{a}-{b}-{c}" for a in _ADJECTIVES for b in _NOUNS for c in range(10, 100)], n)
+    return list(zip(keys, _values(n, rng), strict=True))
+
+
+def _repeated(rng: random.Random) -> list[tuple[str, str]]:
+    """A few keys, each as often as there are ordinals, in turns that are drawn."""
+    keys = [key for key, _ in _look_alikes(_ORDINAL_KEYS, rng) for _ in _ORDINALS]
+    rng.shuffle(keys)
+    return list(zip(keys, _values(len(keys), rng), strict=True))
+
+
+def _values(n: int, rng: random.Random) -> list[str]:
+    return [str(value) for value in rng.sample(range(1_000_000, 10_000_000), n)]
