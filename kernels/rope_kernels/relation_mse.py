@@ -7,7 +7,7 @@ from .autocast import as_multiplied
 from .row_kl import require_heads
 from .visibility import Visibility, make_visibility
 
-_CHUNK_BYTES = 2**27  # of one map of a chunk
+_CHUNK_BYTES = 2**25  # of one map of a chunk
 
 
 def relation_mse(
@@ -43,11 +43,14 @@ def relation_mse(
     scales = [head_dim**-0.5 if scale is None else scale for scale in (student_scale, teacher_scale)]
 
     def rows(student: torch.Tensor, teacher: torch.Tensor, first: int, end: int) -> torch.Tensor:
-        seen = seen_by.mask(slice(first, end), n, student.device)
+        n_keys = end if seen_by.causal else n  # none of these rows sees a key behind its chunk
+        seen = seen_by.mask(slice(first, end), n, student.device)[..., :n_keys]
         maps = []
         with torch.autocast(student.device.type, enabled=False):
             for x, scale in zip((student.to(dtype), teacher.to(dtype)), scales, strict=True):
-                scores = (x[:, :, first:end] @ x.transpose(-1, -2) * scale).masked_fill(~seen, torch.finfo(dtype).min)
+                scores = (x[:, :, first:end] @ x[:, :, :n_keys].transpose(-1, -2) * scale).masked_fill(
+                    ~seen, torch.finfo(dtype).min
+                )
                 maps.append(scores.softmax(-1).masked_fill(~seen, 0))
         return (maps[1] - maps[0]).square().sum(-1)
 
