@@ -92,6 +92,7 @@ def arms() -> dict[str, Arm]:
             "learning_rate": 5e-4,
         }
         found[f"pi4 native kl {weight:g}+cpt"] = Arm(PI4, native, EXTEND_LR, trainable="all")
+        found[f"pi4 native kl {weight:g} qkv+cpt"] = Arm(PI4, {**native, **DISTIL_LR}, EXTEND_LR)
     for lr in (5e-5, 2e-4, 3e-3):
         found[f"pi4 ard lr {lr:g}"] = Arm(PI4, {"learning_rate": lr})
     variants: dict[str, dict[str, Any]] = {

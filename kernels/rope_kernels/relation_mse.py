@@ -7,7 +7,7 @@ from .autocast import as_multiplied
 from .row_kl import require_heads
 from .visibility import Visibility, make_visibility
 
-_CHUNK_BYTES = 2**25  # of one map of a chunk
+_CHUNK_BYTES = 2**24  # of one map of a chunk: small enough for caches
 
 
 def relation_mse(

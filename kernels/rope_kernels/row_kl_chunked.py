@@ -10,7 +10,7 @@ import torch
 
 from .visibility import Visibility
 
-_CHUNK_BYTES = 2**27  # of one map of a chunk, in the dtype that it is computed in
+_CHUNK_BYTES = 2**24  # of one map of a chunk, in the dtype that it is computed in: small enough for caches
 
 
 def row_kl_forward(
