@@ -2,7 +2,7 @@
 
 Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT ...] [--taught FOLDER] [--arms NAME ...]
          [--seeds 0 1 2] [--out FILE.jsonl]
-     python benchmarks/rpsd_small_scale.py --table FILE.jsonl ...
+     python benchmarks/rpsd_small_scale.py --table FILE.jsonl ... [--plot FIGURE.png]
 
 A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
 with steps of exams (see `exams`), once, into --taught. Every arm then extends it with ABF by the same tokens of long
@@ -31,6 +31,7 @@ from result_lines import add_line, read_lines, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rope_patch.eval import loss_by_position, read_texts, standard_library_files, text_rows
+from rope_patch.eval.figures import add_legend, compact, new_figure, save_figure
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.restoration import cut_into_rows
 
@@ -147,7 +148,7 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Tensor) -> dict[str, Any]:
     """Exams and loss by position, under autocast as in training. All arms and seeds sit the same exams."""
     found: dict[str, Any] = {}
-    haystack = [i for text in texts(args.val, True) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    haystack = val.flatten().tolist()
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         for kind in KINDS:
             rng = random.Random(7)
@@ -156,7 +157,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Ten
             for length in args.lengths:
                 graded = []
                 for _ in range(args.exams):
-                    begin = rng.randrange(len(haystack) - length)
+                    begin = rng.randrange(len(haystack) - length + 1)
                     exam = make_exam(kind, tokenizer, haystack[begin:], length, args.spacing, rng)
                     graded += accuracy(model, exam)
                 found[kind][str(length)] = statistics.mean(right for _, right in graded)
@@ -184,10 +185,32 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def plot(runs: list[dict[str, Any]], path: Path) -> list[Path]:
+    """A row for each kind of exam: accuracy by length, and beyond the short window by where the answer is."""
+    figure, axes = new_figure(2 * len(KINDS))
+    for kind, by_length, by_depth in zip(KINDS, axes[::2], axes[1::2], strict=True):
+        for number, arm in enumerate(dict.fromkeys(r["arm"] for r in runs)):
+            same = [r for r in runs if r["arm"] == arm]
+            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "marker": "."}
+            lengths = list(same[0][kind])
+            by_length.plot(range(len(lengths)), [statistics.mean(r[kind][n] for r in same) for n in lengths], **style)
+            tenths = list(zip(*(r[f"{kind} by position"] for r in same), strict=True))
+            known = [(5 + 10 * k, statistics.mean(t)) for k, t in enumerate(tenths) if None not in t]
+            by_depth.plot([d for d, _ in known], [a for _, a in known], label=arm, **style)
+            by_length.set_xticks(range(len(lengths)), [compact(int(n)) for n in lengths])
+        by_length.set(title=kind, xlabel="tokens", ylabel="accuracy")
+        by_depth.set(title="beyond the window", xlabel="place of the answer, %")
+    for one in axes:
+        one.grid(alpha=0.25)
+    add_legend(figure, axes[1], 5)
+    return save_figure(figure, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--table", nargs="+", type=Path)
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--train", nargs="+", help="default: three quarters of the standard library's files")
     parser.add_argument("--val", nargs="+", help="default: the other quarter")
     parser.add_argument("--taught", type=Path, default=Path("taught"))
@@ -208,7 +231,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("rpsd_small_scale.jsonl"))
     args = parser.parse_args()
     if args.table:
-        print(table(read_lines(*args.table)))
+        runs = read_lines(*args.table)
+        print(table(runs))
+        if args.plot:
+            print(*plot(runs, args.plot))
         return
     if not args.model:
         parser.error("give MODEL, or --table")

@@ -11,6 +11,7 @@ import torch
 from support.characters import character_tokenizer
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import rpsd_small_scale
 from exams import KINDS, accuracy, make_exam
 
 SENTENCE = re.compile(r" The special magic number for (\S+) is: (\d+)\.")
@@ -70,3 +71,15 @@ def test_too_many_sentences_are_refused():
     tokenizer = character_tokenizer()
     with pytest.raises(ValueError, match="use more spacing"):
         make_exam("multikey", tokenizer, [1] * 3000, 3000, 20, random.Random(0))
+
+
+def test_results_are_tabled_and_drawn(tmp_path):
+    curve = [{"first": 64, "end": 4096, "loss": 3.0}]
+    by_place = {f"{kind} by position": [None, *[0.5] * 9] for kind in KINDS}
+    runs = [
+        {"arm": arm, "seed": 0, "multikey": {"4096": 1.0, "8192": 0.5}, "ordinal": {"4096": 0.9, "8192": 0.1}}
+        | {**by_place, "loss_by_position": curve, "train_seconds": 9.0}
+        for arm in rpsd_small_scale.arms(16384)
+    ]
+    assert "| skip | 1 | 1.000 | 0.500 | 0.900 | 0.100 | 3.000 | 9 |" in rpsd_small_scale.table(runs)
+    assert all(file.stat().st_size > 10_000 for file in rpsd_small_scale.plot(runs, tmp_path / "figure.png"))
