@@ -5,9 +5,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .autocast import as_multiplied
 from .row_kl import require_heads
+from .row_kl_chunked import chunks, log_map
 from .visibility import Visibility, make_visibility
-
-_CHUNK_BYTES = 2**24  # of one map of a chunk: small enough for caches
 
 
 def relation_mse(
@@ -38,25 +37,18 @@ def relation_mse(
     if visibility is None:
         visibility = make_visibility(batch, n, student.device, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens)
     seen_by = visibility
-    dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
     student, teacher = as_multiplied(student), as_multiplied(teacher)
     scales = [head_dim**-0.5 if scale is None else scale for scale in (student_scale, teacher_scale)]
 
-    def rows(student: torch.Tensor, teacher: torch.Tensor, first: int, end: int) -> torch.Tensor:
-        n_keys = end if seen_by.causal else n  # none of these rows sees a key behind its chunk
-        seen = seen_by.mask(slice(first, end), n, student.device)[..., :n_keys]
-        maps = []
+    def of_rows(student: torch.Tensor, teacher: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
+        seen = seen_by.mask(rows, keys, student.device)[:, :, None]
         with torch.autocast(student.device.type, enabled=False):
-            for x, scale in zip((student.to(dtype), teacher.to(dtype)), scales, strict=True):
-                scores = (x[:, :, first:end] @ x[:, :, :n_keys].transpose(-1, -2) * scale).masked_fill(
-                    ~seen, torch.finfo(dtype).min
-                )
-                maps.append(scores.softmax(-1).masked_fill(~seen, 0))
-        return (maps[1] - maps[0]).square().sum(-1)
+            maps = [log_map(x, x, rows, keys, z, seen).exp() for x, z in zip((student, teacher), scales, strict=True)]
+        # rows that see nothing have equal maps here
+        return (maps[1] - maps[0]).square().sum(-1).flatten(1, 2)
 
-    step = max(1, _CHUNK_BYTES // (dtype.itemsize * batch * n_heads * n))
     parts = [
-        checkpoint(rows, student, teacher.detach(), first, min(first + step, n), use_reentrant=False)
-        for first in range(0, n, step)
+        checkpoint(of_rows, student, teacher.detach(), rows, keys, use_reentrant=False)
+        for rows, keys in chunks(student, visibility)
     ]
     return torch.cat(parts, -1)

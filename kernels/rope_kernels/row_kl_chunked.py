@@ -37,9 +37,10 @@ def row_kl_forward(
         float32, float64 for float64 inputs, 0 on rows that see nothing.
     """
     kl = torch.zeros(student_q.shape[:3], dtype=_compute_dtype(student_q), device=student_q.device)
-    for rows, keys, seen in _chunks(student_q, visibility):
-        student = _log_softmax(student_q, student_k, rows, keys, student_scale, seen)
-        teacher = _log_softmax(teacher_q, teacher_k, rows, keys, teacher_scale, seen)
+    for rows, keys in chunks(student_q, visibility):
+        seen = visibility.mask(rows, keys, kl.device)[:, :, None]
+        student = log_map(student_q, student_k, rows, keys, student_scale, seen)
+        teacher = log_map(teacher_q, teacher_k, rows, keys, teacher_scale, seen)
         gap = (teacher - student).masked_fill_(~seen, 0)
         kl[:, :, rows] = teacher.exp().mul_(gap).sum(-1).view(kl[:, :, rows].shape)
     return kl
@@ -62,9 +63,10 @@ def row_kl_backward(
     dtype = _compute_dtype(student_q)
     grad_q = torch.zeros(student_q.shape, dtype=dtype, device=student_q.device)
     grad_k = torch.zeros(student_k.shape, dtype=dtype, device=student_k.device)
-    for rows, keys, seen in _chunks(student_q, visibility):
-        student = _log_softmax(student_q, student_k, rows, keys, student_scale, seen).exp_()
-        teacher = _log_softmax(teacher_q, teacher_k, rows, keys, teacher_scale, seen).exp_()
+    for rows, keys in chunks(student_q, visibility):
+        seen = visibility.mask(rows, keys, grad_q.device)[:, :, None]
+        student = log_map(student_q, student_k, rows, keys, student_scale, seen).exp_()
+        teacher = log_map(teacher_q, teacher_k, rows, keys, teacher_scale, seen).exp_()
         # rows that see nothing have equal maps here, so nothing flows from them
         dz = (student - teacher).mul_(_grouped(grad[:, :, rows, None], student_k).to(dtype) * student_scale)
         k = student_k[:, :, None, keys].to(dtype)
@@ -78,15 +80,14 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _chunks(q: torch.Tensor, visibility: Visibility) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Query rows, the keys that they can see, and whether they do, bool [batch or 1, 1, 1, n_rows, n_keys]."""
+def chunks(q: torch.Tensor, visibility: Visibility) -> Iterator[tuple[slice, slice]]:
+    """Query rows of [batch, n_heads, n, head_dim], and the keys that they can see."""
     batch, n_heads, seq_len, _ = q.shape
     size = _compute_dtype(q).itemsize
     n_rows = max(1, _CHUNK_BYTES // (size * batch * n_heads * seq_len))
     for start in range(0, seq_len, n_rows):
         rows = slice(start, min(start + n_rows, seq_len))
-        keys = slice(0, rows.stop if visibility.causal else seq_len)
-        yield rows, keys, visibility.mask(rows, seq_len, q.device)[..., keys][:, :, None]
+        yield rows, slice(0, rows.stop if visibility.causal else seq_len)
 
 
 def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -94,10 +95,19 @@ def _grouped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return x.unflatten(1, (k.shape[1], -1))
 
 
-def _log_softmax(
+def log_map(
     q: torch.Tensor, k: torch.Tensor, rows: slice, keys: slice, scale: float, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Log of the map of `rows`, [batch, n_kv_heads, group, n_rows, n_keys]; uniform where nothing is seen."""
+    """Log of the map of `rows`, [batch, n_kv_heads, group, n_rows, n_keys]; uniform where nothing is seen.
+
+    Args:
+        q: [batch, n_heads, n, head_dim].
+        k: [batch, n_kv_heads, n, head_dim].
+        rows: of the map.
+        keys: that the rows are multiplied with.
+        scale: of scores.
+        seen: bool [batch or 1, 1, 1, n_rows, n_keys].
+    """
     dtype = _compute_dtype(q)
     scores = _grouped(q[:, :, rows], k).to(dtype) @ k[:, :, None, keys].to(dtype).transpose(-1, -2)
     lowest = torch.finfo(dtype).min

@@ -42,16 +42,15 @@ class Visibility:
         """document, first, end."""
         return self.document, self.first, self.end
 
-    def mask(self, rows: slice, seq_len: int, device: torch.device) -> torch.Tensor:
-        """Whether queries `rows` see each key, bool [batch or 1, 1, n_rows, n]."""
-        index = torch.arange(seq_len, device=device)
-        seen = torch.ones(1, 1, len(index[rows]), seq_len, dtype=torch.bool, device=device)
-        if self.causal:
-            seen = seen & (index <= index[rows, None])
-        if self.document is not None:
-            own = self.document[:, None, rows, None]
-            seen = seen & (own == self.document[:, None, None, :]) & (own >= 0)
-        return seen
+    def mask(self, rows: slice, keys: slice, device: torch.device) -> torch.Tensor:
+        """Whether queries `rows` see `keys`, bool [batch or 1, 1, n_rows, n_keys]."""
+        query = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        key = torch.arange(keys.start, keys.stop, device=device)
+        seen = key <= query if self.causal else torch.ones(len(query), len(key), dtype=torch.bool, device=device)
+        if self.document is None:
+            return seen[None, None]
+        own = self.document[:, None, rows, None]
+        return seen & (own == self.document[:, None, None, keys]) & (own >= 0)
 
 
 def make_visibility(
