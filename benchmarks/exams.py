@@ -101,12 +101,8 @@ def accuracy(model: Any, exam: Exam) -> list[tuple[float, bool]]:
     ids = torch.tensor([exam.ids], device=model.device)
     places = torch.tensor([i for first, end in exam.answers for i in range(first, end)], device=model.device)
     logits = model(ids, use_cache=False, logits_to_keep=places - 1).logits
-    hits = (logits[0].argmax(-1) == ids[0, places]).tolist()
-    ends = [0]
-    for first, end in exam.answers:
-        ends.append(ends[-1] + end - first)
-    rights = [all(hits[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
-    return list(zip(exam.depths, rights, strict=True))
+    hits = (logits[0].argmax(-1) == ids[0, places]).cpu().split([end - first for first, end in exam.answers])
+    return [(depth, bool(of_answer.all())) for depth, of_answer in zip(exam.depths, hits, strict=True)]
 
 
 def _look_alikes(n: int, rng: random.Random) -> list[tuple[str, str]]:

@@ -158,7 +158,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Ten
                 graded = []
                 for _ in range(args.exams):
                     begin = rng.randrange(len(haystack) - length + 1)
-                    exam = make_exam(kind, tokenizer, haystack[begin:], length, args.spacing, rng)
+                    exam = make_exam(kind, tokenizer, haystack[begin : begin + length], length, args.spacing, rng)
                     graded += accuracy(model, exam)
                 found[kind][str(length)] = statistics.mean(right for _, right in graded)
                 beyond += graded if length > args.short else []
@@ -274,8 +274,8 @@ def main() -> None:
             "log": log,
         }
         add_line(args.out, found)
-        far = "  ".join(f"{kind} " + " ".join(f"{a:.2f}" for a in found[kind].values()) for kind in KINDS)
-        print(f"{name:16} seed {seed}  {far}  {seconds:.0f} s", flush=True)
+        shown = "  ".join(f"{kind} " + " ".join(f"{a:.2f}" for a in found[kind].values()) for kind in KINDS)
+        print(f"{name:16} seed {seed}  {shown}  {seconds:.0f} s", flush=True)
         del model
         gc.collect()
 
