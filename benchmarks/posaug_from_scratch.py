@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="folder that a run is kept in when time is up")
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=128, help="rows of a step")
-    parser.add_argument("--micro-batch", type=int, default=32, help="rows of a forward")
+    parser.add_argument("--micro-batch", type=int, default=64, help="rows of a forward")
     parser.add_argument("--length", type=int, default=16384, help="tokens of a span that is measured")
     parser.add_argument("--spans", type=int, default=20)
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")

@@ -6,9 +6,9 @@ Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT 
 
 A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
 with steps of exams (see `exams`), once, into --taught. Every arm then extends it with ABF by the same tokens of long
-text, without exams in it, and is measured: exams by length and by answer position, loss by position. Texts default to
-the sources of Python's standard library. One JSON line an arm and seed is added to --out, and what is in it is not done
-again.
+text, without exams in it, and is measured: exams by length and by answer position, loss by position. "taught" is the
+model as it was taught, "abf" that under ABF, without training. Texts default to the sources of Python's standard
+library. One JSON line an arm and seed is added to --out, and what is in it is not done again.
 """
 
 import argparse
@@ -26,16 +26,17 @@ from typing import Any
 import torch
 from compiled import compiled_tokenwise
 from datasets import Dataset
-from exams import KINDS, accuracy, make_exam
+from exams import KINDS, Exam, Kind, accuracy, make_exam
 from result_lines import add_line, read_lines, spread
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, read_texts, standard_library_files, text_rows
 from rope_patch.eval.figures import add_legend, compact, new_figure, save_figure
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.restoration import cut_into_rows
 
-# of a step
+# of a step of teaching
 ROWS = 4
 SELF = {"objective": "self-distill"}
 SKIP = {**SELF, "view": "skip"}
@@ -43,9 +44,10 @@ LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 1024, "s
 
 
 def arms(long: int) -> dict[str, dict[str, Any] | None]:
-    """Name -> fields of RopeSFTConfig, None for the taught model as it is."""
+    """Name -> fields of RopeSFTConfig; None for what is not trained."""
     return {
         "taught": None,
+        "abf": None,
         "standard": {"objective": "clm"},
         "longce": {"objective": "clm", **LONGCE},
         "pose baseline": {"objective": "clm", "view": "skip"},
@@ -119,9 +121,9 @@ def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[st
         return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def load(folder: str | Path) -> Any:
+def load(folder: str | Path, attention: str = "sdpa") -> Any:
     """float32 weights on the GPU if there is one: what is trained is small steps on them, in bf16 autocast."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -145,27 +147,38 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
     tokenizer.save_pretrained(args.taught)
 
 
-def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Tensor) -> dict[str, Any]:
-    """Exams and loss by position, under autocast as in training. All arms and seeds sit the same exams."""
+def sittings(tokenizer: Any, args: argparse.Namespace, haystack: list[int]) -> dict[Kind, dict[int, list[Exam]]]:
+    """The exams of each kind and length, which all arms and seeds sit."""
+    found: dict[Kind, dict[int, list[Exam]]] = {}
+    for kind in KINDS:
+        rng = random.Random(7)
+        found[kind] = {length: [] for length in args.lengths}
+        for length, _ in itertools.product(args.lengths, range(args.exams)):
+            begin = rng.randrange(len(haystack) - length + 1)
+            text = haystack[begin : begin + length]
+            found[kind][length].append(make_exam(kind, tokenizer, text, length, args.spacing, rng))
+    return found
+
+
+def measure(
+    model: Any, exams: dict[Kind, dict[int, list[Exam]]], args: argparse.Namespace, val: torch.Tensor
+) -> dict[str, Any]:
+    """Exams and loss by position, under autocast as in training."""
     found: dict[str, Any] = {}
-    haystack = val.flatten().tolist()
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-        for kind in KINDS:
-            rng = random.Random(7)
-            beyond: list[tuple[float, bool]] = []
-            found[kind] = {}
-            for length in args.lengths:
-                graded = []
-                for _ in range(args.exams):
-                    begin = rng.randrange(len(haystack) - length + 1)
-                    exam = make_exam(kind, tokenizer, haystack[begin : begin + length], length, args.spacing, rng)
-                    graded += accuracy(model, exam)
-                found[kind][str(length)] = statistics.mean(right for _, right in graded)
-                beyond += graded if length > args.short else []
+        for kind, by_length in exams.items():
+            graded = {
+                length: [answer for one in sat for answer in accuracy(model, one)] for length, sat in by_length.items()
+            }
+            found[kind] = {
+                str(length): statistics.mean(right for _, right in marks) for length, marks in graded.items()
+            }
+            beyond = [answer for length, marks in graded.items() if length > args.short for answer in marks]
             tenths = [[right for depth, right in beyond if int(10 * depth) == tenth] for tenth in range(10)]
             found[f"{kind} by position"] = [statistics.mean(t) if t else None for t in tenths]
         curve = loss_by_position(model, val, progress=False)
     edges = [e for e in (64, args.short, 2 * args.short, 4 * args.short, 8 * args.short) if e <= curve.seq_len]
+    edges = sorted({*edges, curve.seq_len})
     return {**found, "loss_by_position": curve.bins(edges)}
 
 
@@ -214,17 +227,18 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", help="default: three quarters of the standard library's files")
     parser.add_argument("--val", nargs="+", help="default: the other quarter")
     parser.add_argument("--taught", type=Path, default=Path("taught"))
-    parser.add_argument("--short", type=int, default=4096, help="tokens of the window that retrieval is taught in")
+    parser.add_argument("--short", type=int, default=2048, help="tokens of the window that retrieval is taught in")
     parser.add_argument("--long", type=int, default=16384, help="tokens of a row that arms are trained on")
     parser.add_argument("--teach-steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=32, help="of each arm")
+    parser.add_argument("--steps", type=int, default=128, help="of each arm")
+    parser.add_argument("--rows", type=int, default=1, help="of a step of each arm")
     parser.add_argument("--theta", type=float, default=8e5, help="base of ABF")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--arms", nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 32768])
-    parser.add_argument("--exams", type=int, default=8, help="of each kind and length")
-    parser.add_argument("--spacing", type=int, default=64, help="tokens from a sentence of an exam to the next")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 32768])
+    parser.add_argument("--exams", type=int, default=16, help="of each kind and length")
+    parser.add_argument("--spacing", type=int, default=30, help="tokens from a sentence of an exam to the next")
     parser.add_argument("--val-rows", type=int, default=4)
     parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")
@@ -246,31 +260,37 @@ def main() -> None:
     val = text_rows(tokenizer, texts(args.val, True), seq_len=max(args.lengths), n_rows=args.val_rows)
     documents = Dataset.from_list([{"text": text} for text in texts(args.train, False)])
     rows = cut_into_rows(documents, tokenizer, args.long)
-    abf = {"rescale": "abf", "rescale_args": {"theta": args.theta, "max_position_embeddings": max(args.lengths)}}
+    exams = sittings(tokenizer, args, val.flatten().tolist())
+    abf = {"theta": args.theta, "max_position_embeddings": max(args.lengths)}
     chosen = args.arms or list(arms(args.long))
     for seed, name in itertools.product(args.seeds, chosen):
         if (name, seed) in done:
             continue
-        model = load(args.taught)
+        # noise on scores of long rows is formed by flex attention alone
+        model = load(args.taught, "flex_attention" if name == "noise" else "sdpa")
         arm = arms(args.long)[name]
         log: list[dict[str, Any]] = []
         begin = time.perf_counter()
+        if name == "abf":
+            patch_model(model, "abf", **abf)
         if arm is not None:
             of_all = {
-                **abf,
+                "rescale": "abf",
+                "rescale_args": abf,
                 "max_length": args.long,
                 "max_steps": args.steps,
-                "gradient_accumulation_steps": ROWS,
+                "gradient_accumulation_steps": args.rows,
                 "learning_rate": args.learning_rate,
             }
             options = {**of_all, **arm, **args.override}
             log = train(model, tokenizer, rows.shuffle(seed), seed, options, args.compile)
         seconds = time.perf_counter() - begin
+        model.set_attn_implementation("sdpa")
         found = {
             "arm": name,
             "seed": seed,
             "train_seconds": seconds,
-            **measure(model, tokenizer, args, val),
+            **measure(model, exams, args, val),
             "log": log,
         }
         add_line(args.out, found)

@@ -20,6 +20,7 @@ class AttentionCall:
         query: [batch, n_heads, n, head_dim], after RoPE.
         key: [batch, n_kv_heads, n, head_dim], after RoPE, not repeated.
         value: [batch, n_kv_heads, n, value_dim].
+        mask: as the implementation takes it.
         options: keyword arguments, from which a watch may take its own.
         function: the attention function itself.
     """
@@ -28,6 +29,7 @@ class AttentionCall:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    mask: Any
     options: dict[str, Any]
     function: Callable[..., Any]
 
@@ -90,11 +92,16 @@ def watched_attention(core: nn.Module, watch: Watch) -> Iterator[None]:
     before = ALL_ATTENTION_FUNCTIONS.get(name)
 
     def watching(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **kwargs: Any,
     ) -> Any:
         function = before or sys.modules[type(module).__module__].eager_attention_forward
-        output = watch(AttentionCall(module, query, key, value, kwargs, function))
-        return function(module, query, key, value, *args, **kwargs) if output is None else (output, None)
+        output = watch(AttentionCall(module, query, key, value, attention_mask, kwargs, function))
+        return function(module, query, key, value, attention_mask, **kwargs) if output is None else (output, None)
 
     local: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
     had, old = name in local, local.get(name)

@@ -1,5 +1,6 @@
 """Controls for self-distillation: the standard view against itself under noise that is not one of positions."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..attention_calls import AttentionCall, attention_name, sliding_window
+from ..attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
 from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
 from .distiller import TAPE
 from .labelled import Labelled
@@ -23,7 +24,8 @@ class Control:
     """What stands in for a view, over all rows of a document.
 
     - "dropout": both passes drop features of what attention and MLP of each layer give, at random, apart.
-    - "attention_noise": the second pass adds normal noise to the scores of attention, before the softmax.
+    - "attention_noise": the second pass adds normal noise to the scores of attention, before the softmax. With flex
+      attention memory stays linear; sdpa and eager take a mask of n x n numbers a head.
 
     Args:
         kind: see above.
@@ -77,9 +79,11 @@ class ControlDistiller(ConsistencyDistiller):
             raise ValueError("a control compares true positions with themselves: leave view at 'standard'.")
         self.control = control
         self._modules = self._noisy_modules() if control.kind == "dropout" else []
-        name = attention_name(self.core)
-        if control.kind == "attention_noise" and name not in ("sdpa", "eager"):
-            raise ValueError(f"attention_noise is a mask of scores, which {name!r} does not take: load it with sdpa.")
+        if control.kind == "attention_noise" and attention_kernel(self.core) not in ("sdpa", "eager", "flex"):
+            raise ValueError(
+                f"attention_noise changes scores, which {attention_name(self.core)!r} does not let: load the model "
+                "with flex_attention, or for short rows with sdpa."
+            )
         self._dropping = False
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
@@ -113,7 +117,10 @@ class ControlDistiller(ConsistencyDistiller):
         tape.standard = decoder(*args, **{**kwargs, TAPE: _Untouched()}).last_hidden_state
         self._dropping = True
         if self.control.kind == "attention_noise":
-            tape.attention = _NoisyAttention(tape.labelled, self.decoder.config, self.control.strength)
+            if attention_kernel(self.core) == "flex":
+                tape.attention = _NoisyFlexAttention(self.control.strength)
+            else:
+                tape.attention = _NoisyAttention(tape.labelled, self.decoder.config, self.control.strength)
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -159,3 +166,44 @@ class _NoisyAttention:
         noise = self.strength * torch.randn(shape, dtype=query.dtype, device=query.device)
         mask = noise.masked_fill(~seen[:, None], torch.finfo(query.dtype).min)
         return call.with_inputs(query, call.key, call.value, mask)
+
+
+@dataclass(frozen=True)
+class _NoisyFlexAttention:
+    """Attention with noise on the scores, which flex attention forms tile by tile: for rows of any length."""
+
+    strength: float
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        words = torch.randint(-(2**31), 2**31, call.query.shape[:2], dtype=torch.int32, device=call.query.device)
+        noise = HashedNoise(words, self.strength)
+        return call.with_inputs(call.query, call.key, call.value, call.mask, position_bias=noise)
+
+
+@dataclass(frozen=True)
+class HashedNoise:
+    """Normal noise for each score of attention, from a hash of where it is, without a tensor [batch, n_heads, n, n].
+
+    A backward that forms scores again meets the same noise. Box and Muller's transform of two numbers of 16 bits.
+
+    Args:
+        words: a draw for each row and head, int32 of all 32 bits, [batch, n_heads].
+        strength: standard deviation.
+
+    Source: of the hash, github.com/skeeto/hash-prospector; G. Box and M. Muller, "A note on the generation of random
+        normal deviates", 1958.
+    """
+
+    words: torch.Tensor
+    strength: float
+
+    def __getitem__(self, place: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Noise of (row, head, query, key), integer tensors that broadcast, as float32."""
+        row, head, query, key = place
+        word = self.words[row, head] ^ (query * 65537 + key).to(torch.int32)
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
+            # the shift of an int32 brings its sign with it
+            word = (word ^ ((word >> shift) & ((1 << (32 - shift)) - 1))) * factor
+        radius = torch.sqrt(-2 * torch.log(((word & 0xFFFF).float() + 0.5) / 65536))
+        angle = ((word >> 16) & 0xFFFF).float() * (2 * math.pi / 65536)
+        return self.strength * radius * torch.cos(angle)

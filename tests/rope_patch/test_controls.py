@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from rope_patch import patch_model
 from rope_patch.distillation import TAPE, Control, ControlDistiller, ViewConsistency
 from rope_patch.distillation.consistency import ViewTape
+from rope_patch.distillation.controls import HashedNoise
 from rope_patch.distillation.labelled import Labelled
 
 STRENGTH = 0.3
@@ -40,10 +41,27 @@ def noisy(module, query, key, value, mask, scaling=None, **_):
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
 
 
+def hashed(module, query, key, value, mask, scaling=None, **_):
+    """The same with the noise that flex attention forms, written down for all scores."""
+    n, words = query.shape[2], torch.randint(-(2**31), 2**31, query.shape[:2], dtype=torch.int32, device=query.device)
+    sizes = (*query.shape[:2], n, n)
+    places = (
+        torch.arange(size, device=query.device).view([-1 if i == k else 1 for i in range(4)])
+        for k, size in enumerate(sizes)
+    )
+    noise = HashedNoise(words, STRENGTH)[tuple(places)]
+    assert noise.shape == sizes
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling + noise
+    hidden = torch.ones(n, n, dtype=torch.bool, device=query.device).triu(1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
+
+
 AttentionInterface.register("noisy_by_hand", noisy)
+AttentionInterface.register("hashed_by_hand", hashed)
 
 
-def by_hand(model, data, kind):
+def by_hand(model, data, kind, noisy="noisy_by_hand"):
     """Cross-entropy of the first pass and the mean over all rows of KL(second || first)."""
     inputs = {"input_ids": data["input_ids"], "use_cache": False}
     handles = []
@@ -61,7 +79,7 @@ def by_hand(model, data, kind):
     torch.manual_seed(7)
     first = model(**inputs).logits.log_softmax(-1)
     if kind == "attention_noise":
-        model.set_attn_implementation("noisy_by_hand")
+        model.set_attn_implementation(noisy)
     second = model(**inputs).logits.log_softmax(-1)
     for handle in handles:
         handle.remove()
@@ -101,6 +119,48 @@ def test_documents_stay_apart_and_all_their_rows_count(kind, data):
     assert sorted(set(tape.suffix_length[tape.in_kl].tolist())) == sorted(set(lengths))
 
 
+@pytest.mark.usefixtures("flex_runs_eagerly")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@torch.no_grad()
+def test_flex_attention_forms_its_noise_tile_by_tile(family):
+    # without gradients, which flex attention has on a GPU alone; tests/gpu has them
+    data, model = batch("plain"), tiny(family, "flex_attention").train()
+    tape = run(model, data, "attention_noise")
+    torch.testing.assert_close(tape.loss, by_hand(model, data, "attention_noise", "hashed_by_hand"))
+    assert tape.rows.kl.sum() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_flex_attention_has_the_gradients_of_its_noise(checkpointing):
+    data = {name: x.cuda() for name, x in batch("plain").items()}
+    model = tiny("qwen3", "flex_attention", head_dim=16, hidden_size=64).cuda().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    tape = run(model, data, "attention_noise")
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_disable()
+    wanted = by_hand(model, data, "attention_noise", "hashed_by_hand")
+    wanted.backward()
+    torch.testing.assert_close(tape.loss, wanted, rtol=1e-3, atol=0)
+    for name, p in model.named_parameters():
+        error = (found[name] - p.grad).norm() / p.grad.norm()
+        assert error < 5e-3, f"gradient of {name} is off by {error:.1e}"
+
+
+def test_hashed_noise_is_normal_and_nothing_repeats():
+    words = torch.tensor([[1, 2], [3, -(2**31)]], dtype=torch.int32)
+    at = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None], torch.arange(300)[:, None]
+    noise = HashedNoise(words, 2.0)[(*at, torch.arange(300))].double() / 2
+    assert noise.mean().abs() < 0.01 and noise.var() == pytest.approx(1, abs=0.01)
+    assert (noise**4).mean() == pytest.approx(3, abs=0.05) and (noise > 1.96).double().mean() == pytest.approx(
+        0.025, abs=0.001
+    )
+    for other in (noise.roll(1, 0), noise.roll(1, 1), noise.roll(1, 2), noise.roll(1, 3), noise.mT, noise.flip(3)):
+        assert (noise * other).mean().abs() < 0.01
+
+
 def test_no_noise_is_no_difference():
     """KL falls with the square of the noise, so what is left without it is nothing."""
     kl = [run(tiny(dtype=torch.float64).train(), batch("plain"), "attention_noise", strength=s).rows.kl.sum()
@@ -125,5 +185,7 @@ def test_what_is_no_control_is_refused():
         Control(kind="dropout", strength=1.0)
     with pytest.raises(ValueError, match="leave view at 'standard'"):
         ControlDistiller(patch_model(tiny(), "skip"), ViewConsistency(), Control(kind="dropout"))
-    with pytest.raises(ValueError, match="attention_noise is a mask of scores, which 'flex_attention' does not take"):
-        ControlDistiller(tiny(attention="flex_attention"), ViewConsistency(), Control(kind="attention_noise"))
+    flash = tiny()
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attention_noise changes scores, which 'flash_attention_2' does not let"):
+        ControlDistiller(flash, ViewConsistency(), Control(kind="attention_noise"))
