@@ -19,9 +19,9 @@ KINDS: tuple[Kind, ...] = ("multikey", "ordinal")
 
 _ADJECTIVES = "amber brave calm dusty eager faint gentle hollow ivory jolly keen lively".split()
 _NOUNS = "anchor basket candle dragon engine feather garden hammer island jacket kettle ladder".split()
+_KEYS = [f"{adjective}-{noun}-{n}" for adjective in _ADJECTIVES for noun in _NOUNS for n in range(10, 100)]
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "last")
 _ORDINAL_KEYS = 3
-_QUESTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,13 @@ class Exam:
 
 
 def make_exam(
-    kind: Kind, tokenizer: PreTrainedTokenizerBase, text: Sequence[int], length: int, spacing: int, rng: random.Random
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Sequence[int],
+    length: int,
+    spacing: int,
+    rng: random.Random,
+    questions: int = 8,
 ) -> Exam:
     """An exam of exactly `length` tokens.
 
@@ -57,25 +63,23 @@ def make_exam(
         length: tokens of the row, questions and answers included.
         spacing: tokens from one sentence of "multikey" to the next, its own included.
         rng: draws keys, values, places and questions.
+        questions: that are asked, or one of each sentence if there are fewer.
 
     Raises:
         ValueError: sentences and questions need more than `length` tokens.
     """
-
-    def tokens(words: str) -> list[int]:
-        return list(tokenizer(words, add_special_tokens=False)["input_ids"])
-
     facts = _look_alikes(length // spacing, rng) if kind == "multikey" else _repeated(rng)
-    sentences = [tokens(f" The special magic number for {key} is: {value}.") for key, value in facts]
-    asked = rng.sample(range(len(facts)), min(_QUESTIONS, len(facts)))
-    questions = []
+    asked = rng.sample(range(len(facts)), min(questions, len(facts)))
+    words = [f" The special magic number for {key} is: {value}." for key, value in facts]
     for i in asked:
         key, value = facts[i]
         earlier = sum(other == key for other, _ in facts[:i])
         which = "the" if kind == "multikey" else f"the {_ORDINALS[earlier]}"
-        question = f"\nWhat is {which} special magic number for {key} mentioned in the text above? It is:"
-        questions.append((tokens(question), tokens(f" {value}.")))
-    n_text = length - sum(map(len, sentences)) - sum(len(q) + len(a) for q, a in questions)
+        words.append(f"\nWhat is {which} special magic number for {key} mentioned in the text above? It is:")
+        words.append(f" {value}.")
+    tokens = tokenizer(words, add_special_tokens=False)["input_ids"]
+    sentences, dialogue = tokens[: len(facts)], tokens[len(facts) :]
+    n_text = length - sum(map(len, sentences)) - sum(map(len, dialogue))
     if n_text < 0:
         raise ValueError(f"sentences and questions need {-n_text} tokens more than length={length}: use more spacing.")
     ids: list[int] = []
@@ -88,7 +92,7 @@ def make_exam(
         used = place
     ids += [*text[used:n_text]]
     answers = []
-    for question, answer in questions:
+    for question, answer in zip(dialogue[::2], dialogue[1::2], strict=True):
         ids += question
         answers.append((len(ids), len(ids) + len(answer)))
         ids += answer
@@ -107,8 +111,7 @@ def accuracy(model: Any, exam: Exam) -> list[tuple[float, bool]]:
 
 def _look_alikes(n: int, rng: random.Random) -> list[tuple[str, str]]:
     """n different keys, which share their words with many others, with a value each."""
-    keys = rng.sample([f"{a}-{b}-{c}" for a in _ADJECTIVES for b in _NOUNS for c in range(10, 100)], n)
-    return list(zip(keys, _values(n, rng), strict=True))
+    return list(zip(rng.sample(_KEYS, n), _values(n, rng), strict=True))
 
 
 def _repeated(rng: random.Random) -> list[tuple[str, str]]:

@@ -36,8 +36,15 @@ from rope_patch.eval.figures import add_legend, compact, new_figure, save_figure
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.restoration import cut_into_rows
 
-# of a step of teaching
-ROWS = 4
+# of teaching
+TEACH: dict[str, Any] = {
+    "max_steps": 400,
+    "per_device_train_batch_size": 4,
+    "gradient_checkpointing": False,
+    "completion_only_loss": True,
+    "train_sampling_strategy": "sequential",
+    "learning_rate": 5e-4,
+}
 SELF = {"objective": "self-distill"}
 SKIP = {**SELF, "view": "skip"}
 LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 1024, "stride": 512}}
@@ -78,18 +85,22 @@ def texts(paths: list[str] | None, held_out: bool) -> Iterator[str]:
 def lessons(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> Dataset:
     """Rows of the short window, a step of text and a step of exams in turn; of exams the answers have labels."""
     text = cut_into_rows(Dataset.from_list([{"text": d} for d in documents]), tokenizer, args.short)["input_ids"]
-    haystacks = itertools.cycle(text)
-    rng, rows = random.Random(0), []
-    plain = itertools.cycle(random.Random(1).sample(list(text), len(text)))
-    for step in range(args.teach_steps):
-        for row in range(ROWS):
+    fields = {**TEACH, **args.teach}
+    n_rows = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
+
+    def made() -> Iterator[dict[str, list[int]]]:
+        rng = random.Random(0)
+        haystacks = itertools.cycle(text)
+        plain = itertools.cycle(random.Random(1).sample(list(text), len(text)))
+        for step, row in itertools.product(range(fields["max_steps"]), range(n_rows)):
             if step % 2 == 0:
                 ids = next(plain)
-                rows.append({"input_ids": ids, "completion_mask": [1] * len(ids)})
+                yield {"input_ids": ids, "completion_mask": [1] * len(ids)}
             else:
                 exam = make_exam(KINDS[row % len(KINDS)], tokenizer, next(haystacks), args.short, args.spacing, rng)
-                rows.append({"input_ids": exam.ids, "completion_mask": exam.answered})
-    return Dataset.from_list(rows)
+                yield {"input_ids": exam.ids, "completion_mask": exam.answered}
+
+    return Dataset.from_generator(made)
 
 
 def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any], compiled: bool = False) -> Any:
@@ -131,16 +142,7 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
     """Retrieval in the short window, into `args.taught`."""
     model = load(args.model)
     rows = lessons(list(texts(args.train, False)), tokenizer, args)
-    options = {
-        "max_length": args.short,
-        "max_steps": args.teach_steps,
-        "per_device_train_batch_size": ROWS,
-        "gradient_checkpointing": False,
-        "completion_only_loss": True,
-        "train_sampling_strategy": "sequential",
-        "learning_rate": 5e-4,
-        **args.override,
-    }
+    options = {"max_length": args.short, **TEACH, **args.override, **args.teach}
     for entry in train(model, tokenizer, rows, 0, options, args.compile):
         print(entry, flush=True)
     model.save_pretrained(args.taught)
@@ -148,7 +150,7 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
 
 
 def sittings(tokenizer: Any, args: argparse.Namespace, haystack: list[int]) -> dict[Kind, dict[int, list[Exam]]]:
-    """The exams of each kind and length, which all arms and seeds sit."""
+    """The exams of each kind and length, which all arms and seeds sit: a question for 256 tokens, 24 at most."""
     found: dict[Kind, dict[int, list[Exam]]] = {}
     for kind in KINDS:
         rng = random.Random(7)
@@ -156,14 +158,16 @@ def sittings(tokenizer: Any, args: argparse.Namespace, haystack: list[int]) -> d
         for length, _ in itertools.product(args.lengths, range(args.exams)):
             begin = rng.randrange(len(haystack) - length + 1)
             text = haystack[begin : begin + length]
-            found[kind][length].append(make_exam(kind, tokenizer, text, length, args.spacing, rng))
+            one = make_exam(kind, tokenizer, text, length, args.spacing, rng, min(24, max(8, length // 256)))
+            found[kind][length].append(one)
     return found
 
 
 def measure(
     model: Any, exams: dict[Kind, dict[int, list[Exam]]], args: argparse.Namespace, val: torch.Tensor
 ) -> dict[str, Any]:
-    """Exams and loss by position, under autocast as in training."""
+    """Exams and loss by position, at true positions and under autocast as in training."""
+    model.eval()  # a view that is sampled in training is not in force
     found: dict[str, Any] = {}
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         for kind, by_length in exams.items():
@@ -229,7 +233,7 @@ def main() -> None:
     parser.add_argument("--taught", type=Path, default=Path("taught"))
     parser.add_argument("--short", type=int, default=2048, help="tokens of the window that retrieval is taught in")
     parser.add_argument("--long", type=int, default=16384, help="tokens of a row that arms are trained on")
-    parser.add_argument("--teach-steps", type=int, default=400)
+    parser.add_argument("--teach", type=json.loads, default={}, help="RopeSFTConfig fields of teaching, as JSON")
     parser.add_argument("--steps", type=int, default=128, help="of each arm")
     parser.add_argument("--rows", type=int, default=1, help="of a step of each arm")
     parser.add_argument("--theta", type=float, default=8e5, help="base of ABF")

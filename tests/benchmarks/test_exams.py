@@ -1,5 +1,7 @@
 """Exams of the small-scale comparison: what is asked can be answered from the text, and only right answers count."""
 
+import argparse
+import json
 import random
 import re
 import sys
@@ -9,10 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.characters import character_tokenizer
+from support.tiny import tiny
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import result_lines
 import rpsd_small_scale
 from exams import KINDS, accuracy, make_exam
+
+from rope_patch import patch_model
 
 SENTENCE = re.compile(r" The special magic number for (\S+) is: (\d+)\.")
 QUESTION = re.compile(r"What is the ?(\S*) special magic number for (\S+) mentioned in the text above\? It is: (\d+)\.")
@@ -71,6 +77,50 @@ def test_too_many_sentences_are_refused():
     tokenizer = character_tokenizer()
     with pytest.raises(ValueError, match="use more spacing"):
         make_exam("multikey", tokenizer, [1] * 3000, 3000, 20, random.Random(0))
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A tiny model of characters in a folder, and a file of text."""
+    folder, file = tmp_path / "model", tmp_path / "text.txt"
+    tokenizer = character_tokenizer()
+    tiny(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    file.write_text("".join(random.Random(0).choices("abcdefgh ,.", k=40_000)))
+    return folder, file
+
+
+def test_a_view_of_training_is_not_in_force_while_it_is_measured(texts):
+    tokenizer = character_tokenizer()
+    model = tiny(vocab_size=len(tokenizer))
+    ids = torch.randint(3, len(tokenizer), (2, 4096))
+    args = argparse.Namespace(lengths=[4096], exams=1, spacing=200, short=2048)
+    exams = rpsd_small_scale.sittings(tokenizer, args, ids.flatten().tolist())
+    assert [len(exam.answers) for exam in (exams["multikey"][4096][0], exams["ordinal"][4096][0])] == [16, 16]
+    seen = []
+    model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.sum().item()))
+    plain = rpsd_small_scale.measure(model, exams, args, ids)
+    first = seen.copy()
+    seen.clear()
+    assert rpsd_small_scale.measure(patch_model(model, "skip").train(), exams, args, ids) == plain and seen == first
+
+
+@pytest.mark.slow
+def test_every_arm_is_trained_and_measured(texts, tmp_path, monkeypatch):
+    folder, file = texts
+    out = tmp_path / "out.jsonl"
+    # flex attention has no gradient on a CPU
+    arms = [name for name in rpsd_small_scale.arms(2048) if name != "noise"]
+    sizes = "--short 2048 --long 2048 --lengths 2048 4096 --exams 1 --spacing 200 --val-rows 1 --steps 1".split()
+    teach = ["--teach", '{"max_steps": 2, "per_device_train_batch_size": 1}', "--override", '{"warmup_steps": 0}']
+    places = ["--train", str(file), "--val", str(file), "--taught", str(tmp_path / "taught"), "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["rpsd", str(folder), *places, *sizes, *teach, "--arms", *arms])
+    rpsd_small_scale.main()
+    runs = result_lines.read_lines(out)
+    assert [r["arm"] for r in runs] == arms
+    curves = {json.dumps(r["loss_by_position"]) for r in runs}
+    assert len(curves) == len(arms)  # each is another model
+    assert rpsd_small_scale.table(runs).count("\n") == len(arms) + 1
 
 
 def test_results_are_tabled_and_drawn(tmp_path):

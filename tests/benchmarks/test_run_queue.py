@@ -1,0 +1,42 @@
+"""The queue of benchmark runs: conditions, shares of a GPU, what fails."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from result_lines import Deadline
+from run_queue import Command, Queue, Workers
+
+PYTHON = sys.executable
+
+
+def written(file, lines):
+    file.write_text("\n".join(lines) + "\n")
+    return Queue(file, Deadline(1))
+
+
+def test_a_line_has_conditions_and_a_command():
+    line = "needs=a/b seconds=12.5 python run.py --arms 'fixed skip' needs=x"
+    assert Command.of(line) == Command(("python", "run.py", "--arms", "fixed skip", "needs=x"), Path("a/b"), 12.5)
+    assert Command.of("ls") == Command(("ls",))
+    with pytest.raises(ValueError, match="must have a command behind its conditions, got 'seconds=3'"):
+        Command.of("seconds=3")
+
+
+def test_what_needs_a_file_waits_for_the_command_that_writes_it(tmp_path):
+    made, copied = tmp_path / "made", tmp_path / "copied"
+    tell = f"import os, time; time.sleep(0.5); open('{made}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    write = f'{PYTHON} -c "{tell}"'
+    read = f"needs={made} {PYTHON} -c \"open('{copied}', 'w').write(open('{made}').read())\""
+    queue = written(tmp_path / "queue", [read, "", write])
+    assert Workers(queue, ["7"], 2, tmp_path / "logs").run() == []
+    assert copied.read_text() == "7"
+
+
+def test_what_cannot_begin_ends_the_queue_and_what_failed_is_told(tmp_path):
+    lines = [f"{PYTHON} -c 'raise SystemExit(3)'", "needs=/nowhere ls", "seconds=3600 ls", "echo seen"]
+    assert Workers(written(tmp_path / "queue", lines), ["0", "1"], 1, tmp_path / "logs").run() == [0]
+    assert sorted(f.name for f in (tmp_path / "logs").iterdir()) == ["000.log", "003.log"]
+    assert (tmp_path / "logs/003.log").read_text() == "seen\n"
