@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.characters import character_tokenizer
+from support.tiny import tiny
 
 from trl_ext import RopeSFTConfig
 
@@ -156,3 +158,29 @@ def test_methods_of_the_extension_are_settings_of_the_trainer(tmp_path):
                 )
             assert method.read == (target if name == "full length" else 8192)
     assert extension.methods(8192, 65536, 9)["endprompt"].row == 8192 - 9
+
+
+@pytest.mark.slow
+def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeypatch):
+    tokenizer = character_tokenizer()
+    for saved in (tiny(vocab_size=len(tokenizer), max_position_embeddings=1024), tokenizer):
+        saved.save_pretrained(tmp_path / "model")
+    rng = np.random.default_rng(0)
+    documents = [np.append(rng.integers(32, 127, 9000), 2).astype(token_text.DTYPE) for _ in range(3)]
+    for split in ("train", "val"):
+        token_text.write_parts(tmp_path, split, documents, 10**6, None)
+    (tmp_path / "tokens.json").write_text(json.dumps({"separator": 2, "vocabulary": len(tokenizer)}))
+    sizes = "--window 1024 --targets 2048 --schedules pi --seeds 0 --tokens 2048 --step-tokens 2048 --at-once 2048"
+    measured = "--val-rows 2 --val-length 2048 --lengths 1024 2048 --learning-rate 1e-3"
+    told = ["--override", '{"warmup_steps": 0}', "--out", str(tmp_path / "out.jsonl")]
+    for last in ([], ["--cost", "1", "--methods", "endprompt", "full length"]):
+        command = ["extension", str(tmp_path / "model"), str(tmp_path), *sizes.split(), *measured.split(), *told, *last]
+        monkeypatch.setattr("sys.argv", command)
+        extension.main()
+    runs = result_lines.read_lines(tmp_path / "out.jsonl")
+    methods = list(extension.methods(1024, 2048, 9))
+    here = [r for r in runs if r["kind"] == "quality" and r["schedule"] == "pi"]
+    assert [r["method"] for r in here] == methods
+    assert len({json.dumps(r["loss_by_position"]) for r in here}) == len(methods)
+    assert {r["method"] for r in runs if r["kind"] == "cost"} == {"endprompt", "full length"}
+    assert "2048 by pi" in extension.summary(runs)
