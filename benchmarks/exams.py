@@ -32,11 +32,13 @@ class Exam:
         ids: of text, sentences, questions and answers.
         answers: of each question (first, end), the places of its answer's tokens in `ids`.
         depths: of each question, where its sentence is, from 0, the start of the row, to 1.
+        n_text: tokens of the text that it was hidden in.
     """
 
     ids: list[int]
     answers: list[tuple[int, int]]
     depths: list[float]
+    n_text: int
 
     @property
     def answered(self) -> list[int]:
@@ -96,7 +98,7 @@ def make_exam(
         ids += question
         answers.append((len(ids), len(ids) + len(answer)))
         ids += answer
-    return Exam(ids, answers, [begins[i] / length for i in asked])
+    return Exam(ids, answers, [begins[i] / length for i in asked], n_text)
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ Run: python benchmarks/token_text.py TOKENS --train books.jsonl.xz ... --val hel
 Every run rescales the model by target / window, under PI or YaRN, and trains all weights with RopeSFTTrainer on
 --tokens tokens, --step-tokens in each step, in bf16 autocast with gradient checkpointing: all methods at one learning
 rate, on rows cut from the same documents. A cue counts as tokens, and of PoSE those of the window. `none` is the
-rescaled model without training, `native` the model as it is. Measured: loss by position, passkey by length up to the
+rescaled model without training, `native` the model as it is. --methods also takes the forms of skip distillation and
+the combinations of methods, which are left out by default. Measured: loss by position, passkey by length up to the
 target, short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what is in it
 is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would not be
 through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs among
@@ -60,15 +61,17 @@ class Method:
         fields: of RopeSFTConfig, None for no training.
         row: tokens of a row as it is cut from the text.
         read: tokens of it that are trained on, a cue included.
+        long: share of the tokens that go to next-token training at full length, after the others.
     """
 
     fields: dict[str, Any] | None
     row: int
     read: int
+    long: float = 0.0
 
 
 def methods(window: int, target: int, cue: int) -> dict[str, Method]:
-    """Every method by name.
+    """The methods that papers propose, their controls and skip distillation, by name.
 
     Args:
         window: native, in tokens.
@@ -95,6 +98,55 @@ def methods(window: int, target: int, cue: int) -> dict[str, Method]:
     if "longrecipe" in VIEWS:
         found["longrecipe"] = Method({"view": "longrecipe", "view_args": {"target": target}}, window, window)
     return found
+
+
+def combinations(window: int, target: int) -> dict[str, Method]:
+    """Forms of skip distillation, and what none of the papers has; parents are "b=0", "skip distil" and "posaug".
+
+    Args:
+        window: native, in tokens.
+        target: in positions.
+    """
+    far, factor = target - window, target / window
+    skip: dict[str, Any] = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": far}}
+    scaled = {"low": 1 / factor, "high": factor, "law": "log-uniform", "granularity": "sample"}
+
+    def with_args(**args: Any) -> dict[str, Any]:
+        return {**skip, "self_distill_args": args}
+
+    found: dict[str, dict[str, Any]] = {
+        # what of the view or of the distillation does it
+        "clm on skips": {"view": "skip", "view_args": skip["view_args"]},
+        "skip distil near": {**skip, "view_args": {"max_skip": far // 4}},
+        "skip distil log": {**skip, "view_args": {"max_skip": far, "law": "log-uniform"}},
+        "skip distil late": {**skip, "view_args": {"max_skip": far, "curriculum": "step"}},
+        "several gaps": {
+            "objective": "self-distill",
+            "view": "pose",
+            "view_args": {"target": target, "chunks": 4},
+            "self_distill_args": {"reduction": "token"},
+        },
+        # another teacher, other weights of rows
+        "native teacher": with_args(teacher="native"),
+        "uniform rows": with_args(reduction="uniform"),
+        "longce rows": with_args(kl_longce={"short_context": 1024, "stride": 512}),
+        "top rows": with_args(kl_top=0.5),
+        # other methods with it
+        "posaug kl": {"objective": "self-distill", "view": "posaug", "view_args": scaled},
+        "skip and posaug kl": {
+            "objective": "self-distill",
+            "view": "compose",
+            "view_args": {"views": [{"view": "skip", "max_skip": far}, {"view": "posaug", **scaled}]},
+        },
+        "restore and extend": {**skip, "restore_every": 4},
+    }
+    long = {f"skip distil, {share:.0%} long": Method(skip, window, window, share) for share in (0.25, 0.5)}
+    return {**{name: Method(fields, window, window) for name, fields in found.items()}, **long}
+
+
+def every_method(window: int, target: int, cue: int) -> dict[str, Method]:
+    """`methods` and `combinations`."""
+    return {**methods(window, target, cue), **combinations(window, target)}
 
 
 class Steps(TrainerCallback):
@@ -202,6 +254,17 @@ def train(
     }
 
 
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """What two stages cost, with the steps of the first for those that there are most of."""
+    peaks = [c["peak_gib"] for c in (first, second) if c["peak_gib"] is not None]
+    return {
+        **first,
+        "train_seconds": first["train_seconds"] + second["train_seconds"],
+        "peak_gib": max(peaks, default=None),
+        "log": first["log"] + second["log"],
+    }
+
+
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -> dict[str, Any]:
     """Loss by position, passkey up to the target and short text, under autocast as in training."""
     begin = time.perf_counter()
@@ -251,11 +314,16 @@ def quality(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
             return
         begin = time.perf_counter()
         model = load(args, schedule, target)
-        method = None if name == "native" else methods(args.window, target, cue)[name]
+        method = None if name == "native" else every_method(args.window, target, cue)[name]
         cost: dict[str, Any] = {}
         if method is not None and method.fields is not None:
             steps = max(args.tokens // args.step_tokens, 1)
-            cost = {"steps": steps, **train(model, tokenizer, method, args, seed, steps, args.at_once)}
+            of_long = round(method.long * steps)
+            cost = train(model, tokenizer, method, args, seed, steps - of_long, args.at_once)
+            if of_long:
+                full = Method({}, target, target)
+                cost = joined(cost, train(model, tokenizer, full, args, seed, of_long, args.at_once))
+            cost["steps"] = steps
         found = {
             "kind": "quality",
             "key": key,
@@ -284,7 +352,7 @@ def cost(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
     one_row, together = 1, args.at_once
     for seed, target, schedule in itertools.product(args.seeds, args.targets, args.schedules):
         for name, at_once in itertools.product(args.methods or methods(args.window, target, cue), (one_row, together)):
-            method = methods(args.window, target, cue)[name]
+            method = every_method(args.window, target, cue)[name]
             key = ("cost", target, schedule, name, seed, at_once, json.dumps(args.override))
             same = at_once != one_row and at_once < 2 * method.read
             if method.fields is None or same or any(r["key"] == list(key) for r in read_lines(args.out)):
@@ -367,7 +435,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=8192, help="native window, in tokens")
     parser.add_argument("--targets", type=int, nargs="+", default=[65536, 32768])
     parser.add_argument("--schedules", nargs="+", default=["pi", "yarn"])
-    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("--methods", nargs="+", help="default: those of papers, their controls and skip distillation")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tokens", type=int, default=1 << 22)
     parser.add_argument("--step-tokens", type=int, default=1 << 16)
@@ -393,9 +461,9 @@ def main() -> None:
     args.deadline = Deadline(args.minutes)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     cue = len(cue_ids(tokenizer, CUE))
-    unknown = set(args.methods or ()) - set(methods(args.window, max(args.targets), cue))
+    unknown = set(args.methods or ()) - set(every_method(args.window, max(args.targets), cue))
     if unknown:
-        known = ", ".join(methods(args.window, max(args.targets), cue))
+        known = ", ".join(every_method(args.window, max(args.targets), cue))
         parser.error(f"unknown methods {', '.join(sorted(unknown))}; known: {known}")
     documents = read_documents(args.folder, "train")
     cut: dict[int, Dataset] = {}

@@ -6,9 +6,10 @@ Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT 
 
 A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
 with steps of exams (see `exams`), once, into --taught. Every arm then extends it with ABF by the same tokens of long
-text, without exams in it, and is measured: exams by length and by answer position, loss by position. "taught" is the
-model as it was taught, "abf" that under ABF, without training. Texts default to the sources of Python's standard
-library. One JSON line an arm and seed is added to --out, and what is in it is not done again.
+rows, and is measured: exams by length and by answer position, loss by position. In --mix of the pieces of the short
+window that long rows are made of an exam is hidden, so what there is to find is never further away than it was taught.
+"taught" is the model as it was taught, "abf" that under ABF, without training. Texts default to the sources of Python's
+standard library. One JSON line an arm and seed is added to --out, and what is in it is not done again.
 """
 
 import argparse
@@ -99,6 +100,30 @@ def lessons(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argp
             else:
                 exam = make_exam(KINDS[row % len(KINDS)], tokenizer, next(haystacks), args.short, args.spacing, rng)
                 yield {"input_ids": exam.ids, "completion_mask": exam.answered}
+
+    return Dataset.from_generator(made)
+
+
+def long_rows(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> Dataset:
+    """Rows of documents, each on its own, with exams in some of their pieces; the text goes on behind an exam."""
+    ids = tokenizer(documents, verbose=False)["input_ids"]
+
+    def made() -> Iterator[dict[str, list[int]]]:
+        rng = random.Random(1)
+        for document in ids:
+            row: list[int] = []
+            used = 0
+            while used + args.short <= len(document):
+                piece = document[used : used + args.short]
+                n_text = args.short
+                if rng.random() < args.mix:
+                    exam = make_exam(rng.choice(KINDS), tokenizer, piece, args.short, args.spacing, rng)
+                    piece, n_text = exam.ids, exam.n_text
+                row += piece
+                used += n_text
+                if len(row) >= args.long:
+                    yield {"input_ids": row[: args.long]}
+                    row = []
 
     return Dataset.from_generator(made)
 
@@ -234,6 +259,7 @@ def main() -> None:
     parser.add_argument("--short", type=int, default=2048, help="tokens of the window that retrieval is taught in")
     parser.add_argument("--long", type=int, default=16384, help="tokens of a row that arms are trained on")
     parser.add_argument("--teach", type=json.loads, default={}, help="RopeSFTConfig fields of teaching, as JSON")
+    parser.add_argument("--mix", type=float, default=0.25, help="share of a long row's pieces that hold an exam")
     parser.add_argument("--steps", type=int, default=128, help="of each arm")
     parser.add_argument("--rows", type=int, default=1, help="of a step of each arm")
     parser.add_argument("--theta", type=float, default=8e5, help="base of ABF")
@@ -262,8 +288,7 @@ def main() -> None:
     known = read_lines(args.out)
     done = {(r["arm"], r["seed"]) for r in known}
     val = text_rows(tokenizer, texts(args.val, True), seq_len=max(args.lengths), n_rows=args.val_rows)
-    documents = Dataset.from_list([{"text": text} for text in texts(args.train, False)])
-    rows = cut_into_rows(documents, tokenizer, args.long)
+    rows = long_rows(list(texts(args.train, False)), tokenizer, args)
     exams = sittings(tokenizer, args, val.flatten().tolist())
     abf = {"theta": args.theta, "max_position_embeddings": max(args.lengths)}
     chosen = args.arms or list(arms(args.long))

@@ -105,6 +105,23 @@ def test_a_view_of_training_is_not_in_force_while_it_is_measured(texts):
     assert rpsd_small_scale.measure(patch_model(model, "skip").train(), exams, args, ids) == plain and seen == first
 
 
+def test_long_rows_are_the_text_with_exams_in_some_pieces():
+    tokenizer = character_tokenizer()
+    text = "".join(random.Random(0).choices("abcdefgh ,.", k=60_000))
+    args = argparse.Namespace(short=2048, long=8192, spacing=200, mix=0.5)
+    rows = rpsd_small_scale.long_rows([text, text[:5000]], tokenizer, args)["input_ids"]
+    assert len(rows) > 60_000 // 8192 and {len(row) for row in rows} == {8192}
+    pieces = [tokenizer.decode(row[k : k + 2048]) for row in rows for k in range(0, 8192, 2048)]
+    exams = [piece for piece in pieces if QUESTION.search(piece)]
+    assert 0.2 < len(exams) / len(pieces) < 0.8
+    for piece in exams:
+        known = {value for _, value in SENTENCE.findall(piece)}
+        assert {value for _, _, value in QUESTION.findall(piece)} <= known
+    # without the exams, the text from its begin
+    plain = "".join(QUESTION.sub("", SENTENCE.sub("", piece)).replace("\n", "") for piece in pieces)
+    assert text.startswith(plain)
+
+
 @pytest.mark.slow
 def test_every_arm_is_trained_and_measured(texts, tmp_path, monkeypatch):
     folder, file = texts

@@ -151,7 +151,7 @@ def test_parts_share_all_runs():
 
 def test_methods_of_the_extension_are_settings_of_the_trainer(tmp_path):
     for target in (32768, 65536):
-        for name, method in extension.methods(8192, target, 9).items():
+        for name, method in extension.every_method(8192, target, 9).items():
             if method.fields is not None:
                 RopeSFTConfig(
                     output_dir=str(tmp_path), max_length=method.row, bf16=False, use_cpu=True, **method.fields
@@ -170,15 +170,16 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     for split in ("train", "val"):
         token_text.write_parts(tmp_path, split, documents, 10**6, None)
     (tmp_path / "tokens.json").write_text(json.dumps({"separator": 2, "vocabulary": len(tokenizer)}))
-    sizes = "--window 1024 --targets 2048 --schedules pi --seeds 0 --tokens 2048 --step-tokens 2048 --at-once 2048"
+    sizes = "--window 1024 --targets 2048 --schedules pi --seeds 0 --tokens 8192 --step-tokens 2048 --at-once 2048"
     measured = "--val-rows 2 --val-length 2048 --lengths 1024 2048 --learning-rate 1e-3"
     told = ["--override", '{"warmup_steps": 0}', "--out", str(tmp_path / "out.jsonl")]
-    for last in ([], ["--cost", "1", "--methods", "endprompt", "full length"]):
+    combinations = list(extension.combinations(1024, 2048))
+    for last in ([], ["--methods", *combinations], ["--cost", "1", "--methods", "endprompt", "full length"]):
         command = ["extension", str(tmp_path / "model"), str(tmp_path), *sizes.split(), *measured.split(), *told, *last]
         monkeypatch.setattr("sys.argv", command)
         extension.main()
     runs = result_lines.read_lines(tmp_path / "out.jsonl")
-    methods = list(extension.methods(1024, 2048, 9))
+    methods = [*extension.methods(1024, 2048, 9), *combinations]
     here = [r for r in runs if r["kind"] == "quality" and r["schedule"] == "pi"]
     assert [r["method"] for r in here] == methods
     assert len({json.dumps(r["loss_by_position"]) for r in here}) == len(methods)
