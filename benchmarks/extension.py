@@ -43,7 +43,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, passkey, recovery_ratio, short_text
-from rope_patch.views import VIEWS
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.cues import cue_ids
 
@@ -81,7 +80,7 @@ def methods(window: int, target: int, cue: int) -> dict[str, Method]:
     end = {"view": "endprompt", "view_args": {"target": target}, "cue": CUE}
     at_random = {"view_args": {"target": target, "placement": "random"}}
     factor = target / window
-    found = {
+    return {
         "none": Method(None, window, window),
         "full length": Method({}, target, target),
         "endprompt": Method(end, window - cue, window),
@@ -94,10 +93,8 @@ def methods(window: int, target: int, cue: int) -> dict[str, Method]:
         "skip distil": Method(
             {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": target - window}}, window, window
         ),
+        "longrecipe": Method({"view": "longrecipe", "view_args": {"target": target}}, window, window),
     }
-    if "longrecipe" in VIEWS:
-        found["longrecipe"] = Method({"view": "longrecipe", "view_args": {"target": target}}, window, window)
-    return found
 
 
 def combinations(window: int, target: int) -> dict[str, Method]:
@@ -129,7 +126,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
         # another teacher, other weights of rows
         "native teacher": with_args(teacher="native"),
         "uniform rows": with_args(reduction="uniform"),
-        "longce rows": with_args(kl_longce={"short_context": 1024, "stride": 512}),
+        "longce rows": with_args(kl_longce={"short_context": window // 8, "stride": window // 16}),
         "top rows": with_args(kl_top=0.5),
         # other methods with it
         "posaug kl": {"objective": "self-distill", "view": "posaug", "view_args": scaled},

@@ -30,12 +30,10 @@ Ids = NDArray[np.uint16]
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int, digits_apart: bool = False) -> Tokenizer:
-    """A byte-level BPE with a separator of documents, in which each digit may be a token of its own."""
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE with a separator of documents."""
     tokenizer = Tokenizer(models.BPE())
-    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_of_words]) if digits_apart else bytes_of_words
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,

@@ -182,6 +182,7 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     methods = [*extension.methods(1024, 2048, 9), *combinations]
     here = [r for r in runs if r["kind"] == "quality" and r["schedule"] == "pi"]
     assert [r["method"] for r in here] == methods
-    assert len({json.dumps(r["loss_by_position"]) for r in here}) == len(methods)
+    curves = {r["method"]: json.dumps(r["loss_by_position"]) for r in here}
+    assert len(set(curves.values())) == len(methods), curves
     assert {r["method"] for r in runs if r["kind"] == "cost"} == {"endprompt", "full length"}
     assert "2048 by pi" in extension.summary(runs)
