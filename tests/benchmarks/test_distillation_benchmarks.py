@@ -55,10 +55,30 @@ def test_documented_times_are_those_of_the_files():
             ours = row["relation_kl"]
             assert f"| {ours['forward_ms']:.2f} / {ours['both_ms']:.2f} |" in kernels
             assert f"| {ours['both_ms'] / row['cudnn']['both_ms']:.2f} |" in kernels
+    for row in json.loads((RESULTS / "relation-kl-graphs-h200.json").read_text())["rows"]:
+        if row["n"] == 8192 and "H32" not in row["shape"]:
+            for kernel in ("relation_kl", "cudnn"):
+                assert f"{row[kernel]['both_graph_ms']:.2f}" in kernels
     beside = section("### Beside FlashAttention-4")
     for row in json.loads((RESULTS / "relation-kl-flash4-h200.json").read_text())["rows"]:
         if row["n"] == 16384 and "H3" not in row["shape"]:
             assert f"| {row['relation_kl']['both_ms'] / row['flash4']['both_ms']:.2f} |" in beside
+
+
+def test_documented_figures_of_small_models_are_those_of_their_files():
+    """PosAug from scratch, by arm; exams of RPSD's comparison, by arm and length."""
+    known = {r["arm"]: r for r in read_lines(RESULTS / "posaug-from-scratch-h200.jsonl")}
+    documented = section("## PosAug from scratch")
+    base = known["baseline"]["in_window"]
+    for run in known.values():
+        penalty = "-" if run["arm"] == "baseline" else f"{100 * (run['in_window'] / base - 1):.2f}"
+        assert f"| {run['in_window']:.3f} | {penalty} | {run['cliff']:.3f} | {run['gain']:.3f} |" in documented
+    exams = section("### What the paper claims, at small scale")
+    for run in read_lines(RESULTS / "rpsd-small-scale-h200.jsonl"):
+        cells = [f"{a:.2f}" for kind in ("multikey", "ordinal") for a in run[kind].values()]
+        shown = " | ".join(c.removeprefix("0") if c != "0.00" else "0" for c in cells)
+        losses = [run["loss_by_position"][k]["loss"] for k in (0, -1)]
+        assert f"| {shown} | {losses[0]:.3f} | {losses[1]:.3f} |" in exams
 
 
 def test_the_figure_of_the_comparison_is_drawn(tmp_path):
