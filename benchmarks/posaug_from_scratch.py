@@ -65,9 +65,11 @@ def arms(window: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "downscale-only": ("posaug", {"high": 1.0}),
         "upper-only": ("posaug", {"low": 1.0}),
         "step": ("posaug", {"curriculum": "step"}),
-        # ours: each row has its own alpha
+        # ours: an alpha for each row, and skips that reach as far
         "uniform, rows": ("posaug", {"granularity": "sample"}),
         "step, rows": ("posaug", {"granularity": "sample", "curriculum": "step"}),
+        "skip": ("skip", {"max_skip": 7 * window}),
+        "skip, log": ("skip", {"max_skip": 7 * window, "law": "log-uniform"}),
         "step 1/16..16": ("posaug", {"low": 1 / 16, "high": 16.0, "curriculum": "step"}),
         "bottom": ("per-layer", {"view": posaug, "layers": "bottom"}),
         "top": ("per-layer", {"view": posaug, "layers": "top"}),
