@@ -149,6 +149,21 @@ def test_flex_attention_has_the_gradients_of_its_noise(checkpointing):
         assert error < 5e-3, f"gradient of {name} is off by {error:.1e}"
 
 
+@pytest.mark.usefixtures("flex_runs_eagerly")
+@torch.no_grad()
+def test_flex_attention_under_noise_keeps_documents_apart():
+    """What stands in one document changes no other, though all noise comes from one draw."""
+    model, data = tiny("mistral-sliding", "flex_attention").train(), batch("packed")
+    first = run(model, data, "attention_noise")
+    data["input_ids"][:, 7:19] = data["input_ids"][:, 7:19].flip(1)
+    again = run(model, data, "attention_noise")
+    row = torch.arange(len(first.rows.kl))
+    others = (row < 6) | (row >= 19)
+    assert first.rows.kl[:5].sum() > 0
+    torch.testing.assert_close(first.rows.kl[others], again.rows.kl[others])
+    assert not torch.allclose(first.rows.kl[~others], again.rows.kl[~others])
+
+
 def test_hashed_noise_is_normal_and_nothing_repeats():
     words = torch.tensor([[1, 2], [3, -(2**31)]], dtype=torch.int32)
     at = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None], torch.arange(300)[:, None]
