@@ -69,6 +69,11 @@ class Method:
     long: float = 0.0
 
 
+def skip_distillation(max_skip: int, **view_args: Any) -> dict[str, Any]:
+    """Fields of RopeSFTConfig: the model's own predictions at true positions teach those under a skip."""
+    return {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": max_skip, **view_args}}
+
+
 def methods(window: int, target: int, cue: int) -> dict[str, Method]:
     """The methods that papers propose, their controls and skip distillation, by name.
 
@@ -90,9 +95,7 @@ def methods(window: int, target: int, cue: int) -> dict[str, Method]:
             {"view": "pose", "view_args": {"target": target, "window": window}}, min(4 * window, target), window
         ),
         "posaug": Method({"view": "posaug", "view_args": {"low": 1 / factor, "high": factor}}, window, window),
-        "skip distil": Method(
-            {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": target - window}}, window, window
-        ),
+        "skip distil": Method(skip_distillation(target - window), window, window),
         "longrecipe": Method({"view": "longrecipe", "view_args": {"target": target}}, window, window),
     }
 
@@ -105,7 +108,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
         target: in positions.
     """
     far, factor = target - window, target / window
-    skip: dict[str, Any] = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": far}}
+    skip = skip_distillation(far)
     scaled = {"low": 1 / factor, "high": factor, "law": "log-uniform", "granularity": "sample"}
 
     def with_args(**args: Any) -> dict[str, Any]:
@@ -114,9 +117,9 @@ def combinations(window: int, target: int) -> dict[str, Method]:
     found: dict[str, dict[str, Any]] = {
         # what of the view or of the distillation does it
         "clm on skips": {"view": "skip", "view_args": skip["view_args"]},
-        "skip distil near": {**skip, "view_args": {"max_skip": far // 4}},
-        "skip distil log": {**skip, "view_args": {"max_skip": far, "law": "log-uniform"}},
-        "skip distil late": {**skip, "view_args": {"max_skip": far, "curriculum": "step"}},
+        "skip distil near": skip_distillation(far // 4),
+        "skip distil log": skip_distillation(far, law="log-uniform"),
+        "skip distil late": skip_distillation(far, curriculum="step"),
         "several gaps": {
             "objective": "self-distill",
             "view": "pose",
@@ -252,7 +255,7 @@ def train(
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """What two stages cost, with the steps of the first for those that there are most of."""
+    """What two stages cost together; rows and seconds of a step are those of the first."""
     peaks = [c["peak_gib"] for c in (first, second) if c["peak_gib"] is not None]
     return {
         **first,
@@ -318,7 +321,7 @@ def quality(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
             of_long = round(method.long * steps)
             cost = train(model, tokenizer, method, args, seed, steps - of_long, args.at_once)
             if of_long:
-                full = Method({}, target, target)
+                full = every_method(args.window, target, cue)["full length"]
                 cost = joined(cost, train(model, tokenizer, full, args, seed, of_long, args.at_once))
             cost["steps"] = steps
         found = {

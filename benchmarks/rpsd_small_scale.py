@@ -206,9 +206,8 @@ def measure(
             tenths = [[right for depth, right in beyond if int(10 * depth) == tenth] for tenth in range(10)]
             found[f"{kind} by position"] = [statistics.mean(t) if t else None for t in tenths]
         curve = loss_by_position(model, val, progress=False)
-    edges = [e for e in (64, args.short, 2 * args.short, 4 * args.short, 8 * args.short) if e <= curve.seq_len]
-    edges = sorted({*edges, curve.seq_len})
-    return {**found, "loss_by_position": curve.bins(edges)}
+    edges = {e for e in (64, args.short, 2 * args.short, 4 * args.short, 8 * args.short) if e < curve.seq_len}
+    return {**found, "loss_by_position": curve.bins(sorted({*edges, curve.seq_len}))}
 
 
 def table(runs: list[dict[str, Any]]) -> str:

@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,11 @@ class Command:
     words: tuple[str, ...]
     needs: Path | None = None
     seconds: float = 0.0
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether what it needs is there."""
+        return self.needs is None or self.needs.exists()
 
     @classmethod
     def of(cls, line: str) -> "Command":
@@ -57,85 +63,64 @@ class Command:
 
 
 class Queue:
-    """Commands of a file, each of which is taken once."""
-
-    def __init__(self, file: Path, deadline: Deadline) -> None:
-        self.file, self.deadline = file, deadline
-        self.taken: set[int] = set()
-        self.lock = threading.Lock()
-
-    def take(self) -> tuple[int, Command] | None:
-        """The first command that may begin, and its line's number."""
-        with self.lock:
-            for number, command in self._waiting():
-                if command.needs is None or command.needs.exists():
-                    self.taken.add(number)
-                    return number, command
-        return None
-
-    def ended(self, running: int) -> bool:
-        """Whether nothing more can begin, where so many commands run that may write what others need."""
-        with self.lock:
-            waiting = self._waiting()
-            return not waiting or (running == 0 and not any(c.needs is None or c.needs.exists() for _, c in waiting))
-
-    def _waiting(self) -> list[tuple[int, Command]]:
-        lines = enumerate(self.file.read_text(encoding="utf-8").splitlines())
-        known = [(k, Command.of(line)) for k, line in lines if line.strip() and k not in self.taken]
-        return [(k, command) for k, command in known if self.deadline.leaves(command.seconds)]
-
-
-class Workers:
-    """Threads that each run one command at a time on a GPU.
+    """Commands of a file, each of which runs once.
 
     Args:
-        queue: of commands.
-        gpus: by their numbers.
-        a_gpu: workers of each.
-        logs: folder that gets what commands print.
+        file: of lines.
+        deadline: by which all that begins is to end.
+        logs: folder that gets what commands print, a file for each line's number.
     """
 
-    def __init__(self, queue: Queue, gpus: list[str], a_gpu: int, logs: Path) -> None:
-        self.queue, self.logs = queue, logs
-        self.failed: list[int] = []
-        self._running = 0
-        self._count = threading.Lock()
-        self._threads = [threading.Thread(target=self._work, args=(gpu,)) for _ in range(a_gpu) for gpu in gpus]
+    def __init__(self, file: Path, deadline: Deadline, logs: Path) -> None:
+        self.file, self.deadline, self.logs = file, deadline, logs
+        self._taken: set[int] = set()
+        self._running: set[int] = set()
+        self._failed: set[int] = set()
+        self._lock = threading.Lock()
 
-    def run(self) -> list[int]:
-        """Run until nothing more can begin; numbers of the lines whose commands failed."""
+    def run(self, gpus: list[str], workers: int) -> list[int]:
+        """Run until nothing more can begin, with so many workers on each GPU; numbers of the lines that failed."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        for thread in self._threads:
-            thread.start()
-        for thread in self._threads:
-            thread.join()
-        return sorted(self.failed)
+        with ThreadPoolExecutor(len(gpus) * workers) as pool:
+            for worker in [pool.submit(self._work, gpu) for _ in range(workers) for gpu in gpus]:
+                worker.result()
+        return sorted(self._failed)
 
     def _work(self, gpu: str) -> None:
         while True:
-            with self._count:
-                taken = self.queue.take()
-                if taken is None and self.queue.ended(self._running):
+            with self._lock:
+                waiting = self._waiting()
+                number = next((k for k, command in waiting.items() if command.may_begin), None)
+                # what runs may write what others need
+                if number is None and not (waiting and self._running):
                     return
-                self._running += taken is not None
-            if taken is None:
+                if number is not None:
+                    self._taken.add(number)
+                    self._running.add(number)
+            if number is None:
                 time.sleep(0.2)
                 continue
-            number, command = taken
-            begin = time.monotonic()
-            print(f"{time.strftime('%H:%M:%S')} GPU {gpu}  begin {number}: {shlex.join(command.words)}", flush=True)
-            with (self.logs / f"{number:03}.log").open("wb") as log:
-                environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-                code = subprocess.run(command.words, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
-            with self._count:
-                self._running -= 1
+            code = self._call(number, waiting[number].words, gpu)
+            with self._lock:
+                self._running.remove(number)
                 if code:
-                    self.failed.append(number)
-            said = "end" if code == 0 else f"FAILED ({code})"
-            print(
-                f"{time.strftime('%H:%M:%S')} GPU {gpu}  {said} {number} after {time.monotonic() - begin:.0f} s",
-                flush=True,
-            )
+                    self._failed.add(number)
+
+    def _waiting(self) -> dict[int, Command]:
+        lines = enumerate(self.file.read_text(encoding="utf-8").splitlines())
+        known = {k: Command.of(line) for k, line in lines if line.strip() and k not in self._taken}
+        return {k: command for k, command in known.items() if self.deadline.leaves(command.seconds)}
+
+    def _call(self, number: int, words: tuple[str, ...], gpu: str) -> int:
+        """Run a command; its exit status."""
+        begin = time.monotonic()
+        print(f"{time.strftime('%H:%M:%S')} GPU {gpu}  begin {number}: {shlex.join(words)}", flush=True)
+        with (self.logs / f"{number:03}.log").open("wb") as log:
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+            code = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
+        said = f"{'end' if code == 0 else f'FAILED ({code})'} {number} after {time.monotonic() - begin:.0f} s"
+        print(f"{time.strftime('%H:%M:%S')} GPU {gpu}  {said}", flush=True)
+        return code
 
 
 def main() -> None:
@@ -146,7 +131,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="in which all that begins is to end")
     parser.add_argument("--logs", type=Path, default=Path("run_queue_logs"))
     args = parser.parse_args()
-    failed = Workers(Queue(args.queue, Deadline(args.minutes)), args.gpus, args.workers, args.logs).run()
+    failed = Queue(args.queue, Deadline(args.minutes), args.logs).run(args.gpus, args.workers)
     if failed:
         raise SystemExit(f"failed: lines {', '.join(map(str, failed))}; see {args.logs}")
 

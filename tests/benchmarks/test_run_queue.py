@@ -7,14 +7,14 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from result_lines import Deadline
-from run_queue import Command, Queue, Workers
+from run_queue import Command, Queue
 
 PYTHON = sys.executable
 
 
 def written(file, lines):
     file.write_text("\n".join(lines) + "\n")
-    return Queue(file, Deadline(1))
+    return Queue(file, Deadline(1), file.parent / "logs")
 
 
 def test_a_line_has_conditions_and_a_command():
@@ -31,12 +31,17 @@ def test_what_needs_a_file_waits_for_the_command_that_writes_it(tmp_path):
     write = f'{PYTHON} -c "{tell}"'
     read = f"needs={made} {PYTHON} -c \"open('{copied}', 'w').write(open('{made}').read())\""
     queue = written(tmp_path / "queue", [read, "", write])
-    assert Workers(queue, ["7"], 2, tmp_path / "logs").run() == []
+    assert queue.run(["7"], 2) == []
     assert copied.read_text() == "7"
 
 
 def test_what_cannot_begin_ends_the_queue_and_what_failed_is_told(tmp_path):
     lines = [f"{PYTHON} -c 'raise SystemExit(3)'", "needs=/nowhere ls", "seconds=3600 ls", "echo seen"]
-    assert Workers(written(tmp_path / "queue", lines), ["0", "1"], 1, tmp_path / "logs").run() == [0]
+    assert written(tmp_path / "queue", lines).run(["0", "1"], 1) == [0]
     assert sorted(f.name for f in (tmp_path / "logs").iterdir()) == ["000.log", "003.log"]
     assert (tmp_path / "logs/003.log").read_text() == "seen\n"
+
+
+def test_a_line_that_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(ValueError, match="must have a command behind its conditions"):
+        written(tmp_path / "queue", ["seconds=3"]).run(["0"], 2)
