@@ -170,7 +170,7 @@ class _NoisyAttention:
 
 @dataclass(frozen=True)
 class _NoisyFlexAttention:
-    """Attention with noise on the scores, which flex attention forms tile by tile: for rows of any length."""
+    """Attention with noise on the scores, which flex attention forms tile by tile, without a mask of n x n."""
 
     strength: float
 

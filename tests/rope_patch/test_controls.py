@@ -1,5 +1,7 @@
 """Controls of self-distillation against plain passes with the same noise, written by hand."""
 
+import math
+
 import pytest
 import torch
 from support.batches import batch, documents_of
@@ -29,39 +31,39 @@ def run(model, data, kind, consistency=None, strength=STRENGTH):
     return tape
 
 
-def noisy(module, query, key, value, mask, scaling=None, **_):
-    """Dense attention with noise on its scores, of one unpadded batch."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling + STRENGTH * torch.randn(
-        *query.shape[:3], key.shape[2], dtype=query.dtype
-    )
-    n = scores.shape[-1]
-    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
+def noisy(noise):
+    """Dense attention with noise(query) on its scores, of one unpadded batch."""
+
+    def attention(module, query, key, value, mask, scaling=None, **_):
+        group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+        scores = query @ key.transpose(2, 3) * scaling + STRENGTH * noise(query)
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).triu(1)
+        return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
+
+    return attention
 
 
-def hashed(module, query, key, value, mask, scaling=None, **_):
-    """The same with the noise that flex attention forms, written down for all scores."""
-    n, words = query.shape[2], torch.randint(-(2**31), 2**31, query.shape[:2], dtype=torch.int32, device=query.device)
-    sizes = (*query.shape[:2], n, n)
-    places = (
-        torch.arange(size, device=query.device).view([-1 if i == k else 1 for i in range(4)])
-        for k, size in enumerate(sizes)
-    )
-    noise = HashedNoise(words, STRENGTH)[tuple(places)]
+def drawn(query):
+    return torch.randn(*query.shape[:3], query.shape[2], dtype=query.dtype)
+
+
+def hashed(query):
+    """The noise that flex attention forms, for all scores."""
+    sizes = (*query.shape[:3], query.shape[2])
+    words = torch.randint(-(2**31), 2**31, sizes[:2], dtype=torch.int32, device=query.device)
+    row, head, one, other = (torch.arange(size, device=query.device) for size in sizes)
+    places = row[:, None, None, None], head[:, None, None], one[:, None], other
+    noise = HashedNoise(words, 1.0)[places]
     assert noise.shape == sizes
-    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling + noise
-    hidden = torch.ones(n, n, dtype=torch.bool, device=query.device).triu(1)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2), None
+    return noise
 
 
-AttentionInterface.register("noisy_by_hand", noisy)
-AttentionInterface.register("hashed_by_hand", hashed)
+AttentionInterface.register("noisy_by_hand", noisy(drawn))
+AttentionInterface.register("hashed_by_hand", noisy(hashed))
 
 
-def by_hand(model, data, kind, noisy="noisy_by_hand"):
+def by_hand(model, data, kind, attention="noisy_by_hand"):
     """Cross-entropy of the first pass and the mean over all rows of KL(second || first)."""
     inputs = {"input_ids": data["input_ids"], "use_cache": False}
     handles = []
@@ -79,7 +81,7 @@ def by_hand(model, data, kind, noisy="noisy_by_hand"):
     torch.manual_seed(7)
     first = model(**inputs).logits.log_softmax(-1)
     if kind == "attention_noise":
-        model.set_attn_implementation(noisy)
+        model.set_attn_implementation(attention)
     second = model(**inputs).logits.log_softmax(-1)
     for handle in handles:
         handle.remove()
@@ -123,7 +125,7 @@ def test_documents_stay_apart_and_all_their_rows_count(kind, data):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @torch.no_grad()
 def test_flex_attention_forms_its_noise_tile_by_tile(family):
-    # without gradients, which flex attention has on a GPU alone; tests/gpu has them
+    # without gradients, which flex attention has on a GPU alone
     data, model = batch("plain"), tiny(family, "flex_attention").train()
     tape = run(model, data, "attention_noise")
     torch.testing.assert_close(tape.loss, by_hand(model, data, "attention_noise", "hashed_by_hand"))
@@ -162,6 +164,22 @@ def test_flex_attention_under_noise_keeps_documents_apart():
     assert first.rows.kl[:5].sum() > 0
     torch.testing.assert_close(first.rows.kl[others], again.rows.kl[others])
     assert not torch.allclose(first.rows.kl[~others], again.rows.kl[~others])
+
+
+def test_hashed_noise_is_its_formula_in_exact_arithmetic():
+    def by_hand(word, query, key):
+        word = (word ^ (query * 65537 + key)) % 2**32
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97), (15, 1)):
+            word = (word ^ (word >> shift)) * factor % 2**32
+        radius = math.sqrt(-2 * math.log((word % 65536 + 0.5) / 65536))
+        return 0.5 * radius * math.cos(2 * math.pi * (word // 65536) / 65536)
+
+    words = torch.tensor([[5, -(2**31)], [2**31 - 1, -7]], dtype=torch.int32)
+    noise = HashedNoise(words, 0.5)
+    for row, head, query, key in ((0, 0, 0, 0), (0, 1, 3, 1), (1, 0, 40_000, 39_999), (1, 1, 131_071, 7)):
+        found = noise[tuple(torch.tensor(i) for i in (row, head, query, key))].item()
+        # an angle in float32
+        assert found == pytest.approx(by_hand(words[row, head].item(), query, key), abs=1e-5)
 
 
 def test_hashed_noise_is_normal_and_nothing_repeats():
