@@ -68,8 +68,14 @@ def arms(long: int) -> dict[str, dict[str, Any] | None]:
         "forward kl": {**SKIP, "self_distill_args": {"direction": "forward"}},
         "w/ clm": {**SKIP, "kl_weight": 0.0, "self_distill_args": {"view_clm": 1.0}},
         "dropout": {**SELF, "self_distill_args": {"control": "dropout", "strength": 0.1}},
-        "noise": {**SELF, "self_distill_args": {"control": "attention_noise", "strength": 0.1}},
+        # a layer's mask for every score is let go of and drawn again
+        "noise": {
+            **SELF,
+            "self_distill_args": {"control": "attention_noise", "strength": 0.1},
+            "gradient_checkpointing": True,
+        },
         "skip + longce": {**SKIP, **LONGCE},
+        "skip, Y = 3 L": {**SKIP, "view_args": {"max_skip": 3 * long}},
     }
 
 
@@ -157,9 +163,9 @@ def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[st
         return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def load(folder: str | Path, attention: str = "sdpa") -> Any:
+def load(folder: str | Path) -> Any:
     """float32 weights on the GPU if there is one: what is trained is small steps on them, in bf16 autocast."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -270,7 +276,9 @@ def main() -> None:
     parser.add_argument("--spacing", type=int, default=30, help="tokens from a sentence of an exam to the next")
     parser.add_argument("--val-rows", type=int, default=4)
     parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
-    parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")
+    parser.add_argument(
+        "--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON; an arm's win"
+    )
     parser.add_argument("--out", type=Path, default=Path("rpsd_small_scale.jsonl"))
     args = parser.parse_args()
     if args.table:
@@ -294,8 +302,7 @@ def main() -> None:
     for seed, name in itertools.product(args.seeds, chosen):
         if (name, seed) in done:
             continue
-        # noise on scores of long rows is formed by flex attention alone
-        model = load(args.taught, "flex_attention" if name == "noise" else "sdpa")
+        model = load(args.taught)
         arm = arms(args.long)[name]
         log: list[dict[str, Any]] = []
         begin = time.perf_counter()
@@ -310,10 +317,9 @@ def main() -> None:
                 "gradient_accumulation_steps": args.rows,
                 "learning_rate": args.learning_rate,
             }
-            options = {**of_all, **arm, **args.override}
+            options = {**of_all, **args.override, **arm}
             log = train(model, tokenizer, rows.shuffle(seed), seed, options, args.compile)
         seconds = time.perf_counter() - begin
-        model.set_attn_implementation("sdpa")
         found = {
             "arm": name,
             "seed": seed,

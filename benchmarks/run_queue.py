@@ -1,6 +1,6 @@
 """A queue of commands, several at a time on each GPU: runs of small models fill a GPU only together.
 
-Run: python benchmarks/run_queue.py QUEUE [--gpus 0 1] [--workers 3] [--minutes 25] [--logs FOLDER]
+Run: python benchmarks/run_queue.py QUEUE [--gpus 0 1] [--workers 3] [--minutes 25] [--stay] [--logs FOLDER]
 
 A line of QUEUE is a command, with conditions in front of it if it has any:
 
@@ -8,7 +8,8 @@ A line of QUEUE is a command, with conditions in front of it if it has any:
 
 `needs` names a file that must be there, which an earlier command may write; `seconds` is what the command takes, so
 that none begins that --minutes would cut off. A worker takes the first line whose conditions hold. Lines that are added
-to QUEUE while it runs are taken too. Where NVIDIA's MPS is running, kernels of several processes share a GPU.
+to QUEUE while it runs are taken too; with --stay workers wait for them, and for files of others, until --minutes are
+over. Where NVIDIA's MPS is running, kernels of several processes share a GPU.
 """
 
 import argparse
@@ -69,10 +70,11 @@ class Queue:
         file: of lines.
         deadline: by which all that begins is to end.
         logs: folder that gets what commands print, a file for each line's number.
+        stay: wait until the deadline for lines that are added and for files that others write.
     """
 
-    def __init__(self, file: Path, deadline: Deadline, logs: Path) -> None:
-        self.file, self.deadline, self.logs = file, deadline, logs
+    def __init__(self, file: Path, deadline: Deadline, logs: Path, stay: bool = False) -> None:
+        self.file, self.deadline, self.logs, self.stay = file, deadline, logs, stay
         self._taken: set[int] = set()
         self._running: set[int] = set()
         self._failed: set[int] = set()
@@ -92,7 +94,8 @@ class Queue:
                 waiting = self._waiting()
                 number = next((k for k, command in waiting.items() if command.may_begin), None)
                 # what runs may write what others need
-                if number is None and not (waiting and self._running):
+                hope = self.deadline.leaves(0) if self.stay else waiting and self._running
+                if number is None and not hope:
                     return
                 if number is not None:
                     self._taken.add(number)
@@ -129,9 +132,12 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", default=["0"])
     parser.add_argument("--workers", type=int, default=1, help="processes of a GPU")
     parser.add_argument("--minutes", type=float, help="in which all that begins is to end")
+    parser.add_argument("--stay", action="store_true", help="wait for lines and files until --minutes are over")
     parser.add_argument("--logs", type=Path, default=Path("run_queue_logs"))
     args = parser.parse_args()
-    failed = Queue(args.queue, Deadline(args.minutes), args.logs).run(args.gpus, args.workers)
+    if args.stay and args.minutes is None:
+        parser.error("--stay ends with --minutes: give both")
+    failed = Queue(args.queue, Deadline(args.minutes), args.logs, args.stay).run(args.gpus, args.workers)
     if failed:
         raise SystemExit(f"failed: lines {', '.join(map(str, failed))}; see {args.logs}")
 
