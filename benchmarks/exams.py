@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rope_patch.eval.needles import PASSKEY_FILLER, make_prompt
+
 Kind = Literal["multikey", "ordinal"]
 KINDS: tuple[Kind, ...] = ("multikey", "ordinal")
 
@@ -101,9 +103,36 @@ def make_exam(
     return Exam(ids, answers, [begins[i] / length for i in asked], n_text)
 
 
+def passkey_exam(tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Exam:
+    """The passkey task with its answer behind it, of which the digits alone are graded.
+
+    A model that would rather begin its answer otherwise ("The pass key is a ...") shows so whether it finds the key.
+
+    Args:
+        tokenizer: of the model.
+        length: tokens of prompt and answer together.
+        depth: place of the key, from 0, the start, to 1, right before the question.
+        rng: draws the key.
+    """
+    filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
+    haystack = filler * (length // len(filler) + 1)
+    room = len(tokenizer(" 12345", add_special_tokens=False)["input_ids"])
+    prompt = make_prompt("passkey", tokenizer, haystack, n_tokens=length - room, depth=depth, n_needles=1, rng=rng)
+    answer = tokenizer(f" {prompt.answers[0]}", add_special_tokens=False)["input_ids"]
+    first = next(i for i, token in enumerate(answer) if any(c.isdigit() for c in tokenizer.decode([token])))
+    ids = [*prompt.ids, *answer]
+    return Exam(ids, [(len(prompt.ids) + first, len(ids))], [prompt.position / len(ids)], len(haystack))
+
+
 @torch.no_grad()
 def accuracy(model: Any, exam: Exam) -> list[tuple[float, bool]]:
-    """(depth, whether the answer is right) of each question."""
+    """(depth, whether the answer is right) of each question.
+
+    Raises:
+        ValueError: the model is in training mode, in which a view would be sampled.
+    """
+    if model.training:
+        raise ValueError("exams are graded in evaluation mode: call model.eval() first.")
     ids = torch.tensor([exam.ids], device=model.device)
     places = torch.tensor([i for first, end in exam.answers for i in range(first, end)], device=model.device)
     logits = model(ids, use_cache=False, logits_to_keep=places - 1).logits

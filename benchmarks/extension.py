@@ -26,6 +26,7 @@ import argparse
 import gc
 import itertools
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -37,12 +38,14 @@ from typing import Any
 import torch
 from compiled import compiled_tokenwise
 from datasets import Dataset
+from exams import accuracy, passkey_exam
 from result_lines import Deadline, add_line, mean_of, read_lines, share, spread, versions
 from token_text import first_rows, read_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, passkey, recovery_ratio, short_text
+from rope_patch.eval.retrieval import DEPTHS
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.cues import cue_ids
 
@@ -265,13 +268,22 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def copied_keys(model: Any, tokenizer: Any, length: int, trials: int) -> float:
+    """Share of passkeys whose digits the model copies, over ten depths; the same ones for every model."""
+    rng = random.Random(f"digits {length}")
+    exams = [passkey_exam(tokenizer, length, depth, rng) for depth in DEPTHS for _ in range(trials)]
+    return statistics.mean(right for exam in exams for _, right in accuracy(model, exam))
+
+
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -> dict[str, Any]:
     """Loss by position, passkey up to the target and short text, under autocast as in training."""
     begin = time.perf_counter()
+    model.eval()  # a view that is sampled in training is not in force
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         curve = loss_by_position(model, args.val_rows, progress=False)
         lengths = [n for n in args.lengths if n <= max(target, args.window)]
         keys = passkey(model, tokenizer, lengths, trials=args.trials, progress=False)
+        digits = {str(n): copied_keys(model, tokenizer, n, args.digit_trials) for n in lengths}
         short = None
         if args.short_data is not None:
             short = short_text(model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64)
@@ -279,6 +291,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
     return {
         "loss_by_position": curve.bins(edges),
         "passkey": {str(n): a for n, a in zip(lengths, keys.by_length, strict=True)},
+        "digits": digits,
         "short": None if short is None else short.accuracy,
         "short_mean": None if short is None else short.mean,
         "measure_seconds": time.perf_counter() - begin,
@@ -386,9 +399,10 @@ def summary(lines: list[dict[str, Any]]) -> str:
         for run in [native, *here] if native else here:
             same[run["method"], run["tokens"], run["learning_rate"]].append(run)
         bins = here[0]["loss_by_position"]
-        lengths = list(here[0]["passkey"])
+        lengths = [n for n in here[0]["passkey"] if all(n in r["passkey"] for r in here)]
         head = ["method", "M tokens", "rate", "seeds", *(f"loss {b['first']}-{b['end']}" for b in bins)]
-        head += [*(f"passkey {n}" for n in lengths), "short text", "recovery %"]
+        graded = lengths if all("digits" in r for r in here) else []
+        head += [*(f"passkey {n}" for n in lengths), *(f"digits {n}" for n in graded), "short text", "recovery %"]
         table = [
             f"{target} by {schedule}, {here[0]['gpu']}",
             "",
@@ -399,6 +413,7 @@ def summary(lines: list[dict[str, Any]]) -> str:
             cells = [name, f"{tokens / 1e6:.1f}", f"{rate:g}" if rate else "-", str(len(group))]
             cells += [spread([mean_of(r["loss_by_position"], b["first"], b["end"]) for r in group], 3) for b in bins]
             cells += [spread([r["passkey"][n] for r in group], 2) for n in lengths]
+            cells += [spread([r["digits"][n] for r in group], 2) for n in graded]
             measured = [r for r in group if r["short_mean"] is not None]
             cells.append(spread([r["short_mean"] for r in measured], 3) if measured else "-")
             kept = [recovery_ratio(r["short"], native["short"]) for r in measured if native and native["short"]]
@@ -445,6 +460,7 @@ def main() -> None:
     parser.add_argument("--val-length", type=int, default=65536)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="of passkey")
     parser.add_argument("--trials", type=int, default=1, help="prompts of each length and of each of ten depths")
+    parser.add_argument("--digit-trials", type=int, default=2, help="the same of those whose digits are graded")
     parser.add_argument("--short-data", type=Path)
     parser.add_argument("--limit", type=int, help="samples of each short-text benchmark; default: all")
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from result_lines import Deadline, add_line, read_lines, share, spread, versions
+from result_lines import Deadline, add_line, held, orderings, read_lines, share, spread, versions
 from token_text import first_rows, read_facts, read_stream
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -314,29 +314,17 @@ def summary(runs: list[dict[str, Any]]) -> str:
         rates = [r["tokens_per_second"] for r in same if r["tokens_per_second"]]
         cells += [f"{statistics.mean(rates):,.0f}" if rates else "-", f"{max(r['peak_gib'] for r in same):.1f}"]
         lines.append(f"| {arm} | {len(same)} | " + " | ".join(cells) + " |")
-    lines += ["", "| the paper's ordering | its figures | holds in |", "|---|---|---|"]
-    values = {(r["arm"], r["seed"]): {**r, "penalty": penalty.get((r["arm"], r["seed"]))} for r in runs}
 
-    def verdict(text: str, paper: str, found: list[bool]) -> None:
-        lines.append(f"| {text} | {paper} | {f'{sum(found)} of {len(found)} seeds' if found else 'not run'} |")
+    def value(run: dict[str, Any], metric: str) -> float | None:
+        return penalty.get((run["arm"], run["seed"])) if metric == "penalty" else run[metric]
 
-    seeds = sorted({r["seed"] for r in runs})
-    for metric, lower, higher, paper in ORDERINGS:
-        pairs = [
-            (values[lower, s][metric], values[higher, s][metric])
-            for s in seeds
-            if {(lower, s), (higher, s)} <= set(values)
-        ]
-        verdict(f"{metric}: {lower} < {higher}", paper, [a < b for a, b in pairs if a is not None and b is not None])
-    both = [
-        (values["baseline", s], values["uniform", s]) for s in seeds if {("baseline", s), ("uniform", s)} <= set(values)
-    ]
-    verdict(
-        "cliff of uniform at most a tenth of the baseline's",
-        "0.060 and 1.915",
-        [b["cliff"] <= a["cliff"] / 10 for a, b in both],
-    )
-    verdict("penalty of uniform at most 2 %", "1.8 %", [b["penalty"] <= 2 for _, b in both])
+    lines += ["", *orderings(ORDERINGS, runs, value)]
+    cliffs = {(r["arm"], r["seed"]): r["cliff"] for r in runs}
+    both = [s for s in sorted({r["seed"] for r in runs}) if {("baseline", s), ("uniform", s)} <= set(cliffs)]
+    tenth = held([cliffs["uniform", s] <= cliffs["baseline", s] / 10 for s in both])
+    lines.append(f"| cliff of uniform at most a tenth of the baseline's | 0.060 and 1.915 | {tenth} |")
+    cheap = held([penalty["uniform", s] <= 2 for s in both])
+    lines.append(f"| penalty of uniform at most 2 % | 1.8 % | {cheap} |")
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +55,35 @@ def spread(values: list[float], digits: int) -> str:
     """The mean, with half of the distance between smallest and largest."""
     shown = f"{statistics.mean(values):.{digits}f}"
     return shown if len(values) == 1 else f"{shown} ± {(max(values) - min(values)) / 2:.{digits}f}"
+
+
+def held(found: Sequence[bool]) -> str:
+    """In how many seeds something is so."""
+    return f"{sum(found)} of {len(found)} seeds" if found else "not run"
+
+
+def orderings(
+    claims: Sequence[tuple[str, str, str, str]],
+    runs: Sequence[dict[str, Any]],
+    value: Callable[[dict[str, Any], str], float | None],
+) -> list[str]:
+    """Rows of a markdown table: in how many seeds a paper's orderings hold.
+
+    Args:
+        claims: metric, the arm that is lower, the arm that is higher, and the paper's figures.
+        runs: with "arm" and "seed".
+        value: of a run's metric, None where it has none.
+    """
+    lines = ["| the paper's ordering | its figures | holds in |", "|---|---|---|"]
+    by_arm: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        by_arm.setdefault(run["arm"], {})[run["seed"]] = run
+    for metric, lower, higher, paper in claims:
+        low, high = by_arm.get(lower, {}), by_arm.get(higher, {})
+        pairs = [(value(low[seed], metric), value(high[seed], metric)) for seed in sorted(low.keys() & high.keys())]
+        found = held([a < b for a, b in pairs if a is not None and b is not None])
+        lines.append(f"| {metric}: {lower} < {higher} | {paper} | {found} |")
+    return lines
 
 
 class Deadline:

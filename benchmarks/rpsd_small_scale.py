@@ -2,7 +2,7 @@
 
 Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT ...] [--taught FOLDER] [--arms NAME ...]
          [--seeds 0 1 2] [--out FILE.jsonl]
-     python benchmarks/rpsd_small_scale.py --table FILE.jsonl ... [--plot FIGURE.png]
+     python benchmarks/rpsd_small_scale.py --table FILE.jsonl ... [--plot FIGURE.png] [--arms NAME ...]
 
 A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
 with steps of exams (see `exams`), once, into --taught. Every arm then extends it with ABF by the same tokens of long
@@ -28,7 +28,7 @@ import torch
 from compiled import compiled_tokenwise
 from datasets import Dataset
 from exams import KINDS, Exam, Kind, accuracy, make_exam
-from result_lines import add_line, read_lines, spread
+from result_lines import add_line, orderings, read_lines, spread, versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from rope_patch import patch_model
@@ -46,6 +46,7 @@ TEACH: dict[str, Any] = {
     "train_sampling_strategy": "sequential",
     "learning_rate": 5e-4,
 }
+SETTINGS = ("short", "long", "mix", "steps", "rows", "theta", "learning_rate", "exams", "spacing")  # kept in results
 SELF = {"objective": "self-distill"}
 SKIP = {**SELF, "view": "skip"}
 LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 1024, "stride": 512}}
@@ -77,6 +78,45 @@ def arms(long: int) -> dict[str, dict[str, Any] | None]:
         "skip + longce": {**SKIP, **LONGCE},
         "skip, Y = 3 L": {**SKIP, "view_args": {"max_skip": 3 * long}},
     }
+
+
+# (metric, the arm that is lower, the arm that is higher, the paper's figures). Means over the lengths beyond the window
+# that was taught, and by how much tenths of the text differ as places of the answer. The paper's are of Llama-3-8B:
+# RULER-64K after 200 steps, or of whole runs; for "ordinal" its NIAH-position.
+ORDERINGS = [
+    ("multikey", "standard", "skip", "47.9 < 59.2; whole runs 57.3 < 69.3"),
+    ("multikey", "forward kl", "skip", "57.8 < 59.2"),
+    ("multikey", "w/ clm", "skip", "56.5 < 59.2"),
+    ("multikey", "fixed skip", "skip", "55.1 < 59.2"),
+    ("multikey", "dilation", "skip", "53.4 < 59.2"),
+    ("multikey", "noise", "skip", "49.6 < 59.2"),
+    ("multikey", "dropout", "skip", "48.9 < 59.2"),
+    ("multikey", "chunk-permute", "skip", "46.2 < 59.2"),
+    ("multikey", "nope", "skip", "29.5 < 59.2"),
+    ("multikey", "standard", "dilation", "47.9 < 53.4"),
+    ("multikey", "chunk-permute", "standard", "46.2 < 47.9"),
+    ("multikey", "nope", "chunk-permute", "29.5 < 46.2"),
+    ("multikey", "pose baseline", "skip", "67.5 < 69.3, whole runs"),
+    ("multikey", "skip", "cyclic", "69.3 < 71.3, whole runs"),
+    ("multikey", "longce", "standard", "52.5 < 57.3, whole runs"),
+    ("ordinal", "standard", "skip", "44.0 < 59.4"),
+    ("ordinal", "longce", "skip", "56.2 < 59.4"),
+    ("ordinal", "pose baseline", "skip", "48.2 < 59.4"),
+    ("ordinal", "standard", "pose baseline", "44.0 < 48.2"),
+    ("ordinal", "cyclic", "skip", "42.0 < 59.4"),
+    ("ordinal", "cyclic", "standard", "42.0 < 44.0"),
+    ("multikey spread", "skip", "standard", "the paper's figure"),
+    ("ordinal spread", "skip", "standard", "none"),
+]
+
+
+def score(run: dict[str, Any], metric: str) -> float:
+    """A metric of `ORDERINGS`."""
+    kind, _, spread_of = metric.partition(" ")
+    if spread_of:
+        known = [share for share in run[f"{kind} by position"] if share is not None]
+        return max(known) - min(known)
+    return statistics.mean(list(run[kind].values())[1:])
 
 
 def texts(paths: list[str] | None, held_out: bool) -> Iterator[str]:
@@ -135,7 +175,7 @@ def long_rows(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: ar
 
 
 def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any], compiled: bool = False) -> Any:
-    """One run; returns its log."""
+    """One run; what its log says of loss and speed."""
     gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         config = RopeSFTConfig(
@@ -160,7 +200,8 @@ def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[st
         trainer = RopeSFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
         with compiled_tokenwise(model, compiled):
             trainer.train()
-        return [entry for entry in trainer.state.log_history if "loss" in entry]
+        told = ("step", "loss", "ce", "kl", "tokens_per_second")
+        return [{k: entry[k] for k in told if k in entry} for entry in trainer.state.log_history if "loss" in entry]
 
 
 def load(folder: str | Path) -> Any:
@@ -217,7 +258,7 @@ def measure(
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: means over seeds, with half the distance between the smallest and the largest."""
+    """Markdown: means over seeds, with half of their span, and the paper's orderings."""
     lengths = list(runs[0]["multikey"])
     bins = [f"loss {b['first']}-{b['end']}" for b in runs[0]["loss_by_position"]]
     head = ["arm", "seeds", *(f"{kind} {n}" for kind in KINDS for n in lengths), *bins, "seconds"]
@@ -229,7 +270,7 @@ def table(runs: list[dict[str, Any]]) -> str:
         cells = [spread(c, 3) for c in columns]
         seconds = f"{statistics.mean(r['train_seconds'] for r in same):.0f}"
         lines.append(f"| {arm} | {len(same)} | " + " | ".join(cells) + f" | {seconds} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *orderings(ORDERINGS, runs, score)])
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> list[Path]:
@@ -282,7 +323,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("rpsd_small_scale.jsonl"))
     args = parser.parse_args()
     if args.table:
-        runs = read_lines(*args.table)
+        runs = [r for r in read_lines(*args.table) if not args.arms or r["arm"] in args.arms]
         print(table(runs))
         if args.plot:
             print(*plot(runs, args.plot))
@@ -326,6 +367,8 @@ def main() -> None:
             "train_seconds": seconds,
             **measure(model, exams, args, val),
             "log": log,
+            "settings": {k: getattr(args, k) for k in SETTINGS},
+            **versions(),
         }
         add_line(args.out, found)
         shown = "  ".join(f"{kind} " + " ".join(f"{a:.2f}" for a in found[kind].values()) for kind in KINDS)

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from support.tiny import tiny
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import compiled
 import distillation_step
+import posaug_from_scratch
 import restoration
+import rpsd_small_scale
 from result_lines import read_lines
 
 from rope_patch.draws import DrawKey
+from rope_patch.eval import recovery_ratio
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -65,20 +69,46 @@ def test_documented_times_are_those_of_the_files():
             assert f"| {row['relation_kl']['both_ms'] / row['flash4']['both_ms']:.2f} |" in beside
 
 
+def by_arm(runs):
+    """Runs of each arm."""
+    return [[r for r in runs if r["arm"] == arm] for arm in dict.fromkeys(r["arm"] for r in runs)]
+
+
 def test_documented_figures_of_small_models_are_those_of_their_files():
     """PosAug from scratch, by arm; exams of RPSD's comparison, by arm and length."""
-    known = {r["arm"]: r for r in read_lines(RESULTS / "posaug-from-scratch-h200.jsonl")}
+    runs = read_lines(RESULTS / "posaug-from-scratch-h200.jsonl")
     documented = section("## PosAug from scratch")
-    base = known["baseline"]["in_window"]
-    for run in known.values():
-        penalty = "-" if run["arm"] == "baseline" else f"{100 * (run['in_window'] / base - 1):.2f}"
-        assert f"| {run['in_window']:.3f} | {penalty} | {run['cliff']:.3f} | {run['gain']:.3f} |" in documented
+    penalty = posaug_from_scratch.penalties(runs)
+    for same in by_arm(runs):
+        cells = [f"{mean(r['in_window'] for r in same):.3f}"]
+        cells.append(f"{mean(penalty[r['arm'], r['seed']] for r in same):.2f}" if same[0]["arm"] != "baseline" else "-")
+        cells += [f"{mean(r[metric] for r in same):.3f}" for metric in ("cliff", "gain")]
+        assert f"| {len(same)} | " + " | ".join(cells) + " |" in documented
     exams = section("### What the paper claims, at small scale")
-    for run in read_lines(RESULTS / "rpsd-small-scale-h200.jsonl"):
-        cells = [f"{a:.2f}" for kind in ("multikey", "ordinal") for a in run[kind].values()]
-        shown = " | ".join(c.removeprefix("0") if c != "0.00" else "0" for c in cells)
-        losses = [run["loss_by_position"][k]["loss"] for k in (0, -1)]
-        assert f"| {shown} | {losses[0]:.3f} | {losses[1]:.3f} |" in exams
+    runs = read_lines(RESULTS / "rpsd-small-scale-h200.jsonl")
+    for same in by_arm(runs):
+        graded = [mean(r[kind][n] for r in same) for kind in ("multikey", "ordinal") for n in same[0][kind]]
+        cells = [f"{a:.2f}".removeprefix("0") if a else "0" for a in graded]
+        cells += [f"{mean(r['loss_by_position'][k]['loss'] for r in same):.3f}" for k in (0, -1)]
+        assert f"| {len(same)} | " + " | ".join(cells) + " |" in exams
+    for line in rpsd_small_scale.table(runs).split("| the paper's ordering")[1].splitlines()[2:]:
+        assert line in exams
+
+
+def test_documented_figures_of_the_extension_are_those_of_the_file():
+    """Every run at the rate that is documented has its row: losses by span, and short text."""
+    documented = section("## SmolLM2-135M from 8192 to 32768 tokens")
+    runs = read_lines(RESULTS / "extension-h200.jsonl")
+    native = next(r for r in runs if r["method"] == "native")
+    shown = [r for r in runs if r["schedule"] and r["learning_rate"] in (None, 5e-4)]
+    assert len(shown) == 32
+    for run in shown:
+        *near, far = [b["loss"] for b in run["loss_by_position"]]
+        losses = " | ".join([*(f"{x:.3f}" for x in near), f"{far:.2f}"])
+        short = f"{run['short_mean']:.3f} | {recovery_ratio(run['short'], native['short']):.1f}"
+        keys = [f"{run['passkey'][n]:.1f}" for n in ("16384", "32768")]
+        row = [f"| {losses} | {short} |", f"| {losses} | {' | '.join(keys)} | {short} |"]
+        assert any(r in documented for r in row), run["method"]
 
 
 def test_the_figure_of_the_comparison_is_drawn(tmp_path):

@@ -16,7 +16,7 @@ from support.tiny import tiny
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import result_lines
 import rpsd_small_scale
-from exams import KINDS, accuracy, make_exam
+from exams import KINDS, accuracy, make_exam, passkey_exam
 
 from rope_patch import patch_model
 
@@ -62,6 +62,7 @@ def test_an_answer_is_right_when_all_of_its_tokens_are(wrong):
 
     class Oracle:
         device = torch.device("cpu")
+        training = False
 
         def __call__(self, ids, use_cache, logits_to_keep):
             """The most probable token at each place is the one that `right` has behind it."""
@@ -71,6 +72,25 @@ def test_an_answer_is_right_when_all_of_its_tokens_are(wrong):
     graded = accuracy(Oracle(), made)
     assert [d for d, _ in graded] == made.depths
     assert [ok for _, ok in graded] == [i != wrong for i in range(8)]
+
+
+@pytest.mark.parametrize("depth", [0.05, 0.95])
+def test_of_a_passkey_the_digits_are_graded(depth):
+    tokenizer = character_tokenizer()
+    made = passkey_exam(tokenizer, 3000, depth, random.Random(0))
+    text = tokenizer.decode(made.ids)
+    ((first, end),) = made.answers
+    key = tokenizer.decode(made.ids[first:end])
+    assert len(made.ids) == end == 3000 and key.isdigit() and len(key) == 5
+    assert text.endswith(f" The pass key is {key}") and f" The pass key is {key}. Remember it. {key} is the" in text
+    assert text[round(made.depths[0] * 3000) :].startswith(" The pass key is") and abs(made.depths[0] - depth) < 0.05
+
+
+def test_no_exam_is_graded_in_training_mode():
+    tokenizer = character_tokenizer()
+    model = tiny(vocab_size=len(tokenizer)).train()
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        accuracy(model, passkey_exam(tokenizer, 1000, 0.5, random.Random(0)))
 
 
 def test_too_many_sentences_are_refused():
@@ -126,8 +146,7 @@ def test_long_rows_are_the_text_with_exams_in_some_pieces():
 def test_every_arm_is_trained_and_measured(texts, tmp_path, monkeypatch):
     folder, file = texts
     out = tmp_path / "out.jsonl"
-    # flex attention has no gradient on a CPU
-    arms = [name for name in rpsd_small_scale.arms(2048) if name != "noise"]
+    arms = list(rpsd_small_scale.arms(2048))
     sizes = "--short 2048 --long 2048 --lengths 2048 4096 --exams 1 --spacing 200 --val-rows 1 --steps 1".split()
     teach = ["--teach", '{"max_steps": 2, "per_device_train_batch_size": 1}', "--override", '{"warmup_steps": 0}']
     places = ["--train", str(file), "--val", str(file), "--taught", str(tmp_path / "taught"), "--out", str(out)]
@@ -137,7 +156,7 @@ def test_every_arm_is_trained_and_measured(texts, tmp_path, monkeypatch):
     assert [r["arm"] for r in runs] == arms
     curves = {json.dumps(r["loss_by_position"]) for r in runs}
     assert len(curves) == len(arms)  # each is another model
-    assert rpsd_small_scale.table(runs).count("\n") == len(arms) + 1
+    assert rpsd_small_scale.table(runs).split("\n\n")[0].count("\n") == len(arms) + 1
 
 
 def test_results_are_tabled_and_drawn(tmp_path):
@@ -148,5 +167,12 @@ def test_results_are_tabled_and_drawn(tmp_path):
         | {**by_place, "loss_by_position": curve, "train_seconds": 9.0}
         for arm in rpsd_small_scale.arms(16384)
     ]
-    assert "| skip | 1 | 1.000 | 0.500 | 0.900 | 0.100 | 3.000 | 9 |" in rpsd_small_scale.table(runs)
+    better = {"multikey": {"4096": 1.0, "8192": 0.6}}
+    other_seed = [
+        {**r, "seed": 1, **(better if r["arm"] == "skip" else {})} for r in runs if r["arm"] in ("skip", "standard")
+    ]
+    table = rpsd_small_scale.table([*runs, *other_seed])
+    assert "| skip | 2 | 1.000 ± 0.000 | 0.550 ± 0.050 |" in table
+    assert "| multikey: standard < skip | 47.9 < 59.2; whole runs 57.3 < 69.3 | 1 of 2 seeds |" in table
+    assert "| multikey spread: skip < standard | the paper's figure | 0 of 2 seeds |" in table
     assert all(file.stat().st_size > 10_000 for file in rpsd_small_scale.plot(runs, tmp_path / "figure.png"))

@@ -151,6 +151,21 @@ def test_flex_attention_has_the_gradients_of_its_noise(checkpointing):
         assert error < 5e-3, f"gradient of {name} is off by {error:.1e}"
 
 
+@pytest.mark.gpu
+def test_noise_of_long_rows_takes_no_mask():
+    length = 16384
+    ids = torch.randint(3, 90, (1, length), device="cuda")
+    model = tiny("qwen3", "flex_attention", head_dim=16, hidden_size=64, max_position_embeddings=length)
+    model.cuda().train().gradient_checkpointing_enable({"use_reentrant": False})
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    tape = run(model, {"input_ids": ids, "labels": ids}, "attention_noise")
+    assert tape.rows.kl.mean() > 0 and tape.loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    # what one head of one layer would take in float32
+    assert torch.cuda.max_memory_allocated() - before < 4 * length**2
+
+
 @pytest.mark.usefixtures("flex_runs_eagerly")
 @torch.no_grad()
 def test_flex_attention_under_noise_keeps_documents_apart():
