@@ -14,10 +14,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rope_patch.eval.needles import PASSKEY_FILLER, make_prompt
+from rope_patch.eval.needles import make_prompt
 
 Kind = Literal["multikey", "ordinal"]
 KINDS: tuple[Kind, ...] = ("multikey", "ordinal")
+Needle = Literal["passkey", "multikey"]
+NEEDLES: tuple[Needle, ...] = ("passkey", "multikey")
+ANSWER_ROOM = 8  # tokens: a space and seven digits
 
 _ADJECTIVES = "amber brave calm dusty eager faint gentle hollow ivory jolly keen lively".split()
 _NOUNS = "anchor basket candle dragon engine feather garden hammer island jacket kettle ladder".split()
@@ -103,25 +106,33 @@ def make_exam(
     return Exam(ids, answers, [begins[i] / length for i in asked], n_text)
 
 
-def passkey_exam(tokenizer: PreTrainedTokenizerBase, length: int, depth: float, rng: random.Random) -> Exam:
-    """The passkey task with its answer behind it, of which the digits alone are graded.
+def needle_exam(
+    kind: Needle,
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Sequence[int],
+    length: int,
+    depth: float,
+    rng: random.Random,
+) -> Exam:
+    """A retrieval prompt of `rope_patch.eval` with its answer behind it, of which the digits alone are graded.
 
-    A model that would rather begin its answer otherwise ("The pass key is a ...") shows so whether it finds the key.
+    A model that would rather begin its answer otherwise ("The pass key is a ...") shows so whether it finds the number.
 
     Args:
+        kind: "passkey", or "multikey" with four needles.
         tokenizer: of the model.
-        length: tokens of prompt and answer together.
-        depth: place of the key, from 0, the start, to 1, right before the question.
-        rng: draws the key.
+        haystack: tokens to hide needles in, at least `length`.
+        length: tokens of prompt and answer together, less the few that the answer may fall short of its room.
+        depth: place of the needle that is asked for, from 0, the start, to 1, right before the question.
+        rng: draws keys and numbers.
     """
-    filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
-    haystack = filler * (length // len(filler) + 1)
-    room = len(tokenizer(" 12345", add_special_tokens=False)["input_ids"])
-    prompt = make_prompt("passkey", tokenizer, haystack, n_tokens=length - room, depth=depth, n_needles=1, rng=rng)
+    n_needles = 1 if kind == "passkey" else 4
+    n_tokens = length - ANSWER_ROOM
+    prompt = make_prompt(kind, tokenizer, haystack, n_tokens=n_tokens, depth=depth, n_needles=n_needles, rng=rng)
     answer = tokenizer(f" {prompt.answers[0]}", add_special_tokens=False)["input_ids"]
     first = next(i for i, token in enumerate(answer) if any(c.isdigit() for c in tokenizer.decode([token])))
     ids = [*prompt.ids, *answer]
-    return Exam(ids, [(len(prompt.ids) + first, len(ids))], [prompt.position / len(ids)], len(haystack))
+    return Exam(ids, [(n_tokens + first, len(ids))], [prompt.position / len(ids)], n_tokens)
 
 
 @torch.no_grad()

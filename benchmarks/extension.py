@@ -33,24 +33,26 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from compiled import compiled_tokenwise
 from datasets import Dataset
-from exams import accuracy, passkey_exam
+from exams import NEEDLES, Needle, accuracy, needle_exam
 from result_lines import Deadline, add_line, mean_of, read_lines, share, spread, versions
 from token_text import first_rows, read_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, passkey, recovery_ratio, short_text
+from rope_patch.eval.needles import PASSKEY_FILLER
 from rope_patch.eval.retrieval import DEPTHS
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.cues import cue_ids
 
 GIB = 1 << 30
 CUE = "sentence"
+Stage = Literal["only", "first", "last"]
 WARM_UP = 2  # steps of --cost without a count
 SPANS = [(64, 8192), (8192, 16384), (16384, 32768), (32768, 65536)]
 
@@ -187,8 +189,25 @@ def rows_of(documents: list[Any], length: int) -> Dataset:
     return Dataset.from_dict({"input_ids": rows})
 
 
+def rate_of(stage: Stage, steps: int) -> dict[str, Any]:
+    """Fields of the learning rate: two stages have one rise and one fall, as one stage has."""
+    rise = max(steps // 8, 1)
+    if stage == "first":
+        return {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": rise}
+    fall = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    # one step for AdamW, whose averages begin anew
+    return {**fall, "warmup_steps": 1 if stage == "last" else rise}
+
+
 def train(
-    model: Any, tokenizer: Any, method: Method, args: argparse.Namespace, seed: int, steps: int, at_once: int
+    model: Any,
+    tokenizer: Any,
+    method: Method,
+    args: argparse.Namespace,
+    seed: int,
+    steps: int,
+    at_once: int,
+    stage: Stage = "only",
 ) -> dict[str, Any]:
     """Train in place; what it cost and its log."""
     gpu = torch.cuda.is_available()
@@ -202,9 +221,7 @@ def train(
     assert method.fields is not None
     fields: dict[str, Any] = {
         "learning_rate": args.learning_rate,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-        "warmup_steps": max(steps // 8, 1),
+        **rate_of(stage, steps),
         "weight_decay": 0.0,
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -268,10 +285,17 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def copied_keys(model: Any, tokenizer: Any, length: int, trials: int) -> float:
-    """Share of passkeys whose digits the model copies, over ten depths; the same ones for every model."""
-    rng = random.Random(f"digits {length}")
-    exams = [passkey_exam(tokenizer, length, depth, rng) for depth in DEPTHS for _ in range(trials)]
+def found_digits(kind: Needle, model: Any, tokenizer: Any, length: int, args: argparse.Namespace) -> float:
+    """Share of needles whose digits the model copies, over ten depths; the same prompts for every model."""
+    rng = random.Random(f"{kind} {length}")
+    filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
+    text = args.val_rows.flatten().tolist() if kind == "multikey" else filler * (length // len(filler) + 1)
+    starts = [rng.randrange(len(text) - length + 1) if kind == "multikey" else 0 for _ in range(args.digit_trials)]
+    exams = [
+        needle_exam(kind, tokenizer, text[start : start + length], length, depth, rng)
+        for start in starts
+        for depth in DEPTHS
+    ]
     return statistics.mean(right for exam in exams for _, right in accuracy(model, exam))
 
 
@@ -283,7 +307,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
         curve = loss_by_position(model, args.val_rows, progress=False)
         lengths = [n for n in args.lengths if n <= max(target, args.window)]
         keys = passkey(model, tokenizer, lengths, trials=args.trials, progress=False)
-        digits = {str(n): copied_keys(model, tokenizer, n, args.digit_trials) for n in lengths}
+        digits = {kind: {str(n): found_digits(kind, model, tokenizer, n, args) for n in lengths} for kind in NEEDLES}
         short = None
         if args.short_data is not None:
             short = short_text(model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64)
@@ -332,10 +356,11 @@ def quality(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
         if method is not None and method.fields is not None:
             steps = max(args.tokens // args.step_tokens, 1)
             of_long = round(method.long * steps)
-            cost = train(model, tokenizer, method, args, seed, steps - of_long, args.at_once)
+            stage: Stage = "first" if of_long else "only"
+            cost = train(model, tokenizer, method, args, seed, steps - of_long, args.at_once, stage)
             if of_long:
                 full = every_method(args.window, target, cue)["full length"]
-                cost = joined(cost, train(model, tokenizer, full, args, seed, of_long, args.at_once))
+                cost = joined(cost, train(model, tokenizer, full, args, seed, of_long, args.at_once, "last"))
             cost["steps"] = steps
         found = {
             "kind": "quality",
@@ -402,7 +427,8 @@ def summary(lines: list[dict[str, Any]]) -> str:
         lengths = [n for n in here[0]["passkey"] if all(n in r["passkey"] for r in here)]
         head = ["method", "M tokens", "rate", "seeds", *(f"loss {b['first']}-{b['end']}" for b in bins)]
         graded = lengths if all("digits" in r for r in here) else []
-        head += [*(f"passkey {n}" for n in lengths), *(f"digits {n}" for n in graded), "short text", "recovery %"]
+        head += [*(f"passkey {n}" for n in lengths), *(f"{kind} digits {n}" for kind in NEEDLES for n in graded)]
+        head += ["short text", "recovery %"]
         table = [
             f"{target} by {schedule}, {here[0]['gpu']}",
             "",
@@ -413,7 +439,7 @@ def summary(lines: list[dict[str, Any]]) -> str:
             cells = [name, f"{tokens / 1e6:.1f}", f"{rate:g}" if rate else "-", str(len(group))]
             cells += [spread([mean_of(r["loss_by_position"], b["first"], b["end"]) for r in group], 3) for b in bins]
             cells += [spread([r["passkey"][n] for r in group], 2) for n in lengths]
-            cells += [spread([r["digits"][n] for r in group], 2) for n in graded]
+            cells += [spread([r["digits"][kind][n] for r in group], 2) for kind in NEEDLES for n in graded]
             measured = [r for r in group if r["short_mean"] is not None]
             cells.append(spread([r["short_mean"] for r in measured], 3) if measured else "-")
             kept = [recovery_ratio(r["short"], native["short"]) for r in measured if native and native["short"]]
@@ -460,7 +486,7 @@ def main() -> None:
     parser.add_argument("--val-length", type=int, default=65536)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="of passkey")
     parser.add_argument("--trials", type=int, default=1, help="prompts of each length and of each of ten depths")
-    parser.add_argument("--digit-trials", type=int, default=2, help="the same of those whose digits are graded")
+    parser.add_argument("--digit-trials", type=int, default=2, help="the same of prompts whose digits are graded")
     parser.add_argument("--short-data", type=Path)
     parser.add_argument("--limit", type=int, help="samples of each short-text benchmark; default: all")
     parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")

@@ -16,7 +16,7 @@ from support.tiny import tiny
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import result_lines
 import rpsd_small_scale
-from exams import KINDS, accuracy, make_exam, passkey_exam
+from exams import KINDS, NEEDLES, accuracy, make_exam, needle_exam
 
 from rope_patch import patch_model
 
@@ -74,23 +74,28 @@ def test_an_answer_is_right_when_all_of_its_tokens_are(wrong):
     assert [ok for _, ok in graded] == [i != wrong for i in range(8)]
 
 
+@pytest.mark.parametrize("kind", NEEDLES)
 @pytest.mark.parametrize("depth", [0.05, 0.95])
-def test_of_a_passkey_the_digits_are_graded(depth):
+def test_of_a_needle_the_digits_are_graded(kind, depth):
     tokenizer = character_tokenizer()
-    made = passkey_exam(tokenizer, 3000, depth, random.Random(0))
+    haystack = tokenizer("it was a dark night. " * 200, add_special_tokens=False)["input_ids"]
+    made = needle_exam(kind, tokenizer, haystack, 3000, depth, random.Random(0))
     text = tokenizer.decode(made.ids)
     ((first, end),) = made.answers
-    key = tokenizer.decode(made.ids[first:end])
-    assert len(made.ids) == end == 3000 and key.isdigit() and len(key) == 5
-    assert text.endswith(f" The pass key is {key}") and f" The pass key is {key}. Remember it. {key} is the" in text
-    assert text[round(made.depths[0] * 3000) :].startswith(" The pass key is") and abs(made.depths[0] - depth) < 0.05
+    number = tokenizer.decode(made.ids[first:end])
+    assert len(made.ids) == end <= 3000 and number.isdigit() and len(number) == (5 if kind == "passkey" else 7)
+    needle = text[round(made.depths[0] * end) :]
+    said = re.match(r" The (pass key|special magic number for \S+) is:? (\d+)\.", needle)
+    assert said[2] == number and said[1].lower() in text[-200:].lower()
+    assert text.count(" The special magic number for ") == (0 if kind == "passkey" else 5)
+    assert abs(made.depths[0] - depth) < 0.1
 
 
 def test_no_exam_is_graded_in_training_mode():
     tokenizer = character_tokenizer()
     model = tiny(vocab_size=len(tokenizer)).train()
     with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
-        accuracy(model, passkey_exam(tokenizer, 1000, 0.5, random.Random(0)))
+        accuracy(model, needle_exam("passkey", tokenizer, [40] * 1000, 1000, 0.5, random.Random(0)))
 
 
 def test_too_many_sentences_are_refused():

@@ -185,5 +185,6 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     curves = {r["method"]: json.dumps(r["loss_by_position"]) for r in here}
     assert len(set(curves.values())) == len(methods), curves
     assert {r["method"] for r in runs if r["kind"] == "cost"} == {"endprompt", "full length"}
-    assert all(set(r["digits"]) == {"1024", "2048"} for r in here)
-    assert "2048 by pi" in extension.summary(runs) and "| digits 1024 | digits 2048 |" in extension.summary(runs)
+    assert all(set(r["digits"]["multikey"]) == {"1024", "2048"} for r in here)
+    assert "2048 by pi" in extension.summary(runs)
+    assert "| passkey digits 2048 | multikey digits 1024 |" in extension.summary(runs)
