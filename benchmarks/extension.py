@@ -136,7 +136,11 @@ def combinations(window: int, target: int) -> dict[str, Method]:
         "uniform rows": with_args(reduction="uniform"),
         "longce rows": with_args(kl_longce={"short_context": window // 8, "stride": window // 16}),
         "top rows": with_args(kl_top=0.5),
-        # other methods with it
+        # other methods with it, and by themselves
+        "posaug, rows": {
+            "view": "posaug",
+            "view_args": {"low": 1 / factor, "high": factor, "granularity": "sample"},
+        },
         "posaug kl": {"objective": "self-distill", "view": "posaug", "view_args": scaled},
         "skip and posaug kl": {
             "objective": "self-distill",

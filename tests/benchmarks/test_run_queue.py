@@ -1,6 +1,7 @@
 """The queue of benchmark runs: conditions, shares of a GPU, what fails."""
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,13 @@ def test_what_cannot_begin_ends_the_queue_and_what_failed_is_told(tmp_path):
 def test_a_line_that_cannot_be_read_is_told(tmp_path):
     with pytest.raises(ValueError, match="must have a command behind its conditions"):
         written(tmp_path / "queue", ["seconds=3"]).run(["0"], 2)
+
+
+def test_a_queue_that_stays_takes_what_comes_later(tmp_path):
+    """A file that another process writes, and a line that is added when all others are done."""
+    file, made = tmp_path / "queue", tmp_path / "made"
+    file.write_text(f"needs={made} echo found\n")
+    threading.Timer(0.5, made.touch).start()
+    threading.Timer(1.0, lambda: file.write_text(f"{file.read_text()}echo added\n")).start()
+    assert Queue(file, Deadline(2.5 / 60), tmp_path / "logs", stay=True).run(["0"], 2) == []
+    assert [(tmp_path / f"logs/{n}.log").read_text() for n in ("000", "001")] == ["found\n", "added\n"]
