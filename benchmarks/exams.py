@@ -37,13 +37,13 @@ class Exam:
         ids: of text, sentences, questions and answers.
         answers: of each question (first, end), the places of its answer's tokens in `ids`.
         depths: of each question, where its sentence is, from 0, the start of the row, to 1.
-        n_text: tokens of the text that it was hidden in.
+        n_text: tokens of the text that it was hidden in, 0 where nothing is to go on behind it.
     """
 
     ids: list[int]
     answers: list[tuple[int, int]]
     depths: list[float]
-    n_text: int
+    n_text: int = 0
 
     @property
     def answered(self) -> list[int]:
@@ -132,7 +132,7 @@ def needle_exam(
     answer = tokenizer(f" {prompt.answers[0]}", add_special_tokens=False)["input_ids"]
     first = next(i for i, token in enumerate(answer) if any(c.isdigit() for c in tokenizer.decode([token])))
     ids = [*prompt.ids, *answer]
-    return Exam(ids, [(n_tokens + first, len(ids))], [prompt.position / len(ids)], n_tokens)
+    return Exam(ids, [(n_tokens + first, len(ids))], [prompt.position / len(ids)])
 
 
 @torch.no_grad()

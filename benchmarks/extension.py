@@ -11,8 +11,9 @@ Every run rescales the model by target / window, under PI or YaRN, and trains al
 --tokens tokens, --step-tokens in each step, in bf16 autocast with gradient checkpointing: all methods at one learning
 rate, on rows cut from the same documents. A cue counts as tokens, and of PoSE those of the window. `none` is the
 rescaled model without training, `native` the model as it is. --methods also takes the forms of skip distillation and
-the combinations of methods, which are left out by default. Measured: loss by position, passkey by length up to the
-target, short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what is in it
+the combinations of methods, which are left out by default. Measured: loss by position; passkey by length up to the
+target, as the model writes it; passkey and one of four needles in held-out text with the digits of the answer graded
+alone; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what is in it
 is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would not be
 through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs among
 processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
@@ -38,7 +39,7 @@ from typing import Any, Literal
 import torch
 from compiled import compiled_tokenwise
 from datasets import Dataset
-from exams import NEEDLES, Needle, accuracy, needle_exam
+from exams import NEEDLES, Exam, Needle, accuracy, needle_exam
 from result_lines import Deadline, add_line, mean_of, read_lines, share, spread, versions
 from token_text import first_rows, read_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -114,7 +115,8 @@ def combinations(window: int, target: int) -> dict[str, Method]:
     """
     far, factor = target - window, target / window
     skip = skip_distillation(far)
-    scaled = {"low": 1 / factor, "high": factor, "law": "log-uniform", "granularity": "sample"}
+    by_rows = {"low": 1 / factor, "high": factor, "granularity": "sample"}
+    scaled = {**by_rows, "law": "log-uniform"}
 
     def with_args(**args: Any) -> dict[str, Any]:
         return {**skip, "self_distill_args": args}
@@ -137,10 +139,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
         "longce rows": with_args(kl_longce={"short_context": window // 8, "stride": window // 16}),
         "top rows": with_args(kl_top=0.5),
         # other methods with it, and by themselves
-        "posaug, rows": {
-            "view": "posaug",
-            "view_args": {"low": 1 / factor, "high": factor, "granularity": "sample"},
-        },
+        "posaug, rows": {"view": "posaug", "view_args": by_rows},
         "posaug kl": {"objective": "self-distill", "view": "posaug", "view_args": scaled},
         "skip and posaug kl": {
             "objective": "self-distill",
@@ -289,29 +288,39 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def found_digits(kind: Needle, model: Any, tokenizer: Any, length: int, args: argparse.Namespace) -> float:
-    """Share of needles whose digits the model copies, over ten depths; the same prompts for every model."""
-    rng = random.Random(f"{kind} {length}")
+def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, list[Exam]]]:
+    """The prompts whose digits are graded, over ten depths, the same for every model."""
     filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
-    text = args.val_rows.flatten().tolist() if kind == "multikey" else filler * (length // len(filler) + 1)
-    starts = [rng.randrange(len(text) - length + 1) if kind == "multikey" else 0 for _ in range(args.digit_trials)]
-    exams = [
-        needle_exam(kind, tokenizer, text[start : start + length], length, depth, rng)
-        for start in starts
-        for depth in DEPTHS
-    ]
-    return statistics.mean(right for exam in exams for _, right in accuracy(model, exam))
+    lengths = [n for n in args.lengths if n <= max(*args.targets, args.window)]
+    passkey_text = filler * (max(lengths) // len(filler) + 1)
+    found: dict[Needle, dict[int, list[Exam]]] = {}
+    for kind in NEEDLES:
+        texts = [passkey_text] if kind == "passkey" else args.val_rows.tolist()
+        found[kind] = {}
+        for length in lengths:
+            rng = random.Random(f"{kind} {length}")
+            found[kind][length] = [
+                needle_exam(kind, tokenizer, texts[trial % len(texts)], length, depth, rng)
+                for trial, depth in itertools.product(range(args.digit_trials), DEPTHS)
+            ]
+    return found
 
 
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -> dict[str, Any]:
-    """Loss by position, passkey up to the target and short text, under autocast as in training."""
+    """Loss by position, passkey and digits up to the target, and short text, under autocast as in training."""
     begin = time.perf_counter()
     model.eval()  # a view that is sampled in training is not in force
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         curve = loss_by_position(model, args.val_rows, progress=False)
         lengths = [n for n in args.lengths if n <= max(target, args.window)]
         keys = passkey(model, tokenizer, lengths, trials=args.trials, progress=False)
-        digits = {kind: {str(n): found_digits(kind, model, tokenizer, n, args) for n in lengths} for kind in NEEDLES}
+        digits = {
+            kind: {
+                str(n): statistics.mean(right for exam in by_length[n] for _, right in accuracy(model, exam))
+                for n in lengths
+            }
+            for kind, by_length in args.needles.items()
+        }
         short = None
         if args.short_data is not None:
             short = short_text(model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64)
@@ -363,7 +372,7 @@ def quality(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
             stage: Stage = "first" if of_long else "only"
             cost = train(model, tokenizer, method, args, seed, steps - of_long, args.at_once, stage)
             if of_long:
-                full = every_method(args.window, target, cue)["full length"]
+                full = methods(args.window, target, cue)["full length"]
                 cost = joined(cost, train(model, tokenizer, full, args, seed, of_long, args.at_once, "last"))
             cost["steps"] = steps
         found = {
@@ -524,6 +533,7 @@ def main() -> None:
         cost(args, tokenizer, cue)
         return
     args.val_rows = torch.from_numpy(first_rows(args.folder, "val", args.val_length, args.val_rows))
+    args.needles = needles(tokenizer, args)
     quality(args, tokenizer, cue)
 
 
