@@ -71,27 +71,55 @@ class TwoViewAttention:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
     def _sdpa(self, call: AttentionCall, window: int | None) -> torch.Tensor:
-        tensors = (call.query, call.key, call.value)
-        pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in call.query]
+        query, key, value = map(self._cut, (call.query, call.key, call.value))
+        batch, n_heads, n_places, _ = call.query.shape
+        found: dict[int, torch.Tensor] = {}
         for one in self.layout.segments:
-            row, document = slice(one.row, one.row + 1), slice(one.begin, one.end)
-            q, k, v = (x[row, :, document] for x in tensors)
-            pieces[one.row].append((one.begin, self._causal(q, k, v, call.scale, window)))
-        for one in self.layout.segments:
-            n_copies = one.end - one.split
-            if n_copies:
-                row, prefix = slice(one.row, one.row + 1), slice(one.begin, one.split)
-                q, k, v = (x[row, :, one.copy : one.copy + n_copies] for x in tensors)
-                before_k, before_v = (x[row, :, prefix] for x in tensors[1:])
-                if window is None or window >= one.end - one.begin:
-                    found = prefix_attention(q, before_k, before_v, k, v, call.scale)
-                else:
-                    k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
-                    found = self._causal(q, k, v, call.scale, window)
-                pieces[one.row].append((one.copy, found))
+            document, copies = one.row * n_places + one.begin, one.row * n_places + one.copy
+            found[document] = self._causal(query[document], key[document], value[document], call.scale, window)
+            if one.split == one.end:
+                continue
+            q, k, v = query[copies], key[copies], value[copies]
+            before_k, before_v = (x[document][:, :, : one.split - one.begin] for x in (key, value))
+            if window is None or window >= one.end - one.begin:
+                found[copies] = prefix_attention(q, before_k, before_v, k, v, call.scale)
+            else:
+                k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
+                found[copies] = self._causal(q, k, v, call.scale, window)
+        like = next(iter(found.values()), call.value).new_zeros(0, n_heads, call.value.shape[-1])
         # joined, not written into one tensor: autograd would copy all of it for each piece
-        like = call.query[:1, :, :, : call.value.shape[-1]]
-        return torch.cat([_joined(row, like) for row in pieces]).transpose(1, 2).contiguous()
+        pieces = [
+            found[place].squeeze(0).transpose(0, 1) if place in found else like.new_zeros(size, *like.shape[1:])
+            for place, size in self._sizes.items()
+        ]
+        return torch.cat(pieces).view(batch, n_places, *like.shape[1:])
+
+    def _cut(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Pieces [1, n_heads, n, head_dim] of [batch, n_heads, n + m, head_dim], by place.
+
+        All at once, since autograd makes a whole tensor for each slice by itself; and out of [batch * (n + m), n_heads,
+        head_dim], since cuDNN plans for strides as well as for lengths: those of pieces do not depend on m.
+        """
+        pieces = x.transpose(1, 2).flatten(0, 1).split(list(self._sizes.values()))
+        return {place: piece.transpose(0, 1)[None] for place, piece in zip(self._sizes, pieces, strict=True)}
+
+    @cached_property
+    def _sizes(self) -> dict[int, int]:
+        """Documents, copies and gaps between them: size of each by its place among batch * (n + m), in order."""
+        n_places = self.layout.t.shape[1]
+        sizes = {one.row * n_places + one.begin: one.end - one.begin for one in self.layout.segments}
+        sizes |= {
+            one.row * n_places + one.copy: one.end - one.split for one in self.layout.segments if one.split < one.end
+        }
+        whole: dict[int, int] = {}
+        end = 0
+        for place, size in [*sorted(sizes.items()), (self.layout.t.numel(), 0)]:
+            if place > end:
+                whole[end] = place - end
+            if size:
+                whole[place] = size
+            end = place + size
+        return whole
 
     def _causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
@@ -223,12 +251,3 @@ def _places(parts: list[range], device: torch.device) -> torch.Tensor:
 
 def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-
-
-def _joined(pieces: list[tuple[int, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
-    """Pieces [1, n_heads, n, head_dim] at their rising places, zeros between them, in the shape of `like`."""
-    parts, place = [], 0
-    for begin, piece in [*pieces, (like.shape[2], like[:, :, :0])]:
-        parts += [like.new_zeros(*like.shape[:2], begin - place, like.shape[3]), piece]
-        place = begin + piece.shape[2]
-    return torch.cat(parts, 2)

@@ -1,13 +1,16 @@
 """Self-distillation between views against two plain passes and sums over tokens written one at a time."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from support.batches import batch, documents_of
 from support.flash import as_flash, emulate
 from support.tiny import MIXED, SLIDING_WINDOW, tiny, tokens
+from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import patch_model, rope_view
-from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
+from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller, two_view_attention
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.draws import DrawKey
@@ -256,6 +259,28 @@ def test_a_prefix_keeps_its_graph():
         grad = torch.autograd.grad(tape.loss, seen["x"])[0]
     assert grad.shape[1] == 19 + 7, "tokens, and copies of the suffix"
     assert grad[:, :12].abs().max() > 1e-3 * grad.abs().max()
+
+
+def test_strides_tell_lengths_alone(monkeypatch):
+    """cuDNN plans its attention for each length and stride; the longest copies of a batch must not change either."""
+    calls = defaultdict(list)
+
+    def watched(kernel):
+        def call(*tensors, **options):
+            tensors_alone = [x for x in tensors if isinstance(x, torch.Tensor)]
+            calls[kernel.__name__, *(x.shape for x in tensors_alone)].append(tuple(x.stride() for x in tensors_alone))
+            return kernel(*tensors, **options)
+
+        return call
+
+    for place, name in ((two_view_attention, "prefix_attention"), (F, "scaled_dot_product_attention")):
+        monkeypatch.setattr(place, name, watched(getattr(place, name)))
+    model, data = patch_model(tiny("qwen3"), **SKIP).train(), batch("plain")
+    for step in range(12):
+        run(model, data, ViewConsistency(), step=step)
+    again = {lengths: set(strides) for lengths, strides in calls.items() if len(strides) > len(model.model.layers)}
+    assert len(again) > 2, "lengths that come in several batches"
+    assert all(len(strides) == 1 for strides in again.values()), again
 
 
 @pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
