@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from support.tiny import tiny
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import compiled
 import distillation_step
+import extension
 import posaug_from_scratch
 import restoration
 import rpsd_small_scale
@@ -51,7 +52,7 @@ def test_documented_times_are_those_of_the_files():
         assert f"| {trl['ms'] / ours['ms']:.2f} |" in vocabulary
     steps = section("### A step\n")
     for row in json.loads((RESULTS / "self-distill-step-h200.json").read_text())["runs"]:
-        if row["run"] in ("clm", "self-distill"):
+        if row["length"] < 262144:
             assert f"| {row['tokens_per_second']:.0f} |" in steps
     kernels = section("## Relation-KL kernels")
     for row in json.loads((RESULTS / "relation-kl-h200.json").read_text())["rows"]:
@@ -96,19 +97,41 @@ def test_documented_figures_of_small_models_are_those_of_their_files():
 
 
 def test_documented_figures_of_the_extension_are_those_of_the_file():
-    """Every run at the rate that is documented has its row: losses by span, and short text."""
-    documented = section("## SmolLM2-135M from 8192 to 32768 tokens")
+    """Means over seeds, of every method under every schedule: losses by span, found numbers, short text; costs."""
+    documented = section("## SmolLM2-135M from 8192 to 32768 and 65536 tokens")
     runs = read_lines(RESULTS / "extension-h200.jsonl")
     native = next(r for r in runs if r["method"] == "native")
-    shown = [r for r in runs if r["schedule"] and r["learning_rate"] in (None, 5e-4)]
-    assert len(shown) == 32
-    for run in shown:
-        *near, far = [b["loss"] for b in run["loss_by_position"]]
-        losses = " | ".join([*(f"{x:.3f}" for x in near), f"{far:.2f}"])
-        short = f"{run['short_mean']:.3f} | {recovery_ratio(run['short'], native['short']):.1f}"
-        keys = [f"{run['passkey'][n]:.1f}" for n in ("16384", "32768")]
-        row = [f"| {losses} | {short} |", f"| {losses} | {' | '.join(keys)} | {short} |"]
-        assert any(r in documented for r in row), run["method"]
+    main = extension.methods(8192, 65536, 8)
+
+    def means(same, spans, needles):
+        losses = [f"{mean(r['loss_by_position'][k]['loss'] for r in same):.3f}" for k in range(spans)]
+        found = [f"{mean(r['digits'][kind][n] for r in same):.2f}" for kind, n in needles]
+        short = f"{mean(recovery_ratio(r['short'], native['short']) for r in same):.1f}"
+        return " | ".join([*losses, *(share.removeprefix("0") for share in found), short])
+
+    groups = {}
+    for run in runs:
+        groups.setdefault((run["target"], run["schedule"], run["method"]), []).append(run)
+    for (target, schedule, method), same in groups.items():
+        assert len(same) == (1 if method in ("native", "none") else 3)
+        if schedule == "yarn" and method in main:
+            near, far = (("multikey", str(n)) for n in (target // 2, target))
+            yarn = means(same, 3 + (target > 32768), [("passkey", str(target)), near, far])
+            pi = means(groups[target, "pi", method], 3 + (target > 32768), [])
+            assert f"| {yarn} | {pi} |" in documented, method
+        if schedule == "yarn" and target == 32768 and method != "none":
+            assert (method in main and method not in ("skip distil", "posaug")) or (
+                f"| {means(same, 4, [('passkey', '32768'), ('multikey', '16384'), ('multikey', '32768')])} |"
+                in documented
+            ), method
+    costs = {}
+    for run in read_lines(RESULTS / "extension-cost-h200.jsonl"):
+        costs.setdefault((run["method"], run["rows_at_once"]), []).append(run)
+    full = costs["full length", 1]
+    for (_, rows), same in costs.items():
+        speed, memory = (median(r[name] for r in same) for name in ("tokens_per_second", "peak_gib"))
+        over = speed / median(r["tokens_per_second"] for r in full), memory / median(r["peak_gib"] for r in full)
+        assert f"| {rows} | {speed:.0f} | {over[0]:.2f} | {memory:.1f} | {over[1]:.2f} |" in documented
 
 
 def test_the_figure_of_the_comparison_is_drawn(tmp_path):
