@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from .attention_calls import (
+    AttentionCall,
+    attention_kernel,
+    attention_name,
+    block_mask,
+    sliding_window,
+    watched_attention,
+)
 from .distillation.labelled import Labelled
 from .rotary import find_core, find_decoder
 
@@ -154,8 +161,6 @@ class _Groups:
 
     def block_mask(self, call: AttentionCall, window: int | None) -> Any:
         """The mask of all heads for flex attention, made once a forward and window."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
         n_heads, n_kv_heads = call.query.shape[1], call.key.shape[1]
         n_plain = (n_kv_heads - n_kv_heads // 2) * (n_heads // n_kv_heads)
         one, n = self.labelled, self.labelled.t.shape[1]
@@ -174,9 +179,7 @@ class _Groups:
 
         key = (window, n_heads)
         if key not in self._masks:
-            batch = len(one.t)
-            device, on_gpu = str(call.query.device), call.query.is_cuda
-            self._masks[key] = create_block_mask(visible, batch, n_heads, n, n, device=device, _compile=on_gpu)
+            self._masks[key] = block_mask(visible, len(one.t), n_heads, call.query)
         return self._masks[key]
 
     def _mask(self, call: AttentionCall, n: int, window: int | None) -> torch.Tensor | None:

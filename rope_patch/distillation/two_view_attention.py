@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention_calls import AttentionCall, attention_kernel, sliding_window
+from ..attention_calls import AttentionCall, attention_kernel, block_mask, sliding_window
 from .one_pass import Segment, TwoViewLayout
 from .prefix_attention import prefix_attention
 
@@ -168,20 +168,8 @@ class TwoViewAttention:
         return _Sequences.of(self.layout)
 
     def _block_mask(self, query: torch.Tensor, window: int | None) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        n_rows, _, n_places, _ = query.shape
         visible = self._mask_function(window)
-        on_gpu = query.device.type == "cuda"  # elsewhere compiling takes longer than it saves
-        return create_block_mask(
-            lambda row, head, q, k: visible(row, q, k),
-            n_rows,
-            None,
-            n_places,
-            n_places,
-            device=str(query.device),
-            _compile=on_gpu,
-        )
+        return block_mask(lambda row, head, q, k: visible(row, q, k), len(query), None, query)
 
     def _additive_mask(self, query: torch.Tensor, window: int | None) -> torch.Tensor:
         places = torch.arange(query.shape[2], device=query.device)
