@@ -330,10 +330,16 @@ def main() -> None:
         return
     if not args.model:
         parser.error("give MODEL, or --table")
+    settings = {k: getattr(args, k) for k in SETTINGS}
+    known = read_lines(args.out)
+    if other := next((r["settings"] for r in known if r["settings"] != settings), None):
+        changed = ", ".join(f"{k} {other[k]}" for k in SETTINGS if other[k] != settings[k])
+        parser.error(
+            f"{args.out} has runs with {changed}, which one table cannot hold beside these: give another --out"
+        )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if not (args.taught / "config.json").is_file():
         teach(args, tokenizer)
-    known = read_lines(args.out)
     done = {(r["arm"], r["seed"]) for r in known}
     val = text_rows(tokenizer, texts(args.val, True), seq_len=max(args.lengths), n_rows=args.val_rows)
     rows = long_rows(list(texts(args.train, False)), tokenizer, args)
@@ -367,7 +373,7 @@ def main() -> None:
             "train_seconds": seconds,
             **measure(model, exams, args, val),
             "log": log,
-            "settings": {k: getattr(args, k) for k in SETTINGS},
+            "settings": settings,
             **versions(),
         }
         add_line(args.out, found)

@@ -164,6 +164,17 @@ def test_every_arm_is_trained_and_measured(texts, tmp_path, monkeypatch):
     assert rpsd_small_scale.table(runs).split("\n\n")[0].count("\n") == len(arms) + 1
 
 
+def test_runs_of_other_settings_are_not_added_to_a_file(tmp_path, monkeypatch, capsys):
+    settings = {"short": 2048, "long": 8192, "mix": 0.5, "steps": 256, "rows": 1, "theta": 8e5}
+    settings |= {"learning_rate": 1e-4, "exams": 16, "spacing": 30}
+    out = tmp_path / "out.jsonl"
+    result_lines.add_line(out, {"arm": "skip", "seed": 0, "settings": settings})
+    monkeypatch.setattr("sys.argv", ["rpsd", str(tmp_path), "--out", str(out), "--steps", "12"])
+    with pytest.raises(SystemExit):
+        rpsd_small_scale.main()
+    assert "has runs with steps 256" in capsys.readouterr().err
+
+
 def test_results_are_tabled_and_drawn(tmp_path):
     curve = [{"first": 64, "end": 4096, "loss": 3.0}]
     by_place = {f"{kind} by position": [None, *[0.5] * 9] for kind in KINDS}
