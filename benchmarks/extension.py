@@ -5,7 +5,7 @@ Run: python benchmarks/token_text.py TOKENS --train books.jsonl.xz ... --val hel
      python benchmarks/extension.py MODEL TOKENS [--targets 65536 32768] [--schedules pi yarn] [--methods NAME ...]
          [--seeds 0 1 2] [--short-data FOLDER --limit 200] [--out FILE.jsonl] [--minutes 9] [--part K/N]
      python benchmarks/extension.py MODEL TOKENS --cost 6 [...]
-     python benchmarks/extension.py --summary FILE.jsonl ...
+     python benchmarks/extension.py --summary FILE.jsonl ... [--plot FIGURE.png]
 
 Every run rescales the model by target / window, under PI or YaRN, and trains all weights with RopeSFTTrainer on
 --tokens tokens, --step-tokens in each step, in bf16 autocast with gradient checkpointing: all methods at one learning
@@ -31,7 +31,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,12 +39,13 @@ import torch
 from compiled import compiled_tokenwise
 from datasets import Dataset
 from exams import NEEDLES, Exam, Needle, accuracy, needle_exam
-from result_lines import Deadline, add_line, mean_of, read_lines, share, spread, versions
+from extension_results import plot, summary
+from result_lines import Deadline, add_line, read_lines, share, versions
 from token_text import first_rows, read_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from rope_patch import patch_model
-from rope_patch.eval import loss_by_position, passkey, recovery_ratio, short_text
+from rope_patch.eval import loss_by_position, passkey, short_text
 from rope_patch.eval.needles import PASSKEY_FILLER
 from rope_patch.eval.retrieval import DEPTHS
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
@@ -426,65 +426,12 @@ def cost(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
                 torch.cuda.empty_cache()
 
 
-def summary(lines: list[dict[str, Any]]) -> str:
-    """Markdown: a table for each target and schedule, means over seeds with half of their span, and one of costs."""
-    runs = [r for r in lines if r["kind"] == "quality"]
-    native = next((r for r in runs if r["method"] == "native"), None)
-    tables = []
-    for target, schedule in dict.fromkeys((r["target"], r["schedule"]) for r in runs if r["schedule"]):
-        here = [r for r in runs if (r["target"], r["schedule"]) == (target, schedule)]
-        same: dict[tuple[str, int, float | None], list[dict[str, Any]]] = defaultdict(list)
-        for run in [native, *here] if native else here:
-            same[run["method"], run["tokens"], run["learning_rate"]].append(run)
-        bins = here[0]["loss_by_position"]
-        lengths = [n for n in here[0]["passkey"] if all(n in r["passkey"] for r in here)]
-        head = ["method", "M tokens", "rate", "seeds", *(f"loss {b['first']}-{b['end']}" for b in bins)]
-        graded = lengths if all("digits" in r for r in here) else []
-        head += [*(f"passkey {n}" for n in lengths), *(f"{kind} digits {n}" for kind in NEEDLES for n in graded)]
-        head += ["short text", "recovery %"]
-        table = [
-            f"{target} by {schedule}, {here[0]['gpu']}",
-            "",
-            "| " + " | ".join(head) + " |",
-            "|---" * len(head) + "|",
-        ]
-        for (name, tokens, rate), group in same.items():
-            cells = [name, f"{tokens / 1e6:.1f}", f"{rate:g}" if rate else "-", str(len(group))]
-            cells += [spread([mean_of(r["loss_by_position"], b["first"], b["end"]) for r in group], 3) for b in bins]
-            cells += [spread([r["passkey"][n] for r in group], 2) for n in lengths]
-            cells += [spread([r["digits"][kind][n] for r in group], 2) for kind in NEEDLES for n in graded]
-            measured = [r for r in group if r["short_mean"] is not None]
-            cells.append(spread([r["short_mean"] for r in measured], 3) if measured else "-")
-            kept = [recovery_ratio(r["short"], native["short"]) for r in measured if native and native["short"]]
-            cells.append(spread(kept, 1) if kept else "-")
-            table.append("| " + " | ".join(cells) + " |")
-        tables.append("\n".join(table))
-    costs: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for run in lines:
-        if run["kind"] == "cost":
-            costs[
-                run["target"], run["schedule"], json.dumps(run["override"]), run["method"], run["rows_at_once"]
-            ].append(run)
-    if costs:
-        table = ["| target | schedule | settings | method | rows at once | runs | tokens/s | over full length | GiB |"]
-        table.append("|---" * 9 + "|")
-        for (target, schedule, override, name, rows), group in costs.items():
-            rate = statistics.median(r["tokens_per_second"] for r in group)
-            full = [r for r in costs.get((target, schedule, override, "full length", 1), [])]
-            over = f"{rate / statistics.median(r['tokens_per_second'] for r in full):.2f}x" if full else "-"
-            peaks = [r["peak_gib"] for r in group if r["peak_gib"]]
-            peak = f"{max(peaks):.1f}" if peaks else "-"
-            cells = [str(target), schedule, override, name, str(rows), str(len(group)), f"{rate:,.0f}", over, peak]
-            table.append("| " + " | ".join(cells) + " |")
-        tables.append("\n".join(table))
-    return "\n\n".join(tables)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("folder", nargs="?", type=Path, help="of token files, made with the model's tokenizer")
     parser.add_argument("--summary", nargs="+", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw the file of --summary: loss beyond the window, by method")
     parser.add_argument("--cost", type=int, help="steps that are timed; nothing is measured but time and memory")
     parser.add_argument("--window", type=int, default=8192, help="native window, in tokens")
     parser.add_argument("--targets", type=int, nargs="+", default=[65536, 32768])
@@ -509,7 +456,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("extension.jsonl"))
     args = parser.parse_args()
     if args.summary:
-        print(summary(read_lines(*args.summary)))
+        lines = read_lines(*args.summary)
+        print(summary(lines))
+        if args.plot:
+            print(*plot(lines, args.window, args.plot))
         return
     if args.model is None or args.folder is None:
         parser.error("give MODEL and the folder of token files, or --summary")

@@ -188,3 +188,5 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     assert all(set(r["digits"]["multikey"]) == {"1024", "2048"} for r in here)
     assert "2048 by pi" in extension.summary(runs)
     assert "| passkey digits 2048 | multikey digits 1024 |" in extension.summary(runs)
+    files = extension.plot(runs, 1024, tmp_path / "figure.png")
+    assert all(file.stat().st_size > 10_000 for file in files)

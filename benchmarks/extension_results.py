@@ -1,0 +1,109 @@
+"""Tables and the figure of `extension`: means over seeds, by target and schedule."""
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from exams import NEEDLES
+from result_lines import mean_of, spread
+
+from rope_patch.eval import recovery_ratio
+from rope_patch.eval.figures import add_legend, compact, new_figure, save_figure
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """Markdown: a table for each target and schedule, means over seeds with half of their span, and one of costs."""
+    runs = [r for r in lines if r["kind"] == "quality"]
+    native = next((r for r in runs if r["method"] == "native"), None)
+    tables = []
+    for target, schedule in dict.fromkeys((r["target"], r["schedule"]) for r in runs if r["schedule"]):
+        here = [r for r in runs if (r["target"], r["schedule"]) == (target, schedule)]
+        same: dict[tuple[str, int, float | None], list[dict[str, Any]]] = defaultdict(list)
+        for run in [native, *here] if native else here:
+            same[run["method"], run["tokens"], run["learning_rate"]].append(run)
+        bins = here[0]["loss_by_position"]
+        lengths = [n for n in here[0]["passkey"] if all(n in r["passkey"] for r in here)]
+        head = ["method", "M tokens", "rate", "seeds", *(f"loss {b['first']}-{b['end']}" for b in bins)]
+        graded = lengths if all("digits" in r for r in here) else []
+        head += [*(f"passkey {n}" for n in lengths), *(f"{kind} digits {n}" for kind in NEEDLES for n in graded)]
+        head += ["short text", "recovery %"]
+        table = [
+            f"{target} by {schedule}, {here[0]['gpu']}",
+            "",
+            "| " + " | ".join(head) + " |",
+            "|---" * len(head) + "|",
+        ]
+        for (name, tokens, rate), group in same.items():
+            cells = [name, f"{tokens / 1e6:.1f}", f"{rate:g}" if rate else "-", str(len(group))]
+            cells += [spread([mean_of(r["loss_by_position"], b["first"], b["end"]) for r in group], 3) for b in bins]
+            cells += [spread([r["passkey"][n] for r in group], 2) for n in lengths]
+            cells += [spread([r["digits"][kind][n] for r in group], 2) for kind in NEEDLES for n in graded]
+            measured = [r for r in group if r["short_mean"] is not None]
+            cells.append(spread([r["short_mean"] for r in measured], 3) if measured else "-")
+            kept = [recovery_ratio(r["short"], native["short"]) for r in measured if native and native["short"]]
+            cells.append(spread(kept, 1) if kept else "-")
+            table.append("| " + " | ".join(cells) + " |")
+        tables.append("\n".join(table))
+    costs: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for run in lines:
+        if run["kind"] == "cost":
+            costs[
+                run["target"], run["schedule"], json.dumps(run["override"]), run["method"], run["rows_at_once"]
+            ].append(run)
+    if costs:
+        table = ["| target | schedule | settings | method | rows at once | runs | tokens/s | over full length | GiB |"]
+        table.append("|---" * 9 + "|")
+        for (target, schedule, override, name, rows), group in costs.items():
+            rate = statistics.median(r["tokens_per_second"] for r in group)
+            full = [r for r in costs.get((target, schedule, override, "full length", 1), [])]
+            over = f"{rate / statistics.median(r['tokens_per_second'] for r in full):.2f}x" if full else "-"
+            peaks = [r["peak_gib"] for r in group if r["peak_gib"]]
+            peak = f"{max(peaks):.1f}" if peaks else "-"
+            cells = [str(target), schedule, override, name, str(rows), str(len(group)), f"{rate:,.0f}", over, peak]
+            table.append("| " + " | ".join(cells) + " |")
+        tables.append("\n".join(table))
+    return "\n\n".join(tables)
+
+
+def plot(lines: list[dict[str, Any]], window: int, path: Path) -> list[Path]:
+    """Loss from the window to the target of every trained run: a dot a seed, a colour a schedule, a panel a target.
+
+    A dashed line is the loss under a schedule without training, where it is not far away. Methods are in the order of
+    their means under the schedule that has most of them and the lowest loss.
+    """
+    runs = [r for r in lines if r["kind"] == "quality" and r["schedule"]]
+    targets = sorted({r["target"] for r in runs})
+    schedules = list(dict.fromkeys(r["schedule"] for r in runs))
+
+    def loss(run: dict[str, Any]) -> float:
+        # from the first bin that goes beyond the window
+        first = next(b["first"] for b in run["loss_by_position"] if b["end"] > window)
+        return mean_of(run["loss_by_position"], first, run["target"])
+
+    n_methods = max(len({r["method"] for r in runs if r["target"] == target}) for target in targets)
+    figure, panels = new_figure(len(targets), 1.5 + 0.22 * n_methods, share_y=False)
+    for axes, target in zip(panels, targets, strict=True):
+        trained = [r for r in runs if r["target"] == target and r["tokens"]]
+        by_schedule: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for run in trained:
+            by_schedule[run["schedule"]][run["method"]].append(loss(run))
+        # of the schedules with most methods the one with the lowest loss
+        ordered = max(by_schedule.values(), key=lambda found: (len(found), -min(map(statistics.mean, found.values()))))
+        order = sorted(ordered, key=lambda name: -statistics.mean(ordered[name]))
+        order = [*sorted({r["method"] for r in trained} - set(order)), *order]
+        widest = max(loss(r) for r in trained)
+        for number, schedule in enumerate(schedules):
+            same = [r for r in trained if r["schedule"] == schedule]
+            places = [order.index(r["method"]) for r in same]
+            axes.scatter([loss(r) for r in same], places, s=12, color=f"C{number}", label=schedule, alpha=0.7)
+            untrained = [r for r in runs if (r["target"], r["schedule"], r["tokens"]) == (target, schedule, 0)]
+            for run in untrained:
+                if loss(run) < widest + 0.1:
+                    axes.axvline(loss(run), color=f"C{number}", linestyle="--", linewidth=1)
+        axes.set_yticks(range(len(order)), order)
+        axes.grid(alpha=0.25)
+        axes.set(title=f"to {compact(target)}", xlabel=f"loss {compact(window)} to {compact(target)}, nats per token")
+    add_legend(figure, panels[0])
+    return save_figure(figure, path)
