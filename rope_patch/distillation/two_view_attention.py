@@ -86,13 +86,13 @@ class TwoViewAttention:
             else:
                 k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
                 found[copies] = self._causal(q, k, v, call.scale, window)
-        like = next(iter(found.values()), call.value).new_zeros(0, n_heads, call.value.shape[-1])
+        zeros, shape = next(iter(found.values()), call.value).new_zeros, (n_heads, call.value.shape[-1])
         # joined, not written into one tensor: autograd would copy all of it for each piece
         pieces = [
-            found[place].squeeze(0).transpose(0, 1) if place in found else like.new_zeros(size, *like.shape[1:])
+            found[place].squeeze(0).transpose(0, 1) if place in found else zeros(size, *shape)
             for place, size in self._sizes.items()
         ]
-        return torch.cat(pieces).view(batch, n_places, *like.shape[1:])
+        return torch.cat(pieces).view(batch, n_places, *shape)
 
     def _cut(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
         """Pieces [1, n_heads, n, head_dim] of [batch, n_heads, n + m, head_dim], by place.

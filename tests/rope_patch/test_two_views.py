@@ -163,7 +163,7 @@ VIEWS = {
 }
 
 
-EXACT = {"stock": 1e-6, "float64": 1e-10, "float32 softmax": 2e-6}  # of the norm of each gradient
+EXACT = {"stock": 1e-6, "float64": 1e-10, "float32 softmax": 2e-6}  # of the largest number of each gradient
 
 
 def in_float64(model, monkeypatch):
@@ -192,7 +192,7 @@ def test_one_pass_is_two_passes_under_every_view(view, kind, rest, monkeypatch):
         tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
         results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
     for one, two in zip(*results, strict=True):
-        assert (one - two).norm() <= EXACT[rest] * two.norm()
+        assert (one - two).abs().max() <= EXACT[rest] * two.abs().max()
 
 
 IMPLEMENTATIONS = [
@@ -218,7 +218,7 @@ def test_one_pass_is_two_passes_by_every_attention(attention, rest, family, kind
         results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
     assert bool(calls) == (attention == "flash")
     for one, two in zip(*results, strict=True):
-        assert (one - two).norm() <= EXACT[rest] * two.norm()
+        assert (one - two).abs().max() <= EXACT[rest] * two.abs().max()
 
 
 def windowed(family, attention, dtype=torch.float64):
