@@ -288,10 +288,15 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def lengths_within(args: argparse.Namespace, target: int) -> list[int]:
+    """Of --lengths, those that a model for `target` is asked at."""
+    return [n for n in args.lengths if n <= max(target, args.window)]
+
+
 def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, list[Exam]]]:
     """The prompts whose digits are graded, over ten depths, the same for every model."""
     filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
-    lengths = [n for n in args.lengths if n <= max(*args.targets, args.window)]
+    lengths = lengths_within(args, max(args.targets))
     passkey_text = filler * (max(lengths) // len(filler) + 1)
     found: dict[Needle, dict[int, list[Exam]]] = {}
     for kind in NEEDLES:
@@ -312,7 +317,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
     model.eval()  # a view that is sampled in training is not in force
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         curve = loss_by_position(model, args.val_rows, progress=False)
-        lengths = [n for n in args.lengths if n <= max(target, args.window)]
+        lengths = lengths_within(args, target)
         keys = passkey(model, tokenizer, lengths, trials=args.trials, progress=False)
         digits = {
             kind: {

@@ -13,6 +13,11 @@ from rope_patch.eval import recovery_ratio
 from rope_patch.eval.figures import add_legend, compact, new_figure, save_figure
 
 
+def shown(values: list[float], digits: int) -> str:
+    """`spread`, or a dash where nothing was measured."""
+    return spread(values, digits) if values else "-"
+
+
 def summary(lines: list[dict[str, Any]]) -> str:
     """Markdown: a table for each target and schedule, means over seeds with half of their span, and one of costs."""
     runs = [r for r in lines if r["kind"] == "quality"]
@@ -24,10 +29,9 @@ def summary(lines: list[dict[str, Any]]) -> str:
         for run in [native, *here] if native else here:
             same[run["method"], run["tokens"], run["learning_rate"]].append(run)
         bins = here[0]["loss_by_position"]
-        lengths = [n for n in here[0]["passkey"] if all(n in r["passkey"] for r in here)]
+        lengths = list(here[0]["passkey"])
         head = ["method", "M tokens", "rate", "seeds", *(f"loss {b['first']}-{b['end']}" for b in bins)]
-        graded = lengths if all("digits" in r for r in here) else []
-        head += [*(f"passkey {n}" for n in lengths), *(f"{kind} digits {n}" for kind in NEEDLES for n in graded)]
+        head += [*(f"passkey {n}" for n in lengths), *(f"{kind} digits {n}" for kind in NEEDLES for n in lengths)]
         head += ["short text", "recovery %"]
         table = [
             f"{target} by {schedule}, {here[0]['gpu']}",
@@ -38,12 +42,14 @@ def summary(lines: list[dict[str, Any]]) -> str:
         for (name, tokens, rate), group in same.items():
             cells = [name, f"{tokens / 1e6:.1f}", f"{rate:g}" if rate else "-", str(len(group))]
             cells += [spread([mean_of(r["loss_by_position"], b["first"], b["end"]) for r in group], 3) for b in bins]
-            cells += [spread([r["passkey"][n] for r in group], 2) for n in lengths]
-            cells += [spread([r["digits"][kind][n] for r in group], 2) for kind in NEEDLES for n in graded]
+            # the native model is measured once, perhaps for a nearer target
+            cells += [shown([r["passkey"][n] for r in group if n in r["passkey"]], 2) for n in lengths]
+            digits = [r["digits"] for r in group]
+            cells += [shown([d[kind][n] for d in digits if n in d[kind]], 2) for kind in NEEDLES for n in lengths]
             measured = [r for r in group if r["short_mean"] is not None]
-            cells.append(spread([r["short_mean"] for r in measured], 3) if measured else "-")
+            cells.append(shown([r["short_mean"] for r in measured], 3))
             kept = [recovery_ratio(r["short"], native["short"]) for r in measured if native and native["short"]]
-            cells.append(spread(kept, 1) if kept else "-")
+            cells.append(shown(kept, 1))
             table.append("| " + " | ".join(cells) + " |")
         tables.append("\n".join(table))
     costs: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
@@ -57,7 +63,7 @@ def summary(lines: list[dict[str, Any]]) -> str:
         table.append("|---" * 9 + "|")
         for (target, schedule, override, name, rows), group in costs.items():
             rate = statistics.median(r["tokens_per_second"] for r in group)
-            full = [r for r in costs.get((target, schedule, override, "full length", 1), [])]
+            full = costs.get((target, schedule, override, "full length", 1))
             over = f"{rate / statistics.median(r['tokens_per_second'] for r in full):.2f}x" if full else "-"
             peaks = [r["peak_gib"] for r in group if r["peak_gib"]]
             peak = f"{max(peaks):.1f}" if peaks else "-"

@@ -190,3 +190,17 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     assert "| passkey digits 2048 | multikey digits 1024 |" in extension.summary(runs)
     files = extension.plot(runs, 1024, tmp_path / "figure.png")
     assert all(file.stat().st_size > 10_000 for file in files)
+
+
+def test_what_the_native_model_was_not_asked_at_is_a_dash():
+    """It is measured once, and the next targets may be farther away."""
+    shared = {"kind": "quality", "gpu": None, "seed": 0, "learning_rate": None, "short": None, "short_mean": None}
+    shared["loss_by_position"] = [{"first": 64, "end": 2048, "loss": 3.0}]
+
+    def line(method, schedule, lengths):
+        shares = dict.fromkeys(lengths, 1.0)
+        asked = {"passkey": shares, "digits": {"passkey": shares, "multikey": shares}}
+        return {**shared, "method": method, "schedule": schedule, "target": 2048, "tokens": 0, **asked}
+
+    table = extension.summary([line("native", None, ["1024"]), line("none", "pi", ["1024", "2048"])])
+    assert "| native | 0.0 | - | 1 | 3.000 | 1.00 | - | 1.00 | - | 1.00 | - | - | - |" in table
