@@ -41,7 +41,9 @@ def test_documented_losses_and_recoveries_are_those_of_the_file():
 
 
 def section(title):
-    return (RESULTS / "README.md").read_text().split(title)[1].split("\n##")[0].replace("**", "")
+    """The text under a heading, to the next one of its level or above, without bold marks."""
+    behind = (RESULTS / "README.md").read_text().split(title)[1]
+    return re.split(rf"\n#{{1,{title.count('#')}}} ", behind)[0].replace("**", "")
 
 
 def test_documented_times_are_those_of_the_files():
