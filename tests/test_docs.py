@@ -1,0 +1,210 @@
+"""README's Python blocks run, links of the pages lead somewhere, and figures in sentences are those of their files."""
+
+import json
+import re
+from pathlib import Path
+from statistics import mean, median, stdev
+
+import pytest
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import tiny
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODEL_OF_README = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def text_of(page):
+    """The page without bold marks and on one line, so that a sentence is found wherever it is broken."""
+    return " ".join((ROOT / page).read_text().replace("**", "").split())
+
+
+def lines_of(file):
+    return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+
+
+def share(value):
+    return f"{value:.2f}".removeprefix("0") if value else "0"
+
+
+def means(runs, *kinds):
+    """Means over runs of what each kind gives by length beyond 2048 tokens: `.94, .84, .41`."""
+    return [", ".join(share(mean(run[kind][n] for run in runs)) for n in ("8192", "16384", "32768")) for kind in kinds]
+
+
+def test_python_blocks_of_the_readme_run_one_after_the_other(tmp_path, monkeypatch):
+    """As they stand, but for the model, a tiny one of the same window, the number of steps and the length of texts."""
+    monkeypatch.chdir(tmp_path)
+    tiny(vocab_size=CHARACTERS, max_position_embeddings=8192).save_pretrained("model")
+    character_tokenizer().save_pretrained("model")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert MODEL_OF_README in block
+        code = block.replace(MODEL_OF_README, "model").replace("max_steps=32", "max_steps=1, use_cpu=True")
+        code = code.replace('" * 100}', '" * 2}')
+        exec(compile(code, "README.md", "exec"), {})
+    assert (tmp_path / "out" / "rope_patch.json").is_file()
+
+
+def anchors(page):
+    """Of each heading what GitHub links to."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        if file.startswith("http"):
+            continue
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_the_table_of_the_readme_is_that_of_the_report():
+    """Losses, and retrieval at every length: also where it fell."""
+    summary = {
+        row["figure"]: row["values"] for row in json.loads((RESULTS / "report-h200.json").read_text())["summary"]
+    }
+    readme = text_of("README.md")
+    models = ("native", "yarn4", "yarn4+skip")
+
+    def cells(figures, form):
+        return " | ".join(" / ".join(form(summary[f][m]) for f in figures) for m in models)
+
+    def tenths(value):
+        return f"{value:.1f}".removeprefix("0") if value else "0"
+
+    for kind in ("passkey", "single"):
+        assert f"| {cells([f'{kind} at {n}' for n in (4096, 16384, 32768)], tenths)} |" in readme
+    for figure in ("loss 64..8192 (nats per token)", "loss beyond 8192"):
+        assert f"| {cells([figure], '{:.3f}'.format)} |" in readme
+
+
+def test_passkeys_as_written_are_those_of_the_file():
+    """In choosing.md and in the results, beside the digits graded alone."""
+    groups = {}
+    for run in lines_of("extension-h200.jsonl"):
+        groups.setdefault((run["target"], run["schedule"], run["method"]), []).append(run)
+
+    def written(key, *lengths):
+        return [share(mean(run["passkey"][str(n)] for run in groups[key])) for n in lengths]
+
+    def digits(key, n):
+        return share(mean(run["digits"]["passkey"][str(n)] for run in groups[key]))
+
+    lengths = {32768: (8192, 16384, 32768), 65536: (8192, 16384, 32768, 65536)}
+    results, choosing = text_of("docs/results/README.md"), text_of("docs/choosing.md")
+    for method in {method for target, schedule, method in groups if (target, schedule) == (65536, "yarn")}:
+        keys = {target: (target, "yarn", method) for target in lengths}
+        cells = [
+            cell for target, key in keys.items() for cell in [*written(key, *lengths[target]), digits(key, target)]
+        ]
+        assert f"| {' | '.join(cells)} |" in results, method
+    for method in ("none", "skip distil"):
+        key = (32768, "ntk", method)
+        assert f"| {' | '.join([*written(key, *lengths[32768]), digits(key, 32768)])} | - |" in results
+        for schedule in ("yarn", "ntk"):
+            shares = [cell if cell != "0" else ".00" for cell in written((32768, schedule, method), *lengths[32768])]
+            assert f"| {' | '.join(shares)} |" in choosing.replace("| 0 |", "| .00 |")
+    native, full = (65536, None, "native"), (65536, "yarn", "full length")
+    for n in (8192, 65536):
+        cells = [*written(native, n), *written((65536, "yarn", "none"), n), *written((65536, "yarn", "pose"), n)]
+        cells += [digits((65536, "yarn", "pose"), n), *written(full, n), digits(full, n)]
+        assert f"| {n} | {' | '.join('.00' if cell == '0' else cell for cell in cells)} |" in choosing
+
+
+def test_errors_of_the_restorations_are_those_over_benchmarks():
+    runs = lines_of("restoration-h200.jsonl")
+
+    def short(arm):
+        same = [run["short"] for run in runs if run["arm"] == arm and run["after"] in ("extend", None)]
+        return {name: 100 * mean(accuracy[name] for accuracy in same) for name in same[0]}
+
+    def kept(arm):
+        names = [name for name in short(arm) if name != "lambada_openai"]
+        return 100 * sum(short(arm)[n] for n in names) / sum(short("native")[n] for n in names)
+
+    def compared(arm, other):
+        differences = [short(arm)[name] - short(other)[name] for name in short(arm)]
+        return mean(differences), stdev(differences) / len(differences) ** 0.5, sum(d > 0 for d in differences)
+
+    results, control, ard = text_of("docs/results/README.md"), "pi4 clm qkv 0.001+cpt", "pi4 ard+cpt"
+    for arm in (ard, "pi4 hidden+cpt", "pi4 ard attn+v +logit+cpt"):
+        points, error, better = compared(arm, control)
+        assert f"| {kept(arm):.1f} | {points:.2f}, {error:.2f} | {better} of 8 |" in results
+    assert f"| {kept(control):.1f} | - | - |" in results
+    points, error, better = compared("pi4 hidden+cpt", ard)
+    assert (
+        f"{points:.2f} points of accuracy above LinearARD, standard error {error:.2f}, better in {better} of 8"
+        in results
+    )
+    assert f"{short('pi4 hidden+cpt')['lambada_openai'] - short(ard)['lambada_openai']:.1f} points" in results
+    for arm in (
+        ard,
+        control,
+        "pi4 hidden+cpt",
+        "pi4 ard attn+v +logit+cpt",
+        "pi4 clm 0.0005+cpt",
+        "pi4 native kl 1+cpt",
+    ):
+        whole = 100 * sum(short(arm).values()) / sum(short("native").values())
+        assert f"| {whole:.1f} | {kept(arm):.1f} |" in text_of("docs/distillation.md")
+
+
+def test_controls_of_self_distillation_stand_beside_it():
+    """Untrained ABF in the table, and how strong each control's KL was."""
+    runs = lines_of("rpsd-small-scale-h200.jsonl")
+    page, results = text_of("docs/self_distillation.md"), text_of("docs/results/README.md")
+    for arm in ("abf", "standard", "pose baseline", "longce", "skip", "skip, Y = 3 L"):
+        keys, mentions = means([run for run in runs if run["arm"] == arm], "multikey", "ordinal")
+        assert f"| {keys} | {mentions} |" in page, arm
+    for arm, sentence in (
+        ("skip", "is {:.3f} nats for the skip"),
+        ("noise", "{:.3f} nats"),
+        ("dropout", "{:.2f} nats"),
+    ):
+        late = [
+            e["kl"] for run in runs if run["arm"] == arm for e in run["log"] if e.get("step", 0) > 192 and "kl" in e
+        ]
+        assert sentence.format(median(late)) in results
+    plain, skip = sorted(lines_of("rpsd-small-scale-32k-rows-h200.jsonl"), key=lambda run: run["arm"] == "skip")
+    for span in (0, -1):
+        losses = [run["loss_by_position"][span]["loss"] for run in (skip, plain)]
+        assert f"{losses[0]:.3f} and {losses[1]:.3f}" in results
+
+
+def test_what_posaug_from_scratch_does_not_show():
+    runs = lines_of("posaug-from-scratch-h200.jsonl")
+    results = text_of("docs/results/README.md")
+    within = [b["gain"] for run in runs for b in run["gain_by_position"] if b["end"] <= run["window"]]
+    assert max(within) < 0.005  # nats, within the window: nothing is gained from context beyond 512 tokens
+    baseline = [
+        b["gain"] for run in runs if run["arm"] == "baseline" for b in run["gain_by_position"] if b["end"] <= 2048
+    ]
+    assert f"at most {max(baseline):.3f} nats" in results
+
+    def beyond(arm):
+        return mean(run["in_window"] + run["cliff"] for run in runs if run["arm"] == arm)
+
+    assert f"({beyond('independent'):.3f} and {beyond('uniform'):.3f} beyond the window)" in results
+
+
+def test_rates_of_the_relation_kernel_count_its_products():
+    """Six products of matrices over the causal half, attention's seven."""
+
+    def rate(file, peer):
+        rows = json.loads((RESULTS / file).read_text())["rows"]
+        row = next(r for r in rows if r["n"] == 8192 and r["shape"].startswith("H32"))
+        return round(100 * (6 / row["relation_kl"]["both_ms"]) / (7 / row[peer]["both_ms"]))
+
+    cudnn, flash = rate("relation-kl-h200.json", "cudnn"), rate("relation-kl-flash4-h200.json", "flash4")
+    assert f"{cudnn} % of cuDNN's rate, and in the run below at {flash} % of FlashAttention-4's" in text_of(
+        "docs/results/README.md"
+    )
+    assert f"{cudnn} % of cuDNN's and {flash} % of FlashAttention-4's" in text_of("docs/distillation.md")
