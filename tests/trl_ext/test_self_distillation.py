@@ -186,7 +186,7 @@ def test_labels_of_completions_count_alone(tmp_path):
     run = trainer(tmp_path, max_steps=1, train_dataset=Dataset.from_list(rows), per_device_train_batch_size=4, **SELF)
     run.train()
     counts = run._step_counts
-    assert counts["documents"] == 4 and counts["labels"] in (4 * 6, 4 * 7)  # with or without a closing token
+    assert counts["compared"] == 4 and counts["labels"] in (4 * 6, 4 * 7)  # with or without a closing token
 
 
 @pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])
