@@ -214,10 +214,13 @@ class RopeSFTConfig(SFTConfig):
         relation_options(self._options("relation_args"), self._options("logit_kl_args"))
         hidden_options(self._options("hidden_args"))
         self_distill_options(self.kl_weight, self._options("self_distill_args"))
-        if longce_options(self) is not None and self.objective not in ("clm", "self-distill"):
+        longce = longce_options(self)
+        if longce is not None and self.objective not in ("clm", "self-distill"):
             raise ValueError(
                 f"token_weighting weighs the cross-entropy of 'clm' and 'self-distill', got {self.objective!r}."
             )
+        if longce is not None and self.max_length is not None:
+            longce.check_length(self.max_length, "leave out token_weighting")
         cue_options(self)
         if self.shifted_attention is not None:
             self._check_shifted_attention()
