@@ -1,4 +1,4 @@
-"""Adding ranks changes neither draws nor losses, in training and in evaluation: two gloo processes on the CPU against one."""
+"""Adding ranks changes neither draws nor losses, nor evaluations: two gloo processes on the CPU against one."""
 
 import json
 import os
@@ -51,7 +51,8 @@ for name, options in {
     run.train()
     steps = logged(run, "loss", "ce", "kl", "relation/", "view/")
     results[name] = [value for entry in steps for _, value in sorted(entry.items())]
-    results[name] += [value for key, value in sorted(before.items()) if key.startswith(("eval_loss", "eval_ce", "eval_kl"))]
+    wanted = ("eval_loss", "eval_ce", "eval_kl")
+    results[name] += [value for key, value in sorted(before.items()) if key.startswith(wanted)]
 if int(os.environ.get("RANK", 0)) == 0:
     Path(sys.argv[1], f"losses-{world}.json").write_text(json.dumps(results))
 if world > 1:
