@@ -259,7 +259,7 @@ class RopeSFTTrainer(SFTTrainer):
             # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
             num_items = self._step_counts["tokens"]
         elif isinstance(num_items, torch.Tensor):
-            self._require_labels(int(num_items.max()))
+            self._require_labels(num_items.max().item())
         self._batches_left = len(batches)
         return batches, num_items
 
@@ -272,7 +272,7 @@ class RopeSFTTrainer(SFTTrainer):
         before = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
         return before[:, self.accelerator.process_index].tolist(), int(counts.sum())
 
-    def _require_labels(self, n_labels: int) -> None:
+    def _require_labels(self, n_labels: float) -> None:
         if n_labels == 0:
             raise ValueError(
                 f"optimizer step {self.state.global_step} has no token to predict: each document of its batches has a "
@@ -402,9 +402,10 @@ class RopeSFTTrainer(SFTTrainer):
     ) -> Any:
         """TRL's step; an objective that distils gives a loss and no logits."""
         inputs = self._prepare_inputs(inputs)
-        (before,), n_documents = self._number_documents([inputs], self.args.device)
-        inputs = {**inputs, _FIRST_SAMPLE: self._evaluated + before}
-        self._evaluated += n_documents
+        if self._perturbs or self._objective is not None:
+            (before,), n_documents = self._number_documents([inputs], self.args.device)
+            inputs = {**inputs, _FIRST_SAMPLE: self._evaluated + before}
+            self._evaluated += n_documents
         if self._objective is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._objective.begin(None, inputs[_FIRST_SAMPLE])

@@ -51,12 +51,13 @@ def test_every_evaluation_draws_the_same_for_a_document_at_any_batch_size(when, 
         before = run.evaluate()
         first, seen[:] = list(seen), []
         assert len(first) == 12 and len({str(index) for index in first}) > 6, "each document has a draw of its own"
-        if when == "train":
-            again = run.evaluate()
-            assert seen == first and again["eval_kl"] == before["eval_kl"]
-            seen.clear()
-        assert run.predict(data).metrics.keys() >= {"test_loss"} and seen == first
+        again = run.evaluate()
+        assert seen == first and all(again[name] == before[name] for name in before if "loss" in name or "kl" in name)
         seen.clear()
+        if when == "train":  # elsewhere TRL runs a prediction's forward twice
+            run.predict(data)
+            assert seen == first
+            seen.clear()
         run.train()
         assert not [index for index in seen if index in first], "training draws others"
         found.append((first, before["eval_loss"], before.get("eval_kl")))
