@@ -47,12 +47,12 @@ for name, options in {
     # two ranks have two batches each, so that no document is repeated to fill one
     run = trainer(out, per_device_train_batch_size=2, gradient_accumulation_steps=4 // world, max_steps=3,
                   eval_dataset=documents(8, longest=12, seed=5), ddp_find_unused_parameters=False, **options)
-    before = run.evaluate()
     run.train()
     steps = logged(run, "loss", "ce", "kl", "relation/", "view/")
     results[name] = [value for entry in steps for _, value in sorted(entry.items())]
+    evaluated = run.evaluate()
     wanted = ("eval_loss", "eval_ce", "eval_kl")
-    results[name] += [value for key, value in sorted(before.items()) if key.startswith(wanted)]
+    results[name + " evaluated"] = [value for key, value in sorted(evaluated.items()) if key.startswith(wanted)]
 if int(os.environ.get("RANK", 0)) == 0:
     Path(sys.argv[1], f"losses-{world}.json").write_text(json.dumps(results))
 if world > 1:
@@ -81,4 +81,5 @@ def run(world: int, folder: Path) -> dict[str, list[float]]:
 def test_two_ranks_train_like_one(tmp_path):
     one, two = run(1, tmp_path), run(2, tmp_path)
     for name, losses in one.items():
-        assert two[name] == pytest.approx(losses, rel=2e-5), name
+        # weights have gone apart by rounding when they are evaluated
+        assert two[name] == pytest.approx(losses, rel=1e-3 if name.endswith("evaluated") else 2e-5), name
