@@ -143,6 +143,7 @@ class ViewSource:
         self.view = view
         self.clock = DrawClock(seed)
         self.last: BoundView | None = None  # of the last forward that drew: for logging
+        self.checked_length = 0  # of documents that the view is known to take, where a forward's may be shorter
         self.of_trainer = False  # put on for one run: the next trainer of the model does not keep it
 
     def bind(self, batch: Batch) -> BoundView:
@@ -157,7 +158,8 @@ class ViewSource:
             # tokens behind a prefix that was run under no view, e.g. of prefix tuning: it begins their document
             start = documents.start if batch.position_ids is None else documents.start - batch.cached
             documents = Documents(start, documents.length + batch.cached, documents.ordinal)
-        self.view.check_length(_longest(documents, batch))
+        # a fixed split may lie behind the end of all documents of one batch, if not behind those of every one
+        self.view.check_length(max(_longest(documents, batch), self.checked_length))
         parameters = self.view.draw_for(batch.ids, _in_document(batch, documents), documents, self.clock.key(documents))
         self.clock.tick()
         self.last = BoundView(self.view, documents, parameters)

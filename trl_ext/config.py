@@ -35,7 +35,8 @@ class RopeSFTConfig(SFTConfig):
         logit_kl_args: of "relation-distill", a KL of next-token distributions beside it, fields of
             `rope_patch.distillation.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
         hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
-        kl_weight: of "self-distill", lambda.
+        kl_weight: of "self-distill", lambda. 0 without `view_clm` trains under true positions alone, without a second
+            view: the KL is then measured in evaluation only.
         self_distill_args: of "self-distill", fields of `rope_patch.distillation.ViewConsistency` but its weight, e.g.
             `{"direction": "forward"}`; `teacher`, "self" or "native",
             the model as it was pretrained; `passes`; and `control` and `strength` of `rope_patch.distillation.Control`,
@@ -213,10 +214,13 @@ class RopeSFTConfig(SFTConfig):
         relation_options(self._options("relation_args"), self._options("logit_kl_args"))
         hidden_options(self._options("hidden_args"))
         self_distill_options(self.kl_weight, self._options("self_distill_args"))
-        if longce_options(self) is not None and self.objective not in ("clm", "self-distill"):
+        longce = longce_options(self)
+        if longce is not None and self.objective not in ("clm", "self-distill"):
             raise ValueError(
                 f"token_weighting weighs the cross-entropy of 'clm' and 'self-distill', got {self.objective!r}."
             )
+        if longce is not None and self.max_length is not None:
+            longce.check_length(self.max_length, "leave out token_weighting")
         cue_options(self)
         if self.shifted_attention is not None:
             self._check_shifted_attention()
@@ -227,6 +231,13 @@ class RopeSFTConfig(SFTConfig):
             raise ValueError(
                 "teacher_offload needs a teacher: objective 'relation-distill' or 'hidden-distill', or 'self-distill' "
                 f"with teacher='native' or restore_every; got objective={self.objective!r}."
+            )
+        if self.neftune_noise_alpha and (self.objective != "clm" or self.token_weighting is not None):
+            raise ValueError(
+                "neftune_noise_alpha goes with objective='clm' without token_weighting: it adds other noise to each "
+                "forward, and other objectives compare forwards, which would differ by it. Got neftune_noise_alpha="
+                f"{self.neftune_noise_alpha}, objective={self.objective!r}, token_weighting={self.token_weighting!r}. "
+                "Leave it out."
             )
         if self.has_own_loss and (self.loss_type != "nll" or self.label_smoothing_factor):
             raise ValueError(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,8 @@ from .cut_rows import cut_rows
 from .method_record import require_same_method, training_method, write_method
 from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Objective
 from .sentences import sentence_ends
-from .training_set import longest_document, require_text
+from .step_means import Part, StepMeans
+from .training_set import document_lengths, require_text
 
 logger = logging.get_logger(__name__)
 
@@ -50,8 +51,16 @@ class RopeSFTTrainer(SFTTrainer):
     adding ranks change none of them. Evaluation runs under true positions, so `eval_loss` is plain cross-entropy. With
     `view="standard"` and no rescaling, losses are SFTTrainer's own, bit for bit.
 
-    Logged beside TRL's metrics: `view/NAME`, the mean of each drawn parameter over the step's tokens, and
-    `tokens_per_second`.
+    What evaluation draws, for the KL of self-distillation or a view that is always on, depends on the seed and on which
+    document of the evaluation set it is drawn for: every evaluation draws the same, at any batch size and on any number
+    of ranks. Documents are counted in the order in which they are read, which `train_sampling_strategy` may change.
+
+    Logged beside TRL's metrics: `view/NAME`, the mean of each drawn parameter over the step, and `tokens_per_second`.
+    Parts of an objective's loss, such as `ce` and `kl`, are sums over all batches and ranks of an optimizer step, or of
+    an evaluation, divided by the step's own counts, so that they add up to the loss that is logged. `eval_loss` is
+    Trainer's mean over batches; `eval_ce` weighs each label alike, and differs from it where batches have not as many
+    labels. With several ranks, documents that are repeated to fill the last batches count twice in both. In evaluations
+    of several datasets the parts are called eval_NAME_ce, as the losses are.
 
     Args:
         model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others. The view
@@ -105,20 +114,26 @@ class RopeSFTTrainer(SFTTrainer):
             self.model_accepts_loss_kwargs = True
         self._shifted = self._make_shifted(args)
         self._step_counts: dict[str, int] = {}
+        self._means = {mode: self._new_means() for mode in ("train", "eval")}
+        self._batches_left = 0  # of the optimizer step
+        self._evaluated = 0  # documents of the evaluation in progress
         self._check_lengths()
 
     def _check_lengths(self) -> None:
         """Stop here, and not at the step that meets it, if a document is too long for the view or for a teacher."""
-        longest = longest_document(self.train_dataset)
-        if not longest:
+        assert self._source is not None
+        lengths, view = document_lengths(self.train_dataset), self._source.view
+        if lengths is None or not lengths.max():
             return
+        if isinstance(view, PoSE) and view.window is not None:
+            lengths = lengths.clamp(max=view.window)
+        longest = int(lengths.max())
         if self._perturbs and (self._objective is None or self._objective.draws):
-            assert self._source is not None
-            view = self._source.view
-            cut = view.window if isinstance(view, PoSE) else None
-            view.check_length(longest if cut is None else min(longest, cut))
+            view.check_length(longest)
+            self._source.checked_length = longest
         if self._objective is not None:
             self._objective.check_length(longest)
+            self._objective.check_documents(lengths)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's training; a checkpoint of another RoPE or another method is refused.
@@ -235,11 +250,7 @@ class RopeSFTTrainer(SFTTrainer):
         if self._perturbs and batches:
             for batch in batches:
                 self._require_borders(batch)
-            counts = torch.tensor([[count_documents(batch) for batch in batches]], device=device)
-            counts = self.accelerator.gather(counts)  # [ranks, micro-steps]
-            # micro-steps first, then ranks: the order in which the sampler hands documents out
-            before = (counts.T.flatten().cumsum(0) - counts.T.flatten()).view(counts.T.shape)
-            for batch, first in zip(batches, before[:, self.accelerator.process_index].tolist(), strict=True):
+            for batch, first in zip(batches, self._number_documents(batches, device)[0], strict=True):
                 batch[_FIRST_SAMPLE] = first
             if self._cut_rows(batches):
                 num_items = self._get_num_items_in_batch(batches, device)
@@ -247,7 +258,27 @@ class RopeSFTTrainer(SFTTrainer):
             self._step_counts = self._total_counts([self._counts(batch) for batch in batches], device)
             # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
             num_items = self._step_counts["tokens"]
+        elif isinstance(num_items, torch.Tensor):
+            self._require_labels(num_items.max().item())
+        self._batches_left = len(batches)
         return batches, num_items
+
+    def _number_documents(self, batches: list[dict[str, Any]], device: torch.device) -> tuple[list[int], int]:
+        """How many documents of all ranks come before those of each batch, and how many there are in all."""
+        counts = torch.tensor([[count_documents(batch) for batch in batches]], device=device)
+        counts = self.accelerator.gather(
+            counts
+        ).T  # [micro-steps, ranks]: the order in which the sampler hands them out
+        before = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
+        return before[:, self.accelerator.process_index].tolist(), int(counts.sum())
+
+    def _require_labels(self, n_labels: float) -> None:
+        if n_labels == 0:
+            raise ValueError(
+                f"optimizer step {self.state.global_step} has no token to predict: each document of its batches has a "
+                "single token, or labels of -100 alone, as a completion that max_length cuts off. Leave such rows out "
+                "of train_dataset."
+            )
 
     def _cut_rows(self, batches: list[dict[str, Any]]) -> bool:
         """Let a view that keeps a part of long documents take it; whether there were any."""
@@ -287,10 +318,13 @@ class RopeSFTTrainer(SFTTrainer):
 
     def _total_counts(self, counts: list[dict[str, int]], device: torch.device) -> dict[str, int]:
         """Sums over the micro-batches of a step and, where losses are normalised so, over ranks."""
-        totals = torch.tensor([sum(count[name] for count in counts) for name in counts[0]], device=device)
-        if self.args.average_tokens_across_devices:
-            totals = self.accelerator.reduce(totals, reduction="sum")
-        return dict(zip(counts[0], totals.clamp(min=1).tolist(), strict=True))
+        names = list(counts[0])
+        own = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
+        totals = self.accelerator.reduce(own, reduction="sum")
+        if "labels" in names:
+            self._require_labels(int(totals[names.index("labels")]))
+        chosen = totals if self.args.average_tokens_across_devices else own
+        return dict(zip(names, chosen.clamp(min=1).tolist(), strict=True))
 
     def _require_borders(self, batch: dict[str, Any]) -> None:
         packs_documents = self.args.packing and self.args.packing_strategy != "wrapped"
@@ -317,13 +351,23 @@ class RopeSFTTrainer(SFTTrainer):
         else:
             result = self._distil(model, inputs)
         loss = result[0] if isinstance(result, tuple) else result
+        if not training and not torch.isfinite(loss):
+            logger.warning(
+                f"the loss of an evaluation batch is {loss.item()}, and Trainer may leave it out of its mean: the "
+                "weights are not finite, or none of the batch's tokens has a label."
+            )
         if training and not torch.isfinite(loss):
             raise FloatingPointError(
                 f"the loss became {loss.item()} at optimizer step {self.state.global_step}. Lower the learning rate, "
                 "use bf16 or float32 instead of fp16, or look for bad rows in the dataset."
             )
         if training and self._perturbs and (self._objective is None or self._objective.draws):
-            self._log_draws()
+            self._means["train"].add(self._draws())
+        if training:
+            self._batches_left -= 1
+            if self._batches_left == 0:
+                for name, mean in self._means["train"].take().items():
+                    self._metrics["train"][name].append(mean)
         return result
 
     def _distil(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -333,10 +377,7 @@ class RopeSFTTrainer(SFTTrainer):
         own = self._objective.counts(read)
         counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in own.items()}
         loss, parts = self._objective.loss(model, inputs, read, counts, own)
-        for name, value in parts.items():
-            mean = self.accelerator.gather(value).nanmean().item()
-            if mean == mean:  # nan: nothing to measure on any rank
-                self._metrics[mode][name].append(mean)
+        self._means[mode].add(parts)
         if mode == "train":
             tokens = torch.tensor(own["tokens"], device=loss.device)
             self._total_train_tokens += self.accelerator.gather(tokens).sum().item()
@@ -360,23 +401,43 @@ class RopeSFTTrainer(SFTTrainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """TRL's step; an objective that distils gives a loss and no logits."""
+        inputs = self._prepare_inputs(inputs)
+        if self._perturbs or self._objective is not None:
+            (before,), n_documents = self._number_documents([inputs], self.args.device)
+            inputs = {**inputs, _FIRST_SAMPLE: self._evaluated + before}
+            self._evaluated += n_documents
         if self._objective is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._objective.begin(None)
-        inputs = self._prepare_inputs(inputs)
+        self._objective.begin(None, inputs[_FIRST_SAMPLE])
         with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
             return self.compute_loss(model, inputs), None, None
 
-    def _log_draws(self) -> None:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Trainer's loop of an evaluation or a prediction, with the parts of an objective's loss among its metrics."""
+        self._evaluated = 0
+        self._means["eval"] = self._new_means()  # what a loop that was broken off has left
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        metrics = cast(dict[str, float], output.metrics)
+        for name, mean in self._means["eval"].take().items():
+            metrics[f"{metric_key_prefix}_{name}"] = mean
+        return output
+
+    def _new_means(self) -> StepMeans:
+        return StepMeans(self.accelerator, ranks_alike=not self.args.average_tokens_across_devices)
+
+    def _draws(self) -> dict[str, Part]:
+        """What the view has drawn in the last forward."""
         assert self._source is not None and self._source.last is not None
         drawn = self._source.last.parameters.items()
         parameters = {n: p for n, p in drawn if n.rpartition(".")[2] != "length" and not n.rpartition(".")[2][0] == "_"}
-        if not parameters:
-            return
-        means = torch.stack([p.double().mean() for p in parameters.values()])
-        means = self.accelerator.gather(means[None]).mean(0)
-        for name, mean in zip(parameters, means.tolist(), strict=True):
-            self._metrics["train"][f"view/{name}"].append(mean)
+        return {f"view/{name}": (p.double().sum(), p.numel()) for name, p in parameters.items()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, with the rate since the last one."""

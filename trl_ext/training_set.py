@@ -1,9 +1,10 @@
-"""What can be told of a training set before the first step: whether there is text in it, and its longest document."""
+"""What can be told of a training set before the first step: whether it has text, and the lengths of its documents."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pyarrow.compute as pc
+import torch
 from datasets import Dataset, LargeList, List
 
 from .config import RopeSFTConfig
@@ -29,8 +30,8 @@ def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
         )
 
 
-def longest_document(dataset: Any) -> int | None:
-    """Tokens of the longest document of a set that TRL has prepared; None where only reading it all would say.
+def document_lengths(dataset: Any) -> torch.Tensor | None:
+    """Tokens of each document of a set that TRL has prepared, int64 [documents]; None where only reading all would say.
 
     Rows are documents, unless they are packed: `seq_lengths` then holds the tokens of those in each.
     """
@@ -39,9 +40,9 @@ def longest_document(dataset: Any) -> int | None:
     column = next((name for name in ("seq_lengths", "input_ids") if name in dataset.column_names), None)
     if column is None or not isinstance(dataset.features[column], List | LargeList):
         return None
-    longest = 0
+    found = []
     for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
         rows = batch[column]
         lengths = pc.list_flatten(rows) if column == "seq_lengths" else pc.list_value_length(rows)
-        longest = max(longest, pc.max(lengths).as_py() or 0)
-    return longest
+        found.append(torch.tensor(lengths.to_numpy(), dtype=torch.int64))
+    return torch.cat(found) if found else None

@@ -12,6 +12,7 @@ from rope_kernels.linear_ce import IGNORE_INDEX
 from rope_kernels.vocabulary_rows import ce_factors
 
 from ..attention_calls import AttentionCall
+from ..checked_numbers import require_number
 from ..heads import head_losses
 from ..limits import why_no_losses
 from .distiller import Distiller, Tape, require
@@ -36,6 +37,11 @@ class ViewConsistency:
     with t the query's token: the paper's Eq. 6 sums over the tokens i = t + 1 that are predicted from i = s on, and the
     first of these, predicted from query s - 1, has a KL of 0. With labels on some tokens only, the sum and L - s count
     those.
+
+    A document counts in the mean if some draw can change a prediction that is compared. One that ends before a fixed
+    split, has a single token or no labels adds nothing and is no part of any divisor.
+
+    With weight 0 and view_clm 0 training runs true positions alone, without a second view; evaluation measures the KL.
 
     Args:
         weight: lambda.
@@ -67,15 +73,20 @@ class ViewConsistency:
 
     def __post_init__(self) -> None:
         for name in ("weight", "view_clm"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)!r}.")
+            require_number(name, getattr(self, name), least=0)
         for name, allowed in (("direction", Direction), ("rows", Rows), ("reduction", Reduction)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
         if self.kl_longce is not None and not isinstance(self.kl_longce, LongCE):
             raise ValueError(f"kl_longce must hold the fields of LongCE, or be None, got {self.kl_longce!r}.")
-        if self.kl_top is not None and not 0 < self.kl_top < 1:
-            raise ValueError(f"kl_top must be a share in (0, 1) or None, got {self.kl_top!r}.")
+        if self.kl_top is not None:
+            require_number("kl_top", self.kl_top, below=1)
+        for name in ("kl_longce", "kl_top"):
+            if getattr(self, name) is not None and not self.weight:
+                raise ValueError(
+                    f"{name} chooses rows of a KL that weighs 0, got {name}={getattr(self, name)!r}: leave it out, or "
+                    "give the KL a weight above 0."
+                )
 
 
 class ViewTape(Tape):
@@ -84,7 +95,7 @@ class ViewTape(Tape):
     Args:
         labelled: the batch.
         ce_divisor: what the sum of cross-entropies is divided by.
-        kl_divisor: what the KL is divided by: documents, for "token" the sum of L - s, for "uniform" that of L.
+        kl_divisor: what the KL is divided by, `ConsistencyDistiller.kl_count` of all that the mean is over.
         ids: of the tokens, [batch, n].
     """
 
@@ -96,7 +107,7 @@ class ViewTape(Tape):
     standard: torch.Tensor
     loss: torch.Tensor
     rows: RowMetrics
-    view_ce: torch.Tensor | None = None  # sum over labels, where it counts
+    view_ce: torch.Tensor | None = None  # sum over labels, as LongCE weighs them, where it counts
     in_kl: torch.Tensor  # [batch, n], queries that the KL sums over
     suffix_length: torch.Tensor  # [batch, n], L - s
     kl_factor: torch.Tensor  # [N], what the reduction makes of the KL of each row, but for lambda and the divisor
@@ -134,6 +145,39 @@ class ConsistencyDistiller(Distiller):
         super().__init__(model, teacher)
         require(why_no_losses(self.core, self.decoder))
         self.consistency, self.longce = consistency, longce
+
+    @property
+    def compares(self) -> bool:
+        """Whether a forward runs the second view: in training only where it weighs something, in evaluation always."""
+        return not self.decoder.training or bool(self.consistency.weight or self.consistency.view_clm)
+
+    def can_differ(self, last: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Whether some draw changes the prediction of a document's query `last` or of one before it.
+
+        Args:
+            last: t of the last query that is compared, int64, -1 for none.
+            length: tokens of the document, in the same shape.
+
+        Returns:
+            bool in that shape.
+        """
+        return last >= 0
+
+    def compared(self, labelled: Labelled) -> torch.Tensor:
+        """Which documents count in the mean of the KL, bool [documents]."""
+        return self.can_differ(labelled.last_queries(self.consistency.rows), labelled.lengths)
+
+    def kl_count(self, labelled: Labelled) -> int:
+        """What the sum of the KL is divided by, as its reduction has it.
+
+        The number of documents that count, for "token" the sum of their L - s under the clock's next draws, for
+        "uniform" that of their L.
+        """
+        compared = self.compared(labelled)
+        if self.consistency.reduction == "sequence":
+            return int(compared.sum())
+        first = self.affected_from(labelled) if self.consistency.reduction == "token" else 0
+        return labelled.suffix_total(first, compared)
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
         """The s of each document, in the shape of the batch's documents, before the forward that draws it."""
@@ -193,10 +237,21 @@ class ConsistencyDistiller(Distiller):
         return standard, view
 
     def _compare_student(self, tape: ViewTape, output: Any) -> None:
+        if not self.compares:
+            self._next_token(tape, output.last_hidden_state)
+            return
         kl_weight = self._choose_rows(tape)
         standard, view = self._states(tape, output.last_hidden_state)
         labels = tape.labelled.next_label.flatten()[tape.queries]
         self._sweep(tape, standard, view, labels, labels, kl_weight)
+
+    def _next_token(self, tape: ViewTape, hidden: torch.Tensor) -> None:
+        """Cross-entropy of the standard view alone, onto the tape."""
+        labels = tape.labelled.next_label.flatten()
+        tape.queries = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        ce_weight = torch.full((len(tape.queries),), 1 / tape.ce_divisor, device=labels.device)
+        states, labels = hidden.flatten(0, 1)[tape.queries], labels[tape.queries]
+        tape.loss, tape.rows = head_losses(self.core, states, None, labels, ce_weight, None, **self._head_options(tape))
 
     def _choose_rows(self, tape: ViewTape) -> torch.Tensor:
         """Which queries count, written on the tape, and what the KL of each of `tape.queries` weighs."""
@@ -205,6 +260,7 @@ class ConsistencyDistiller(Distiller):
         if self.teacher is not None:
             first = torch.zeros_like(first)  # another model differs from the first row on
         tape.in_kl, tape.suffix_length = labelled.suffix(first, self.consistency.rows)
+        tape.in_kl = tape.in_kl & self.compared(labelled)[labelled.ordinal]
         # evaluation measures the KL whatever it weighs in training
         weight = self.consistency.weight if self.decoder.training else 1.0
         factor = tape.in_kl.double()
@@ -257,7 +313,7 @@ class ConsistencyDistiller(Distiller):
         tape.native = None
         tape.rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
         if len(labels) > n_rows:
-            tape.view_ce = metrics.ce[n_rows:].sum()
+            tape.view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum()
 
     def _head_options(self, tape: ViewTape) -> dict[str, Any]:
         """What `linear_ce_kl` is to know besides rows and their weights."""

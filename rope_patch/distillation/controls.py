@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from ..attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
+from ..checked_numbers import require_number
 from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
 from .distiller import TAPE
 from .labelled import Labelled
@@ -41,8 +42,7 @@ class Control:
         if self.kind not in get_args(Kind):
             raise ValueError(f"control must be one of {get_args(Kind)} or None, got {self.kind!r}.")
         largest = 1.0 if self.kind == "dropout" else float("inf")
-        if not 0 < self.strength < largest:
-            raise ValueError(f"strength of {self.kind!r} must be in (0, {largest}), got {self.strength!r}.")
+        require_number(f"strength of {self.kind!r}", self.strength, below=largest)
 
 
 class _Untouched(ViewTape):
@@ -58,8 +58,9 @@ class _Untouched(ViewTape):
 class ControlDistiller(ConsistencyDistiller):
     """Distils a model into itself under noise, in two passes of one call.
 
-    Noise comes from torch's generator, which a checkpoint's recompute repeats and a trainer's checkpoint holds; each
-    batch of an evaluation starts from the same seed.
+    Noise comes from torch's generator, which a checkpoint's recompute repeats and a trainer's checkpoint holds. A batch
+    of an evaluation starts from `evaluation_seed`, which a caller sets for each one: evaluations in batches of the same
+    size have the same noise.
 
     Args:
         model: bare or wrapped, with no view that perturbs.
@@ -84,6 +85,7 @@ class ControlDistiller(ConsistencyDistiller):
                 f"attention_noise changes scores, which {attention_name(self.core)!r} does not let: load the model "
                 "with flex_attention, or for short rows with sdpa."
             )
+        self.evaluation_seed = 0
         self._dropping = False
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
@@ -114,6 +116,8 @@ class ControlDistiller(ConsistencyDistiller):
         self._read_short(tape, decoder)
         # in training the first pass drops too; its loss in evaluation is the plain one
         self._dropping = decoder.training
+        if not self.compares:
+            return
         tape.standard = decoder(*args, **{**kwargs, TAPE: _Untouched()}).last_hidden_state
         self._dropping = True
         if self.control.kind == "attention_noise":
@@ -130,7 +134,7 @@ class ControlDistiller(ConsistencyDistiller):
                 yield
             else:  # the same noise in each evaluation
                 with torch.random.fork_rng():
-                    torch.manual_seed(0)
+                    torch.manual_seed(self.evaluation_seed)
                     yield
         finally:
             self._dropping = False

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checked_numbers import require_integer, require_number
 from ..documents import closing_tokens
 from .labelled import Labelled
 
@@ -24,8 +25,11 @@ class CueWeight:
     weight: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.weight < float("inf"):
-            raise ValueError(f"cue_weight must be a number of at least 0, got {self.weight!r}.")
+        require_number("cue_weight", self.weight, least=0)
+        if isinstance(self.tokens, int):
+            require_integer("cue_tokens", self.tokens, least=1)
+        elif not self.tokens:
+            raise ValueError("cue_tokens must be a number of tokens or one or more cues as token ids, got none.")
 
     def factors(self, labelled: Labelled) -> torch.Tensor:
         """What each query's label counts, [batch, n]."""

@@ -81,9 +81,31 @@ class Labelled:
             chosen = chosen | (behind & self.ends & self.counted)
         return chosen, self.per_document(behind & self.counted)[self.ordinal]
 
-    def suffix_total(self, affected_from: torch.Tensor) -> int:
-        """Sum of L - s over documents."""
-        return int(((self.t >= affected_from) & self.counted).sum())
+    def suffix_total(self, affected_from: torch.Tensor | int, of: torch.Tensor | None = None) -> int:
+        """Sum of L - s over documents, or over those of which `of` says so, bool [documents]."""
+        behind = (self.t >= affected_from) & self.counted
+        return int((behind if of is None else behind & of[self.ordinal]).sum())
+
+    def last_queries(self, rows: Rows) -> torch.Tensor:
+        """Index t of each document's last query that can be compared, int64 [documents], -1 where none has a label.
+
+        Args:
+            rows: as in `ViewConsistency`.
+        """
+        asked = self.next_label != IGNORE_INDEX
+        if rows == "query_in_suffix":
+            has_label = self.per_document(asked) > 0
+            asked = asked | (self.ends & self.counted & has_label[self.ordinal])
+        return self._largest(torch.where(asked, self.t, -1))
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each document, int64 [documents]."""
+        return self._largest(self.documents.length.expand_as(self.t))
+
+    def _largest(self, values: torch.Tensor) -> torch.Tensor:
+        found = torch.full((int(self.ordinal.max()) + 1,), -1, dtype=torch.int64, device=values.device)
+        return found.scatter_reduce_(0, self.ordinal.flatten(), values.flatten(), "amax")
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ import torch
 
 from rope_kernels.linear_ce import IGNORE_INDEX
 
+from ..checked_numbers import require_integer, require_number
 from ..heads import head_losses
 from ..patch import rope_view
 from .labelled import Labelled
@@ -36,11 +37,22 @@ class LongCE:
 
     def __post_init__(self) -> None:
         for name in ("short_context", "stride"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
-        if not 0 < self.cap < float("inf"):
-            raise ValueError(f"cap must be a number above 0, got {self.cap!r}.")
+            require_integer(name, getattr(self, name), least=1)
+        require_number("cap", self.cap)
+
+    def check_length(self, length: int, remedy: str) -> None:
+        """Raise ValueError if every document is at most `length` tokens long and so weighs 1 throughout.
+
+        Args:
+            length: tokens of the longest document.
+            remedy: how to do without these weights, for the error.
+        """
+        if length <= self.short_context:
+            raise ValueError(
+                f"short_context must be below the length of the longest document, got {self.short_context} and "
+                f"documents of at most {length} tokens: all of their tokens would weigh 1. Give a smaller "
+                f"short_context or longer documents, or {remedy}."
+            )
 
     @torch.no_grad()
     def reference(self, core: Any, decoder: Any, ids: torch.Tensor, labelled: Labelled) -> torch.Tensor:

@@ -7,7 +7,6 @@ import torch
 from rope_kernels import RowMetrics
 from rope_kernels.linear_ce import IGNORE_INDEX
 
-from ..heads import head_losses
 from .consistency import ViewTape
 from .distiller import TAPE
 from .two_views import ViewDistiller
@@ -47,23 +46,10 @@ class SequentialDistiller(ViewDistiller):
             super()._compare_student(tape, output)
         elif tape.of_labels is None:
             self._next_token(tape, output.last_hidden_state)
+            tape.of_labels, tape.first = tape.queries, tape.rows
+            tape.standard = output.last_hidden_state.detach()
         else:
             self._against_first(tape, output)
-
-    def _next_token(self, tape: SequentialTape, hidden: torch.Tensor) -> None:
-        labels = tape.labelled.next_label.flatten()
-        tape.of_labels = tape.queries = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        ce_weight = torch.full((len(tape.queries),), 1 / tape.ce_divisor, device=labels.device)
-        tape.loss, tape.first = head_losses(
-            self.core,
-            hidden.flatten(0, 1)[tape.queries],
-            None,
-            labels[tape.queries],
-            ce_weight,
-            None,
-            **self._head_options(tape),
-        )
-        tape.standard = hidden.detach()
 
     def _head_options(self, tape: ViewTape) -> dict[str, Any]:
         """Fewer rows at a time: where weights are trained, the loss is what memory peaks at, beside all gradients."""

@@ -11,7 +11,8 @@ from transformers.utils import logging
 from ..limits import why_no_self_distillation, why_two_passes
 from ..patch import rope_view
 from ..rotary import parameter_names
-from ..state import Batch, TableSource
+from ..state import Batch, TableSource, ViewSource
+from ..views import Standard
 from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
 from .distiller import TAPE, require
 from .labelled import Labelled
@@ -59,14 +60,21 @@ class ViewDistiller(ConsistencyDistiller):
             )
         require(why_no_self_distillation(self.core, self.decoder))
         self.source = self.state.source
-        if consistency.reduction == "uniform" and teacher is None:  # a view that cannot say raises here
+        try:
             self.source.view.affected_share(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 2))
+            self._knows_share = True
+        except ValueError:
+            self._knows_share = False
+            if consistency.reduction == "uniform" and teacher is None:
+                raise
         reason = why_two_passes(self.core, self.decoder) if one_pass else "been asked for it"
         if self.source.view.layerwise or self.source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
         self.one_pass = reason is None
         self._parameters = parameter_names(self.decoder)
-        if reason is None:
+        if not consistency.weight and not consistency.view_clm:
+            logger.info("The view weighs nothing: training runs true positions alone, and evaluation measures the KL.")
+        elif reason is None:
             logger.info("Both views run in one forward.")
         else:
             logger.warning(f"Both views run, in two passes instead of one: the model has {reason}.")
@@ -80,6 +88,14 @@ class ViewDistiller(ConsistencyDistiller):
                 f"teacher='native' reads documents of at most {window} tokens, its window, got one of {length}. Lower "
                 "max_length; views reach further positions than rows have tokens."
             )
+
+    def can_differ(self, last: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        if self.teacher is not None:
+            return super().can_differ(last, length)
+        view = self.source.view
+        changes = view.can_change(length) & (last >= 1)  # query 0 sees itself alone
+        # how often a query lies behind the first changed token rises with it: the last one says whether any ever does
+        return changes & (view.affected_share(last, length) > 0) if self._knows_share else changes
 
     def affected_from(self, labelled: Labelled) -> torch.Tensor:
         """The s that the clock's next draw gives each document; 0 against another model."""
@@ -109,6 +125,9 @@ class ViewDistiller(ConsistencyDistiller):
         if tape is None or tape.teaching or tape.taught:
             return None
         self._read_short(tape, decoder)
+        if not self.compares:
+            tape.taught = True
+            return None
         self._ask_teacher(tape, args, kwargs)
         call = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         # masks finished by the model around the decoder may show more than causality, as between parts of an image
@@ -185,6 +204,8 @@ class ViewDistiller(ConsistencyDistiller):
         n_before = len(self.state.overrides)
         if forced:
             self.state.overrides.append(self.source)
+        elif not self.compares:
+            self.state.overrides.append(ViewSource(Standard(), 0))
         try:
             yield
         finally:

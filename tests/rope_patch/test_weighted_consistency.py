@@ -140,8 +140,8 @@ def test_the_largest_of_each_group_are_kept():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kl_top": 0.0}, "kl_top must be a share in"),
-        ({"kl_top": 1.5}, "kl_top must be a share in"),
+        ({"kl_top": 0.0}, "kl_top must be a number above 0 and below 1"),
+        ({"kl_top": 1.5}, "kl_top must be a number above 0 and below 1"),
         ({"kl_longce": True}, "kl_longce must hold the fields of LongCE"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Adding ranks changes neither draws nor losses: two gloo processes on the CPU against one."""
+"""Adding ranks changes neither draws nor losses, nor evaluations: two gloo processes on the CPU against one."""
 
 import json
 import os
@@ -13,11 +13,14 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 import torch
-from support.training import logged, trainer
+from rope_patch import patch_model
+from support.tiny import tiny
+from support.training import documents, logged, trainer
 world = int(os.environ.get("WORLD_SIZE", 1))
 results = {}
 for name, options in {
     "skip": {"view": "skip"},
+    "always": {},
     "posaug": {"view": "posaug"},
     "packed": {"view": "skip", "padding_free": True, "max_length": None},
     "self-distill": {"objective": "self-distill", "view": "skip"},
@@ -39,10 +42,17 @@ for name, options in {
     },
 }.items():
     out = Path(sys.argv[1]) / f"{name}-{world}"
+    if name == "always":
+        options = {"model": patch_model(tiny(), "skip", when="always")}
+    # two ranks have two batches each, so that no document is repeated to fill one
     run = trainer(out, per_device_train_batch_size=2, gradient_accumulation_steps=4 // world, max_steps=3,
-                  ddp_find_unused_parameters=False, **options)
+                  eval_dataset=documents(8, longest=12, seed=5), ddp_find_unused_parameters=False, **options)
     run.train()
-    results[name] = [entry["loss"] for entry in logged(run, "loss")]
+    steps = logged(run, "loss", "ce", "kl", "relation/", "view/")
+    results[name] = [value for entry in steps for _, value in sorted(entry.items())]
+    evaluated = run.evaluate()
+    wanted = ("eval_loss", "eval_ce", "eval_kl")
+    results[name + " evaluated"] = [value for key, value in sorted(evaluated.items()) if key.startswith(wanted)]
 if int(os.environ.get("RANK", 0)) == 0:
     Path(sys.argv[1], f"losses-{world}.json").write_text(json.dumps(results))
 if world > 1:
@@ -71,4 +81,5 @@ def run(world: int, folder: Path) -> dict[str, list[float]]:
 def test_two_ranks_train_like_one(tmp_path):
     one, two = run(1, tmp_path), run(2, tmp_path)
     for name, losses in one.items():
-        assert two[name] == pytest.approx(losses, rel=2e-5), name
+        # weights have gone apart by rounding when they are evaluated
+        assert two[name] == pytest.approx(losses, rel=1e-3 if name.endswith("evaluated") else 2e-5), name

@@ -16,6 +16,7 @@ from trl_ext.objectives import OBJECTIVES
 SelfDistillObjective = OBJECTIVES["self-distill"]
 
 SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 40}}
+SHORT = {"short_context": 8}
 
 
 @pytest.mark.parametrize("reduction", ["sequence", "token", "uniform"])
@@ -186,7 +187,7 @@ def test_labels_of_completions_count_alone(tmp_path):
     run = trainer(tmp_path, max_steps=1, train_dataset=Dataset.from_list(rows), per_device_train_batch_size=4, **SELF)
     run.train()
     counts = run._step_counts
-    assert counts["documents"] == 4 and counts["labels"] in (4 * 6, 4 * 7)  # with or without a closing token
+    assert counts["compared"] == 4 and counts["labels"] in (4 * 6, 4 * 7)  # with or without a closing token
 
 
 @pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])
@@ -227,6 +228,52 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
             "objective 'self-distill' compares a view with true positions: give view='skip'",
         ),
         ({"kl_weight": -1.0}, "kl_weight must be a number of at least 0, got -1.0"),
+        ({"kl_weight": True}, "kl_weight must be a number of at least 0, got True"),
+        ({"kl_weight": float("nan")}, "kl_weight must be a number of at least 0, got nan"),
+        ({"kl_weight": float("inf")}, "kl_weight must be a number of at least 0, got inf"),
+        ({"self_distill_args": {"view_clm": True}}, "view_clm must be a number of at least 0, got True"),
+        ({"self_distill_args": {"view_clm": float("nan")}}, "view_clm must be a number of at least 0, got nan"),
+        ({"self_distill_args": {"kl_top": "0.5"}}, "kl_top must be a number above 0 and below 1, got '0.5'"),
+        ({"self_distill_args": {"kl_top": float("nan")}}, "kl_top must be a number above 0 and below 1, got nan"),
+        ({"self_distill_args": {"kl_longce": {"cap": True}}}, "cap must be a number above 0, got True"),
+        ({"self_distill_args": {"max_copies": True}}, "max_copies in self_distill_args must be a number above 0"),
+        (
+            {"view": "standard", "view_args": None, "self_distill_args": {"control": "dropout", "strength": True}},
+            "strength of 'dropout' must be a number above 0 and below 1, got True",
+        ),
+        ({"restore_every": True}, "restore_every goes with objective='self-distill' and is a number of steps"),
+        ({"kl_weight": 0.0, "self_distill_args": {"kl_top": 0.5}}, "kl_top chooses rows of a KL that weighs 0"),
+        ({"kl_weight": 0.0, "self_distill_args": {"kl_longce": {}}}, "kl_longce chooses rows of a KL that weighs 0"),
+        ({"kl_weight": 0.0, "self_distill_args": {"passes": "sequential"}}, "are of two views, and training runs one"),
+        ({"kl_weight": 0.0, "self_distill_args": {"max_copies": 0.5}}, "are of two views, and training runs one"),
+        ({"token_weighting": "longce", "longce_args": {"cap": True}}, "cap must be a number above 0, got True"),
+        ({"token_weighting": "longce", "longce_args": {"stride": 4.0}}, "stride must be an integer of at least 1"),
+        (
+            {"token_weighting": "longce", "longce_args": {"short_context": 64}},
+            "short_context must be below the length of the longest document, got 64 and documents of at most 64",
+        ),
+        (
+            {"token_weighting": "longce", "longce_args": {"short_context": 24}, "objective": "clm"},
+            "short_context must be below the length of the longest document, got 24 and documents of at most 24",
+        ),
+        (
+            {"self_distill_args": {"kl_longce": {"short_context": 24}}},
+            "got 24 and documents of at most 24 tokens: all of their tokens would weigh 1.* leave kl_longce out",
+        ),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha goes with objective='clm' without token_weighting"),
+        (
+            {"neftune_noise_alpha": 5.0, "objective": "clm", "token_weighting": "longce", "longce_args": SHORT},
+            "neftune_noise_alpha goes with objective='clm' without token_weighting",
+        ),
+        (
+            {
+                "neftune_noise_alpha": 5.0,
+                "objective": "hidden-distill",
+                "rescale": "pi",
+                "rescale_args": {"factor": 2.0},
+            },
+            "neftune_noise_alpha goes with objective='clm' without token_weighting",
+        ),
         ({"self_distill_args": {"direction": "both"}}, "direction must be one of"),
         ({"self_distill_args": {"weight": 2.0}}, "give kl_weight"),
         ({"self_distill_args": {"passes": "one"}}, "passes in self_distill_args must be one of"),
@@ -407,7 +454,7 @@ def test_a_bound_of_copies_that_cannot_be_is_refused(args, said, tmp_path):
 def test_what_zero3_cannot_do_is_refused_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_ext.trainer.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="use DDP or ZeRO-2, or leave them out"):
-        trainer(tmp_path, objective="clm", token_weighting="longce")
+        trainer(tmp_path, objective="clm", token_weighting="longce", longce_args=SHORT)
     with pytest.raises(ValueError, match="use DDP or ZeRO-2, or leave them out"):
         trainer(tmp_path, **SELF, self_distill_args={"kl_longce": {"short_context": 8}})
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}

@@ -11,6 +11,7 @@ from rope_patch import rope_view
 from rope_patch.rotary import find_decoder
 from rope_patch.state import state_of
 
+from ..step_means import Part
 from .base import Objective
 from .relation import RelationObjective
 from .self_distill import SelfDistillObjective
@@ -44,19 +45,23 @@ class AlternatingObjective(Objective):
         self.extend = SelfDistillObjective(model, args, accelerator, teacher=self.restore.teacher)
         self.current: Objective = self.extend
 
-    def begin(self, step: int | None) -> None:
+    def begin(self, step: int | None, first_document: int = 0) -> None:
         """Take the objective of an optimizer step, the first one being 0; None is evaluation."""
         assert self.args.restore_every is not None
         restores = step is not None and (step + 1) % self.args.restore_every == 0
         self.current = self.restore if restores else self.extend
+        self.current.begin(step, first_document)
 
     def check_length(self, length: int) -> None:
         self.restore.check_length(length)
         self.extend.check_length(length)
 
+    def check_documents(self, lengths: torch.Tensor) -> None:
+        self.extend.check_documents(lengths)
+
     @property
     def draws(self) -> bool:
-        return self.current is self.extend
+        return self.current is self.extend and self.extend.draws
 
     def active(self) -> AbstractContextManager[None]:
         return self.current.active()
@@ -69,7 +74,7 @@ class AlternatingObjective(Objective):
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], own: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
         if self.current is self.extend:
             return self.extend.loss(model, inputs, read, counts, own)
         with rope_view(self.decoder, "standard"):

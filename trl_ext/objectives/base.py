@@ -13,6 +13,8 @@ from rope_patch.distillation.distiller import Distiller, real_tokens
 from rope_patch.methods import from_options
 from rope_patch.rotary import find_core
 
+from ..step_means import Part
+
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
 
@@ -47,8 +49,16 @@ class Objective:
     def check_length(self, length: int) -> None:
         """Raise, or warn, if documents of `length` tokens are more than the objective can compare."""
 
-    def begin(self, step: int | None) -> None:
-        """Called before the batches of an optimizer step are read, and with None before one of an evaluation."""
+    def check_documents(self, lengths: torch.Tensor) -> None:
+        """Raise, or warn, if training documents of these lengths, int64 [documents], add nothing to the loss."""
+
+    def begin(self, step: int | None, first_document: int = 0) -> None:
+        """Called before the batches of an optimizer step are read, and with None before one of an evaluation.
+
+        Args:
+            step: the first one is 0.
+            first_document: ordinal of the batch's first document within the evaluation.
+        """
 
     def active(self) -> AbstractContextManager[None]:
         """To be open around forward and backward of a step."""
@@ -64,7 +74,7 @@ class Objective:
 
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], own: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
         """Run teacher and student.
 
         Args:
@@ -75,8 +85,8 @@ class Objective:
             own: of the batch alone.
 
         Returns:
-            The loss, and its parts before weighting, detached: each a mean over the batch's own tokens, nan for one
-            that this batch has nothing for.
+            The loss, and its parts before weighting, each as its sum over the batch's own tokens, documents or rows,
+            and the number of those: over all batches of a step their means are what the loss is made of.
         """
         tape = self._tape(inputs, read, counts)
         tie = self._call(model, inputs, tape)
@@ -119,9 +129,7 @@ class Objective:
     def _forward_options(self) -> dict[str, Any]:
         return {}
 
-    def _combine(
-        self, tape: Any, counts: dict[str, int], own: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
         raise NotImplementedError
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from rope_patch.distillation import HiddenDistiller, HiddenTargets
 
+from ..step_means import Part
 from .base import Objective, from_fields
 
 
@@ -31,14 +32,12 @@ class HiddenObjective(Objective):
     def _forward_options(self) -> dict[str, Any]:
         return {"output_hidden_states": True}
 
-    def _combine(
-        self, tape: Any, counts: dict[str, int], own: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
         loss = self.distiller.targets.weight * tape.distance / counts["tokens"]
-        parts = {"hidden/distance": tape.distance.detach() / own["tokens"]}
+        parts: dict[str, Part] = {"hidden/distance": (tape.distance, own["tokens"])}
         if tape.far is not None:
             loss = loss + self.distiller.targets.short_to_long * tape.far / counts["tokens"]
-            parts["hidden/far"] = tape.far.detach() / own["tokens"]
+            parts["hidden/far"] = (tape.far, own["tokens"])
         return loss, parts
 
 

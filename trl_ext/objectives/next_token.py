@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rope_kernels.linear_ce import IGNORE_INDEX
+from rope_patch.checked_numbers import require_number
 from rope_patch.distillation import CueWeight, LongCE, WeightedDistiller
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.distiller import Distiller
 from rope_patch.distillation.labelled import Labelled
 
+from ..step_means import Part
 from .base import Objective, from_fields
 
 if TYPE_CHECKING:
@@ -19,10 +22,13 @@ if TYPE_CHECKING:
 class NextTokenObjective(Objective):
     """Next-token loss of the sampled view with weights of tokens: LongCE's, EndPrompt's or both.
 
-    loss = (sum over labels of w CE) / labels of the step. Evaluation gives the plain cross-entropy.
+    loss = (sum over labels of w CE) / labels of the step. Evaluation gives the plain cross-entropy. Both are logged,
+    the plain one as `ce` and that of the loss as `weighted_ce`.
 
     Source: LongCE, arXiv:2410.23771; EndPrompt.
     """
+
+    distiller: Any
 
     def _make_distiller(self, model: nn.Module) -> Distiller:
         return WeightedDistiller(model, longce_options(self.args), cue_options(self.args))
@@ -43,16 +49,37 @@ class NextTokenObjective(Objective):
 
     def _combine(
         self, tape: ViewTape, counts: dict[str, int], own: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ce = tape.rows.ce.sum() / max(own["labels"], 1)
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
         parts = self._parts(tape, own)
-        return (tape.loss, {"ce": ce, **parts}) if self.distiller.decoder.training else (ce, parts)
+        if self.distiller.decoder.training:
+            return tape.loss, parts
+        total, _ = parts["ce"]
+        return (total / own["labels"]).to(tape.loss.dtype), parts  # nan, as TRL's, for a batch without labels
 
-    def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, torch.Tensor]:
-        rows, n_labels = tape.rows, max(own["labels"], 1)
-        weights = {} if tape.reference is None else {"token_weight": rows.ce_factor.mean()}
-        entropy, accuracy = rows.entropy.sum() / n_labels, rows.is_top1.sum() / n_labels
-        return {**weights, "entropy": entropy, "mean_token_accuracy": accuracy}
+    def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, Part]:
+        rows, n_labels = tape.rows, own["labels"]
+        sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
+        if self.distiller.decoder.training and self._weighs_tokens:
+            labelled = tape.labelled.next_label.flatten()[tape.queries] != IGNORE_INDEX
+            factor = torch.where(labelled, rows.ce_factor * self._cue_factors(tape), 0.0)
+            sums |= {"token_weight": factor, "weighted_ce": factor * rows.ce}
+        return {name: (values.double().sum(), n_labels) for name, values in sums.items()}
+
+    @property
+    def _weighs_tokens(self) -> bool:
+        return self.distiller.longce is not None or self._cue is not None
+
+    @property
+    def _cue(self) -> CueWeight | None:
+        return self.distiller.cue if isinstance(self.distiller, WeightedDistiller) else None
+
+    def _cue_factors(self, tape: ViewTape) -> torch.Tensor | float:
+        return 1.0 if self._cue is None else self._cue.factors(tape.labelled).flatten()[tape.queries]
+
+    def check_length(self, length: int) -> None:
+        longce = self.distiller.longce
+        if longce is not None:
+            longce.check_length(length, "leave out token_weighting")
 
 
 def cue_options(args: "RopeSFTConfig") -> CueWeight | None:
@@ -61,9 +88,13 @@ def cue_options(args: "RopeSFTConfig") -> CueWeight | None:
     Raises:
         ValueError: a weight below 0, or without a cue.
     """
+    require_number("cue_weight", args.cue_weight, least=0)
     if args.cue_weight == 1.0:
         return None
-    tokens = args._options("view_args").get("cue_tokens", args.cue is not None) if args.view == "endprompt" else 0
+    in_force = args._options("view_args").get(
+        "cue_tokens", int(args.cue is not None)
+    )  # known once there is a tokenizer
+    tokens = in_force if args.view == "endprompt" else 0
     if not tokens or args.objective != "clm":
         raise ValueError(
             "cue_weight weighs the tokens of view='endprompt', objective='clm', with cue_tokens above 0; got "

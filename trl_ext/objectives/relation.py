@@ -7,6 +7,7 @@ from torch import nn
 
 from rope_patch.distillation import LogitKL, RelationDistiller, RelationTargets
 
+from ..step_means import Part
 from .base import Objective, from_fields
 
 
@@ -37,16 +38,14 @@ class RelationObjective(Objective):
             counts["last"] = int(self.distiller.logit_kl.chosen(read).sum())
         return counts
 
-    def _combine(
-        self, tape: Any, counts: dict[str, int], own: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
         sums = {name: tape.loss(name) for name in self.distiller.targets.weights}
         loss = torch.stack([weight * sums[name] for name, weight in self.distiller.targets.weights.items()]).sum()
         loss = loss / counts["tokens"]
-        parts = {name: total.detach() / own["tokens"] for name, total in sums.items()}
+        parts: dict[str, Part] = {name: (total, own["tokens"]) for name, total in sums.items()}
         if self.distiller.logit_kl is not None:
             loss = loss + self.distiller.logit_kl.weight * tape.logit_kl / counts["last"]
-            parts["logit_kl"] = tape.logit_kl.detach() / own["last"]
+            parts["logit_kl"] = (tape.logit_kl, own["last"])
         return loss, {f"relation/{name}": value for name, value in parts.items()}
 
 

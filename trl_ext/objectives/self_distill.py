@@ -9,6 +9,7 @@ from torch import nn
 from transformers.utils import logging
 
 from rope_patch import rope_view
+from rope_patch.checked_numbers import require_number
 from rope_patch.distillation import (
     Control,
     ControlDistiller,
@@ -23,6 +24,7 @@ from rope_patch.distillation.sequential import SequentialTape
 from rope_patch.registry import unknown
 from rope_patch.views import Skip
 
+from ..step_means import Part
 from .base import from_fields
 from .next_token import NextTokenObjective, longce_options
 
@@ -36,7 +38,8 @@ class SelfDistillObjective(NextTokenObjective):
 
     loss = (sum of cross-entropies) / labels of the step + kl_weight L_KL, with L_KL as in
     `rope_patch.distillation.ViewConsistency` over the documents of the optimizer step. Evaluation gives the
-    cross-entropy alone, and logs the KL beside it.
+    cross-entropy alone, and logs the KL beside it. What is logged as `ce` and `kl` makes up the loss: it is
+    ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE.
 
     Source: RPSD, arXiv:2604.14339, Eq. 3-6.
     """
@@ -64,13 +67,47 @@ class SelfDistillObjective(NextTokenObjective):
         one_pass = chosen.passes == "auto"
         return ViewDistiller(model, chosen.consistency, longce, teacher=teacher, one_pass=one_pass)
 
+    def begin(self, step: int | None, first_document: int = 0) -> None:
+        if isinstance(self.distiller, ControlDistiller):
+            self.distiller.evaluation_seed = first_document
+
+    @property
+    def draws(self) -> bool:
+        return self.distiller.compares
+
     def check_length(self, length: int) -> None:
+        super().check_length(length)
+        kl_longce = self.distiller.consistency.kl_longce
+        if kl_longce is not None:
+            kl_longce.check_length(length, "leave kl_longce out of self_distill_args")
         if isinstance(self.distiller, ViewDistiller):
             self.distiller.check_length(length)
 
+    def check_documents(self, lengths: torch.Tensor) -> None:
+        if not (self.distiller.consistency.weight or self.distiller.consistency.view_clm):
+            return
+        last = lengths - (2 if self.distiller.consistency.rows == "paper" else 1)
+        last = torch.where(lengths > 1, last, -1)
+        alike = ~self.distiller.can_differ(last, lengths)
+        n_alike = int(alike.sum())
+        if not n_alike:
+            return
+        what = "training"
+        if isinstance(self.distiller, ViewDistiller) and self.distiller.teacher is None:
+            what = repr(self.distiller.source.view)
+        if n_alike == len(lengths):
+            raise ValueError(
+                f"train_dataset must have documents in which {what} can change a prediction, got {n_alike} of at most "
+                f"{int(lengths.max())} tokens, in all of which the KL is 0. Give longer documents, or other view_args."
+            )
+        logger.warning(
+            f"{n_alike} of {len(lengths)} documents, {int(lengths[alike].sum())} of {int(lengths.sum())} tokens, add "
+            f"nothing to the KL and do not count in its mean: {what} can change no prediction in them."
+        )
+
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
         if not self._one_after_the_other(read):
             return super().loss(model, inputs, read, counts, own)
         tape = SequentialTape(read, counts["labels"], self._kl_divisor(counts), inputs["input_ids"])
@@ -95,33 +132,31 @@ class SelfDistillObjective(NextTokenObjective):
         return bool(self.accelerator.reduce(many).item())
 
     def counts(self, read: Labelled) -> dict[str, int]:
-        """Real tokens, labels, documents, and the sum of L, or of the L - s that the clock's draws give."""
-        counts = {**super().counts(read), "documents": read.n_documents}
-        if self.distiller.consistency.reduction == "token":
-            counts["compared"] = read.suffix_total(self.distiller.affected_from(read))
-        elif self.distiller.consistency.reduction == "uniform":
-            counts["compared"] = int(read.counted.sum())
+        """Real tokens, labels, and what the KL's sum is divided by, which may go by the clock's draws."""
+        counts = super().counts(read)
+        if self.distiller.compares:
+            counts["compared"] = self.distiller.kl_count(read)
         return counts
 
     def _kl_divisor(self, counts: dict[str, int]) -> int:
-        return max(1, counts["documents" if self.distiller.consistency.reduction == "sequence" else "compared"])
+        return max(1, counts.get("compared", 1))
 
-    def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, torch.Tensor]:
+    def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, Part]:
         parts = super()._parts(tape, own)
         if tape.view_ce is not None:
-            parts["view_ce"] = tape.view_ce / max(own["labels"], 1)
+            parts["view_ce"] = tape.view_ce, own["labels"]
         if not self.distiller.consistency.weight and self.distiller.decoder.training:
             return parts  # no KL was computed
-        kl = (tape.rows.kl * tape.kl_factor).sum() / self._kl_divisor(own)
-        return {**parts, "kl": kl, **self._by_depth(tape), **self._by_skip(tape)}
+        parts["kl"] = (tape.rows.kl.double() * tape.kl_factor).sum(), own["compared"]
+        return {**parts, **self._by_depth(tape), **self._by_skip(tape)}
 
-    def _by_depth(self, tape: ViewTape) -> dict[str, torch.Tensor]:
+    def _by_depth(self, tape: ViewTape) -> dict[str, Part]:
         """Mean KL of the queries in each quarter of their document."""
         labelled = tape.labelled
         length = labelled.documents.length.expand_as(labelled.t)
         return _by_quarter("kl/depth", tape, labelled.t, length)
 
-    def _by_skip(self, tape: ViewTape) -> dict[str, torch.Tensor]:
+    def _by_skip(self, tape: ViewTape) -> dict[str, Part]:
         """Mean KL of the queries that the view moves, by how far: in quarters of the largest skip that it draws."""
         if isinstance(self.distiller, ControlDistiller):
             return {}
@@ -137,15 +172,15 @@ class SelfDistillObjective(NextTokenObjective):
         return _by_quarter("kl/skip", tape, skip - 1, largest)
 
 
-def _by_quarter(name: str, tape: ViewTape, value: torch.Tensor, end: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Mean KL of the queries whose value is in each quarter of [0, end), nan where there are none."""
+def _by_quarter(name: str, tape: ViewTape, value: torch.Tensor, end: torch.Tensor) -> dict[str, Part]:
+    """KL of the queries whose value is in each quarter of [0, end), and their number."""
     quarter = (4 * value // end.clamp(min=1)).clamp(max=3).flatten()[tape.queries]
     chosen = tape.in_kl.flatten()[tape.queries]
-    means = {}
+    parts: dict[str, Part] = {}
     for i in range(4):
         here = chosen & (quarter == i)
-        means[f"{name}_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum() / here.sum()
-    return means
+        parts[f"{name}_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum(), here.sum()
+    return parts
 
 
 @dataclass(frozen=True)
@@ -179,8 +214,7 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
     rest = dict(self_distill_args)
     if "weight" in rest:
         raise ValueError("self_distill_args has no weight: give kl_weight.")
-    if not isinstance(kl_weight, int | float) or not 0 <= kl_weight < float("inf"):
-        raise ValueError(f"kl_weight must be a number of at least 0, got {kl_weight!r}.")
+    require_number("kl_weight", kl_weight, least=0)
     names = {*(f.name for f in fields(ViewConsistency)), "passes", "max_copies", "control", "strength", "teacher"}
     names -= {"weight"}
     for name in rest:
@@ -191,8 +225,14 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
         if value not in get_args(allowed):
             raise ValueError(f"{name} in self_distill_args must be one of {get_args(allowed)}, got {value!r}.")
     max_copies = rest.pop("max_copies", None)
-    if max_copies is not None and (not isinstance(max_copies, int | float) or not 0 < max_copies < 1):
-        raise ValueError(f"max_copies in self_distill_args must be above 0 and below 1, or None, got {max_copies!r}.")
+    if max_copies is not None:
+        require_number("max_copies in self_distill_args", max_copies, below=1)
+    runs_one_view = not (kl_weight or rest.get("view_clm"))
+    if runs_one_view and (passes == "sequential" or max_copies is not None):
+        raise ValueError(
+            "passes='sequential' and max_copies in self_distill_args are of two views, and training runs one with "
+            "kl_weight=0 and no view_clm: leave them out, or give one of those."
+        )
     if max_copies is not None and passes != "auto":
         raise ValueError(f"max_copies in self_distill_args is for passes='auto', got passes={passes!r}: leave one out.")
     if isinstance(rest.get("kl_longce"), dict):

@@ -1,0 +1,30 @@
+"""One check for numbers that a user gives: True is no number, neither is nan, and infinity is none that can be used."""
+
+import math
+from typing import Any
+
+
+def require_number(
+    name: str, value: Any, *, least: float | None = None, above: float = 0.0, below: float = math.inf
+) -> None:
+    """Raise ValueError unless `value` is a finite int or float in range.
+
+    Args:
+        name: what the error calls it.
+        value: what a user gave.
+        least: smallest value; None, if it has to be above `above`.
+        above: bound that it must exceed, where there is no `least`.
+        below: bound that it must not reach.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (value > above if least is None else value >= least) and value < below:
+        return
+    allowed = f"above {above:g}" if least is None else f"of at least {least:g}"
+    end = f" and below {below:g}" if below < math.inf else ""
+    raise ValueError(f"{name} must be a number {allowed}{end}, got {value!r}.")
+
+
+def require_integer(name: str, value: Any, *, least: int) -> None:
+    """Raise ValueError unless `value` is an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")

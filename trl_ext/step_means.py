@@ -1,0 +1,45 @@
+"""Means that are logged: sums and counts of all batches and ranks of an optimizer step, divided once."""
+
+import torch
+from accelerate import Accelerator
+
+Part = tuple[torch.Tensor, torch.Tensor | float]
+"""The sum of a quantity over what a batch has of it, and how much that is: scalars."""
+
+
+class StepMeans:
+    """Sums and counts by name, until their means are taken.
+
+    A mean of the means of batches would weigh a short batch like a long one, and not be a part of the loss.
+
+    Args:
+        accelerator: of the trainer.
+        ranks_alike: whether the loss is a mean of the ranks' own means, which weighs them alike whatever they have.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, ranks_alike: bool) -> None:
+        self.accelerator, self.ranks_alike = accelerator, ranks_alike
+        self._found: dict[str, torch.Tensor] = {}  # [2] float64 each: sum, count
+
+    def add(self, parts: dict[str, Part]) -> None:
+        """Add a batch. All ranks give the same names in the same order."""
+        for name, (total, count) in parts.items():
+            total = total.detach().double()
+            of_batch = torch.stack([total, torch.as_tensor(count, dtype=torch.float64, device=total.device)])
+            self._found[name] = self._found[name] + of_batch if name in self._found else of_batch
+
+    def take(self) -> dict[str, float]:
+        """Mean of each quantity over all ranks, without those that nothing was found of, and start anew.
+
+        A sum that is nan gives a nan: only what has a count of 0 is left out.
+        """
+        if not self._found:
+            return {}
+        names, found = list(self._found), torch.stack(list(self._found.values()))
+        self._found = {}
+        if self.ranks_alike:
+            found = torch.where(
+                found[:, 1:] > 0, torch.stack([found[:, 0] / found[:, 1], torch.ones_like(found[:, 1])], 1), 0.0
+            )
+        found = self.accelerator.reduce(found, reduction="sum")
+        return {name: total / count for name, (total, count) in zip(names, found.tolist(), strict=True) if count}
