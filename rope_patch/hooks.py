@@ -25,6 +25,8 @@ class DecoderEntry:
         self.parameters = parameter_names(decoder)
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self.state.turns.begin(decoder)
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if self.state.active(decoder.training) is None:
             self.state.bound = None
@@ -78,8 +80,12 @@ class DecoderExit:
         self.state = state
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        cache = None if decoder.training else _cache_of(output)
-        self.state.leave(finished=output is not None, cache=cache)
+        try:
+            cache = None if decoder.training else _cache_of(output)
+            self.state.leave(finished=output is not None, cache=cache)
+        finally:
+            if not torch.compiler.is_compiling():
+                self.state.turns.end()
 
 
 class RotaryEntry:
@@ -95,6 +101,7 @@ class RotaryEntry:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.restore(module)  # after a forward that an interrupt threw out, of which no hook is told
         current = self.state.current.rotary[self.name]
         if current.was_rounded_in(module):
             current.write(module)
@@ -124,6 +131,15 @@ class RotaryEntry:
             return args, {**kwargs, "position_ids": rope_index}
         return (args[0], rope_index, *args[2:]), kwargs
 
+    def restore(self, module: Any) -> None:
+        """Give the module back what it has of its schedule."""
+        if self.frozen_type is not None:
+            module.rope_type = self.frozen_type
+            self.frozen_type = None
+        if self.frequencies:
+            module._buffers.update(self.frequencies)
+            self.frequencies = {}
+
 
 class RotaryExit:
     """Forward hook of a rotary module, also called when it raises: lets go of what the entry holds."""
@@ -132,19 +148,29 @@ class RotaryExit:
         self.entry = entry
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        if self.entry.frozen_type is not None:
-            module.rope_type = self.entry.frozen_type
-            self.entry.frozen_type = None
-        module._buffers.update(self.entry.frequencies)
-        self.entry.frequencies = {}
+        self.entry.restore(module)
         if not self.entry.by_layer:
             return None
         by_layer, self.entry.by_layer = self.entry.by_layer, {}
         return None if output is None else LayerwiseEmbeddings.of(output, by_layer)
 
 
+def _let_graphs_see_hooks() -> None:
+    """Let graphs of torch.compile notice hooks that come and go, also graphs that are there already.
+
+    By default Dynamo takes it that nobody hooks a module after the first call: a view would then change nothing, and a
+    graph that was traced with one would serve other models of the same class.
+    """
+    import torch._dynamo  # Transformers has imported it
+
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch._dynamo.reset()
+
+
 def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState) -> None:
     """Register the hooks of a model that has none."""
+    _let_graphs_see_hooks()
     decoder.register_forward_pre_hook(DecoderEntry(state, decoder), with_kwargs=True)
     decoder.register_forward_hook(DecoderExit(state), always_call=True)
     for name, module in rotary.items():

@@ -53,6 +53,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
         )
     decoder = find_decoder(model)
     state = state_of(decoder) or _new_state(decoder)
+    state.require_no_native_rope("patch_model")
     if isinstance(chosen, Rescaling):
         schedule = rescaled(decoder, state.native, chosen)
         if state.source is not None:
@@ -67,6 +68,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
         if chosen.layerwise:
             chosen.check_layers(decoder.config.num_hidden_layers)
         state.source, state.when = ViewSource(chosen, seed), when
+    state.temporary = False
     _install(model, decoder, state)
     return model
 
@@ -80,6 +82,7 @@ def unpatch_model(model: M) -> M:
     decoder = find_decoder(model)
     state = state_of(decoder)
     if state is not None:
+        state.require_no_native_rope("unpatch_model")
         if state.overrides:
             raise ValueError("unpatch_model was called inside rope_view: leave the block first.")
         state.original.write(decoder)
@@ -130,18 +133,16 @@ def rope_view(
     if chosen is not None and chosen.layerwise:
         chosen.check_layers(decoder.config.num_hidden_layers)
     state = state_of(decoder)
-    temporary = state is None
     if state is None:
         state = _new_state(decoder)
+        state.temporary = True
         _install(model, decoder, state)
     state.overrides.append(source)
     try:
         yield chosen
     finally:
         state.overrides.remove(source)
-        if temporary and not state.overrides and state.source is None and state.rescaling is None:
-            state.original.write(decoder)
-            _uninstall(model, decoder)
+        _end_temporary(model, decoder, state)
 
 
 @contextmanager
@@ -150,10 +151,12 @@ def native_rope(model: nn.Module) -> Iterator[None]:
 
     Views stay in force; the config, and so what would be saved, stays rescaled. Run passes inside it under
     `torch.no_grad()` (a teacher), or run their backward inside it too: a family that folds YaRN's factor into its
-    softmax scale reads that scale again when a checkpointed layer is recomputed.
+    softmax scale reads that scale again when a checkpointed layer is recomputed. Every thread that runs the model meets
+    the native schedule meanwhile. Blocks nest, and may end in any order.
 
     Raises:
-        ValueError: the model is rescaled, and of a family that reads its schedule from the config in every forward.
+        ValueError: inside the block, for what would take the schedule away: patching, unpatching, copying, pickling;
+            at its begin, if the model is rescaled, and of a family that reads its schedule from the config in every forward.
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
@@ -163,16 +166,29 @@ def native_rope(model: nn.Module) -> Iterator[None]:
     reason = why_no_native_rope(decoder)
     if reason is not None and state.rescaling is not None:
         raise ValueError(reason)
-    rescaled_schedule = state.current
-    # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
-    in_force = RopeSchedule.of(decoder)
-    state.native.write_modules(decoder)
-    state.current = state.native
+    if state.native_blocks == 0:
+        # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
+        state.beside_native = (state.current, RopeSchedule.of(decoder))
+    state.native_blocks += 1
     try:
+        state.native.write_modules(decoder)
+        state.current = state.native
         yield
     finally:
-        state.current = rescaled_schedule
-        in_force.write_modules(decoder)
+        state.native_blocks -= 1
+        if state.native_blocks == 0:
+            assert state.beside_native is not None
+            (state.current, in_force), state.beside_native = state.beside_native, None
+            in_force.write_modules(decoder)
+            _end_temporary(model, decoder, state)
+
+
+def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
+    """Take off what only blocks have put on, once the last of them ends, whatever order they end in."""
+    in_use = state.overrides or state.native_blocks or state.source is not None or state.rescaling is not None
+    if state.temporary and not in_use and state_of(decoder) is state:
+        state.original.write(decoder)
+        _uninstall(model, decoder)
 
 
 def _new_state(decoder: PreTrainedModel) -> RopeState:

@@ -5,13 +5,18 @@ read it, so a recompute in backward never sees a later state. It holds tensors a
 pickled and traced.
 """
 
+import sys
+import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch import nn
 
 from .documents import Documents, locate_documents
 from .draws import DrawKey
+from .open_views import OpenSources
 from .views.base import Parameters, View
 
 if TYPE_CHECKING:
@@ -205,17 +210,31 @@ class _OtherRows:
     """Stands in for a method of one cache that changes its rows, as when beams change places: their draws go along."""
 
     def __init__(self, cache: Any, method: str) -> None:
-        self.cache, self.method = cache, method
+        # weak: a cache that held itself through its own method would stay until the garbage collector comes by
+        self.cache, self.method = weakref.ref(cache), method
 
-    def __call__(self, rows: torch.Tensor | int) -> None:
-        """Do it; `rows` are the chosen ones, or how often to repeat each."""
-        getattr(type(self.cache), self.method)(self.cache, rows)
-        draws = getattr(self.cache, _DRAWS)
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do it; the one argument holds the chosen rows, or how often to repeat each."""
+        cache: Any = self.cache()
+        getattr(type(cache), self.method)(cache, *args, **kwargs)
+        draws = getattr(cache, _DRAWS)
         if draws is None:
             return
+        (rows,) = (*args, *kwargs.values())
         if isinstance(rows, int):
             rows = torch.arange(len(draws.documents.start)).repeat_interleave(rows)
-        setattr(self.cache, _DRAWS, draws.rows(rows))
+        elif rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        setattr(cache, _DRAWS, draws.rows(rows))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OtherRows":
+        return _OtherRows(memo.get(id(self.cache()), self.cache()), self.method)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"cache": self.cache(), "method": self.method}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.cache, self.method = weakref.ref(state["cache"]), state["method"]
 
 
 def keep_draws(cache: Any, bound: BoundView) -> None:
@@ -267,6 +286,46 @@ def _longest(documents: Documents, batch: Batch) -> int:
     return int(documents.length.max())
 
 
+class Turns:
+    """One thread at a time is in a forward of the model: the indices in flight are the model's, not the thread's.
+
+    A thread's own storage would do, but Dynamo drops what a traced forward writes there. A copy of the model has turns
+    of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: threading.Thread | None = None
+
+    def __reduce__(self) -> "tuple[type[Turns], tuple[()]]":
+        return Turns, ()
+
+    def begin(self, decoder: nn.Module) -> None:
+        """Wait until no other thread is in a forward of `decoder`."""
+        if self._owner is threading.current_thread():
+            return  # an interrupt threw it out of a forward, past `end`
+        while not self._lock.acquire(timeout=0.5):
+            if self._owner is not None and not _is_inside(self._owner, decoder):
+                break  # thrown out likewise
+        self._owner = threading.current_thread()
+
+    def end(self) -> None:
+        """Let the next thread in."""
+        if self._owner is threading.current_thread():
+            self._owner = None
+            self._lock.release()
+
+
+def _is_inside(thread: threading.Thread, module: nn.Module) -> bool:
+    """Whether a call of `module` is on the stack of `thread`."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
 @dataclass
 class RopeState:
     """All that was done to a model. Lives at `decoder._rope_patch`.
@@ -279,9 +338,13 @@ class RopeState:
         source: the view of `patch_model`, if any.
         when: in which forwards that view is sampled.
         overrides: sources of the `rope_view` blocks that are open, innermost last.
+        turns: of the threads that call the model.
         bound: indices of the forward in flight.
         applied: whether a rotary module has used them.
         layers_call_rotary: a rotary module sits inside a layer, so that checkpointing runs it again in backward.
+        native_blocks: how many `native_rope` blocks are open.
+        beside_native: the schedule that comes back at their end, and what the modules held of it.
+        temporary: whether a block put the patch on, which then ends with the last block.
     """
 
     original: "RopeSchedule"
@@ -290,15 +353,29 @@ class RopeState:
     rescaling: "Rescaling | None" = None
     source: ViewSource | None = None
     when: When = "train"
-    overrides: list[ViewSource | TableSource] = field(default_factory=list)
+    overrides: "OpenSources[ViewSource | TableSource]" = field(default_factory=OpenSources)
+    turns: Turns = field(default_factory=Turns)
     bound: BoundIndex | None = None
     applied: bool = False
     layers_call_rotary: bool = False
+    native_blocks: int = 0
+    beside_native: "tuple[RopeSchedule, RopeSchedule] | None" = None
+    temporary: bool = False
+
+    def require_no_native_rope(self, what: str) -> None:
+        """Raise ValueError inside `native_rope`, whose end puts back the schedule that it found."""
+        if self.native_blocks:
+            raise ValueError(f"{what} was called inside native_rope: leave the block first.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.require_no_native_rope("copying or pickling the model")
+        return self.__dict__
 
     def active(self, training: bool) -> ViewSource | TableSource | None:
         """The source that decides the next forward's indices; None for true positions."""
-        if self.overrides:
-            return self.overrides[-1]
+        override = self.overrides.innermost()
+        if override is not None:
+            return override
         if self.source is not None and (training or self.when == "always"):
             return self.source
         return None
