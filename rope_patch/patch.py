@@ -156,7 +156,8 @@ def native_rope(model: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: inside the block, for what would take the schedule away: patching, unpatching, copying, pickling;
-            at its begin, if the model is rescaled, and of a family that reads its schedule from the config in every forward.
+            at its begin, if the model is rescaled, and of a family that reads its schedule from the config in every
+            forward.
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
