@@ -4,6 +4,7 @@ All are picklable objects. Only what a rotary module receives changes: `position
 since Transformers reads a jump in them as the border of a packed document and masks across it.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class DecoderEntry:
                 "a RoPE view needs position_ids of shape [batch, seq_len] or None, got "
                 f"{tuple(position_ids.shape)}: positions with several axes (mRoPE) are not supported."
             )
+        if "Paged" in type(call.get("cache")).__name__:
+            raise ValueError(
+                "a RoPE view needs to know where documents begin and end, and continuous batching (generate_batch) "
+                "hands over pieces of them: use generate, or leave the view."
+            )
         if position_ids is None and call.get("cu_seq_lens_q") is not None:
             raise ValueError(
                 "cu_seq_lens_q says that rows hold several documents, and a RoPE view begins anew in each: give "
@@ -51,6 +57,11 @@ class DecoderEntry:
             raise ValueError(why_no_checkpointing(decoder))
         cache = call.get("past_key_values")
         source = self.state.active(decoder.training)
+        if isinstance(source, ViewSource) and source.view.perturbs and _is_chunk_of_a_prompt(cache):
+            raise ValueError(
+                "prefill_chunk_size hands over a prompt in pieces, and a RoPE view draws for the whole of it: leave "
+                "prefill_chunk_size out."
+            )
         if isinstance(source, ViewSource) and source.view.layerwise:
             attach_layer_hooks(decoder, one_pair=self._gives_one_pair())
         self.state.enter(
@@ -199,6 +210,20 @@ def _cache_of(output: Any) -> Any:
     if isinstance(output, tuple):
         return next((x for x in output if isinstance(x, Cache)), None)
     return getattr(output, "past_key_values", None)
+
+
+def _is_chunk_of_a_prompt(cache: Any) -> bool:
+    """Whether `generate` fills the cache by chunks, of which nothing but its own call tells."""
+    if cache is None or torch.compiler.is_compiling() or cache.get_seq_length():
+        return False
+    frame = sys._getframe(1)
+    for _ in range(40):  # calls of modules and hooks lie between
+        frame = frame.f_back  # type: ignore[assignment]
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_prefill":
+            return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
+    return False
 
 
 def _is_checkpointing(decoder: nn.Module) -> bool:

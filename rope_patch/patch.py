@@ -235,20 +235,20 @@ def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> Non
         )
 
 
+_INDEX_TYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+
+
 def _checked_index(index: torch.Tensor) -> torch.Tensor:
-    if (
-        not isinstance(index, torch.Tensor)
-        or index.ndim != 2
-        or index.dtype in (torch.bool, torch.bfloat16, torch.half)
-    ):
+    if not isinstance(index, torch.Tensor) or index.ndim != 2 or index.dtype not in _INDEX_TYPES or not index.numel():
         what = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, torch.Tensor) else repr(type(index))
         raise ValueError(
-            "index must be a tensor [batch, seq_len] of integers, float32 or float64 (16-bit floats hold no position "
-            f"beyond 2048 exactly), got {what}."
+            "index must be a tensor [batch, seq_len] of one number or more, of int16, int32, int64, float32 or float64 "
+            f"(other types hold too few positions exactly, or none), got {what}."
         )
-    if not torch.isfinite(index).all() or index.abs().max() > MAX_INDEX:
+    low, high = index.min().item(), index.max().item()
+    if not (-MAX_INDEX <= low and high <= MAX_INDEX):  # also where either is NaN
         raise ValueError(
             f"index must be finite and within +-{MAX_INDEX} (2**24), beyond which float32 is not exact, "
-            f"got values in [{index.min()}, {index.max()}]."
+            f"got values in [{low}, {high}]."
         )
     return index.detach()
