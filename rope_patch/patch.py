@@ -1,7 +1,7 @@
 """The public calls: patch a model, take the patch off, put a view or the native schedule in force for a while."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -13,7 +13,7 @@ from .limits import why_fixed_frequencies, why_no_native_rope
 from .methods import resolve_method, resolve_view
 from .rescale import RopeSchedule, healed, rescaled
 from .rescalings import Rescaling
-from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types
+from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types, rotary_by_name
 from .sidecar import forget_adapters, watch_adapters
 from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, state_of
 from .views import View
@@ -52,6 +52,11 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
             f"seed and when belong to views; rescaling {chosen.name!r} is always in force and draws nothing."
         )
     decoder = find_decoder(model)
+    with _normal_tensors():
+        return _patched(model, decoder, chosen, seed, when)
+
+
+def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed: int, when: When) -> M:
     state = state_of(decoder) or _new_state(decoder)
     state.require_no_native_rope("patch_model")
     if isinstance(chosen, Rescaling):
@@ -123,7 +128,8 @@ def rope_view(
     if index is None:
         assert view is not None
         chosen = resolve_view(view)
-        source = ViewSource(chosen, seed)
+        with _normal_tensors():
+            source = ViewSource(chosen, seed)
     else:
         source = TableSource(_checked_index(index))
     decoder = find_decoder(model)
@@ -134,9 +140,10 @@ def rope_view(
         chosen.check_layers(decoder.config.num_hidden_layers)
     state = state_of(decoder)
     if state is None:
-        state = _new_state(decoder)
-        state.temporary = True
-        _install(model, decoder, state)
+        with _normal_tensors():
+            state = _new_state(decoder)
+            state.temporary = True
+            _install(model, decoder, state)
     state.overrides.append(source)
     try:
         yield chosen
@@ -192,6 +199,11 @@ def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState)
         _uninstall(model, decoder)
 
 
+def _normal_tensors() -> AbstractContextManager[None]:
+    """What a model keeps is made outside of inference mode, whose tensors no later training may use."""
+    return torch.inference_mode(False)
+
+
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeSchedule.of(decoder)
     native = healed(original, decoder)
@@ -202,12 +214,12 @@ def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> No
     if state_of(decoder) is None:
         state.current.write_modules(decoder)
         setattr(decoder, STATE_ATTRIBUTE, state)
-        attach_hooks(decoder, dict(named_rotary_modules(decoder)), state)
+        attach_hooks(decoder, rotary_by_name(decoder), state)
     watch_adapters(model, find_core(model), state)
 
 
 def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:
-    detach_hooks(decoder, dict(named_rotary_modules(decoder)))
+    detach_hooks(decoder, rotary_by_name(decoder))
     forget_adapters(model, find_core(model))
     delattr(decoder, STATE_ATTRIBUTE)
 
@@ -243,7 +255,7 @@ def _checked_index(index: torch.Tensor) -> torch.Tensor:
         what = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, torch.Tensor) else repr(type(index))
         raise ValueError(
             "index must be a tensor [batch, seq_len] of one number or more, of int16, int32, int64, float32 or float64 "
-            f"(other types hold too few positions exactly, or none), got {what}."
+            f"(16-bit floats hold no position beyond 2048 exactly, others fewer or none), got {what}."
         )
     low, high = index.min().item(), index.max().item()
     if not (-MAX_INDEX <= low and high <= MAX_INDEX):  # also where either is NaN

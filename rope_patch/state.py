@@ -337,8 +337,12 @@ def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
 
 
 def _longest(documents: Documents, batch: Batch) -> int:
-    """Tokens of the longest document; a traced graph, which cannot branch on data, takes the length of the row."""
-    if torch.compiler.is_compiling() or (batch.position_ids is None and batch.attention_mask is None):
+    """Tokens of the longest document; of the row where there are no data to branch on, as in traced graphs."""
+    if (
+        torch.compiler.is_compiling()
+        or batch.device.type == "meta"
+        or (batch.position_ids is None and batch.attention_mask is None)
+    ):
         return batch.cached + batch.seq_len
     return int(documents.length.max())
 
