@@ -22,8 +22,7 @@ def philox4x32(
     """Philox4x32-10: four words of 32 random bits for each 128-bit counter.
 
     A round maps (c0, c1, c2, c3) to (hi(M1 c2) ^ c1 ^ k0, lo(M1 c2), hi(M0 c0) ^ c3 ^ k1, lo(M0 c0)), with the key
-    raised by the Weyl constants between rounds. int64 products wrap modulo 2**64 and keep the bits of the unsigned
-    product, so both halves are exact.
+    raised by the Weyl constants between rounds.
 
     Args:
         counter: four words in [0, 2**32), ints or int64 tensors that broadcast together.
@@ -34,15 +33,21 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
-            product1 & _MASK,
-            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
-            product0 & _MASK,
-        )
+        (high0, low0), (high1, low1) = _product(c0, _MULTIPLIERS[0]), _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
+
+
+def _product(word: torch.Tensor | int, multiplier: int) -> tuple[torch.Tensor | int, torch.Tensor | int]:
+    """The high and the low 32 bits of a product of two words.
+
+    By halves of `word`, so that nothing leaves int64: torch.compile makes C++ of it, where an overflow has no meaning,
+    and draws would be others than without it.
+    """
+    low = (word & 0xFFFF) * multiplier
+    high = (word >> 16) * multiplier + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
 @dataclass(frozen=True)

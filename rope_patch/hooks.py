@@ -4,6 +4,8 @@ All are picklable objects. Only what a rotary module receives changes: `position
 since Transformers reads a jump in them as the border of a packed document and masks across it.
 """
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ class DecoderEntry:
         self.parameters = parameter_names(decoder)
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self.state.turns.begin(decoder)
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if self.state.active(decoder.training) is None:
             self.state.bound = None
@@ -40,6 +44,11 @@ class DecoderEntry:
                 "a RoPE view needs position_ids of shape [batch, seq_len] or None, got "
                 f"{tuple(position_ids.shape)}: positions with several axes (mRoPE) are not supported."
             )
+        if "Paged" in type(call.get("cache")).__name__:
+            raise ValueError(
+                "a RoPE view needs to know where documents begin and end, and continuous batching (generate_batch) "
+                "hands over pieces of them: use generate, or leave the view."
+            )
         if position_ids is None and call.get("cu_seq_lens_q") is not None:
             raise ValueError(
                 "cu_seq_lens_q says that rows hold several documents, and a RoPE view begins anew in each: give "
@@ -49,6 +58,11 @@ class DecoderEntry:
             raise ValueError(why_no_checkpointing(decoder))
         cache = call.get("past_key_values")
         source = self.state.active(decoder.training)
+        if isinstance(source, ViewSource) and source.view.perturbs and _is_chunk_of_a_prompt(cache):
+            raise ValueError(
+                "prefill_chunk_size hands over a prompt in pieces, and a RoPE view draws for the whole of it: leave "
+                "prefill_chunk_size out."
+            )
         if isinstance(source, ViewSource) and source.view.layerwise:
             attach_layer_hooks(decoder, one_pair=self._gives_one_pair())
         self.state.enter(
@@ -78,8 +92,12 @@ class DecoderExit:
         self.state = state
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        cache = None if decoder.training else _cache_of(output)
-        self.state.leave(finished=output is not None, cache=cache)
+        try:
+            cache = None if decoder.training else _cache_of(output)
+            self.state.leave(finished=output is not None, cache=cache)
+        finally:
+            if not torch.compiler.is_compiling():
+                self.state.turns.end()
 
 
 class RotaryEntry:
@@ -95,6 +113,7 @@ class RotaryEntry:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.restore(module)  # after a forward that an interrupt threw out, of which no hook is told
         current = self.state.current.rotary[self.name]
         if current.was_rounded_in(module):
             current.write(module)
@@ -124,6 +143,15 @@ class RotaryEntry:
             return args, {**kwargs, "position_ids": rope_index}
         return (args[0], rope_index, *args[2:]), kwargs
 
+    def restore(self, module: Any) -> None:
+        """Give the module back what it has of its schedule."""
+        if self.frozen_type is not None:
+            module.rope_type = self.frozen_type
+            self.frozen_type = None
+        if self.frequencies:
+            module._buffers.update(self.frequencies)
+            self.frequencies = {}
+
 
 class RotaryExit:
     """Forward hook of a rotary module, also called when it raises: lets go of what the entry holds."""
@@ -132,19 +160,29 @@ class RotaryExit:
         self.entry = entry
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        if self.entry.frozen_type is not None:
-            module.rope_type = self.entry.frozen_type
-            self.entry.frozen_type = None
-        module._buffers.update(self.entry.frequencies)
-        self.entry.frequencies = {}
+        self.entry.restore(module)
         if not self.entry.by_layer:
             return None
         by_layer, self.entry.by_layer = self.entry.by_layer, {}
         return None if output is None else LayerwiseEmbeddings.of(output, by_layer)
 
 
+def _let_graphs_see_hooks() -> None:
+    """Let graphs of torch.compile notice hooks that come and go, also graphs that are there already.
+
+    By default Dynamo takes it that nobody hooks a module after the first call: a view would then change nothing, and a
+    graph that was traced with one would serve other models of the same class.
+    """
+    import torch._dynamo  # Transformers has imported it
+
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch._dynamo.reset()
+
+
 def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState) -> None:
     """Register the hooks of a model that has none."""
+    _let_graphs_see_hooks()
     decoder.register_forward_pre_hook(DecoderEntry(state, decoder), with_kwargs=True)
     decoder.register_forward_hook(DecoderExit(state), always_call=True)
     for name, module in rotary.items():
@@ -173,6 +211,20 @@ def _cache_of(output: Any) -> Any:
     if isinstance(output, tuple):
         return next((x for x in output if isinstance(x, Cache)), None)
     return getattr(output, "past_key_values", None)
+
+
+def _is_chunk_of_a_prompt(cache: Any) -> bool:
+    """Whether `generate` fills the cache by chunks, of which nothing but its own call tells."""
+    if cache is None or torch.compiler.is_compiling() or cache.get_seq_length():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(40):  # calls of modules and hooks lie between
+        if frame is None:
+            return False
+        frame = frame.f_back
+        if frame is not None and frame.f_code.co_name == "_prefill":
+            return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
+    return False
 
 
 def _is_checkpointing(decoder: nn.Module) -> bool:

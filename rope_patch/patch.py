@@ -1,7 +1,7 @@
 """The public calls: patch a model, take the patch off, put a view or the native schedule in force for a while."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -13,7 +13,7 @@ from .limits import why_fixed_frequencies, why_no_native_rope
 from .methods import resolve_method, resolve_view
 from .rescale import RopeSchedule, healed, rescaled
 from .rescalings import Rescaling
-from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types
+from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types, rotary_by_name
 from .sidecar import forget_adapters, watch_adapters
 from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, state_of
 from .views import View
@@ -52,7 +52,13 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
             f"seed and when belong to views; rescaling {chosen.name!r} is always in force and draws nothing."
         )
     decoder = find_decoder(model)
+    with _normal_tensors():
+        return _patched(model, decoder, chosen, seed, when)
+
+
+def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed: int, when: When) -> M:
     state = state_of(decoder) or _new_state(decoder)
+    state.require_no_native_rope("patch_model")
     if isinstance(chosen, Rescaling):
         schedule = rescaled(decoder, state.native, chosen)
         if state.source is not None:
@@ -67,6 +73,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
         if chosen.layerwise:
             chosen.check_layers(decoder.config.num_hidden_layers)
         state.source, state.when = ViewSource(chosen, seed), when
+    state.temporary = False
     _install(model, decoder, state)
     return model
 
@@ -80,6 +87,7 @@ def unpatch_model(model: M) -> M:
     decoder = find_decoder(model)
     state = state_of(decoder)
     if state is not None:
+        state.require_no_native_rope("unpatch_model")
         if state.overrides:
             raise ValueError("unpatch_model was called inside rope_view: leave the block first.")
         state.original.write(decoder)
@@ -120,7 +128,8 @@ def rope_view(
     if index is None:
         assert view is not None
         chosen = resolve_view(view)
-        source = ViewSource(chosen, seed)
+        with _normal_tensors():
+            source = ViewSource(chosen, seed)
     else:
         source = TableSource(_checked_index(index))
     decoder = find_decoder(model)
@@ -130,18 +139,17 @@ def rope_view(
     if chosen is not None and chosen.layerwise:
         chosen.check_layers(decoder.config.num_hidden_layers)
     state = state_of(decoder)
-    temporary = state is None
     if state is None:
-        state = _new_state(decoder)
-        _install(model, decoder, state)
+        with _normal_tensors():
+            state = _new_state(decoder)
+            state.temporary = True
+            _install(model, decoder, state)
     state.overrides.append(source)
     try:
         yield chosen
     finally:
         state.overrides.remove(source)
-        if temporary and not state.overrides and state.source is None and state.rescaling is None:
-            state.original.write(decoder)
-            _uninstall(model, decoder)
+        _end_temporary(model, decoder, state)
 
 
 @contextmanager
@@ -150,10 +158,13 @@ def native_rope(model: nn.Module) -> Iterator[None]:
 
     Views stay in force; the config, and so what would be saved, stays rescaled. Run passes inside it under
     `torch.no_grad()` (a teacher), or run their backward inside it too: a family that folds YaRN's factor into its
-    softmax scale reads that scale again when a checkpointed layer is recomputed.
+    softmax scale reads that scale again when a checkpointed layer is recomputed. Every thread that runs the model meets
+    the native schedule meanwhile. Blocks nest, and may end in any order.
 
     Raises:
-        ValueError: the model is rescaled, and of a family that reads its schedule from the config in every forward.
+        ValueError: inside the block, for what would take the schedule away: patching, unpatching, copying, pickling;
+            at its begin, if the model is rescaled, and of a family that reads its schedule from the config in every
+            forward.
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
@@ -163,16 +174,34 @@ def native_rope(model: nn.Module) -> Iterator[None]:
     reason = why_no_native_rope(decoder)
     if reason is not None and state.rescaling is not None:
         raise ValueError(reason)
-    rescaled_schedule = state.current
-    # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
-    in_force = RopeSchedule.of(decoder)
-    state.native.write_modules(decoder)
-    state.current = state.native
+    if state.native_blocks == 0:
+        # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
+        state.beside_native = (state.current, RopeSchedule.of(decoder))
+    state.native_blocks += 1
     try:
+        state.native.write_modules(decoder)
+        state.current = state.native
         yield
     finally:
-        state.current = rescaled_schedule
-        in_force.write_modules(decoder)
+        state.native_blocks -= 1
+        if state.native_blocks == 0:
+            assert state.beside_native is not None
+            (state.current, in_force), state.beside_native = state.beside_native, None
+            in_force.write_modules(decoder)
+            _end_temporary(model, decoder, state)
+
+
+def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
+    """Take off what only blocks have put on, once the last of them ends, whatever order they end in."""
+    in_use = state.overrides or state.native_blocks or state.source is not None or state.rescaling is not None
+    if state.temporary and not in_use and state_of(decoder) is state:
+        state.original.write(decoder)
+        _uninstall(model, decoder)
+
+
+def _normal_tensors() -> AbstractContextManager[None]:
+    """What a model keeps is made outside of inference mode, whose tensors no later training may use."""
+    return torch.inference_mode(False)
 
 
 def _new_state(decoder: PreTrainedModel) -> RopeState:
@@ -185,12 +214,12 @@ def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> No
     if state_of(decoder) is None:
         state.current.write_modules(decoder)
         setattr(decoder, STATE_ATTRIBUTE, state)
-        attach_hooks(decoder, dict(named_rotary_modules(decoder)), state)
+        attach_hooks(decoder, rotary_by_name(decoder), state)
     watch_adapters(model, find_core(model), state)
 
 
 def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:
-    detach_hooks(decoder, dict(named_rotary_modules(decoder)))
+    detach_hooks(decoder, rotary_by_name(decoder))
     forget_adapters(model, find_core(model))
     delattr(decoder, STATE_ATTRIBUTE)
 
@@ -218,20 +247,20 @@ def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> Non
         )
 
 
+_INDEX_TYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+
+
 def _checked_index(index: torch.Tensor) -> torch.Tensor:
-    if (
-        not isinstance(index, torch.Tensor)
-        or index.ndim != 2
-        or index.dtype in (torch.bool, torch.bfloat16, torch.half)
-    ):
+    if not isinstance(index, torch.Tensor) or index.ndim != 2 or index.dtype not in _INDEX_TYPES or not index.numel():
         what = f"{index.dtype} {tuple(index.shape)}" if isinstance(index, torch.Tensor) else repr(type(index))
         raise ValueError(
-            "index must be a tensor [batch, seq_len] of integers, float32 or float64 (16-bit floats hold no position "
-            f"beyond 2048 exactly), got {what}."
+            "index must be a tensor [batch, seq_len] of one number or more, of int16, int32, int64, float32 or float64 "
+            f"(16-bit floats hold no position beyond 2048 exactly, others fewer or none), got {what}."
         )
-    if not torch.isfinite(index).all() or index.abs().max() > MAX_INDEX:
+    low, high = index.min().item(), index.max().item()
+    if not (-MAX_INDEX <= low and high <= MAX_INDEX):  # also where either is NaN
         raise ValueError(
             f"index must be finite and within +-{MAX_INDEX} (2**24), beyond which float32 is not exact, "
-            f"got values in [{index.min()}, {index.max()}]."
+            f"got values in [{low}, {high}]."
         )
     return index.detach()

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .rescalings import NativeRope, Rescaling
-from .rotary import RotaryState, attention_scales, fresh_state, named_rotary_modules
+from .rotary import RotaryState, attention_scales, fresh_state, own_name, rotary_by_name
 from .views.base import MAX_INDEX
 
 # what `rope_parameters` says about scaling; other keys (partial_rotary_factor, mrope_section) belong to the model
@@ -47,7 +47,7 @@ class RopeSchedule:
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> "RopeSchedule":
         """The schedule in force."""
-        rotary = dict(named_rotary_modules(decoder))
+        rotary = rotary_by_name(decoder)
         return cls(
             rope_parameters=decoder.config.rope_parameters,
             own_rope_parameters={
@@ -63,18 +63,21 @@ class RopeSchedule:
         decoder.config.rope_parameters = self.rope_parameters
         if self.max_position_embeddings is not None:
             decoder.config.max_position_embeddings = self.max_position_embeddings
-        rotary = dict(named_rotary_modules(decoder))
+        rotary = rotary_by_name(decoder)
         for name, parameters in self.own_rope_parameters.items():
-            rotary[name].config.rope_parameters = parameters
+            if name in rotary:
+                rotary[name].config.rope_parameters = parameters
         self.write_modules(decoder)
 
     def write_modules(self, decoder: PreTrainedModel) -> None:
         """Put it into force in the modules alone; what would be saved stays."""
-        for name, module in named_rotary_modules(decoder):
-            self.rotary[name].write(module)
-        modules = dict(decoder.named_modules())
+        for name, module in rotary_by_name(decoder).items():
+            if name in self.rotary:  # else it came after the patch, with the schedule of the config
+                self.rotary[name].write(module)
+        modules = {own_name(name): module for name, module in decoder.named_modules()}
         for (name, attribute), value in self.attention_scales.items():
-            setattr(modules[name], attribute, value)
+            if name in modules:  # else it was taken out
+                setattr(modules[name], attribute, value)
 
 
 def is_nested(rope_parameters: dict[str, Any]) -> bool:
@@ -84,7 +87,7 @@ def is_nested(rope_parameters: dict[str, Any]) -> bool:
 
 def healed(schedule: RopeSchedule, decoder: PreTrainedModel) -> RopeSchedule:
     """The same schedule with frequencies in float32 where a cast of the model had rounded them."""
-    modules = dict(named_rotary_modules(decoder))
+    modules = rotary_by_name(decoder)
     rotary = {
         name: fresh_state(modules[name], modules[name].config) if state.is_degraded() else state
         for name, state in schedule.rotary.items()
@@ -139,7 +142,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
         config.standardize_rope_params()
         config.validate_rope()
 
-    modules = dict(named_rotary_modules(decoder))
+    modules = rotary_by_name(decoder)
     own: dict[str, dict[str, Any]] = {}
     rotary: dict[str, RotaryState] = {}
     for name, module in modules.items():

@@ -13,6 +13,9 @@ from transformers import PreTrainedModel
 _ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
 # what DeepSpeed ZeRO-3 hangs on every module of a model
 _OF_DEEPSPEED = re.compile(r"ds_|(pre|post)_bwd_fn$|applied_pre_backward_ref_cnt$")
+# what other libraries hang on a module, or wrap around one
+_OF_OTHERS = ("training", "config", "forward")
+_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OTHER_MODALITIES = ("vision", "visual", "image", "audio")
 
 _NO_ROTARY_MODULE = {
@@ -42,6 +45,16 @@ def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         if "position_ids" in inspect.signature(type(module).forward).parameters:
             yield name, module
+
+
+def rotary_by_name(decoder: nn.Module) -> dict[str, Any]:
+    """Every rotary module by `own_name`, which stays when layers are wrapped after the patch."""
+    return {own_name(name): module for name, module in named_rotary_modules(decoder)}
+
+
+def own_name(name: str) -> str:
+    """A module's name without wrappers that may have come since: of torch.compile, checkpoints, FSDP1."""
+    return _WRAPPERS.sub("", name)
 
 
 def parameter_names(decoder: nn.Module) -> tuple[str, ...]:
@@ -132,7 +145,7 @@ class RotaryState:
         attributes = {
             n: v
             for n, v in vars(module).items()
-            if not (n.startswith("_") or n in ("training", "config") or _OF_DEEPSPEED.match(n))
+            if not (n.startswith("_") or n in _OF_OTHERS or _OF_DEEPSPEED.match(n))
         }
         buffers = {
             n: (b, n not in module._non_persistent_buffers_set) for n, b in module._buffers.items() if b is not None
@@ -170,7 +183,7 @@ def fresh_state(module: nn.Module, config: Any) -> RotaryState:
 def attention_scales(decoder: nn.Module) -> dict[tuple[str, str], float]:
     """Softmax scales of all modules, by (module name, attribute): 14 families fold YaRN's factor into them."""
     return {
-        (name, attribute): getattr(module, attribute)
+        (own_name(name), attribute): getattr(module, attribute)
         for name, module in decoder.named_modules()
         for attribute in ("scaling", "softmax_scale")
         if isinstance(getattr(module, attribute, None), float)

@@ -5,13 +5,18 @@ read it, so a recompute in backward never sees a later state. It holds tensors a
 pickled and traced.
 """
 
+import sys
+import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch import nn
 
 from .documents import Documents, locate_documents
 from .draws import DrawKey
+from .open_views import OpenSources
 from .views.base import Parameters, View
 
 if TYPE_CHECKING:
@@ -78,6 +83,7 @@ class BoundTable:
     """Explicit indices for the tokens of this forward, [batch, seq_len]."""
 
     index: torch.Tensor
+    continues: bool = False  # a cache that holds keys at earlier ones
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
         if position_ids.shape[-1] != self.index.shape[-1]:
@@ -140,6 +146,8 @@ class ViewSource:
     """A view in force with its clock; gives each forward its RoPE indices."""
 
     def __init__(self, view: View, seed: int) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed must be an integer, got {seed!r}.")
         self.view = view
         self.clock = DrawClock(seed)
         self.last: BoundView | None = None  # of the last forward that drew: for logging
@@ -150,14 +158,17 @@ class ViewSource:
         """Draw for a forward; one that continues a cache in inference keeps the draws that filled it."""
         last = getattr(batch.cache, _DRAWS, None)
         if batch.cached and not batch.training and last is not None:
+            if isinstance(last, BoundTable):
+                raise ValueError(_other_indices("explicit indices (rope_view(index=...))", f"{self.view!r} is"))
             return self._continued(last, batch)
         documents = locate_documents(
             batch.rows, batch.seq_len, batch.device, batch.position_ids, _current(batch.attention_mask, batch)
         )
         if batch.cached:
             # tokens behind a prefix that was run under no view, e.g. of prefix tuning: it begins their document
-            start = documents.start if batch.position_ids is None else documents.start - batch.cached
-            documents = Documents(start, documents.length + batch.cached, documents.ordinal)
+            before = _cached_tokens(batch)
+            start = documents.start if batch.position_ids is None else documents.start - before
+            documents = Documents(start, documents.length + before, documents.ordinal)
         # a fixed split may lie behind the end of all documents of one batch, if not behind those of every one
         self.view.check_length(max(_longest(documents, batch), self.checked_length))
         parameters = self.view.draw_for(batch.ids, _in_document(batch, documents), documents, self.clock.key(documents))
@@ -180,6 +191,7 @@ class ViewSource:
 
 
 _DRAWS = "_rope_patch_draws"
+_IN_VIEW = "_rope_patch_in_view"  # whether a forward that continues the cache under its view is on its way
 
 
 def forget_draws(cache: Any) -> None:
@@ -188,41 +200,91 @@ def forget_draws(cache: Any) -> None:
     Raises:
         ValueError: the cache is not empty: the forward would go on with keys at indices of a view.
     """
-    draws: BoundView | None = getattr(cache, _DRAWS, None)
+    draws: BoundIndex | None = getattr(cache, _DRAWS, None)
     if draws is None:
         return
-    if draws.view.perturbs and cache.get_seq_length():
-        raise ValueError(_other_view(draws.view, "no view is"))
+    if cache.get_seq_length():
+        _require_true_positions(draws)
     setattr(cache, _DRAWS, None)
 
 
+def _require_true_positions(draws: "BoundIndex") -> None:
+    """Raise if a cache that `draws` have filled holds keys at other indices than their positions."""
+    if isinstance(draws, BoundTable):
+        raise ValueError(_other_indices("explicit indices (rope_view(index=...))", "none are"))
+    if isinstance(draws, BoundView) and draws.view.perturbs:
+        raise ValueError(_other_view(draws.view, "no view is"))
+
+
 def _other_view(filled: View, now: str) -> str:
+    return _other_indices(f"the RoPE indices of {filled!r}", now)
+
+
+def _other_indices(filled: str, now: str) -> str:
     return (
-        f"past_key_values holds keys at the RoPE indices of {filled!r}, and {now} in force now: distances to them "
-        "would be those of neither. Decode under the view that filled the cache, or start from an empty one."
+        f"past_key_values holds keys at {filled}, and {now} in force now: distances to them would be those of neither. "
+        "Decode under the view that filled the cache, or start from an empty one."
     )
 
 
-class _OtherRows:
-    """Stands in for a method of one cache that changes its rows, as when beams change places: their draws go along."""
+class _CacheMethod:
+    """Stands in for a method of one cache."""
 
     def __init__(self, cache: Any, method: str) -> None:
-        self.cache, self.method = cache, method
+        # weak: a cache that held itself through its own method would stay until the garbage collector comes by
+        self.cache, self.method = weakref.ref(cache), method
 
-    def __call__(self, rows: torch.Tensor | int) -> None:
-        """Do it; `rows` are the chosen ones, or how often to repeat each."""
-        getattr(type(self.cache), self.method)(self.cache, rows)
-        draws = getattr(self.cache, _DRAWS)
-        if draws is None:
-            return
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """What the cache's class does."""
+        cache = self.cache()
+        return getattr(type(cache), self.method)(cache, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_CacheMethod":
+        return type(self)(memo.get(id(self.cache()), self.cache()), self.method)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"cache": self.cache(), "method": self.method}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.cache, self.method = weakref.ref(state["cache"]), state["method"]
+
+
+class _OtherRows(_CacheMethod):
+    """A method that changes the rows, as when beams change places: their draws go along."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do it; the one argument holds the chosen rows, or how often to repeat each."""
+        self.own(*args, **kwargs)
+        cache: Any = self.cache()
+        draws = getattr(cache, _DRAWS)
+        if not isinstance(draws, BoundView):
+            return  # forgotten, or a table, which the block holds for all rows
+        (rows,) = (*args, *kwargs.values())
         if isinstance(rows, int):
             rows = torch.arange(len(draws.documents.start)).repeat_interleave(rows)
-        setattr(self.cache, _DRAWS, draws.rows(rows))
+        elif rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        setattr(cache, _DRAWS, draws.rows(rows))
 
 
-def keep_draws(cache: Any, bound: BoundView) -> None:
+class _UnderView(_CacheMethod):
+    """`update`, which attention calls: refuses keys of a forward that no view decides, as of a model without hooks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do it, if the forward is one under a view, or the cache is empty."""
+        cache: Any = self.cache()
+        draws = getattr(cache, _DRAWS)
+        layer = kwargs.get("layer_idx", args[2] if len(args) > 2 else None)
+        if layer == 0 and draws is not None and not getattr(cache, _IN_VIEW) and cache.get_seq_length():
+            _require_true_positions(draws)
+        return self.own(*args, **kwargs)
+
+
+def keep_draws(cache: Any, bound: "BoundIndex") -> None:
     """Leave the draws on the cache that they have filled: other forwards may come before it is continued."""
     setattr(cache, _DRAWS, bound)
+    setattr(cache, _IN_VIEW, False)
+    cache.update = _UnderView(cache, "update")
     for method in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
         if hasattr(cache, method):
             setattr(cache, method, _OtherRows(cache, method))
@@ -236,6 +298,9 @@ class TableSource:
 
     def bind(self, batch: Batch) -> BoundTable:
         """The part of the table for the tokens of this forward: those after what the cache holds."""
+        filled = getattr(batch.cache, _DRAWS, None)
+        if batch.cached and isinstance(filled, BoundView) and filled.view.perturbs:
+            raise ValueError(_other_view(filled.view, "explicit indices are"))
         rows, tokens = self.index.shape
         end = batch.cached + batch.seq_len
         if rows not in (1, batch.rows) or end > tokens or (not batch.cached and end != tokens and batch.training):
@@ -244,14 +309,25 @@ class TableSource:
                 f"for {batch.rows} rows and tokens {batch.cached} to {end}."
             )
         part = self.index[:, batch.cached : end].to(batch.device)
-        return BoundTable(part.expand(batch.rows, -1))
+        return BoundTable(part.expand(batch.rows, -1), continues=bool(batch.cached))
 
 
 def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
-    """The mask of this forward's own tokens: with a cache it also covers those before."""
+    """The mask of this forward's own tokens: a cache's covers earlier ones too, and a static one's those to come."""
     if attention_mask is None or attention_mask.ndim != 2:
         return None
+    end = batch.cached + batch.seq_len
+    if attention_mask.shape[1] >= end:
+        return attention_mask[:, batch.cached : end]
     return attention_mask[:, -batch.seq_len :]
+
+
+def _cached_tokens(batch: Batch) -> torch.Tensor | int:
+    """Tokens in the cache that are not padding, [rows, 1], as far as the mask tells."""
+    mask = batch.attention_mask
+    if mask is None or mask.ndim != 2 or mask.shape[1] < batch.cached + batch.seq_len:
+        return batch.cached
+    return mask[:, : batch.cached].bool().sum(1, keepdim=True)
 
 
 def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
@@ -263,10 +339,54 @@ def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
 
 
 def _longest(documents: Documents, batch: Batch) -> int:
-    """Tokens of the longest document; a traced graph, which cannot branch on data, takes the length of the row."""
-    if torch.compiler.is_compiling() or (batch.position_ids is None and batch.attention_mask is None):
+    """Tokens of the longest document; of the row where there are no data to branch on, as in traced graphs."""
+    if (
+        torch.compiler.is_compiling()
+        or batch.device.type == "meta"
+        or (batch.position_ids is None and batch.attention_mask is None)
+    ):
         return batch.cached + batch.seq_len
     return int(documents.length.max())
+
+
+class Turns:
+    """One thread at a time is in a forward of the model: the indices in flight are the model's, not the thread's.
+
+    A thread's own storage would do, but Dynamo drops what a traced forward writes there. A copy of the model has turns
+    of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: threading.Thread | None = None
+
+    def __reduce__(self) -> "tuple[type[Turns], tuple[()]]":
+        return Turns, ()
+
+    def begin(self, decoder: nn.Module) -> None:
+        """Wait until no other thread is in a forward of `decoder`."""
+        if self._owner is threading.current_thread():
+            return  # an interrupt threw it out of a forward, past `end`
+        while not self._lock.acquire(timeout=0.5):
+            if self._owner is not None and not _is_inside(self._owner, decoder):
+                break  # thrown out likewise
+        self._owner = threading.current_thread()
+
+    def end(self) -> None:
+        """Let the next thread in."""
+        if self._owner is threading.current_thread():
+            self._owner = None
+            self._lock.release()
+
+
+def _is_inside(thread: threading.Thread, module: nn.Module) -> bool:
+    """Whether a call of `module` is on the stack of `thread`."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @dataclass
@@ -281,9 +401,13 @@ class RopeState:
         source: the view of `patch_model`, if any.
         when: in which forwards that view is sampled.
         overrides: sources of the `rope_view` blocks that are open, innermost last.
+        turns: of the threads that call the model.
         bound: indices of the forward in flight.
         applied: whether a rotary module has used them.
         layers_call_rotary: a rotary module sits inside a layer, so that checkpointing runs it again in backward.
+        native_blocks: how many `native_rope` blocks are open.
+        beside_native: the schedule that comes back at their end, and what the modules held of it.
+        temporary: whether a block put the patch on, which then ends with the last block.
     """
 
     original: "RopeSchedule"
@@ -292,15 +416,29 @@ class RopeState:
     rescaling: "Rescaling | None" = None
     source: ViewSource | None = None
     when: When = "train"
-    overrides: list[ViewSource | TableSource] = field(default_factory=list)
+    overrides: "OpenSources[ViewSource | TableSource]" = field(default_factory=OpenSources)
+    turns: Turns = field(default_factory=Turns)
     bound: BoundIndex | None = None
     applied: bool = False
     layers_call_rotary: bool = False
+    native_blocks: int = 0
+    beside_native: "tuple[RopeSchedule, RopeSchedule] | None" = None
+    temporary: bool = False
+
+    def require_no_native_rope(self, what: str) -> None:
+        """Raise ValueError inside `native_rope`, whose end puts back the schedule that it found."""
+        if self.native_blocks:
+            raise ValueError(f"{what} was called inside native_rope: leave the block first.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.require_no_native_rope("copying or pickling the model")
+        return self.__dict__
 
     def active(self, training: bool) -> ViewSource | TableSource | None:
         """The source that decides the next forward's indices; None for true positions."""
-        if self.overrides:
-            return self.overrides[-1]
+        override = self.overrides.innermost()
+        if override is not None:
+            return override
         if self.source is not None and (training or self.when == "always"):
             return self.source
         return None
@@ -310,6 +448,8 @@ class RopeState:
         source = self.active(batch.training)
         self.applied = False
         self.bound = None if source is None else source.bind(batch)
+        if batch.cached and getattr(batch.cache, _DRAWS, None) is not None:
+            setattr(batch.cache, _IN_VIEW, True)
 
     def leave(self, finished: bool, cache: Any) -> None:
         """End it; a view that no rotary module has used would be lost in silence.
@@ -319,7 +459,9 @@ class RopeState:
             cache: that a forward in inference returned, if any.
         """
         bound, self.bound = self.bound, None
-        if cache is not None and isinstance(bound, BoundView) and not bound.continues:
+        if cache is not None and getattr(cache, _DRAWS, None) is not None:
+            setattr(cache, _IN_VIEW, False)
+        if cache is not None and isinstance(bound, BoundView | BoundTable) and not bound.continues:
             keep_draws(cache, bound)
         if finished and bound is not None and not self.applied:
             raise RuntimeError(

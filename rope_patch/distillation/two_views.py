@@ -209,7 +209,8 @@ class ViewDistiller(ConsistencyDistiller):
         try:
             yield
         finally:
-            del self.state.overrides[n_before:]  # also what a forward that raised has left
+            while len(self.state.overrides) > n_before:  # also what a forward that raised has left
+                self.state.overrides.pop()
 
     def _first(self, labelled: Labelled) -> torch.Tensor:
         assert self.source.last is not None

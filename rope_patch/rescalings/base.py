@@ -81,6 +81,11 @@ def require_factor(owner: Rescaling, factor: object) -> None:
             f"rescaling {owner.name!r}: factor must be a finite number of at least 1 (target window / trained window), "
             f"got {factor!r}."
         )
+    if factor > MAX_INDEX:
+        raise ValueError(
+            f"rescaling {owner.name!r}: factor must be at most {MAX_INDEX}, beyond which float32 holds no position "
+            f"exactly, got {factor!r}."
+        )
 
 
 def require_positive(owner: Rescaling, **values: float | None) -> None:
@@ -90,6 +95,14 @@ def require_positive(owner: Rescaling, **values: float | None) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(f"rescaling {owner.name!r}: {name} must be a finite number above 0, got {value!r}.")
+
+
+def require_base(owner: Rescaling, name: str, base: float | None) -> None:
+    """Raise unless `base` is None or a finite number above 1, of which frequencies B^(-2j/d) fall with j."""
+    if base is None:
+        return
+    if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < float("inf"):
+        raise ValueError(f"rescaling {owner.name!r}: {name} must be a finite number above 1, got {base!r}.")
 
 
 def require_window(owner: Rescaling, name: str, window: int | None) -> None:

@@ -7,9 +7,9 @@ from .base import (
     RESCALINGS,
     NativeRope,
     Rescaling,
+    require_base,
     require_factor,
     require_native,
-    require_positive,
     require_window,
     stretched,
 )
@@ -55,7 +55,7 @@ class ABF(Rescaling):
     """theta'_j = theta^(-2j/d): the base is replaced, the rest of the schedule stays.
 
     Args:
-        theta: new base, above 0.
+        theta: new base, above 1.
         max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
             since a base alone does not say how far it reaches.
 
@@ -66,7 +66,9 @@ class ABF(Rescaling):
     max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, theta=self.theta)
+        if self.theta is None:
+            raise ValueError("rescaling 'abf': theta must be the new base, a finite number above 1, got None.")
+        require_base(self, "theta", self.theta)
         require_window(self, "max_position_embeddings", self.max_position_embeddings)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .base import RESCALINGS, NativeRope, Rescaling, given, require_factor, require_native, require_positive, stretched
+from .base import RESCALINGS, NativeRope, Rescaling, given, require_base, require_factor, require_native, stretched
 
 
 @RESCALINGS.register("pi")
@@ -23,7 +23,7 @@ class PI(Rescaling):
 
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
-        require_positive(self, rope_theta=self.rope_theta)
+        require_base(self, "rope_theta", self.rope_theta)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_native(self, native, ("default", "linear"), "Use 'abf' or 'ntk', which keep the schedule.")
@@ -54,7 +54,7 @@ class DynamicNTK(Rescaling):
 
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
-        require_positive(self, rope_theta=self.rope_theta)
+        require_base(self, "rope_theta", self.rope_theta)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_native(self, native, ("default",), "Use 'abf' or 'ntk', which keep the schedule.")

@@ -9,6 +9,7 @@ from .base import (
     Rescaling,
     given,
     origin,
+    require_base,
     require_factor,
     require_positive,
     require_window,
@@ -43,11 +44,11 @@ class Llama3(Rescaling):
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
+        require_base(self, "rope_theta", self.rope_theta)
         require_positive(
             self,
             low_freq_factor=self.low_freq_factor,
             high_freq_factor=self.high_freq_factor,
-            rope_theta=self.rope_theta,
         )
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(

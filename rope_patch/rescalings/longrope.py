@@ -10,6 +10,7 @@ from .base import (
     Rescaling,
     given,
     origin,
+    require_base,
     require_factor,
     require_positive,
     require_window,
@@ -45,7 +46,8 @@ class LongRope(Rescaling):
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
-        require_positive(self, attention_factor=self.attention_factor, rope_theta=self.rope_theta)
+        require_positive(self, attention_factor=self.attention_factor)
+        require_base(self, "rope_theta", self.rope_theta)
         for name in ("long_factor", "short_factor"):
             divisors = getattr(self, name)
             if divisors is None and name == "short_factor":

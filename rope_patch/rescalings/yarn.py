@@ -9,6 +9,7 @@ from .base import (
     Rescaling,
     given,
     origin,
+    require_base,
     require_factor,
     require_positive,
     require_window,
@@ -51,15 +52,24 @@ class Yarn(Rescaling):
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
+        require_base(self, "rope_theta", self.rope_theta)
         require_positive(
             self,
-            rope_theta=self.rope_theta,
             attention_factor=self.attention_factor,
             beta_fast=self.beta_fast,
             beta_slow=self.beta_slow,
             mscale=self.mscale,
             mscale_all_dim=self.mscale_all_dim,
         )
+        fast = 32.0 if self.beta_fast is None else self.beta_fast
+        slow = 1.0 if self.beta_slow is None else self.beta_slow
+        if fast <= slow:
+            raise ValueError(
+                f"rescaling 'yarn': beta_fast must be above beta_slow (32 and 1 by default), got {fast} and {slow}: "
+                "the ramp between kept and interpolated frequencies would run backwards."
+            )
+        if self.truncate is not None and not isinstance(self.truncate, bool):
+            raise ValueError(f"rescaling 'yarn': truncate must be true, false or None, got {self.truncate!r}.")
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         return {

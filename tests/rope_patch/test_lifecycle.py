@@ -101,9 +101,11 @@ def test_peft_before_and_after(order):
         wrapped = get_peft_model(bare, lora())
         patch_model(patch_model(wrapped, "skip"), "yarn", factor=2.0)
     assert len(wrapped.base_model.model.model.rotary_emb._forward_pre_hooks) == 1
-    with rope_view(wrapped, Skip(split=8, skip=30)), torch.no_grad():
+    merged_model = copy.deepcopy(wrapped).merge_and_unload()
+    view = Skip(split=8, skip=30)
+    with rope_view(wrapped, view), rope_view(merged_model, view), torch.no_grad():
         seen = wrapped(ids, use_cache=False).logits
-        merged = copy.deepcopy(wrapped).merge_and_unload()(ids, use_cache=False).logits
+        merged = merged_model(ids, use_cache=False).logits
     torch.testing.assert_close(merged, seen, rtol=1e-4, atol=1e-4)
     plain = copy.deepcopy(unpatch_model(wrapped)).merge_and_unload()
     weights = oracle.weights_of(plain)
@@ -238,7 +240,7 @@ def test_decoding_keeps_the_draws_that_filled_the_cache():
         whole = model(ids, use_cache=False).logits
     with rope_view(model, Skip(max_skip=12), seed=4):
         out = model(ids[:, :11], use_cache=True)
-        source = model.model._rope_patch.overrides[-1]
+        source = model.model._rope_patch.overrides.innermost()
         drawn = source.last.parameters["skip"].clone()
         model(ids[:, 11:], past_key_values=out.past_key_values, use_cache=True)
         assert torch.equal(source.last.parameters["skip"], drawn)

@@ -72,7 +72,7 @@ def test_logits_are_those_of_the_formula(family):
     model, ids = tiny(family, dtype=torch.float64), tokens(2, 30)
     with rope_view(model, VIEW, seed=7), torch.no_grad():
         found = model(ids).logits
-        bound = model.model._rope_patch.overrides[-1].last
+        bound = model.model._rope_patch.overrides.innermost().last
     index = VIEW.rope_index(torch.arange(30), bound.parameters)
     assert torch.equal(index, torch.tensor([by_hand(row.tolist(), i, step=0)[0] for i, row in enumerate(ids)]))
     wanted = oracle.logits(oracle.weights_of(model), model.config, ids, index, oracle.causal(30)[None])

@@ -253,7 +253,7 @@ def test_a_trained_schedule_is_not_thrown_away_in_silence():
         ("pi", {"factor": "4"}, "factor must be a finite number of at least 1 .* got '4'."),
         ("pi", {"factor": float("nan")}, "factor must be a finite number of at least 1"),
         ("pi", {"factor": 2.0**20}, "the target window would be 67108864 positions; at most 16777216"),
-        ("abf", {"theta": 0}, "rescaling 'abf': theta must be a finite number above 0, got 0."),
+        ("abf", {"theta": 0}, "rescaling 'abf': theta must be a finite number above 1, got 0."),
         ("abf", {"theta": 1e6, "max_position_embeddings": 1.5}, "max_position_embeddings must be an integer"),
         ("yarn", {"factor": 2, "beta_fast": -1}, "beta_fast must be a finite number above 0, got -1."),
         (

@@ -241,7 +241,7 @@ def run_under(model: Any, one: Cell, case: Case, seed: int = 5) -> tuple[torch.T
     """Logits under a view, and the draws for each document in the forward that made them."""
     draws: list[dict[str, torch.Tensor]] = []
     with rope_view(model, case.view, seed=seed):
-        source = state_of(find_decoder(model)).overrides[-1]
+        source = state_of(find_decoder(model)).overrides.innermost()
         bind = source.bind
 
         def watched(batch):

@@ -1,0 +1,85 @@
+"""Which `rope_view` blocks are open on a model, each in the thread and coroutine that opened it.
+
+A module of its own, as three parties share a model in one process: threads, coroutines, and graphs of torch.compile,
+which cannot trace context variables and read a thread's own list in their place.
+"""
+
+import threading
+from contextvars import ContextVar
+from typing import Generic, TypeVar
+
+import torch
+
+S = TypeVar("S")
+
+_HERE: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("rope_patch_open_views", default=())
+
+
+class _OfThread(threading.local):
+    """The open sources of one thread, innermost last; a copy has none."""
+
+    def __init__(self) -> None:
+        self.stack: tuple[object, ...] = ()
+
+    def __reduce__(self) -> "tuple[type[_OfThread], tuple[()]]":
+        return _OfThread, ()
+
+
+class OpenSources(Generic[S]):
+    """A stack of sources of RoPE indices, innermost last; a copy or a pickle of the model has none of them."""
+
+    def __init__(self) -> None:
+        self._everywhere: list[S] = []
+        self._traced = _OfThread()
+
+    def __reduce__(self) -> "tuple[type[OpenSources[S]], tuple[()]]":
+        return OpenSources, ()
+
+    def __len__(self) -> int:
+        return len(self._everywhere)
+
+    @torch.compiler.disable  # Dynamo drops what is written to a thread's own storage
+    def append(self, source: S) -> None:
+        """Open a block here."""
+        self._everywhere.append(source)
+        self._traced.stack = (*self._traced.stack, source)
+        _HERE.set((*_HERE.get(), (self, source)))
+
+    @torch.compiler.disable
+    def remove(self, source: S) -> None:
+        """Close the last block with `source`, whichever are open inside it."""
+        last = max(i for i, other in enumerate(self._everywhere) if other is source)
+        del self._everywhere[last]
+        here = [i for i, other in enumerate(self._traced.stack) if other is source]
+        if here:  # else it was opened in another thread
+            self._traced.stack = self._traced.stack[: here[-1]] + self._traced.stack[here[-1] + 1 :]
+        entries = _HERE.get()
+        here = [i for i, entry in enumerate(entries) if entry[0] is self and entry[1] is source]
+        if here:
+            _HERE.set(entries[: here[-1]] + entries[here[-1] + 1 :])
+
+    def pop(self) -> None:
+        """Close the last block that was opened here."""
+        source = self.innermost()
+        assert source is not None
+        self.remove(source)
+
+    def innermost(self) -> S | None:
+        """What the innermost block of this thread and coroutine opened, None where no block is open.
+
+        Raises:
+            ValueError: blocks are open on the model, but none of them here.
+        """
+        if torch.compiler.is_compiling():
+            return self._traced.stack[-1] if self._traced.stack else None  # type: ignore[return-value]
+        if not self._everywhere:
+            return None
+        for owner, source in reversed(_HERE.get()):
+            if owner is self and any(source is other for other in self._everywhere):
+                return source  # type: ignore[return-value]
+        raise ValueError(
+            "another thread or coroutine has a rope_view open on this model, and this one has none: which RoPE indices "
+            "its forward should get cannot be told. Open rope_view where the model is called, with 'standard' for true "
+            "positions, or run the thread in the context of the block: "
+            "Thread(target=contextvars.copy_context().run, args=(model.generate, ...))."
+        )

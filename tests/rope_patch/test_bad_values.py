@@ -1,0 +1,63 @@
+"""Values that would be taken for others, or end in a Python error, are refused by name."""
+
+import pytest
+import torch
+from support.tiny import tiny
+
+from rope_patch import patch_model, rope_view
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("yarn", {"factor": 4.0, "truncate": "false"}, "truncate must be true, false or None, got 'false'"),
+        ("yarn", {"factor": 4.0, "beta_fast": 1.0, "beta_slow": 32.0}, "beta_fast must be above beta_slow"),
+        ("yarn", {"factor": 4.0, "beta_slow": 32}, "beta_fast must be above beta_slow"),
+        ("yarn", {"factor": 4.0, "rope_theta": 1.0}, "rope_theta must be a finite number above 1, got 1.0"),
+        ("yarn", {"factor": 1e308}, "factor must be at most 16777216"),
+        ("pi", {"factor": INF}, "factor must be a finite number of at least 1"),
+        ("pi", {"factor": True}, "factor must be a finite number of at least 1"),
+        ("pi", {"factor": 2.0, "rope_theta": 0.5}, "rope_theta must be a finite number above 1"),
+        ("abf", {"theta": 1e-300}, "theta must be a finite number above 1, got 1e-300"),
+        ("abf", {"theta": None}, "theta must be the new base"),
+        ("abf", {"theta": float("nan")}, "theta must be a finite number above 1"),
+        ("llama3", {"factor": 2.0, "rope_theta": 1}, "rope_theta must be a finite number above 1"),
+        ("longrope", {"factor": 2.0, "long_factor": [1.0] * 4, "rope_theta": -5}, "rope_theta must be a finite"),
+        ("dynamic-ntk", {"factor": 2.0, "rope_theta": 1.0}, "rope_theta must be a finite number above 1"),
+    ],
+)
+def test_a_rescaling_refuses(method, options, message):
+    model = tiny()
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, method, **options)
+    assert not model.model._forward_pre_hooks and model.config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (torch.zeros(1, 4, dtype=torch.complex64), "got torch.complex64"),
+        (torch.zeros(1, 4, dtype=torch.uint16), "got torch.uint16"),
+        (torch.zeros(1, 4, dtype=torch.uint8), "hold too few positions exactly"),
+        (torch.zeros(1, 4, dtype=torch.float16), "hold too few positions exactly"),
+        (torch.zeros(0, 4, dtype=torch.int64), r"one number or more, .* got torch.int64 \(0, 4\)"),
+        (torch.full((1, 4), -(2**63)), "index must be finite and within"),
+        (torch.tensor([[0.0, float("nan")]]), "index must be finite and within"),
+        (torch.tensor([[0.0, INF]]), "index must be finite and within"),
+    ],
+)
+def test_an_index_is_refused(index, message):
+    with pytest.raises(ValueError, match=message), rope_view(tiny(), index=index):
+        pass
+
+
+@pytest.mark.parametrize("seed", [None, 1.5, "7", True])
+def test_a_seed_is_refused_before_anything_is_put_on(seed):
+    model = tiny()
+    with pytest.raises(ValueError, match="seed must be an integer"):
+        patch_model(model, "skip", seed=seed)
+    with pytest.raises(ValueError, match="seed must be an integer"), rope_view(model, "skip", seed=seed):
+        pass
+    assert not model.model._forward_pre_hooks
