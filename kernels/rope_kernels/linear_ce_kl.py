@@ -373,11 +373,7 @@ def _require(
             continue
         require_tensor(name, tensor, allowed)
         assert tensor is not None
-        if (
-            tensor.shape != (len(hidden_std),)
-            or not tensor.is_floating_point()
-            or tensor.device != hidden_std.device
-        ):
+        if tensor.shape != (len(hidden_std),) or not tensor.is_floating_point() or tensor.device != hidden_std.device:
             raise ValueError(f"{name} must be {allowed}, got {described(tensor)}.")
         if tensor.requires_grad:
             raise ValueError(f"{name} is a constant here: detach it.")
