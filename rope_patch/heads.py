@@ -50,9 +50,13 @@ def head_losses(
         teacher: output head and last hidden states of another model, [N, H_t], which the KL is to; None takes the
             standard view's.
         **options: of `linear_ce_kl`.
+
+    Raises:
+        ValueError: an output head is quantized, or `linear_ce_kl` refuses an argument.
     """
     head = core.get_output_embeddings()
     other: Any = None if teacher is None else teacher[0]
+    _require_floating(head, other)
     scale, softcap = logit_transform(core.config.get_text_config())
     metrics: list[RowMetrics] = []
 
@@ -95,8 +99,12 @@ def head_kl(
 
     Returns:
         The KL of each row, [N].
+
+    Raises:
+        ValueError: an output head is quantized, or `linear_kl_rows` refuses an argument.
     """
     head = core.get_output_embeddings()
+    _require_floating(head, teacher_head)
     scale, softcap = logit_transform(core.config.get_text_config())
 
     def rows(hidden: torch.Tensor, teacher_hidden: torch.Tensor) -> torch.Tensor:
@@ -113,6 +121,21 @@ def head_kl(
         )
 
     return _reading([head, teacher_head], rows, hidden, teacher_hidden)
+
+
+def _require_floating(*heads: Any) -> None:
+    """Refuse heads whose weights are codes of numbers: hidden states, cast to their dtype, would be cut to integers.
+
+    Raises:
+        ValueError: see above.
+    """
+    for head in heads:
+        if head is not None and not head.weight.is_floating_point():
+            raise ValueError(
+                "the output head must have floating point weights, which the loss multiplies itself, got "
+                f"{type(head).__name__} with {head.weight.dtype}: leave it out of quantization "
+                "(llm_int8_skip_modules=['lm_head'] of BitsAndBytesConfig)."
+            )
 
 
 def _reading(heads: list[Any], compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:

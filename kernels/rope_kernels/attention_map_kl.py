@@ -1,9 +1,11 @@
 """KL of attention maps, LinearARD's ATTN variant: exact, in linear memory, with gradients to queries and keys."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .row_kl import require_heads, row_kl
-from .visibility import Visibility, make_visibility
+from .visibility import Visibility, visibility_of
 
 
 def attention_map_kl(
@@ -11,9 +13,9 @@ def attention_map_kl(
     student_k: torch.Tensor,
     teacher_q: torch.Tensor,
     teacher_k: torch.Tensor,
-    causal: bool = True,
+    causal: bool | None = None,
     key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     *,
     student_scale: float | None = None,
     teacher_scale: float | None = None,
@@ -29,18 +31,19 @@ def attention_map_kl(
         student_k: K_s, [batch, n_kv_heads, n, head_dim], not repeated; n_heads is a multiple of n_kv_heads.
         teacher_q: Q_t, like Q_s; no gradient flows to it.
         teacher_k: K_t, like K_s; no gradient flows to it.
-        causal: whether query i sees keys up to i only.
+        causal: whether query i sees keys up to i only; None means True.
         key_mask: as in `relation_kl`.
         cu_seqlens: as in `relation_kl`.
-        student_scale: of Q_s K_s^T; None means head_dim ** -0.5.
-        teacher_scale: of Q_t K_t^T; None means head_dim ** -0.5.
-        visibility: instead of the three arguments before, made once for many calls.
+        student_scale: of Q_s K_s^T, above 0; None means head_dim ** -0.5.
+        teacher_scale: of Q_t K_t^T, above 0; None means head_dim ** -0.5.
+        visibility: as in `relation_kl`.
 
     Returns:
-        [batch, n_heads, n] float32, float64 for float64 inputs.
+        [batch, n_heads, n] float32, float64 for float64 inputs. A row that sees a token with nan or infinity in it is
+        nan or infinite; a row that sees nothing is 0.
 
     Raises:
-        ValueError: a shape, dtype or device is not as above.
+        ValueError: a shape, dtype, device or number is not as above.
 
     Source: LinearARD, arXiv:2604.00004, ablation ATTN+V.
     """
@@ -48,24 +51,17 @@ def attention_map_kl(
     require_heads("student_k", student_k, "teacher_k", teacher_k)
     batch, n_heads, n, head_dim = student_q.shape
     same = (student_k.shape[0], *student_k.shape[2:]) == (batch, n, head_dim)
-    if (
-        not same
-        or n_heads % student_k.shape[1]
-        or (student_k.dtype, student_k.device)
-        != (
-            student_q.dtype,
-            student_q.device,
-        )
-    ):
+    if not same or n_heads % student_k.shape[1] or not _alike(student_k, student_q):
         raise ValueError(
             f"student_k must be [{batch}, n_kv_heads, {n}, {head_dim}] {student_q.dtype} on {student_q.device}, with "
             f"n_kv_heads a divisor of {n_heads}, got {list(student_k.shape)} {student_k.dtype} on {student_k.device}."
         )
-    if visibility is None:
-        visibility = make_visibility(
-            batch, n, student_q.device, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens
-        )
+    visibility = visibility_of("student_q", student_q, causal, key_mask, cu_seqlens, visibility)
     return row_kl((student_q, student_k), (teacher_q, teacher_k), student_scale, teacher_scale, visibility)
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return (x.dtype, x.device) == (y.dtype, y.device)
 
 
 def attention_map_kl_ref(

@@ -7,6 +7,8 @@ import torch
 from .visibility import Visibility
 
 _TRITON = (3, 6)  # the first whose warp_specialize takes functions with their arguments
+# integer sums of the heads of a launch, bytes: they stay within the L2 cache
+_SUMS_BYTES = 32 * 2**20
 
 
 def runs_on_hopper(tensors: tuple[torch.Tensor, ...], visibility: Visibility) -> bool:
@@ -21,6 +23,16 @@ def runs_on_hopper(tensors: tuple[torch.Tensor, ...], visibility: Visibility) ->
         and visibility.document is None
         and all(_fits_tma(y) for y in tensors)
     )
+
+
+def heads_of_a_launch(heads: int, sums_bytes: int) -> int:
+    """How many of `heads` a launch of the backward takes, given the bytes of integer sums of one of them.
+
+    Sums of several heads take `_SUMS_BYTES` at most. One head takes what it takes, 4 bytes for each of the 64 or 128
+    features of a token: at a head_dim above 64 it is more from 64K tokens on, 64 MiB at 128K, and else half as much.
+    """
+    launches = -(-heads // max(1, _SUMS_BYTES // sums_bytes))
+    return -(-heads // launches)
 
 
 @cache

@@ -3,7 +3,8 @@
 import torch
 from torch.nn import functional as F
 
-IGNORE_INDEX = -100  # torch's and Transformers' label of a token without a loss
+from .checks import IGNORE_INDEX as IGNORE_INDEX
+from .checks import require_chunk_rows, require_head, require_labels
 
 
 @torch.no_grad()
@@ -28,17 +29,17 @@ def linear_ce_rows(
         chunk_rows: rows whose logits exist at a time, at least 1. None takes as many as hold float32 logits of 256 MiB.
 
     Returns:
-        [N] float32.
+        [N] float32. A nan or an infinity among hidden states gives nan or infinity; a logit of -inf is a masked word.
 
     Raises:
         ValueError: a shape, a dtype, a label or `chunk_rows` is not as above.
     """
-    require_rows("hidden", hidden, weight, labels, bias)
+    require_head("hidden", hidden, "weight", weight, "bias", bias)
     vocab_size = weight.shape[0]
+    require_labels(labels, "hidden", hidden, vocab_size)
+    require_chunk_rows(chunk_rows)
     if chunk_rows is None:
-        chunk_rows = max(1, 2**28 // (4 * max(1, vocab_size)))
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows must be at least 1 or None, got {chunk_rows}.")
+        chunk_rows = max(1, 2**28 // (4 * vocab_size))
 
     ce = torch.zeros(hidden.shape[0], device=hidden.device, dtype=torch.float32)
     labelled = (labels != IGNORE_INDEX).nonzero().squeeze(1)
@@ -53,37 +54,3 @@ def linear_ce_rows_ref(
 ) -> torch.Tensor:
     """Reference twin of `linear_ce_rows`: all logits at once, computed and returned in the dtype of `hidden`."""
     return F.cross_entropy(F.linear(hidden, weight, bias), labels, ignore_index=IGNORE_INDEX, reduction="none")
-
-
-def require_rows(
-    name: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Refuse rows, a head and labels that do not fit, `name` being that of `hidden`.
-
-    Raises:
-        ValueError: see above.
-    """
-    if hidden.ndim != 2 or not hidden.is_floating_point():
-        raise ValueError(f"{name} must be [N, H] and floating point, got {described(hidden)}.")
-    n_rows, hidden_size = hidden.shape
-    if weight.ndim != 2 or weight.shape[1] != hidden_size:
-        raise ValueError(f"weight must be [V, H] with H = {hidden_size} as in {name}, got {described(weight)}.")
-    vocab_size = weight.shape[0]
-    if bias is not None and bias.shape != (vocab_size,):
-        raise ValueError(f"bias must be None or [V] with V = {vocab_size} as in weight, got {described(bias)}.")
-    for other, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and (tensor.dtype != hidden.dtype or tensor.device != hidden.device):
-            raise ValueError(
-                f"{other} must be {hidden.dtype} on {hidden.device} as {name} is, got {described(tensor)}."
-            )
-    if labels.shape != (n_rows,) or labels.dtype != torch.int64 or labels.device != hidden.device:
-        raise ValueError(f"labels must be [{n_rows}] int64 on {hidden.device} as {name} is, got {described(labels)}.")
-    # checked here because a label out of range ends the whole CUDA context with a device-side assert
-    wrong = labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= vocab_size))]
-    if wrong.numel():
-        raise ValueError(f"labels must be in [0, {vocab_size}) or {IGNORE_INDEX}, got {wrong[0].item()}.")
-
-
-def described(tensor: torch.Tensor) -> str:
-    """Shape, dtype and device, for messages."""
-    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"

@@ -5,7 +5,15 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from .autocast import as_multiplied, whole
-from .linear_ce import IGNORE_INDEX, described, require_rows
+from .checks import (
+    IGNORE_INDEX,
+    described,
+    require_chunk_rows,
+    require_head,
+    require_labels,
+    require_positive,
+    require_tensor,
+)
 from .row_kl import runs_on_triton
 from .vocabulary_rows import Direction, HeadOutput, RowMetrics, vocabulary_rows
 
@@ -56,10 +64,10 @@ def linear_ce_kl(
         kl_weight: [N] or None, what each KL counts, constants.
         direction: "reverse" (RPSD), "forward" or "jsd".
         bias: [V] or None.
-        logit_scale: factor of the products.
-        softcap: bound of the logits, as Gemma has it.
+        logit_scale: factor of the products, above 0.
+        softcap: bound of the logits, as Gemma has it, above 0.
         ce_reference: [N] or None, nan for rows that have none: LongCE's cross-entropy of the same tokens in a short
-            context, in nats.
+            context, in nats, constants.
         ce_cap: LongCE's gamma, above 0.
         teacher_hidden: [N, H_t] or None, of another model, constants, in the dtype of `teacher_weight`.
         teacher_weight: [V, H_t], its head; None without `teacher_hidden`.
@@ -68,7 +76,8 @@ def linear_ce_kl(
             or, on a CPU, 64 MiB.
 
     Returns:
-        The scalar, float32 (float64 for float64 inputs), and `RowMetrics` of all rows.
+        The scalar, float32 (float64 for float64 inputs), and `RowMetrics` of all rows. A nan or an infinity in a row
+        that counts makes the scalar nan or infinite; a word whose logit is -inf is masked, with probability 0.
 
     Under autocast float32 hidden states and heads are multiplied in its dtype, logits are float32 nevertheless.
 
@@ -78,16 +87,14 @@ def linear_ce_kl(
     Source: RPSD, arXiv:2604.14339, Eq. 3 and 6, its loss; rows and divisors are the caller's. LongCE, arXiv:2410.23771,
         for f.
     """
-    _require(hidden_std, hidden_view, weight, labels, ce_weight, kl_weight, bias, direction, chunk_rows)
+    require_head("hidden_std", hidden_std, "weight", weight, "bias", bias)
+    require_labels(labels, "hidden_std", hidden_std, len(weight))
+    _require(hidden_std, hidden_view, ce_weight, kl_weight, ce_reference, direction)
+    require_chunk_rows(chunk_rows)
+    require_positive("ce_cap", ce_cap, bounded=False)
+    head = HeadOutput(logit_scale, softcap)
     teacher = _teacher(teacher_hidden, teacher_weight, teacher_bias, hidden_view, weight)
-    if ce_reference is not None and (ce_reference.shape != labels.shape or ce_reference.device != labels.device):
-        raise ValueError(
-            f"ce_reference must be [{len(labels)}] on {labels.device} or None, got {described(ce_reference)}."
-        )
-    if not ce_cap > 0:
-        raise ValueError(f"ce_cap must be above 0, got {ce_cap}.")
     hidden_std, hidden_view = as_multiplied(hidden_std), as_multiplied(hidden_view)
-    head = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
     # FSDP2 shards the head: gathered once, for all chunks
     weight = as_multiplied(whole(weight))
     bias = None if bias is None else as_multiplied(whole(bias))
@@ -289,17 +296,18 @@ def _teacher(
         if not (hidden is None and weight is None and bias is None):
             raise ValueError("teacher_hidden and teacher_weight go together, and teacher_bias with them.")
         return None
-    weight = whole(weight.detach())
-    if hidden_view is None or len(hidden) != len(hidden_view) or hidden.ndim != 2 or hidden.dtype != weight.dtype:
+    require_head("teacher_hidden", hidden, "teacher_weight", weight, "teacher_bias", bias)
+    if hidden_view is None or len(hidden) != len(hidden_view) or hidden.device != hidden_view.device:
         raise ValueError(
-            "teacher_hidden must be [N, H_t] in the dtype of teacher_weight, N as in hidden_view, got "
-            f"{described(hidden)} for {None if hidden_view is None else described(hidden_view)}."
+            "teacher_hidden must be [N, H_t], N and device as in hidden_view, got "
+            f"{described(hidden)} for {described(hidden_view)}."
         )
-    if weight.shape != (len(own_weight), hidden.shape[1]):
+    if len(weight) != len(own_weight):
         raise ValueError(
             f"teacher_weight must be [{len(own_weight)}, {hidden.shape[1]}], one vocabulary for both, got "
             f"{described(weight)}."
         )
+    weight = whole(weight.detach())
     bias = None if bias is None else as_multiplied(whole(bias.detach()))
     return _Teacher(as_multiplied(hidden.detach()), as_multiplied(weight), bias)
 
@@ -342,34 +350,32 @@ def _rows_at_a_time(weight: torch.Tensor, sides: int) -> int:
 def _require(
     hidden_std: torch.Tensor,
     hidden_view: torch.Tensor | None,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
     ce_weight: torch.Tensor,
     kl_weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    ce_reference: torch.Tensor | None,
     direction: str,
-    chunk_rows: int | None,
 ) -> None:
-    require_rows("hidden_std", hidden_std, weight, labels, bias)
-    n_rows = len(hidden_std)
     if (hidden_view is None) != (kl_weight is None):
         raise ValueError("hidden_view and kl_weight must both be given, or both be None for cross-entropy alone.")
-    if hidden_view is not None and (
-        hidden_view.shape != hidden_std.shape
-        or hidden_view.dtype != hidden_std.dtype
-        or hidden_view.device != hidden_std.device
-    ):
-        raise ValueError(f"hidden_view must be {described(hidden_std)} as hidden_std is, got {described(hidden_view)}.")
-    for name, tensor in (("ce_weight", ce_weight), ("kl_weight", kl_weight)):
-        if tensor is None:
-            continue
-        if tensor.shape != (n_rows,) or not tensor.is_floating_point() or tensor.device != hidden_std.device:
+    if hidden_view is not None:
+        require_tensor("hidden_view", hidden_view, f"{described(hidden_std)} as hidden_std is")
+        if (
+            hidden_view.shape != hidden_std.shape
+            or hidden_view.dtype != hidden_std.dtype
+            or hidden_view.device != hidden_std.device
+        ):
             raise ValueError(
-                f"{name} must be [{n_rows}] floating point on {hidden_std.device}, got {described(tensor)}."
+                f"hidden_view must be {described(hidden_std)} as hidden_std is, got {described(hidden_view)}."
             )
+    allowed = f"[{len(hidden_std)}] floating point on {hidden_std.device}"
+    for name, tensor in (("ce_weight", ce_weight), ("kl_weight", kl_weight), ("ce_reference", ce_reference)):
+        if tensor is None and name != "ce_weight":
+            continue
+        require_tensor(name, tensor, allowed)
+        assert tensor is not None
+        if tensor.shape != (len(hidden_std),) or not tensor.is_floating_point() or tensor.device != hidden_std.device:
+            raise ValueError(f"{name} must be {allowed}, got {described(tensor)}.")
         if tensor.requires_grad:
             raise ValueError(f"{name} is a constant here: detach it.")
     if direction not in get_args(Direction):
         raise ValueError(f"direction must be one of {get_args(Direction)}, got {direction!r}.")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"chunk_rows must be at least 1 or None, got {chunk_rows}.")

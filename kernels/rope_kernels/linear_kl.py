@@ -5,6 +5,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from .autocast import whole
+from .checks import described, require_head, require_positive
 from .vocabulary_rows import HeadOutput
 
 _CHUNK_BYTES = 2**28  # of float32 logits of one side
@@ -30,36 +31,41 @@ def linear_kl_rows(
     the forward and again in the backward; products run in the dtype of the hidden states, softmaxes in float32.
 
     Args:
-        student_hidden: [N, H].
-        teacher_hidden: [N, H_t].
-        student_weight: [V, H].
-        teacher_weight: [V, H_t].
-        student_bias: [V] or None.
-        teacher_bias: [V] or None.
+        student_hidden: [N, H], floating point.
+        teacher_hidden: [N, H_t], floating point, on the same device.
+        student_weight: [V, H], of the dtype and device of `student_hidden`.
+        teacher_weight: [V, H_t], of those of `teacher_hidden`.
+        student_bias: [V] or None, likewise.
+        teacher_bias: [V] or None, likewise.
         temperature: T, above 0.
-        logit_scale: factor of the products, of both sides.
-        softcap: bound of the logits, of both sides.
+        logit_scale: factor of the products, of both sides, above 0.
+        softcap: bound of the logits, of both sides, above 0 or None.
 
     Returns:
-        [N] float32, float64 for float64 inputs.
+        [N] float32, float64 for float64 inputs, nan or infinity where a row of hidden states holds one. A word whose
+        logit is -inf is masked.
 
     Raises:
-        ValueError: a shape or number is not as above.
+        ValueError: a shape, dtype, device or number is not as above.
 
     Source: LinearARD, arXiv:2604.00004, its optional logit KL on the last positions.
     """
-    if student_hidden.ndim != 2 or teacher_hidden.ndim != 2 or len(student_hidden) != len(teacher_hidden):
+    for side, hidden, weight, bias in (
+        ("student", student_hidden, student_weight, student_bias),
+        ("teacher", teacher_hidden, teacher_weight, teacher_bias),
+    ):
+        require_head(f"{side}_hidden", hidden, f"{side}_weight", weight, f"{side}_bias", bias)
+    if len(student_hidden) != len(teacher_hidden) or student_hidden.device != teacher_hidden.device:
         raise ValueError(
-            "student_hidden and teacher_hidden must be [N, H] with one N, got "
-            f"{list(student_hidden.shape)} and {list(teacher_hidden.shape)}."
+            "student_hidden and teacher_hidden must be [N, H] and [N, H_t] with one N on one device, got "
+            f"{described(student_hidden)} and {described(teacher_hidden)}."
         )
     if len(student_weight) != len(teacher_weight):
         raise ValueError(
             f"student and teacher must have one vocabulary, got {len(student_weight)} and {len(teacher_weight)} rows."
         )
-    if temperature <= 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}.")
-    output = HeadOutput(float(logit_scale), None if softcap is None else float(softcap))
+    require_positive("temperature", temperature)
+    output = HeadOutput(logit_scale, softcap)
     n_rows = max(1, _CHUNK_BYTES // (4 * len(student_weight)))
     # FSDP2 shards heads: gathered once, for all chunks
     student_weight, student_bias = whole(student_weight), None if student_bias is None else whole(student_bias)
@@ -73,7 +79,7 @@ def linear_kl_rows(
             wanted = _log_probabilities(teacher, teacher_weight, teacher_bias, output, temperature)
         found = _log_probabilities(student, student_weight, student_bias, output, temperature)
         # 0 ln 0 is 0: a head may mask words with -inf
-        return (wanted.exp() * torch.where(wanted > -torch.inf, wanted - found, 0.0)).sum(-1)
+        return (wanted.exp() * torch.where(wanted != -torch.inf, wanted - found, 0.0)).sum(-1)
 
     parts = [
         checkpoint(rows, student, teacher, use_reentrant=False)

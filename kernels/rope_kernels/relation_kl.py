@@ -1,18 +1,20 @@
 """KL of causal self-relations, the loss of LinearARD: exact, in linear memory, with gradient to the student."""
 
+from collections.abc import Sequence
+
 import torch
 
 from .attention_map_kl import attention_map_kl_ref
 from .row_kl import require_heads, row_kl
-from .visibility import Visibility, make_visibility
+from .visibility import Visibility, visibility_of
 
 
 def relation_kl(
     student: torch.Tensor,
     teacher: torch.Tensor,
-    causal: bool = True,
+    causal: bool | None = None,
     key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     *,
     student_scale: float | None = None,
     teacher_scale: float | None = None,
@@ -27,28 +29,26 @@ def relation_kl(
         student: X_s, [batch, n_heads, n, head_dim], float16, bfloat16, float32 or, outside Triton, float64; any
             strides.
         teacher: X_t, of the same shape and dtype; no gradient flows to it.
-        causal: whether row i sees keys up to i, itself included, only.
+        causal: whether row i sees keys up to i, itself included, only; None means True.
         key_mask: [batch, n] bool, False on padding: such rows give 0 and are seen by none.
-        cu_seqlens: [n_documents + 1] integers, where documents begin in the batch * n tokens in row order, 0 first and
-            batch * n last: rows see their own document only.
-        student_scale: of X_s X_s^T; None means head_dim ** -0.5.
-        teacher_scale: of X_t X_t^T; None means head_dim ** -0.5.
-        visibility: instead of the three arguments before, made once for many calls.
+        cu_seqlens: [n_documents + 1] int32 or int64, or a list, where documents begin in the batch * n tokens in row
+            order, 0 first, every start of a row among them and batch * n last: rows see their own document only.
+        student_scale: of X_s X_s^T, above 0; None means head_dim ** -0.5.
+        teacher_scale: of X_t X_t^T, above 0; None means head_dim ** -0.5.
+        visibility: for these inputs, made once for many calls, instead of `causal`, `key_mask` and `cu_seqlens`.
 
     Returns:
-        [batch, n_heads, n] float32, float64 for float64 inputs.
+        [batch, n_heads, n] float32, float64 for float64 inputs. A row that sees a token with nan or infinity in it is
+        nan or infinite; a row that sees nothing is 0.
 
     Raises:
-        ValueError: a shape, dtype or device is not as above.
+        ValueError: a shape, dtype, device or number is not as above.
 
     Source: LinearARD, arXiv:2604.00004, eq. of L_X; its two-pass algorithm is replaced by one sweep and a symmetric
         backward.
     """
     require_heads("student", student, "teacher", teacher)
-    if visibility is None:
-        visibility = make_visibility(
-            student.shape[0], student.shape[2], student.device, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens
-        )
+    visibility = visibility_of("student", student, causal, key_mask, cu_seqlens, visibility)
     return row_kl((student, None), (teacher, None), student_scale, teacher_scale, visibility)
 
 

@@ -29,11 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .hopper import heads_of_a_launch
 from .row_kl_hopper import LOG2E, ROWS, async_load, describe, width
 from .visibility import Visibility
-
-# integer sums of the heads of a launch, bytes: they stay within the L2 cache, and memory within a bound
-_SUMS_BYTES = 32 * 2**20
 
 
 @builtin
@@ -418,12 +416,14 @@ def _relation_kl_prepare_kernel(
     shift_t = tl.load(top_t_ptr + at, mask=in_row, other=float("inf")) + tl.load(
         log_sum_t_ptr + at, mask=in_row, other=0.0
     )
-    quantum = 1073741824.0 / (1.01 * tl.maximum(tl.load(largest_ptr + head), 1e-15))
+    largest = tl.load(largest_ptr + head)
+    quantum = 1073741824.0 / (1.01 * tl.maximum(largest, 1e-15))
     tl.store(shift_s_ptr + to, -shift_s, mask=in_padded)
     tl.store(shift_t_ptr + to, -shift_t, mask=in_padded)
     tl.store(weight_ptr + to, weight, mask=in_padded)
     tl.store(quantum_ptr + to, tl.where(weight == 0.0, 0.0, quantum / weight), mask=in_padded)
-    tl.store(unit_ptr + to, weight * (top * factor) / quantum, mask=in_padded)
+    # an integer cannot be nan or infinite, so its unit is, where the student is: 0 * inf is nan
+    tl.store(unit_ptr + to, weight * (top * factor) / quantum + 0.0 * largest, mask=in_padded)
 
 
 @triton.jit(do_not_specialize=["n", "n_heads", "first_head"])
@@ -480,8 +480,7 @@ def relation_kl_backward(
     _relation_kl_prepare_kernel[(triton.cdiv(padded_n, 1024), heads)](
         grad, *parts, top, largest, *rows, n, padded_n, student_scale, BLOCK=1024
     )
-    launches = triton.cdiv(heads * padded_n * block_d * 4, _SUMS_BYTES)
-    launch_heads = triton.cdiv(heads, min(launches, heads))
+    launch_heads = heads_of_a_launch(heads, padded_n * block_d * 4)
     sums = torch.zeros(launch_heads * padded_n, block_d, dtype=torch.int32, device=student.device)
     s_desc, t_desc = (describe(x, 64, block_d) for x in (student, teacher))
     sum_desc = TensorDescriptor.from_tensor(sums, [64, block_d], gl.NVMMASharedLayout(128, 32, 2))

@@ -1,20 +1,22 @@
 """Squared difference of self-relations, the control that LinearARD argues against: its gradient vanishes with R_s."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from .autocast import as_multiplied
-from .row_kl import require_heads
+from .row_kl import require_heads, scales_of
 from .row_kl_chunked import chunks, log_map
-from .visibility import Visibility, make_visibility
+from .visibility import Visibility, visibility_of
 
 
 def relation_mse(
     student: torch.Tensor,
     teacher: torch.Tensor,
-    causal: bool = True,
+    causal: bool | None = None,
     key_mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     *,
     student_scale: float | None = None,
     teacher_scale: float | None = None,
@@ -25,20 +27,18 @@ def relation_mse(
     In plain torch and linear memory: maps exist for some rows at a time, in the forward and again in the backward.
 
     Returns:
-        [batch, n_heads, n] float32, float64 for float64 inputs, 0 on padding.
+        [batch, n_heads, n] float32, float64 for float64 inputs, 0 on padding. A row that sees a token with nan in it is
+        nan; infinity in a token makes its own row nan.
 
     Raises:
-        ValueError: a shape, dtype or device is not as `relation_kl` wants.
+        ValueError: an argument is not as `relation_kl` wants it.
 
     Source: LinearARD, arXiv:2604.00004, MSE control.
     """
     require_heads("student", student, "teacher", teacher)
-    batch, n_heads, n, head_dim = student.shape
-    if visibility is None:
-        visibility = make_visibility(batch, n, student.device, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens)
-    seen_by = visibility
+    seen_by = visibility_of("student", student, causal, key_mask, cu_seqlens, visibility)
     student, teacher = as_multiplied(student), as_multiplied(teacher)
-    scales = [head_dim**-0.5 if scale is None else scale for scale in (student_scale, teacher_scale)]
+    scales = scales_of(student.shape[-1], student_scale, teacher_scale)
 
     def of_rows(student: torch.Tensor, teacher: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor:
         seen = seen_by.mask(rows, keys, student.device)[:, :, None]
@@ -49,6 +49,6 @@ def relation_mse(
 
     parts = [
         checkpoint(of_rows, student, teacher.detach(), rows, keys, use_reentrant=False)
-        for rows, keys in chunks(student, visibility)
+        for rows, keys in chunks(student, seen_by)
     ]
     return torch.cat(parts, -1)

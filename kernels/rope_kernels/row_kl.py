@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .autocast import as_multiplied
+from .checks import described, require_positive, require_tensor
 from .hopper import runs_on_hopper
 from .visibility import Visibility
 
@@ -40,21 +41,30 @@ def row_kl(
     Raises:
         ValueError: a scale that is not above 0.
     """
-    default = student[0].shape[-1] ** -0.5
-    for name, scale in (("student_scale", student_scale), ("teacher_scale", teacher_scale)):
-        if scale is not None and not 0 < scale < float("inf"):
-            raise ValueError(f"{name} must be above 0, or None for head_dim ** -0.5, got {scale}.")
+    scales = scales_of(student[0].shape[-1], student_scale, teacher_scale)
     sides = (*student, *(None if x is None else x.detach() for x in teacher))
     tensors = [None if x is None else _unit_last_stride(as_multiplied(x)) for x in sides]
     with torch.autocast(student[0].device.type, enabled=False):
         kl, _ = _row_kl(
             *tensors,
-            default if student_scale is None else student_scale,
-            default if teacher_scale is None else teacher_scale,
+            *scales,
             visibility.causal,
-            *visibility.tensors,
+            *(None if x is None else x.contiguous() for x in visibility.tensors),
         )
     return kl
+
+
+def scales_of(head_dim: int, student_scale: float | None, teacher_scale: float | None) -> tuple[float, float]:
+    """Both scales, head_dim ** -0.5 for None.
+
+    Raises:
+        ValueError: one is no finite number above 0.
+    """
+    student, teacher = (
+        head_dim**-0.5 if scale is None else require_positive(name, scale, ", or None for head_dim ** -0.5")
+        for name, scale in (("student_scale", student_scale), ("teacher_scale", teacher_scale))
+    )
+    return student, teacher
 
 
 def require_heads(name: str, x: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
@@ -63,15 +73,13 @@ def require_heads(name: str, x: torch.Tensor, other_name: str, other: torch.Tens
     Raises:
         ValueError: see above.
     """
+    allowed = "[batch, n_heads, n, head_dim], none 0, float16, bfloat16, float32 or float64"
+    require_tensor(name, x, allowed)
     if x.ndim != 4 or x.dtype not in _DTYPES or min(x.shape) < 1:
-        raise ValueError(
-            f"{name} must be [batch, n_heads, n, head_dim], none 0, floating point, got {list(x.shape)} {x.dtype}."
-        )
+        raise ValueError(f"{name} must be {allowed}, got {described(x)}.")
+    require_tensor(other_name, other, described(x))
     if other.shape != x.shape or other.dtype != x.dtype or other.device != x.device:
-        raise ValueError(
-            f"{other_name} must be {list(x.shape)} {x.dtype} on {x.device} as {name} is, got {list(other.shape)} "
-            f"{other.dtype} on {other.device}."
-        )
+        raise ValueError(f"{other_name} must be {described(x)} as {name} is, got {described(other)}.")
     if runs_on_triton(x) and (x.shape[-1] > 256 or x.shape[0] * x.shape[1] > _GRID_Y):
         raise ValueError(
             f"{name} may have head_dim up to 256 and batch * n_heads up to {_GRID_Y} on a GPU, got {list(x.shape)}."
@@ -105,6 +113,8 @@ def _row_kl(
     keys = (student_q if student_k is None else student_k, teacher_q if teacher_k is None else teacher_k)
     inputs = (student_q, keys[0], teacher_q, keys[1], student_scale, teacher_scale)
     visibility = Visibility(causal, document, first, end)
+    if not student_q.numel():
+        return _empty(student_q)
     if runs_on_triton(student_q):
         if runs_on_hopper((student_q, keys[0], teacher_q, keys[1]), visibility):
             from .row_kl_hopper import row_kl_forward
@@ -119,6 +129,11 @@ def _row_kl(
 
 @_row_kl.register_fake
 def _(student_q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty(student_q)
+
+
+def _empty(student_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of the forward, unwritten."""
     dtype = torch.float64 if student_q.dtype == torch.float64 else torch.float32
     kl = student_q.new_empty(student_q.shape[:3], dtype=dtype)
     return kl, kl.new_empty(4, *kl.shape) if runs_on_triton(student_q) else kl.new_empty(0)
@@ -142,6 +157,8 @@ def _row_kl_backward(
     """Gradients to student_q, with that to student_k in it where they are one, and to student_k."""
     visibility = Visibility(causal, document, first, end)
     scales = (student_scale, teacher_scale)
+    if not student_q.numel():
+        return _empty_gradients(student_q, student_k)
     if runs_on_triton(student_q):
         if student_k is None or teacher_k is None:
             if runs_on_hopper((student_q, teacher_q), visibility):
@@ -157,7 +174,7 @@ def _row_kl_backward(
 
     if student_k is None or teacher_k is None:
         as_query, as_key = row_kl_backward(grad, student_q, student_q, teacher_q, teacher_q, *scales, visibility)
-        return as_query + as_key, as_key.new_empty(0)
+        return as_query.add_(as_key), as_key.new_empty(0)
     return row_kl_backward(grad, student_q, student_k, teacher_q, teacher_k, *scales, visibility)
 
 
@@ -165,6 +182,11 @@ def _row_kl_backward(
 def _(
     grad: torch.Tensor, student_q: torch.Tensor, student_k: torch.Tensor | None, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_gradients(student_q, student_k)
+
+
+def _empty_gradients(student_q: torch.Tensor, student_k: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of the backward, unwritten, in the layouts of the inputs: torch.compile lays out memory by this."""
     return torch.empty_like(student_q), student_q.new_empty(0) if student_k is None else torch.empty_like(student_k)
 
 

@@ -56,13 +56,13 @@ def row_kl_backward(
     teacher_scale: float,
     visibility: Visibility,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients to student_q and student_k of `row_kl_forward`, given `grad` [batch, n_heads, n], in its dtype.
+    """Gradients to student_q and student_k of `row_kl_forward`, in their layouts, given `grad` [batch, n_heads, n].
 
     With z = student_scale q_i . k_j, dKL_i / dz_ij = P_student(i, j) - P_teacher(i, j).
     """
     dtype = _compute_dtype(student_q)
-    grad_q = torch.zeros(student_q.shape, dtype=dtype, device=student_q.device)
-    grad_k = torch.zeros(student_k.shape, dtype=dtype, device=student_k.device)
+    grad_q = torch.zeros_like(student_q, dtype=dtype)
+    grad_k = torch.zeros_like(student_k, dtype=dtype)
     for rows, keys in chunks(student_q, visibility):
         seen = visibility.mask(rows, keys, grad_q.device)[:, :, None]
         student = log_map(student_q, student_k, rows, keys, student_scale, seen).exp_()
@@ -84,7 +84,7 @@ def chunks(q: torch.Tensor, visibility: Visibility) -> Iterator[tuple[slice, sli
     """Query rows of [batch, n_heads, n, head_dim], and the keys that they can see."""
     batch, n_heads, seq_len, _ = q.shape
     size = _compute_dtype(q).itemsize
-    n_rows = max(1, _CHUNK_BYTES // (size * batch * n_heads * seq_len))
+    n_rows = max(1, _CHUNK_BYTES // max(1, size * batch * n_heads * seq_len))
     for start in range(0, seq_len, n_rows):
         rows = slice(start, min(start + n_rows, seq_len))
         yield rows, slice(0, rows.stop if visibility.causal else seq_len)

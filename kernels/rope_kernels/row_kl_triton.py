@@ -3,7 +3,9 @@
 A row's softmax is exp2(z scale - top - log_sum), with z the dot products, scale times log2(e) and top the largest of
 z scale. The two parts of its log-sum-exp stay apart: top is rounded alike for all entries of a row, so its rounding
 cancels, while one rounded log-sum-exp of some hundreds would leave a probability close to 1 off by more than student
-and teacher differ. Rows that see nothing have log_sum = +inf, so that all their probabilities are 0 without a branch.
+and teacher differ. Rows that see nothing have log_sum = +inf, so that all their probabilities are 0 without a branch:
+they are known by a sum of exactly 0, while a nan or an infinity in a row that sees something is in a sum, or in the gap
+where all of its scores are -inf, and goes on to the KL and, by log_sum, to the gradient.
 """
 
 from typing import Any
@@ -137,11 +139,12 @@ def _row_kl_fwd_kernel(
     if HAS_DOCUMENTS:
         document_ptr += batch * n
         row_document = tl.load(document_ptr + row, mask=in_row, other=-1)
-        begin = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0) // BLOCK_N * BLOCK_N
+        low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
+        begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         finish = tl.minimum(finish, tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0))
     # finite, as -inf - -inf is nan where a row has seen nothing yet
-    top_s = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    top_t = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    top_s = tl.full([BLOCK_M], -3.0e38, tl.float32)
+    top_t = tl.full([BLOCK_M], -3.0e38, tl.float32)
     sum_s = tl.zeros([BLOCK_M], tl.float32)
     sum_t = tl.zeros([BLOCK_M], tl.float32)
     gap = tl.zeros([BLOCK_M], tl.float32)
@@ -175,7 +178,7 @@ def _row_kl_fwd_kernel(
         top_s, sum_s, top_t, sum_t, gap = _accumulate(
             zs, zt, seen, top_s, sum_s, top_t, sum_t, gap, scale_s, scale_t, True
         )
-    saw = sum_t > 0
+    saw = (sum_t != 0) | (gap != gap)
     log_sum_s = tl.log2(tl.where(saw, sum_s, 1.0))
     log_sum_t = tl.log2(tl.where(saw, sum_t, 1.0))
     kl = (gap / tl.where(saw, sum_t, 1.0) - (log_sum_t - log_sum_s)) * 0.6931471805599453
@@ -256,7 +259,8 @@ def _relation_kl_bwd_kernel(
     if HAS_DOCUMENTS:
         document_ptr += batch * n
         row_document = tl.load(document_ptr + row, mask=in_row, other=-1)
-        begin = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0) // BLOCK_N * BLOCK_N
+        low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
+        begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         finish = tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     before = begin
@@ -429,7 +433,8 @@ def _attention_kl_dq_kernel(
     if HAS_DOCUMENTS:
         document_ptr += batch * n
         row_document = tl.load(document_ptr + row, mask=in_row, other=-1)
-        begin = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0) // BLOCK_N * BLOCK_N
+        low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
+        begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         finish = tl.minimum(finish, tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0))
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(begin, finish, BLOCK_N):

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from .linear_ce import IGNORE_INDEX
+from .checks import IGNORE_INDEX, require_positive
 
 Direction = Literal["reverse", "forward", "jsd"]
 
@@ -15,23 +15,28 @@ class HeadOutput:
     """What a model does to the products of its head: z = softcap tanh(scale product / softcap).
 
     Args:
-        scale: multiplies the products.
-        softcap: bound that a tanh keeps them within, None for none.
+        scale: multiplies the products, above 0.
+        softcap: bound that a tanh keeps them within, above 0, None for none.
+
+    Raises:
+        ValueError: a number is not as above.
     """
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.scale == self.scale or self.scale in (0.0, float("inf"), -float("inf")):
-            raise ValueError(f"logit_scale must be a finite number that is not 0, got {self.scale}.")
-        if self.softcap is not None and not 0 < self.softcap < float("inf"):
-            raise ValueError(f"softcap must be above 0 or None, got {self.softcap}.")
+        object.__setattr__(self, "scale", require_positive("logit_scale", self.scale))
+        if self.softcap is not None:
+            object.__setattr__(self, "softcap", require_positive("softcap", self.softcap, ", or None for none"))
 
     def logits(self, products: torch.Tensor) -> torch.Tensor:
         """Logits z of products."""
         logits = products * self.scale if self.scale != 1.0 else products
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if self.softcap is None:
+            return logits
+        # plus nothing, which is nan where a product is infinite: the tanh would hide it
+        return torch.add(self.softcap * torch.tanh(logits / self.softcap), logits, alpha=0)
 
     def back(self, gradient: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Gradient to the products, given that to `logits`."""
@@ -60,10 +65,10 @@ class RowMetrics:
 
 
 def ce_factors(ce: torch.Tensor, reference: torch.Tensor | None, cap: float) -> torch.Tensor:
-    """min(e^(reference - ce), cap) of each row, 1 where `reference` is None or nan."""
+    """min(e^(reference - ce), cap) of each row, 1 where `reference` is None or nan, nan where it is infinite."""
     if reference is None:
         return torch.ones_like(ce)
-    return torch.where(reference.isnan(), 1.0, (reference - ce).exp().clamp(max=cap))
+    return torch.where(reference.isnan(), 1.0, (reference - ce).exp().clamp(max=cap) + 0 * reference)
 
 
 def vocabulary_rows(
@@ -108,7 +113,7 @@ def vocabulary_rows(
     log_q = z.log_softmax(-1)
     q = log_q.exp()
     ce = torch.where(labelled, -log_q.gather(1, place).squeeze(1), 0.0)
-    # 0 ln 0 is 0: a head may mask words with -inf
+    # 0 ln 0 is 0: a head may mask words with -inf; nan is no 0, and stays
     entropy = torch.where(labelled, -torch.xlogy(q, q).sum(-1), 0.0)
     is_top1 = (z.gather(1, place).squeeze(1) >= z.amax(-1)) & labelled
     gradient = q.scatter_add(1, place, torch.full_like(place, -1, dtype=q.dtype))
@@ -120,17 +125,17 @@ def vocabulary_rows(
     log_p = z.log_softmax(-1)
     p = log_p.exp()
     if direction == "reverse":
-        gap = torch.where(p > 0, log_p - log_q, 0.0)
+        gap = torch.where(p != 0, log_p - log_q, 0.0)
         kl = (p * gap).sum(-1)
         view_gradient = p * (gap - kl[:, None])
     elif direction == "forward":
-        kl = (q * torch.where(q > 0, log_q - log_p, 0.0)).sum(-1)
+        kl = (q * torch.where(q != 0, log_q - log_p, 0.0)).sum(-1)
         view_gradient = p - q
     else:
         log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=p.dtype))
-        gap = torch.where(p > 0, log_p - log_m, 0.0)
+        gap = torch.where(p != 0, log_p - log_m, 0.0)
         own = (p * gap).sum(-1)
-        kl = (own + (q * torch.where(q > 0, log_q - log_m, 0.0)).sum(-1)) / 2
+        kl = (own + (q * torch.where(q != 0, log_q - log_m, 0.0)).sum(-1)) / 2
         view_gradient = p * (gap - own[:, None]) / 2
     kl = torch.where(kl_weight != 0, kl, 0.0)
     view_gradient = head.back(view_gradient * kl_weight[:, None], z)

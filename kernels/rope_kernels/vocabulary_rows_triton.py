@@ -15,7 +15,8 @@ def _logits(ptr, col, n_cols, scale, softcap, SOFTCAP: tl.constexpr):
     """What the model makes of products, -inf behind the end."""
     z = tl.load(ptr + col, mask=col < n_cols, other=-float("inf")) * scale
     if SOFTCAP:
-        z = tl.where(col < n_cols, softcap * (2 * tl.sigmoid(2 * z / softcap) - 1), -float("inf"))
+        # plus nothing, which is nan where a product is infinite: the tanh would hide it
+        z = tl.where(col < n_cols, softcap * (2 * tl.sigmoid(2 * z / softcap) - 1) + 0.0 * z, -float("inf"))
     return z
 
 
@@ -72,7 +73,8 @@ def _vocabulary_rows_kernel(
     label = tl.load(label_ptr + row)
     labelled = label >= 0
     # each place of the block has a maximum and sums of its own, so that no step waits for all threads; maxima start
-    # finite: a column may be -inf, and -inf - -inf is nan
+    # finite: a column may be -inf, and -inf - -inf is nan. Where a word is left out, it is because its probability is
+    # 0, not because it is not above 0: nan is neither, and must reach the loss
     place = tl.arange(0, BLOCK)
     top_q = tl.full((BLOCK,), -1.0e30, tl.float32)
     sum_q, mean_q = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
@@ -84,7 +86,7 @@ def _vocabulary_rows_kernel(
         eq = tl.exp(zq - new_q)
         shrink_q = tl.exp(top_q - new_q)
         sum_q = sum_q * shrink_q + eq
-        mean_q = mean_q * shrink_q + tl.where(eq > 0, eq * zq, 0.0)
+        mean_q = mean_q * shrink_q + tl.where(eq != 0, eq * zq, 0.0)
         if HAS_VIEW:
             zp = _logits(view_ptr, col, n_cols, scale, softcap, SOFTCAP)
             new_p = tl.maximum(top_p, zp)
@@ -92,9 +94,9 @@ def _vocabulary_rows_kernel(
             shrink_p = tl.exp(top_p - new_p)
             sum_p = sum_p * shrink_p + ep
             if DIRECTION == "reverse":
-                gap = gap * shrink_p + tl.where(ep > 0, ep * (zp - zq), 0.0)
+                gap = gap * shrink_p + tl.where(ep != 0, ep * (zp - zq), 0.0)
             elif DIRECTION == "forward":
-                gap = gap * shrink_q + tl.where(eq > 0, eq * (zq - zp), 0.0)
+                gap = gap * shrink_q + tl.where(eq != 0, eq * (zq - zp), 0.0)
             top_p = new_p
         top_q = new_q
     tops_q = top_q
@@ -113,7 +115,8 @@ def _vocabulary_rows_kernel(
         tl.store(ce_ptr + row, ce)
         if HAS_REFERENCE:
             reference = tl.load(reference_ptr + row)
-            factor = tl.where(reference != reference, 1.0, tl.minimum(tl.exp(reference - ce), cap))
+            limited = tl.minimum(tl.exp(reference - ce), cap) + 0.0 * reference
+            factor = tl.where(reference != reference, 1.0, limited)
         tl.store(entropy_ptr + row, lse_q - mean_q / sum_q)
         tl.store(is_top1_ptr + row, z_label >= top_q)
     ce_weight = tl.where(labelled, factor * tl.load(ce_weight_ptr + row), 0.0)
@@ -141,8 +144,8 @@ def _vocabulary_rows_kernel(
                 lm = _ln_mean(lp, lq)
                 p = tl.exp(lp)
                 q = tl.exp(lq)
-                own += tl.sum(tl.where(p > 0, p * (lp - lm), 0.0), 0)
-                other += tl.sum(tl.where(q > 0, q * (lq - lm), 0.0), 0)
+                own += tl.sum(tl.where(p != 0, p * (lp - lm), 0.0), 0)
+                other += tl.sum(tl.where(q != 0, q * (lq - lm), 0.0), 0)
             kl = (own + other) / 2
         tl.store(kl_ptr + row, tl.where(kl_weight != 0, kl, 0.0))
     for start in tl.range(0, n_cols, BLOCK, num_stages=STAGES):
@@ -151,20 +154,20 @@ def _vocabulary_rows_kernel(
         zq = _logits(std_ptr, col, n_cols, scale, softcap, SOFTCAP)
         q = tl.exp(zq - lse_q)
         std_gradient = (q - tl.where(col == label, 1.0, 0.0)) * ce_weight
-        std_gradient = _product_gradient(std_gradient, tl.where(q > 0, zq, 0.0), scale, softcap, SOFTCAP)
+        std_gradient = _product_gradient(std_gradient, tl.where(q != 0, zq, 0.0), scale, softcap, SOFTCAP)
         view_gradient = std_gradient
         if HAS_VIEW:
             zp = _logits(view_ptr, col, n_cols, scale, softcap, SOFTCAP)
             lp = zp - lse_p
             p = tl.exp(lp)
             if DIRECTION == "reverse":
-                view_gradient = tl.where(p > 0, p * (lp - (zq - lse_q) - own), 0.0)
+                view_gradient = tl.where(p != 0, p * (lp - (zq - lse_q) - own), 0.0)
             elif DIRECTION == "forward":
                 view_gradient = p - q
             else:
-                view_gradient = tl.where(p > 0, p * (lp - _ln_mean(lp, zq - lse_q) - own), 0.0) / 2
+                view_gradient = tl.where(p != 0, p * (lp - _ln_mean(lp, zq - lse_q) - own), 0.0) / 2
             view_gradient = _product_gradient(
-                view_gradient * kl_weight, tl.where(p > 0, zp, 0.0), scale, softcap, SOFTCAP
+                view_gradient * kl_weight, tl.where(p != 0, zp, 0.0), scale, softcap, SOFTCAP
             )
         tl.debug_barrier()  # every thread has read this block, over the first half of which it writes
         tl.store(std_out_ptr + col, std_gradient.to(std_out_ptr.dtype.element_ty), mask=in_row)

@@ -77,7 +77,7 @@ def test_no_gradient_flows():
     [
         ({"hidden": torch.zeros(2, 3, 4)}, r"hidden must be \[N, H\] and floating point, got \[2, 3, 4\]"),
         ({"hidden": torch.zeros(6, 4, dtype=torch.int64)}, r"hidden must be .* got \[6, 4\] torch.int64"),
-        ({"weight": torch.zeros(9, 5)}, r"weight must be \[V, H\] with H = 4 as in hidden, got \[9, 5\]"),
+        ({"weight": torch.zeros(9, 5)}, r"weight must be \[V, H\] with H = 4 as in hidden .*, got \[9, 5\]"),
         ({"weight": torch.zeros(9, 4).bfloat16()}, "weight must be torch.float32 .* got .* torch.bfloat16"),
         ({"bias": torch.zeros(8)}, r"bias must be None or \[V\] with V = 9 as in weight, got \[8\]"),
         ({"bias": torch.zeros(9).double()}, "bias must be torch.float32 .* got .* torch.float64"),
@@ -85,7 +85,12 @@ def test_no_gradient_flows():
         ({"labels": torch.zeros(6)}, r"labels must be \[6\] int64 .* got \[6\] torch.float32"),
         ({"labels": torch.tensor([0, 8, -100, 9, 0, 0])}, r"labels must be in \[0, 9\) or -100, got 9"),
         ({"labels": torch.tensor([0, 8, -100, -1, 0, 0])}, r"labels must be in \[0, 9\) or -100, got -1"),
-        ({"chunk_rows": 0}, "chunk_rows must be at least 1 or None, got 0"),
+        ({"chunk_rows": 0}, "chunk_rows must be a whole number, at least 1, or None, got 0"),
+        ({"chunk_rows": 2.5}, "chunk_rows must be a whole number, at least 1, or None, got 2.5"),
+        ({"chunk_rows": True}, "chunk_rows must be a whole number, at least 1, or None, got True"),
+        ({"weight": torch.zeros(0, 4)}, r"weight must be .* V at least 1, got \[0, 4\]"),
+        ({"labels": [0] * 6}, r"labels must be \[6\] int64, a tensor, got \[0, 0, 0, 0, 0, 0\]"),
+        ({"hidden": None}, "hidden must be .* a tensor, got None"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, message):

@@ -226,18 +226,48 @@ def test_a_head_that_masks_words(device, dtype):
         ({"hidden_view": None}, "must both be given, or both be None"),
         ({"ce_weight": torch.zeros(10)}, r"ce_weight must be \[11\] floating point"),
         ({"kl_weight": torch.zeros(11, requires_grad=True)}, "kl_weight is a constant here: detach it"),
-        ({"logit_scale": 0.0}, "logit_scale must be a finite number that is not 0, got 0.0"),
-        ({"softcap": -1.0}, "softcap must be above 0 or None, got -1.0"),
+        ({"labels": torch.full((11,), -1)}, r"labels must be in \[0, 37\) or -100, got -1"),
+        ({"labels": torch.zeros(11, dtype=torch.int32)}, r"labels must be \[11\] int64 .*, got \[11\] torch.int32"),
+        ({"ce_weight": [1.0] * 11}, r"ce_weight must be \[11\] floating point on cpu, a tensor, got \[1.0, 1.0"),
+        ({"ce_weight": torch.ones(11, dtype=torch.int64)}, r"ce_weight must be \[11\] floating .*, got .* torch.int64"),
+        ({"ce_reference": torch.zeros(10)}, r"ce_reference must be \[11\] floating point on cpu, got \[10\]"),
+        ({"ce_reference": torch.zeros(11, dtype=torch.int64)}, r"ce_reference must be .*, got \[11\] torch.int64"),
+        ({"ce_cap": float("nan")}, "ce_cap must be above 0, got nan"),
+        ({"ce_cap": True}, "ce_cap must be above 0, got True"),
+        *(
+            ({"logit_scale": scale}, f"logit_scale must be above 0 and finite, got {scale!r}")
+            for scale in (0.0, -1.0, float("nan"), float("inf"), True, "1")
+        ),
+        *(
+            ({"softcap": cap}, f"softcap must be above 0 and finite, or None for none, got {cap}")
+            for cap in (0.0, -1.0, float("nan"), float("inf"))
+        ),
         ({"teacher_hidden": torch.zeros(11, 4)}, "teacher_hidden and teacher_weight go together"),
         (
             {"teacher_hidden": torch.zeros(9, 4), "teacher_weight": torch.zeros(37, 4)},
-            r"teacher_hidden must be \[N, H_t\] .* N as in hidden_view, got \[9, 4\]",
+            r"teacher_hidden must be \[N, H_t\], N and device as in hidden_view, got \[9, 4\]",
+        ),
+        (
+            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(37, 5)},
+            r"teacher_weight must be \[V, H\] with H = 4 as in teacher_hidden .*, got \[37, 5\]",
+        ),
+        (
+            {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(37, 4).half()},
+            "teacher_weight must be torch.float32 on cpu as teacher_hidden is, got .* torch.float16",
+        ),
+        (
+            {
+                "teacher_hidden": torch.zeros(11, 4),
+                "teacher_weight": torch.zeros(37, 4),
+                "teacher_bias": torch.zeros(36),
+            },
+            r"teacher_bias must be None or \[V\] with V = 37 as in teacher_weight, got \[36\]",
         ),
         (
             {"teacher_hidden": torch.zeros(11, 4), "teacher_weight": torch.zeros(30, 4)},
             r"teacher_weight must be \[37, 4\], one vocabulary for both, got \[30, 4\]",
         ),
-        ({"chunk_rows": 0}, "chunk_rows must be at least 1 or None, got 0"),
+        ({"chunk_rows": 0}, "chunk_rows must be a whole number, at least 1, or None, got 0"),
     ],
     ids=str,
 )

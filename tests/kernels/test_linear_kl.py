@@ -77,9 +77,18 @@ def test_a_word_that_both_heads_mask_counts_nothing():
 
 def test_what_does_not_fit_is_refused():
     student, teacher, weight, _, _ = problem()
-    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
-        linear_kl_rows(student, teacher, weight, weight, temperature=0)
-    with pytest.raises(ValueError, match=r"with one N, got \[21, 8\] and \[20, 8\]"):
+    for temperature in (0, -1.0, float("nan"), float("inf"), True):
+        with pytest.raises(ValueError, match=f"temperature must be above 0 and finite, got {temperature}"):
+            linear_kl_rows(student, teacher, weight, weight, temperature=temperature)
+    with pytest.raises(ValueError, match="logit_scale must be above 0 and finite, got nan"):
+        linear_kl_rows(student, teacher, weight, weight, logit_scale=float("nan"))
+    with pytest.raises(ValueError, match=r"teacher_weight must be \[V, H\] with H = 8 .*, got \[37, 7\]"):
+        linear_kl_rows(student, teacher, weight, weight[:, 1:])
+    with pytest.raises(ValueError, match="student_weight must be torch.float64 .* as student_hidden is, got .*float32"):
+        linear_kl_rows(student, teacher, weight.float(), weight)
+    with pytest.raises(ValueError, match=r"student_bias must be None or \[V\] with V = 37 .*, got \[36\]"):
+        linear_kl_rows(student, teacher, weight, weight, student_bias=torch.zeros(36, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"with one N on one device, got \[21, 8\] .* and \[20, 8\]"):
         linear_kl_rows(student, teacher[1:], weight, weight)
     with pytest.raises(ValueError, match="one vocabulary, got 37 and 36 rows"):
         linear_kl_rows(student, teacher, weight, weight[1:])

@@ -1,12 +1,22 @@
 """`relation_kl` and `attention_map_kl` on every implementation, against dense float64 maps written from the formula."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.row_kl import check, relations
 
-from rope_kernels import attention_map_kl, attention_map_kl_ref, make_visibility, relation_kl, relation_kl_ref
+from rope_kernels import (
+    Visibility,
+    attention_map_kl,
+    attention_map_kl_ref,
+    make_visibility,
+    relation_kl,
+    relation_kl_ref,
+    relation_mse,
+)
 
 # chunked torch on a CPU; Triton's interpreter on a CPU, which reads the same code as a GPU compiles; a GPU, with the
 # kernels that it chooses and with those for any GPU
@@ -46,6 +56,10 @@ def visible(n, *, causal=True, key_mask=None, documents=None, device="cpu"):
     return seen.to(device)
 
 
+def packed(batch, n):
+    return Visibility.of_documents(torch.zeros(batch, n, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 32), (2, 3, 37, 64), (1, 2, 130, 80), (1, 1, 65, 192)], ids=str)
 def test_relation_kl_is_as_exact_as_torch(shape, dtype, device):
@@ -77,7 +91,7 @@ def test_attention_map_kl_is_as_exact_as_torch(heads, dtype, device):
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 3),
     n_heads=st.integers(1, 3),
@@ -252,15 +266,53 @@ def test_it_compiles_and_recomputes(device):
         ({"teacher": torch.zeros(1, 2, 8, 32).half()}, "teacher must be .* as student is, got .*torch.float16"),
         ({"key_mask": torch.ones(1, 7, dtype=torch.bool)}, r"key_mask must be \[1, 8\] bool on cpu, got \[1, 7\]"),
         ({"key_mask": torch.ones(1, 8)}, "key_mask must be .* bool .* got .*float32"),
+        ({"key_mask": [True] * 8}, r"key_mask must be \[1, 8\] bool on cpu, a tensor, got \[True, "),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"causal": torch.ones(1, 8, dtype=torch.bool)}, r"causal must be True or False, got \[1, 8\] torch.bool"),
+        ({"teacher": None}, r"teacher must be \[1, 2, 8, 32\] torch.float32 on cpu, a tensor, got None"),
+        ({"student": torch.zeros(1, 2, 8, 32, dtype=torch.int64)}, "student must be .* float64, got .* torch.int64"),
         ({"cu_seqlens": torch.tensor([0, 4])}, r"rising from 0 to 8, got \[0, 4\]"),
         ({"cu_seqlens": torch.tensor([0, 4, 4, 8])}, "rising from 0 to 8"),
         ({"cu_seqlens": torch.tensor([0.0, 8.0])}, r"integers.*got \[2\] torch.float32"),
+        ({"cu_seqlens": torch.tensor([[0, 8]])}, r"integers.*got \[1, 2\] torch.int64"),
+        ({"cu_seqlens": torch.tensor([1, 8])}, r"rising from 0 to 8, got \[1, 8\]"),
+        ({"cu_seqlens": [0, 4]}, r"rising from 0 to 8, got \[0, 4\]"),
+        ({"cu_seqlens": [0, 4.0, 8]}, r"cu_seqlens must be .*, a tensor or a list, got \[0, 4.0, 8\]"),
+        ({"cu_seqlens": 8}, "cu_seqlens must be .*, a tensor or a list, got 8"),
+        ({"visibility": True}, "visibility must be a Visibility or None, got True"),
+        ({"visibility": packed(1, 7)}, r"visibility must be of \[1, 8\] tokens on cpu .* got one of \[1, 7\]"),
+        ({"visibility": packed(1, 9)}, r"visibility must be of \[1, 8\] tokens on cpu .* got one of \[1, 9\]"),
+        ({"visibility": packed(2, 8)}, r"visibility must be of \[1, 8\] tokens on cpu .* got one of \[2, 8\]"),
+        (
+            {"visibility": Visibility.of_documents(torch.zeros(1, 8, dtype=torch.int32, device="meta"))},
+            r"visibility must be of \[1, 8\] tokens on cpu .* on meta",
+        ),
+        *(
+            ({"visibility": packed(1, 8), name: value}, f"{name} must be None beside visibility")
+            for name, value in (
+                ("causal", False),
+                ("causal", True),
+                ("key_mask", torch.ones(1, 8, dtype=torch.bool)),
+                ("cu_seqlens", [0, 8]),
+            )
+        ),
+        *(
+            ({side: scale}, f"{side} must be above 0 and finite, or None for .*, got {scale!r}")
+            for side in ("student_scale", "teacher_scale")
+            for scale in (0, -1.0, float("nan"), float("inf"), True, "1")
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+@pytest.mark.parametrize("operator", [relation_kl, relation_mse, attention_map_kl], ids=lambda f: f.__name__)
+def test_what_does_not_fit_is_refused(operator, change, message):
     arguments = {"student": torch.zeros(1, 2, 8, 32), "teacher": torch.zeros(1, 2, 8, 32), **change}
+    if operator is attention_map_kl:
+        q, teacher_q = arguments.pop("student"), arguments.pop("teacher")
+        keys = torch.zeros(1, 2, 8, 32)
+        arguments.update(student_q=q, student_k=keys, teacher_q=teacher_q, teacher_k=keys)
+        message = re.sub(r"\b(student|teacher)\b", r"\1_q", message)
     with pytest.raises(ValueError, match=message):
-        relation_kl(**arguments)
+        operator(**arguments)
     if "cu_seqlens" in change:
         two = torch.zeros(2, 1, 4, 32)
         with pytest.raises(ValueError, match="every start of a row, multiples of 4"):
@@ -278,7 +330,6 @@ def test_keys_that_do_not_divide_the_queries_are_refused():
 def test_repair_computes_blocks_with_nan_and_leaves_the_others(device):
     """What the Hopper kernels leave to these: a row that holds a nan, and no other block."""
     from rope_kernels import row_kl_triton
-    from rope_kernels.visibility import Visibility
 
     if not row_kl_triton_runs(device):
         pytest.skip("chunked torch has no repair")
@@ -300,8 +351,89 @@ def row_kl_triton_runs(device):
     return row_kl.runs_on_triton(torch.empty(0, device=device))
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan"), float("inf")])
-def test_scales_that_are_not_positive_are_refused(scale):
-    student, teacher = relations(1, 1, 8, 32)
-    with pytest.raises(ValueError, match="teacher_scale must be above 0"):
-        relation_kl(student, teacher, teacher_scale=scale)
+def test_borders_may_be_a_list():
+    student, teacher = relations(2, 1, 8, 32)
+    wanted = relation_kl(student, teacher, cu_seqlens=torch.tensor([0, 3, 8, 9, 16]))
+    assert torch.equal(relation_kl(student, teacher, cu_seqlens=[0, 3, 8, 9, 16]), wanted)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "change", [{"causal": 1}, {"first": None}, {"end": 3}, {"dtype": torch.int64}, {"n": 7}], ids=str
+)
+def test_parts_that_make_no_visibility_are_refused(change, device):
+    parts = dict.fromkeys(("document", "first", "end"), torch.zeros(1, 8, dtype=torch.int32, device=device))
+    if "dtype" in change or "n" in change:
+        shape = (1, change.get("n", 8))
+        parts["first"] = torch.zeros(shape, dtype=change.get("dtype", torch.int32), device=device)
+    given = {"causal": True, **parts, **{name: x for name, x in change.items() if name in ("causal", "first", "end")}}
+    with pytest.raises(ValueError, match="causal must be True or False, got 1|(first|end) must be int32 .*, got "):
+        Visibility(**given)
+
+
+@pytest.mark.parametrize("document", [torch.zeros(8), torch.zeros(1, 8), torch.zeros(8, dtype=torch.int64), [[0, 0]]])
+def test_documents_that_are_no_integers_of_tokens_are_refused(document):
+    with pytest.raises(ValueError, match=r"document must be \[batch, n\] integers, -1 on padding.*, got "):
+        Visibility.of_documents(document)
+
+
+def test_a_number_that_comes_again_is_another_document(device):
+    """On every path: kernels read where a document begins and ends, chunks read its number."""
+    student, teacher = relations(1, 2, 9, 32, device=device)
+    numbers = torch.tensor([[-1, 5, 5, -1, 5, 0, 0, 5, 5]], device=device)
+    runs = [[-1, 0, 0, -1, 0, 1, 1, 2, 2]]
+    seen = visible(9, documents=runs, key_mask=numbers.cpu() >= 0, device=device)
+    wanted = relation_kl_ref(student.double(), teacher.double(), seen).float()
+    found = relation_kl(student, teacher, visibility=Visibility.of_documents(numbers))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-6)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    n=st.integers(1, 17),
+    causal=st.booleans(),
+    padding=st.sampled_from(["none", "left", "right"]),
+    border=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_float64_equals_the_twin_with_every_gradient(batch, kv_heads, group, n, causal, padding, border, seed):
+    """GQA, padding, packed documents (at a border before each token, documents of one token), all three operators."""
+    torch.manual_seed(seed)
+    heads = kv_heads * group
+    student_q, teacher_q = (torch.randn(batch, heads, n, 8, dtype=torch.float64) for _ in range(2))
+    student_k, teacher_k = (torch.randn(batch, kv_heads, n, 8, dtype=torch.float64) for _ in range(2))
+    leaves = [student_q.requires_grad_(), student_k.requires_grad_()]
+    key_mask = torch.ones(batch, n, dtype=torch.bool)
+    for b in range(batch) if padding != "none" else ():
+        cut = int(torch.randint(0, n + 1, ()))
+        key_mask[b, slice(0, cut) if padding == "left" else slice(cut, n)] = False
+    new = torch.rand(batch, n) < border
+    new[:, 0] = True
+    borders = [*new.flatten().nonzero().flatten().tolist(), batch * n]
+    seen = visible(n, causal=causal, key_mask=key_mask, documents=new.cumsum(1).tolist())
+    given = {"causal": causal, "key_mask": key_mask, "cu_seqlens": borders}
+    weight = torch.rand(batch, heads, n, dtype=torch.float64)
+
+    def maps(x):
+        scores = (x @ x.transpose(-1, -2) * 8**-0.5).masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1).nan_to_num(0.0)
+
+    pairs = [
+        (relation_kl(student_q, teacher_q, **given), relation_kl_ref(student_q, teacher_q, seen)),
+        (relation_mse(student_q, teacher_q, **given), (maps(student_q) - maps(teacher_q)).square().sum(-1)),
+        (
+            attention_map_kl(student_q, student_k, teacher_q, teacher_k, **given),
+            attention_map_kl_ref(student_q, student_k, teacher_q, teacher_k, seen),
+        ),
+    ]
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+        assert not found.masked_select(~seen.any(-1).expand_as(found)).any()
+        grads = (torch.autograd.grad((x * weight).sum(), leaves, allow_unused=True) for x in (found, wanted))
+        for mine, right in zip(*grads, strict=True):
+            assert (mine is None) == (right is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, right.nan_to_num(0.0), rtol=1e-9, atol=1e-12)

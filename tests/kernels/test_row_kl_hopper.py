@@ -129,11 +129,11 @@ def test_every_block_of_a_busy_gpu(n_heads, n, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_heads_of_several_launches(monkeypatch, head_dim):
     """Their integer sums are the same memory, zeroed between launches."""
-    from rope_kernels import relation_kl_hopper
+    from rope_kernels import hopper
 
     student, teacher = relations(2, 5, 700, head_dim, dtype=torch.bfloat16, device="cuda")
     require_hopper(student, teacher)
     grad = torch.rand(2, 5, 700, device="cuda")
     at_once = torch.autograd.grad(relation_kl(student, teacher), student, grad)[0]
-    monkeypatch.setattr(relation_kl_hopper, "_SUMS_BYTES", 3 * 768 * head_dim * 4)
+    monkeypatch.setattr(hopper, "_SUMS_BYTES", 3 * 768 * head_dim * 4)
     assert torch.equal(torch.autograd.grad(relation_kl(student, teacher), student, grad)[0], at_once)

@@ -1,0 +1,185 @@
+"""A nan or an infinity in any input of any operator reaches the loss; rows that see nothing stay 0."""
+
+import sys
+
+import pytest
+import torch
+from support.row_kl import relations
+
+from rope_kernels import (
+    attention_map_kl,
+    attention_map_kl_ref,
+    linear_ce_kl,
+    linear_ce_rows,
+    linear_kl_rows,
+    relation_kl,
+    relation_mse,
+)
+
+NAN, INF = float("nan"), float("inf")
+VALUES = [NAN, INF, -INF]
+N, PADDED, BROKEN = 12, 3, 6
+# chunked torch and Triton's interpreter on a CPU; on a GPU the kernels that it chooses and those for any GPU
+IMPLEMENTATIONS = ["chunked", "interpreter", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("gpu", "any gpu"))]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def device(request, monkeypatch):
+    if request.param == "interpreter":
+        if torch.cuda.is_available():
+            pytest.skip("the kernels are compiled here")
+        for module in ("row_kl", "linear_ce_kl"):  # functions have the names of their modules
+            monkeypatch.setattr(sys.modules[f"rope_kernels.{module}"], "runs_on_triton", lambda x: True)
+    if request.param == "any gpu":
+        monkeypatch.setattr("rope_kernels.row_kl.runs_on_hopper", lambda *_: False)
+    return "cuda" if request.param.endswith("gpu") else "cpu"
+
+
+def spoiled(x, where, value):
+    """A copy with one element changed, and a gradient of its own."""
+    x = x.detach().clone()
+    x[where] = value
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("operator", [relation_kl, relation_mse], ids=lambda f: f.__name__)
+def test_a_relation_of_a_broken_token(operator, side, value, device):
+    """Rows before it, and rows of padding, know nothing of it; under causality it is seen by all rows after it."""
+    tensors = dict(zip(("student", "teacher"), relations(1, 2, N, 32, device=device), strict=True))
+    clean = operator(*tensors.values(), key_mask=mask(device)).detach()
+    tensors[side] = spoiled(tensors[side], (0, 0, BROKEN, 2), value)
+    rows = operator(*tensors.values(), key_mask=mask(device))
+    assert torch.equal(rows[:, :, :PADDED], torch.zeros(1, 2, PADDED, device=device))
+    assert torch.equal(rows[:, 1], clean[:, 1]) and torch.equal(rows[:, 0, :BROKEN], clean[:, 0, :BROKEN])
+    assert rows[0, 0, BROKEN].isnan() and not rows.sum().isfinite()
+    if value != value or operator is relation_kl:
+        assert not rows[0, 0, BROKEN:].isfinite().any()
+    rows.sum().backward()
+    grad = tensors["student"].grad[0, 0]
+    assert grad[BROKEN].isnan().any(), "the broken row's own gradient"
+    if value != value:
+        assert grad[PADDED:].isnan().all(), "all are keys of a row that is nan, or see the token"
+
+
+def mask(device):
+    key_mask = torch.ones(1, N, dtype=torch.bool, device=device)
+    key_mask[:, :PADDED] = False
+    return key_mask
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", ["student_q", "student_k", "teacher_q", "teacher_k"])
+def test_an_attention_map_of_a_broken_token(name, value, device):
+    q, teacher_q = relations(1, 4, N, 32, device=device)
+    k, teacher_k = relations(1, 2, N, 32, device=device)
+    tensors = {"student_q": q, "student_k": k, "teacher_q": teacher_q, "teacher_k": teacher_k}
+    tensors[name] = spoiled(tensors[name], (0, 0, BROKEN, 2), value)
+    rows = attention_map_kl(**tensors, key_mask=mask(device))
+    assert torch.equal(rows[:, :, :PADDED], torch.zeros(1, 4, PADDED, device=device))
+    reached = rows[0, 0, BROKEN] if name.endswith("q") else rows[0, :2, BROKEN:]
+    assert not reached.isfinite().any()
+    assert rows[0, :, :BROKEN].isfinite().all() and rows[0, 2:].isfinite().all()
+    visible = torch.ones(N, N, dtype=torch.bool, device=device).tril() & mask(device)
+    wanted = attention_map_kl_ref(**tensors, visible=visible)[..., PADDED:]
+    assert torch.equal(rows[..., PADDED:].isfinite(), wanted.isfinite())
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_row_whose_scores_are_all_minus_infinity_or_almost(side, device):
+    """Its sums are exactly 0, as those of a row that sees nothing."""
+    q, k = torch.ones(1, 1, 4, 32, device=device), torch.full((1, 1, 4, 32), -1.0, device=device)
+    q[0, 0, 2] = INF
+    clean = torch.randn(1, 1, 4, 32, device=device)
+    inputs = [q, k, clean, clean] if side == 0 else [clean, clean, q, k]
+    rows = attention_map_kl(*inputs)[0, 0]
+    assert not rows[2].isfinite() and rows[[0, 1, 3]].isfinite().all()
+    q[0, 0, 2] = 1e32  # scores of -6e32, all alike: a uniform map, whose KL is that of the others
+    scales = {"student_scale": 1.0, "teacher_scale": 1.0}
+    rows = attention_map_kl(*inputs, **scales)[0, 0]
+    flat = torch.zeros_like(q)
+    wanted = attention_map_kl(*(flat, flat, clean, clean) if side == 0 else (clean, clean, flat, flat), **scales)[0, 0]
+    torch.testing.assert_close(rows[2], wanted[2])
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_linear_ce_kl_of_a_broken_row(direction, softcap, value, device):
+    std, view, weight = (torch.randn(n, 8, device=device) for n in (6, 6, 37))
+    ones, labels = torch.ones(6, device=device), torch.arange(6, device=device)
+    labels[4:] = -100
+
+    def loss(std=std, view=view, weight=weight, ce_weight=ones, kl_weight=ones, **options):
+        found = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, softcap=softcap, **options)
+        return found[0]
+
+    assert loss().isfinite()
+    for name, x in {"std": std, "view": view, "weight": weight}.items():
+        broken = spoiled(x, (1, 2), value)
+        found = loss(**{name: broken})
+        assert not found.isfinite(), name
+        (grad,) = torch.autograd.grad(found, broken)
+        assert not grad.isfinite().all(), name
+    for name in ("ce_weight", "kl_weight"):
+        assert not loss(**{name: spoiled(ones, 1, value).detach()}).isfinite(), name
+    # without a label a row has its KL alone, and both sides of it may be broken
+    both = [spoiled(x, (5, 2), value) for x in (std, view)]
+    assert not loss(*both).isfinite()
+    teacher = {"teacher_hidden": spoiled(std, (5, 2), value), "teacher_weight": weight}
+    assert not loss(**teacher).isfinite()
+    if value == value:  # nan says that a row has none
+        reference = torch.zeros(6, device=device)
+        assert loss(ce_reference=reference).isfinite()
+        reference[1] = value
+        assert not loss(ce_reference=reference).isfinite()
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("name", ["student", "teacher"])
+def test_linear_kl_rows_of_a_broken_row(name, softcap, value):
+    tensors = {side: torch.randn(6, 8) for side in ("student", "teacher")}
+    tensors[name] = spoiled(tensors[name], (1, 2), value)
+    weight = torch.randn(37, 8, requires_grad=True)
+    rows = linear_kl_rows(*tensors.values(), weight, weight.detach() + 0.1, softcap=softcap)
+    assert not rows[1].isfinite() and rows[[0, 2, 3, 4, 5]].isfinite().all()
+    assert not torch.autograd.grad(rows.sum(), weight)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_linear_ce_rows_of_a_broken_row(value):
+    hidden, weight, labels = torch.randn(6, 8), torch.randn(37, 8), torch.arange(6)
+    rows = linear_ce_rows(spoiled(hidden, (1, 2), value), weight, labels)
+    assert not rows[1].isfinite() and rows[[0, 2, 3, 4, 5]].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("what", ["student", "teacher", "gradient"])
+def test_hopper_kernels_hide_nothing_in_their_integer_sums(what, head_dim, value):
+    """Converted to an integer nan is 0 and infinity the largest one; several blocks and tiles of both kernels."""
+    from rope_kernels.hopper import runs_on_hopper
+    from rope_kernels.visibility import Visibility
+
+    n, broken = 700, 300
+    student, teacher = relations(1, 3, n, head_dim, dtype=torch.bfloat16, device="cuda")
+    weight = torch.rand(1, 3, n, device="cuda")
+    if what == "student":
+        student = spoiled(student, (0, 1, broken, 5), value)
+    elif what == "teacher":
+        teacher = spoiled(teacher, (0, 1, broken, 5), value).detach()
+    else:
+        weight[0, 1, broken] = value
+    if not runs_on_hopper((student, teacher), Visibility(True)):
+        pytest.skip("needs a Hopper GPU")
+    rows = relation_kl(student, teacher)
+    if what != "gradient":
+        assert rows[0, 1, :broken].isfinite().all() and not rows[0, 1, broken:].isfinite().any()
+    rows.backward(weight)
+    assert rows[0, [0, 2]].isfinite().all() and student.grad[0, [0, 2]].isfinite().all()
+    assert not student.grad[0, 1, : broken + 1].isfinite().any(), "keys of the broken row, itself among them"
+    if what == "student":
+        assert not student.grad[0, 1].isfinite().any()
