@@ -27,7 +27,8 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
 
     A rescaling takes effect at once and is written into the config, so that `save_pretrained` gives a plain checkpoint
     that loads to the same logits without this package. A second rescaling replaces the first: both start from the
-    schedule that the model came with. A view is drawn anew in every training forward and leaves no trace in what is
+    schedule that the model came with or, after `load_adapter`, from the one that the adapter was trained with, as on
+    the merged checkpoint. A view is drawn anew in every training forward and leaves no trace in what is
     saved; a second view replaces the first. A rescaling and a view compose.
 
     Args:
@@ -54,7 +55,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
     decoder = find_decoder(model)
     state = state_of(decoder) or _new_state(decoder)
     if isinstance(chosen, Rescaling):
-        schedule = rescaled(decoder, state.native, chosen)
+        schedule = rescaled(decoder, state.start, chosen)
         if state.source is not None:
             types = {schedule.rope_parameters.get("rope_type", "")}
             _refuse_dynamic(types, state.source.view)
@@ -139,7 +140,7 @@ def rope_view(
         yield chosen
     finally:
         state.overrides.remove(source)
-        if temporary and not state.overrides and state.source is None and state.rescaling is None:
+        if temporary and not state.overrides and state.source is None and not state.rescalings:
             state.original.write(decoder)
             _uninstall(model, decoder)
 
@@ -161,7 +162,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
         yield
         return
     reason = why_no_native_rope(decoder)
-    if reason is not None and state.rescaling is not None:
+    if reason is not None and state.rescalings:
         raise ValueError(reason)
     rescaled_schedule = state.current
     # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
@@ -178,7 +179,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeSchedule.of(decoder)
     native = healed(original, decoder)
-    return RopeState(original, native, native, layers_call_rotary=layers_call_rotary(decoder))
+    return RopeState(original, native, current=native, start=native, layers_call_rotary=layers_call_rotary(decoder))
 
 
 def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
