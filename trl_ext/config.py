@@ -99,7 +99,10 @@ class RopeSFTConfig(SFTConfig):
         default=None, metadata={"help": "Options of 'relation-distill' as a JSON object, e.g. '{\"v\": 0.0}'."}
     )
     logit_kl_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "A logit KL beside 'relation-distill', e.g. '{\"weight\": 0.1}'. None: none."}
+        default=None,
+        metadata={
+            "help": "A logit KL beside 'relation-distill', e.g. '{\"weight\": 0.1}', weight 0 to log it. None: none."
+        },
     )
     hidden_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'hidden-distill' as a JSON object, e.g. '{\"weight\": 5.0}'."}
@@ -210,7 +213,7 @@ class RopeSFTConfig(SFTConfig):
         for name, objective in owners.items():
             if getattr(self, name) and self.objective != objective:
                 raise ValueError(f"{name} belongs to objective={objective!r}, got objective={self.objective!r}.")
-        relation_options(self._options("relation_args"), self._options("logit_kl_args"))
+        relation_options(self._options("relation_args"), self.logit_kl_args)
         hidden_options(self._options("hidden_args"))
         self_distill_options(self.kl_weight, self._options("self_distill_args"))
         if longce_options(self) is not None and self.objective not in ("clm", "self-distill"):

@@ -14,7 +14,7 @@ class RelationObjective(Objective):
     """Relations of the model as it was pretrained, distilled into the rescaled one.
 
     loss = sum_X weight_X (sum over layers, heads and tokens of KL) / (layers * heads * tokens of the step), and beside
-    it the logit KL's weight times its mean over the tokens that it counts.
+    it the logit KL's weight times its mean over the tokens that it counts; with weight 0 that is logged alone.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -22,7 +22,7 @@ class RelationObjective(Objective):
     distiller: RelationDistiller
 
     def _make_distiller(self, model: nn.Module) -> RelationDistiller:
-        targets, logit_kl = relation_options(self.args._options("relation_args"), self.args._options("logit_kl_args"))
+        targets, logit_kl = relation_options(self.args._options("relation_args"), self.args.logit_kl_args)
         return RelationDistiller(
             model, targets, self._native(model), logit_kl=logit_kl, offload=self.args.teacher_offload
         )
@@ -45,18 +45,17 @@ class RelationObjective(Objective):
         loss = loss / counts["tokens"]
         parts = {name: total.detach() / own["tokens"] for name, total in sums.items()}
         if self.distiller.logit_kl is not None:
-            loss = loss + self.distiller.logit_kl.weight * tape.logit_kl / counts["last"]
+            if self.distiller.logit_kl.weight:
+                loss = loss + self.distiller.logit_kl.weight * tape.logit_kl / counts["last"]
             parts["logit_kl"] = tape.logit_kl.detach() / own["last"]
         return loss, {f"relation/{name}": value for name, value in parts.items()}
 
 
-def relation_options(
-    relation_args: dict[str, Any], logit_kl_args: dict[str, Any] | None
-) -> tuple[RelationTargets, LogitKL | None]:
-    """The options of the objective, checked.
+def relation_options(relation_args: dict[str, Any], logit_kl_args: Any) -> tuple[RelationTargets, LogitKL | None]:
+    """The options of the objective, checked; no logit KL with logit_kl_args=None.
 
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
     targets = from_fields(RelationTargets, "relation_args", relation_args)
-    return targets, from_fields(LogitKL, "logit_kl_args", logit_kl_args) if logit_kl_args else None
+    return targets, None if logit_kl_args is None else from_fields(LogitKL, "logit_kl_args", logit_kl_args)
