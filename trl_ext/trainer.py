@@ -101,8 +101,6 @@ class RopeSFTTrainer(SFTTrainer):
         _keep_quantised_weights(self.model)
         if args.trainable == "qkv":
             train_qkv_only(self.model)
-        if self.accelerator.is_main_process:
-            warn_of_lost_steps(self.model, args.learning_rate)
         self._objective = self._make_objective(args)
         if self._objective is not None:  # also of a family whose own loss takes no count of the step
             self.model_accepts_loss_kwargs = True
@@ -136,6 +134,8 @@ class RopeSFTTrainer(SFTTrainer):
         if folder:
             require_same_rope(self.model, folder)
             require_same_method(self._method, folder)
+        if self.accelerator.is_main_process:
+            warn_of_lost_steps(self.model, self.args.learning_rate)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
