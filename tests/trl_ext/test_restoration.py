@@ -143,6 +143,26 @@ def test_weights_are_trained_in_float32_and_saved_as_they_came(peft, own, folder
     assert changed(found.folder) == {"q_proj", "k_proj", "v_proj"}
 
 
+def test_adapters_of_a_quantised_base_are_trained_in_float32_too(folder, monkeypatch):
+    """TRL makes them bfloat16, which would round steps of 2e-5 away."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    tiny(vocab_size=CHARACTERS, hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(folder / "tiny")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    trained = set()
+    step = module.RopeSFTTrainer.training_step
+
+    def looking(self, model, *args, **kwargs):
+        trained.update(p.dtype for p in model.parameters() if p.requires_grad)
+        return step(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(module.RopeSFTTrainer, "training_step", looking)
+    found = run(folder, quantization_config=settings)
+    assert trained == {torch.float32}
+    assert changed(found.folder) == {"q_proj", "k_proj", "v_proj"}, "merged into unquantised weights"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "float16", "auto"], ids=str)
 def test_weights_in_16_bits_are_not_trained(dtype, folder):
     with pytest.raises(ValueError, match="dtype=.*: without adapters the weights .* Leave dtype out, .* peft_config"):
