@@ -63,8 +63,8 @@ class Arm:
 
 
 PI4, PI8, YARN4 = ("pi", {"factor": 4.0}), ("pi", {"factor": 8.0}), ("yarn", {"factor": 4.0})
-# ours, of the weights of q, k and v: 1e-3 did best of three in a draft of stage 1, 2e-4 was not compared with others. The
-# authors take 2e-5 in both stages, for adapters of rank 1024.
+# ours, of the weights of q, k and v: 1e-3 did best of three in a draft of stage 1, 2e-4 was not compared with others.
+# The authors take 2e-5 in both stages, for adapters of rank 1024.
 DISTIL_LR, EXTEND_LR = {"learning_rate": 1e-3}, {"learning_rate": 2e-4}
 # as many tokens of next-token training as both stages have together
 EQUAL = {"max_steps": 34}
