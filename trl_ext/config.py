@@ -18,7 +18,8 @@ class RopeSFTConfig(SFTConfig):
     > Parameters that control the window
 
     Args:
-        rescale: rescaling to apply to the model before training, by name; None leaves its frequencies.
+        rescale: rescaling to apply to the model before training, by name, on top of the one that an adapter was trained
+            with if `load_adapter` has loaded it; None leaves its frequencies.
         rescale_args: its options, e.g. `{"factor": 4.0}`.
 
     > Parameters that control the objective
