@@ -214,7 +214,7 @@ class RopeSFTConfig(SFTConfig):
         for name, objective in owners.items():
             if getattr(self, name) and self.objective != objective:
                 raise ValueError(f"{name} belongs to objective={objective!r}, got objective={self.objective!r}.")
-        relation_options(self._options("relation_args"), self.logit_kl_args)
+        relation_options(self._options("relation_args"), self._options("logit_kl_args"))
         hidden_options(self._options("hidden_args"))
         self_distill_options(self.kl_weight, self._options("self_distill_args"))
         if longce_options(self) is not None and self.objective not in ("clm", "self-distill"):

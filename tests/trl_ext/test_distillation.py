@@ -199,7 +199,6 @@ def test_a_logit_kl_of_weight_0_is_logged_and_changes_no_bit(way, tmp_path):
         ({**RELATION, "relation_args": {"q": -1}}, "weight of 'q' must be"),
         ({**RELATION, "logit_kl_args": {"last": 4}}, "logit_kl_args needs weight, got {'last': 4}"),
         ({**HIDDEN, "hidden_args": {"weight": 0.0}}, "weight must be a finite number above 0"),
-        ({**RELATION, "logit_kl_args": {}}, "logit_kl_args needs weight, got {}"),
         ({**RELATION, "relation_args": {"layers": 3}}, "relation_args: layers must be a list"),
         ({"trainable": "q"}, "trainable must be 'all' or 'qkv', got 'q'"),
     ],

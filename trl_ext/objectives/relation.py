@@ -22,7 +22,7 @@ class RelationObjective(Objective):
     distiller: RelationDistiller
 
     def _make_distiller(self, model: nn.Module) -> RelationDistiller:
-        targets, logit_kl = relation_options(self.args._options("relation_args"), self.args.logit_kl_args)
+        targets, logit_kl = relation_options(self.args._options("relation_args"), self.args._options("logit_kl_args"))
         return RelationDistiller(
             model, targets, self._native(model), logit_kl=logit_kl, offload=self.args.teacher_offload
         )
@@ -51,11 +51,13 @@ class RelationObjective(Objective):
         return loss, {f"relation/{name}": value for name, value in parts.items()}
 
 
-def relation_options(relation_args: dict[str, Any], logit_kl_args: Any) -> tuple[RelationTargets, LogitKL | None]:
-    """The options of the objective, checked; no logit KL with logit_kl_args=None.
+def relation_options(
+    relation_args: dict[str, Any], logit_kl_args: dict[str, Any] | None
+) -> tuple[RelationTargets, LogitKL | None]:
+    """The options of the objective, checked; no logit KL without logit_kl_args.
 
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
     targets = from_fields(RelationTargets, "relation_args", relation_args)
-    return targets, None if logit_kl_args is None else from_fields(LogitKL, "logit_kl_args", logit_kl_args)
+    return targets, from_fields(LogitKL, "logit_kl_args", logit_kl_args) if logit_kl_args else None
