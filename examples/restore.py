@@ -41,6 +41,7 @@ class RestoreArguments:
 def main() -> None:
     parser = TrlParser((RestoreArguments, ModelConfig))
     require_known_keys(parser)
+    parser.set_defaults(dtype=None)  # TRL's is float32, also of a base under adapters
     arguments, model = parser.parse_args_and_config()
     result = restore(
         model.model_name_or_path,

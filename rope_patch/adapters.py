@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from .patch import patch_model
-from .rotary import find_decoder
-from .sidecar import read_sidecar
+from .patch import patch_model, unpatch_model
+from .rotary import find_core, find_decoder
+from .sidecar import read_sidecar, rescalings_of, watch_adapters
 from .state import state_of
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kwargs: Any) -> "PeftModel":
     """Load the adapter in `directory` onto `model` and rescale its RoPE as it was when the adapter was trained.
+
+    A later `patch_model` with a rescaling starts from there, as it does on the merged checkpoint: ABF's base stays
+    under YaRN on top. `native_rope` still means the base model's schedule, and `unpatch_model` goes back to it.
 
     Args:
         model: the base model, not patched.
@@ -42,7 +45,15 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
             f"the adapter in {directory} was trained on a base model with RoPE {wanted[0]} and a window of {wanted[1]} "
             f"positions, this model has {found[0]} and {found[1]}. Load the base model that it was trained on."
         )
-    rescaling = specification["rescaling"]
-    if rescaling is not None:
-        patch_model(model, rescaling["method"], **rescaling["options"])
-    return PeftModel.from_pretrained(model, directory, **kwargs)
+    try:
+        for rescaling in rescalings_of(specification):
+            patch_model(model, rescaling["method"], **rescaling["options"])
+            state_of(decoder).settle()  # type: ignore[union-attr]
+        adapted = PeftModel.from_pretrained(model, directory, **kwargs)
+    except Exception:
+        unpatch_model(model)
+        raise
+    state = state_of(decoder)
+    if state is not None:  # a forward would find the adapter, and it may be saved before the first
+        watch_adapters(adapted, find_core(model), state)
+    return adapted

@@ -20,7 +20,7 @@ class RopeDescription:
         patched: whether any patch is on.
         rope_parameters: schedule in force, as Transformers writes it.
         native_rope_parameters: schedule that the model came with.
-        rescaling: the rescaling in force, or None.
+        rescaling: the rescaling in force, or None; one on top of a loaded adapter's stands behind it.
         view: the view that is sampled, or None.
         when: in which forwards.
         modules: names of the rotary modules.
@@ -77,7 +77,7 @@ def describe(model: nn.Module) -> RopeDescription:
         patched=state is not None,
         rope_parameters=config.rope_parameters,
         native_rope_parameters=config.rope_parameters if state is None else state.native.rope_parameters,
-        rescaling=None if state is None or state.rescaling is None else str(state.rescaling),
+        rescaling=None if state is None or not state.rescalings else ", then ".join(map(str, state.rescalings)),
         view=None if view is None else repr(view),
         when=None if state is None or view is None else state.when,
         modules=tuple(name for name, _ in named_rotary_modules(decoder)),

@@ -27,7 +27,8 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
 
     A rescaling takes effect at once and is written into the config, so that `save_pretrained` gives a plain checkpoint
     that loads to the same logits without this package. A second rescaling replaces the first: both start from the
-    schedule that the model came with. A view is drawn anew in every training forward and leaves no trace in what is
+    schedule that the model came with or, after `load_adapter`, from the one that the adapter was trained with, as on
+    the merged checkpoint. A view is drawn anew in every training forward and leaves no trace in what is
     saved; a second view replaces the first. A rescaling and a view compose.
 
     Args:
@@ -60,7 +61,7 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
     state = state_of(decoder) or _new_state(decoder)
     state.require_no_native_rope("patch_model")
     if isinstance(chosen, Rescaling):
-        schedule = rescaled(decoder, state.native, chosen)
+        schedule = rescaled(decoder, state.start, chosen)
         if state.source is not None:
             types = {schedule.rope_parameters.get("rope_type", "")}
             _refuse_dynamic(types, state.source.view)
@@ -172,7 +173,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
         yield
         return
     reason = why_no_native_rope(decoder)
-    if reason is not None and state.rescaling is not None:
+    if reason is not None and state.rescalings:
         raise ValueError(reason)
     if state.native_blocks == 0:
         # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
@@ -193,7 +194,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
 
 def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
     """Take off what only blocks have put on, once the last of them ends, whatever order they end in."""
-    in_use = state.overrides or state.native_blocks or state.source is not None or state.rescaling is not None
+    in_use = state.overrides or state.native_blocks or state.source is not None or state.rescalings
     if state.temporary and not in_use and state_of(decoder) is state:
         state.original.write(decoder)
         _uninstall(model, decoder)
@@ -207,7 +208,7 @@ def _normal_tensors() -> AbstractContextManager[None]:
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeSchedule.of(decoder)
     native = healed(original, decoder)
-    return RopeState(original, native, native, layers_call_rotary=layers_call_rotary(decoder))
+    return RopeState(original, native, current=native, start=native, layers_call_rotary=layers_call_rotary(decoder))
 
 
 def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:

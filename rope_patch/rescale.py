@@ -102,7 +102,7 @@ def healed(schedule: RopeSchedule, decoder: PreTrainedModel) -> RopeSchedule:
 
 
 def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescaling) -> RopeSchedule:
-    """The schedule that `rescaling` makes of the native one. Changes nothing.
+    """The schedule that `rescaling` makes of `native`, the one that the weights were trained with. Changes nothing.
 
     Raises:
         ValueError: the rescaling cannot start from the native schedule, or leaves what float32 can index.

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 SIDECAR_NAME = "rope_patch.json"
 _FORMAT = 1
+_STACKED = 2  # of several rescalings, which a version that knows format 1 alone would load as the last one
 
 
 def specification(state: "RopeState") -> dict[str, Any]:
     """What an adapter of this model needs to know about RoPE, as JSON values."""
-    rescaling, source = state.rescaling, state.source
+    source = state.source
+    rescalings = [{"method": one.name, "options": one.options()} for one in state.rescalings]
     return {
-        "format": _FORMAT,
-        "rescaling": None if rescaling is None else {"method": rescaling.name, "options": rescaling.options()},
+        "format": _STACKED if rescalings[1:] else _FORMAT,
+        "rescaling": rescalings[-1] if rescalings else None,
+        **({"rescalings": rescalings} if rescalings[1:] else {}),
         "view": None if source is None else {"method": source.view.name, "repr": repr(source.view), "when": state.when},
         "rope_parameters": state.current.rope_parameters,
         "max_position_embeddings": state.current.max_position_embeddings,
@@ -110,9 +113,17 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
             "you know it."
         )
     found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise ValueError(f"{path} must be of format {_FORMAT}, got {found!r:.200}. Update rope-patch to read it.")
+    if not isinstance(found, dict) or found.get("format") not in (_FORMAT, _STACKED):
+        raise ValueError(
+            f"{path} must be of format {_FORMAT} or {_STACKED}, got {found!r:.200}. Update rope-patch to read it."
+        )
     return found
+
+
+def rescalings_of(specification: dict[str, Any]) -> list[dict[str, Any]]:
+    """Method and options of each rescaling of a specification, in the order in which they are applied."""
+    last = specification["rescaling"]
+    return specification["rescalings"] if specification["format"] == _STACKED else [last] if last else []
 
 
 def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:

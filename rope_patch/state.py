@@ -397,7 +397,9 @@ class RopeState:
         original: schedule of the model before the first patch, bit for bit.
         native: the same with frequencies in float32: what the model was trained with.
         current: the schedule in force.
-        rescaling: the rescaling that made `current` from `native`, if any.
+        start: the schedule that a rescaling starts from: `native`, or the one that a loaded adapter was trained with.
+        start_rescalings: what made `start` of `native`, in order.
+        rescaling: the rescaling that made `current` of `start`, if any.
         source: the view of `patch_model`, if any.
         when: in which forwards that view is sampled.
         overrides: sources of the `rope_view` blocks that are open, innermost last.
@@ -413,6 +415,8 @@ class RopeState:
     original: "RopeSchedule"
     native: "RopeSchedule"
     current: "RopeSchedule"
+    start: "RopeSchedule"
+    start_rescalings: "tuple[Rescaling, ...]" = ()
     rescaling: "Rescaling | None" = None
     source: ViewSource | None = None
     when: When = "train"
@@ -433,6 +437,15 @@ class RopeState:
     def __getstate__(self) -> dict[str, Any]:
         self.require_no_native_rope("copying or pickling the model")
         return self.__dict__
+
+    @property
+    def rescalings(self) -> "tuple[Rescaling, ...]":
+        """All that made the schedule in force of the native one, in order; () if it is native."""
+        return self.start_rescalings if self.rescaling is None else (*self.start_rescalings, self.rescaling)
+
+    def settle(self) -> None:
+        """Let rescalings from now on start from the schedule in force, which the weights were trained with."""
+        self.start, self.start_rescalings, self.rescaling = self.current, self.rescalings, None
 
     def active(self, training: bool) -> ViewSource | TableSource | None:
         """The source that decides the next forward's indices; None for true positions."""

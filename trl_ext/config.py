@@ -18,7 +18,8 @@ class RopeSFTConfig(SFTConfig):
     > Parameters that control the window
 
     Args:
-        rescale: rescaling to apply to the model before training, by name; None leaves its frequencies.
+        rescale: rescaling to apply to the model before training, by name, on top of the one that an adapter was trained
+            with if `load_adapter` has loaded it; None leaves its frequencies.
         rescale_args: its options, e.g. `{"factor": 4.0}`.
 
     > Parameters that control the objective
@@ -100,7 +101,10 @@ class RopeSFTConfig(SFTConfig):
         default=None, metadata={"help": "Options of 'relation-distill' as a JSON object, e.g. '{\"v\": 0.0}'."}
     )
     logit_kl_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "A logit KL beside 'relation-distill', e.g. '{\"weight\": 0.1}'. None: none."}
+        default=None,
+        metadata={
+            "help": "A logit KL beside 'relation-distill', e.g. '{\"weight\": 0.1}', weight 0 to log it. None: none."
+        },
     )
     hidden_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'hidden-distill' as a JSON object, e.g. '{\"weight\": 5.0}'."}

@@ -60,8 +60,9 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
         method["kl_weight"] = options.pop("weight")
         method["self_distill_args"] = options
     if args.objective == "relation-distill" or args.restore_every is not None:
-        relation_args, logit_kl_args = args._options("relation_args"), args._options("logit_kl_args")
-        method["relation_args"], method["logit_kl_args"] = relation_options(relation_args, logit_kl_args)
+        targets, logit_kl = relation_options(args._options("relation_args"), args._options("logit_kl_args"))
+        # one that is logged alone trains nothing
+        method |= {"relation_args": targets, "logit_kl_args": logit_kl if logit_kl and logit_kl.weight else None}
     if args.objective == "hidden-distill":
         method["hidden_args"] = hidden_options(args._options("hidden_args"))
     return json.loads(json.dumps(method, default=_as_json))

@@ -7,22 +7,29 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
 
 from rope_patch import load_adapter, patch_model
 from rope_patch.methods import resolve_rescaling
 from rope_patch.registry import unknown
+from rope_patch.special_tokens import SpecialTokens, cut_document
 
 from .config import RopeSFTConfig
 from .run_folder import Stopwatch, record_settings, require_same_settings
 from .trainer import RopeSFTTrainer
 
-# the authors' optimiser: nearly constant after four steps, gradients clipped at 5
+logger = logging.get_logger(__name__)
+
+# the paper trains the projections of q, k and v in both stages (sections 3.4 and 4.1); the optimiser is that of the
+# authors' code: nearly constant after four steps, gradients clipped at 5
 _OPTIMISER: dict[str, Any] = {
+    "trainable": "qkv",
     "learning_rate": 2e-5,
     "weight_decay": 0.01,
     "warmup_steps": 4,
@@ -43,7 +50,7 @@ DISTIL: dict[str, Any] = {
     "gradient_accumulation_steps": 4,
     "max_steps": 144,
 }
-"""Stage 1: 144 steps of 4 rows of 4096 tokens, 2.36M tokens."""
+"""Stage 1: 144 steps of 4 rows of 4096 tokens, 2.36M tokens. `trainable` is left out under adapters."""
 EXTEND: dict[str, Any] = {
     **_OPTIMISER,
     "objective": "clm",
@@ -52,7 +59,7 @@ EXTEND: dict[str, Any] = {
     "gradient_accumulation_steps": 4,
     "max_steps": 16,
 }
-"""Stage 2: 16 steps of 4 rows of 32768 tokens, 2.1M tokens."""
+"""Stage 2: 16 steps of 4 rows of 32768 tokens, 2.1M tokens. `trainable` is left out under adapters."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ def restore(
     rescale_args: Mapping[str, Any],
     peft_config: Any = None,
     quantization_config: Any = None,
-    dtype: torch.dtype | str = torch.bfloat16,
+    dtype: torch.dtype | str | None = None,
     model_init_kwargs: Mapping[str, Any] | None = None,
     distil: Mapping[str, Any] | None = None,
     extend: Mapping[str, Any] | None = None,
@@ -115,16 +122,20 @@ def restore(
 
     Args:
         model: hub id or folder of a checkpoint.
-        documents: with a column `text`; each document is cut into rows on its own, and what is left over is dropped.
+        documents: with a column `text`; each document is cut into rows on its own, which begin as the tokenizer begins
+            a text. How much of the text is in no row is told before training.
         output_dir: for checkpoints of the stages, `restore.json` and the result, in `model`.
         rescale: name of a rescaling, e.g. "pi".
         rescale_args: its options, e.g. {"factor": 4.0}.
-        peft_config: adapters to train, e.g. LoRA on q, k and v; None trains every weight, or those of q, k and v with
-            distil={"trainable": "qkv"}, beside a frozen copy for the teacher.
+        peft_config: adapters to train in both stages, e.g. LoRA on q, k and v, in float32 whatever the base is in. None
+            trains the weights of the projections of q, k and v, as the paper does, beside a frozen copy for the
+            teacher; `{"trainable": "all"}` in distil or extend trains every weight, which is ours.
         quantization_config: of the base model under adapters (QLoRA); the result is merged into unquantised weights.
-        dtype: the model is loaded in.
+        dtype: that the model is trained in: of the base under adapters, None for bfloat16; without adapters float32 or
+            None, as 16 bits round steps of 2e-5 away. Forward and backward run in bfloat16 either way, unless distil
+            and extend have bf16=False. What is exported has the dtype of the checkpoint that came.
         model_init_kwargs: passed to `from_pretrained` beside it, e.g. {"attn_implementation": "flash_attention_2"}.
-        distil: fields of `RopeSFTConfig` that differ from `DISTIL`, the authors'.
+        distil: fields of `RopeSFTConfig` that differ from `DISTIL`, the paper's.
         extend: fields of `RopeSFTConfig` that differ from `EXTEND`.
         skip_extension: whether to leave stage 2 out.
 
@@ -132,7 +143,8 @@ def restore(
         Where the result is, and what each stage did.
 
     Raises:
-        ValueError: options that do not fit, ZeRO-3, too little text for one row, or a folder with another run.
+        ValueError: options that do not fit, 16-bit weights without adapters, rows of stage 1 beyond the window of its
+            teacher, ZeRO-3, too little text for one row, or a folder with another run.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -144,7 +156,15 @@ def restore(
     if not isinstance(rescale_args, Mapping):
         raise ValueError(f"rescale_args must be a dict such as {{'factor': 4.0}}, got {rescale_args!r}.")
     resolve_rescaling(rescale, dict(rescale_args))
+    init_kwargs = dict(model_init_kwargs or {})
+    for name in ("dtype", "torch_dtype", "quantization_config"):
+        if name in init_kwargs:
+            raise ValueError(f"{name} is an argument of restore: take it out of model_init_kwargs.")
+    dtype = _training_dtype(dtype, peft_config)
     root = Path(output_dir)
+    given = {"distil": _stage(DISTIL, "distil", distil, peft_config)}
+    if not skip_extension:
+        given["extend"] = _stage(EXTEND, "extend", extend, peft_config)
     plan: dict[str, Any] = {
         "model": str(model),
         "rescale": rescale,
@@ -152,28 +172,31 @@ def restore(
         "peft_config": None if peft_config is None else _plain(peft_config.to_dict()),
         "quantized": quantization_config is not None,
         "dtype": str(dtype),
-        "distil": _plain({**DISTIL, **(distil or {})}),
-        "extend": None if skip_extension else _plain({**EXTEND, **(extend or {})}),
+        "distil": _plain(given["distil"]),
+        "extend": None if skip_extension else _plain(given["extend"]),
     }
-    configs = {
-        name: _config(name, {"output_dir": str(root / name), **plan[name]})
-        for name in ("distil", "extend")
-        if plan[name] is not None
-    }
+    configs = {name: _config(name, {"output_dir": str(root / name), **plan[name]}) for name in given}
     if is_deepspeed_zero3_enabled():
         raise ValueError(
             "restore exports a model that it loads anew, of which each rank would have a part under ZeRO-3: use "
             "ZeRO-2, or a RopeSFTTrainer for each stage."
         )
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = {name: cut_into_rows(documents, tokenizer, config.max_length or 0) for name, config in configs.items()}
+    of_hub = {name: value for name, value in init_kwargs.items() if name in _OF_HUB}
+    pretrained = AutoConfig.from_pretrained(model, **of_hub)
+    _require_window(configs["distil"], getattr(pretrained.get_text_config(), "max_position_embeddings", None))
+    tokenizer = AutoTokenizer.from_pretrained(model, **of_hub)
+    rows = {}
+    for name, config in configs.items():
+        rows[name], told = cut_into_rows(documents, tokenizer, config.max_length or 0)
+        if config.process_index == 0:
+            logger.warning(f"{name}: {told} {_reading(config, len(rows[name]))}")
     require_same_settings(root / "restore.json", plan, "output_dir")
     record_settings(root / "restore.json", plan)
     stopwatch = Stopwatch(root / "seconds.json")
 
-    def load(folder: Path | None, quantized: bool) -> Any:
+    def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
         """The model as the stage before left it in `folder`, or rescaled and with new adapters."""
-        settings: dict[str, Any] = {**(model_init_kwargs or {}), "dtype": dtype}
+        settings: dict[str, Any] = {**init_kwargs, "dtype": dtype}
         if folder is not None and peft_config is None:
             return AutoModelForCausalLM.from_pretrained(folder, **settings)
         if quantized and quantization_config is not None:
@@ -191,14 +214,15 @@ def restore(
             stages[name] = Stage(**json.loads(found.read_text(encoding="utf-8")))
         else:
             new_adapters = peft_config if before is None else None
-            stages[name] = _train(
-                load(before, quantized=True), config, rows[name], tokenizer, new_adapters, root / name, stopwatch
-            )
+            student = load(before, quantized=True, dtype=dtype)
+            stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
+            del student
             found.write_text(json.dumps(asdict(stages[name]), indent=1) + "\n", encoding="utf-8")
         before = root / name / "final"
     result = Restored(root / "model", stages["distil"], stages.get("extend"))
     if not (result.folder / "config.json").is_file():
-        final = load(before, quantized=False)
+        own = getattr(pretrained, "dtype", None) or AutoModelForCausalLM.from_pretrained(model, **init_kwargs).dtype
+        final = load(before, quantized=False, dtype=own)  # and not float32, which would double the checkpoint
         if peft_config is not None:
             final = final.merge_and_unload()
         final.save_pretrained(result.folder)
@@ -214,31 +238,107 @@ def _config(stage: str, settings: dict[str, Any]) -> RopeSFTConfig:
     return RopeSFTConfig(**settings)
 
 
-def cut_into_rows(documents: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
+# arguments of `from_pretrained` that say where a checkpoint is: its config and tokenizer come from there too
+_OF_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
+
+
+def _training_dtype(dtype: torch.dtype | str | None, peft_config: Any) -> torch.dtype | str:
+    chosen = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if chosen is None:
+        return torch.float32 if peft_config is None else torch.bfloat16
+    if chosen != "auto" and not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
+        raise ValueError(f"dtype must be None, 'auto' or a floating point dtype such as 'float32', got {dtype!r}.")
+    if peft_config is None and chosen not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"dtype={dtype!r}: without adapters the weights themselves are trained, and 16 bits round steps at the "
+            "learning rate of 2e-5 away: after 40 of them 20 % of bfloat16 weights had changed. Leave dtype out, which "
+            "trains float32 weights under bfloat16 autocast and exports in the checkpoint's own dtype, or give "
+            "peft_config, whose adapters are float32 on a base in 16 bits."
+        )
+    return chosen
+
+
+def _stage(defaults: dict[str, Any], name: str, given: Mapping[str, Any] | None, peft_config: Any) -> dict[str, Any]:
+    """Fields of a stage's config."""
+    if peft_config is None:
+        return {**defaults, **(given or {})}
+    if (given or {}).get("trainable", "all") != "all":
+        raise ValueError(
+            f"{name}: trainable={given['trainable']!r} is for training without adapters: name target_modules in "  # type: ignore[index]
+            "peft_config instead."
+        )
+    return {**{field: value for field, value in defaults.items() if field != "trainable"}, **(given or {})}
+
+
+def _require_window(config: RopeSFTConfig, window: int | None) -> None:
+    """Raise if the rows of stage 1 are longer than what its teacher, the model as it came, has learned."""
+    taught = config.objective in ("relation-distill", "hidden-distill")
+    taught |= config._options("self_distill_args").get("teacher") == "native"
+    length = config.max_length or 0
+    if taught and window is not None and length > window:
+        raise ValueError(
+            f"distil: max_length must be within the window of {window} positions that the model came with, beyond "
+            f"which its teacher teaches what it never learned, got {length}. Give distil={{'max_length': {window}}}."
+        )
+
+
+def _reading(config: RopeSFTConfig, n_rows: int) -> str:
+    """How much of its rows a stage reads."""
+    if config.max_steps <= 0:
+        return f"{config.num_train_epochs:g} epochs read all of them."
+    read = config.max_steps * _rows_a_step(config)
+    return f"{config.max_steps} steps read {read:,} rows, {read / n_rows:.2g} times as many."
+
+
+def _rows_a_step(config: RopeSFTConfig) -> int:
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+
+
+def cut_into_rows(documents: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[Dataset, str]:
     """Rows of exactly `length` tokens: each document on its own, in order, without its last, shorter one.
+
+    Each row begins with what the tokenizer puts before a text, e.g. a beginning-of-sequence token.
+
+    Returns:
+        The rows, with a column `input_ids`, and a sentence that says how much of the text is in none of them.
 
     Raises:
         ValueError: no column `text`, or no document that is long enough.
 
-    Source: LinearARD's data preparation of PG-19.
+    Source: LinearARD's data preparation of PG-19, which has such a token in the first row of a book only.
     """
     if "text" not in documents.column_names:
         raise ValueError(f"documents must have a column `text`, got {', '.join(documents.column_names)}.")
     if length < 2:
         raise ValueError(f"max_length must be the tokens of a row, at least 2, got {length}.")
 
-    def rows(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        encoded = tokenizer(batch["text"], verbose=False)["input_ids"]
+    special = SpecialTokens.of(tokenizer)
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"ids": tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]}
+
+    def cut(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
         return {
-            "input_ids": [
-                ids[first : first + length] for ids in encoded for first in range(0, len(ids) - length + 1, length)
-            ]
+            "input_ids": [row for ids in batch["ids"] for row in cut_document(ids, length, special, keep_rest=False)]
         }
 
-    made = documents.map(rows, batched=True, batch_size=16, remove_columns=documents.column_names)
+    encoded = documents.map(encode, batched=True, batch_size=16, remove_columns=documents.column_names)
+    made = encoded.map(cut, batched=True, batch_size=16, remove_columns=["ids"])
     if len(made) == 0:
         raise ValueError(f"no document has {length} tokens: give longer ones, or a smaller max_length.")
-    return made
+    tokens = short = 0
+    room = length - len(special.begin)
+    for batch in encoded.with_format("arrow").iter(1000):
+        plain = pc.list_value_length(batch["ids"])
+        lengths = pc.if_else(pc.greater(plain, 0), pc.add(plain, len(special.end)), 0)
+        tokens += pc.sum(lengths).as_py()
+        short += pc.sum(pc.less(lengths, room)).as_py()
+    left = tokens - len(made) * room
+    told = (
+        f"{tokens:,} tokens of {len(documents):,} documents give {len(made):,} rows of {length:,}; {left:,} tokens "
+        f"({left / tokens:.1%}) are in no row: ends of documents, and documents too short for one ({short:,})."
+    )
+    return made, told
 
 
 def _train(
@@ -253,6 +353,10 @@ def _train(
     trainer = RopeSFTTrainer(
         model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config
     )
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            # TRL makes adapters of quantised models bfloat16, which rounds small steps away
+            parameter.data = parameter.data.float()
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     with stopwatch(folder.name):
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -260,10 +364,7 @@ def _train(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]
     steps = trainer.state.global_step
-    rows_a_step = (
-        config.per_device_train_batch_size * config.gradient_accumulation_steps * trainer.accelerator.num_processes
-    )
-    tokens = steps * rows_a_step * int(config.max_length or 0)
+    tokens = steps * _rows_a_step(config) * int(config.max_length or 0)
     del trainer, model
     gc.collect()
     if torch.cuda.is_available():

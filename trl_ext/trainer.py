@@ -35,6 +35,7 @@ from .cut_rows import cut_rows
 from .method_record import require_same_method, training_method, write_method
 from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Objective
 from .sentences import sentence_ends
+from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
 from .training_set import document_lengths, require_text
 
@@ -86,10 +87,10 @@ class RopeSFTTrainer(SFTTrainer):
         if isinstance(model, nn.Module):
             find_decoder(model)  # a model without RoPE stops here, before the dataset is prepared
             _forget_earlier_trainer(model)
-        elif "dtype" not in (args.model_init_kwargs or {}):
+        elif kwargs.get("peft_config") is not None and "dtype" not in (args.model_init_kwargs or {}):
             logger.warning(
-                "TRL loads a model given by name in float32. Pass model_init_kwargs={'dtype': 'bfloat16'} to halve its "
-                "memory."
+                "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
+                "model_init_kwargs={'dtype': 'bfloat16'} to halve its memory."
             )
         args = copy.copy(args)  # what is found in a tokenizer goes into view_args, and the caller may have another one
         if args.cue is not None:
@@ -148,6 +149,8 @@ class RopeSFTTrainer(SFTTrainer):
         if folder:
             require_same_rope(self.model, folder)
             require_same_method(self._method, folder)
+        if self.accelerator.is_main_process:
+            warn_of_lost_steps(self.model, self.args.learning_rate)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -166,6 +169,7 @@ class RopeSFTTrainer(SFTTrainer):
         was_patched = state_of(find_decoder(self.model)) is not None
         try:
             if rescaling is not None:
+                _require_new(rescaling, self.model)
                 patch_model(self.model, _with_window(rescaling, args, find_decoder(self.model)))
             # "standard" is the default: it does not take off a view that the user has put on
             before = view_source(self.model)
@@ -458,6 +462,17 @@ def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedM
     return rescaling
 
 
+def _require_new(rescaling: Rescaling, model: nn.Module) -> None:
+    """Raise if an adapter that was loaded brought this rescaling: PI 4x on top of PI 4x would be 16x."""
+    state = state_of(find_decoder(model))
+    if state is not None and rescaling in state.start_rescalings:
+        raise ValueError(
+            f"rescale: the adapter of this model was trained with {rescaling}, which load_adapter has put in force, "
+            "and a second one would go on top of it. Leave rescale out to go on with the adapter's, or call "
+            "patch_model before the trainer for both."
+        )
+
+
 def _forget_earlier_trainer(model: nn.Module) -> None:
     """Take off what accelerate put on a model that another trainer has trained.
 
@@ -497,7 +512,10 @@ def train_qkv_only(model: nn.Module) -> None:
         )
     names = [name for name, _ in decoder.named_parameters() if _QKV.search(name)]
     if not names:
-        raise ValueError(f"trainable='qkv' knows no projections to queries, keys and values in {type(model).__name__}.")
+        raise ValueError(
+            f"trainable='qkv' knows no projections to queries, keys and values in {type(model).__name__}: set "
+            "trainable='all', or train adapters."
+        )
     chosen = {id(parameter) for name, parameter in decoder.named_parameters() if name in names}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)

@@ -64,7 +64,7 @@ class Distiller:
 
     def _require_difference(self) -> None:
         source = None if self.state is None else self.state.source
-        if self.state is None or (self.state.rescaling is None and not (source and source.view.perturbs)):
+        if self.state is None or (not self.state.rescalings and not (source and source.view.perturbs)):
             raise ValueError(
                 "teacher and student have the same RoPE, so there is nothing to distil: rescale the student, e.g. with "
                 "rescale='yarn', or give it a view."

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ..patch import rope_view
 from .distiller import TAPE, Distiller, Tape
-from .targets import checked_layers
+from .targets import checked_layers, require_number
 from .teacher import CopiedTeacher, SharedTeacher
 
 
@@ -36,10 +36,8 @@ class HiddenTargets:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < float("inf"):
-            raise ValueError(f"weight must be a number above 0, got {self.weight!r}.")
-        if not 0 <= self.short_to_long < float("inf"):
-            raise ValueError(f"short_to_long must be a number of at least 0, got {self.short_to_long!r}.")
+        require_number("weight", self.weight, above_zero=True)
+        require_number("short_to_long", self.short_to_long)
         object.__setattr__(self, "layers", checked_layers(self.layers))
 
     def chosen(self, n_layers: int) -> tuple[int, ...]:

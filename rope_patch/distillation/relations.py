@@ -17,7 +17,7 @@ from ..heads import head_kl
 from ..limits import why_no_losses, why_no_relations
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import TAPE, Distiller, Tape, require
-from .targets import RelationTargets
+from .targets import RelationTargets, require_number
 from .teacher import CopiedTeacher, SharedTeacher
 
 
@@ -26,7 +26,7 @@ class LogitKL:
     """KL(teacher, student) of next-token distributions on the last tokens of each row.
 
     Args:
-        weight: in the loss.
+        weight: in the loss; 0 computes it without a gradient, to be logged beside relations as in the paper's figure 4.
         last: real tokens from the end of each row that count.
         temperature: divides the logits; the KL is not multiplied by its square.
     """
@@ -36,8 +36,10 @@ class LogitKL:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.weight <= 0 or self.last < 1 or self.temperature <= 0:
-            raise ValueError(f"weight and temperature must be above 0 and last at least 1, got {self}.")
+        require_number("weight", self.weight)
+        require_number("temperature", self.temperature, above_zero=True)
+        if type(self.last) is not int or self.last < 1:
+            raise ValueError(f"last must be a number of tokens of at least 1, got {self.last!r}.")
 
     def chosen(self, valid: torch.Tensor) -> torch.Tensor:
         """Which tokens of [batch, n] count, from which are real."""
@@ -258,13 +260,14 @@ class RelationDistiller(Distiller):
             return
         assert tape.teacher_hidden is not None
         chosen = self.logit_kl.chosen(tape.valid)
-        tape.logit_kl = head_kl(
-            self.core,
-            self.teacher.head,
-            output.last_hidden_state[chosen],
-            tape.teacher_hidden,
-            temperature=self.logit_kl.temperature,
-        ).sum()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
+            tape.logit_kl = head_kl(
+                self.core,
+                self.teacher.head,
+                output.last_hidden_state[chosen],
+                tape.teacher_hidden,
+                temperature=self.logit_kl.temperature,
+            ).sum()
 
     def _attention_factor(self) -> float:
         factors = {getattr(m, "attention_scaling", 1.0) for _, m in named_rotary_modules(self.decoder)}

@@ -14,7 +14,8 @@ class RelationTargets:
     """The relations of LinearARD and its variants.
 
     loss = sum_X weight_X mean over layers, heads and tokens of D(R_teacher(i, :), R_student(i, :)), X in q, k, v and
-    the attention map.
+    the attention map. All are full causal, within documents, as the authors' are: a layer that attends within a sliding
+    window, caps its scores or has sinks is compared as if it did not.
 
     Args:
         q: weight of Q Q^T relations.
@@ -44,9 +45,9 @@ class RelationTargets:
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v", "attention"):
-            weight = getattr(self, name)
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-                raise ValueError(f"the weight of {name!r} must be a number of at least 0, got {weight!r}.")
+            require_number(f"the weight of {name!r}", getattr(self, name))
+        if not isinstance(self.strip_attention_factor, bool):
+            raise ValueError(f"strip_attention_factor must be True or False, got {self.strip_attention_factor!r}.")
         if not self.weights:
             raise ValueError("all weights of q, k, v and attention are 0: there is nothing to distil.")
         for name, allowed in (("rope", Rope), ("denominator", Denominator), ("divergence", Divergence)):
@@ -62,14 +63,25 @@ class RelationTargets:
         return {name: float(getattr(self, name)) for name in ("q", "k", "v", "attention") if getattr(self, name)}
 
 
+def require_number(name: str, value: object, *, above_zero: bool = False) -> None:
+    """Raise ValueError unless `value` is a finite number of at least 0, or above it; True is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < float("inf") or (above_zero and value == 0):  # type: ignore[operator]
+        least = "above 0" if above_zero else "of at least 0"
+        raise ValueError(f"{name} must be a finite number {least}, got {value!r}.")
+
+
 def checked_layers(layers: Sequence[int] | None) -> tuple[int, ...] | None:
     """Layer indices as a tuple, None as it is.
 
     Raises:
-        ValueError: none, one twice, or one below 0.
+        ValueError: no sequence, none in it, one twice, or one that is no integer of at least 0.
     """
     if layers is None:
         return None
-    if not layers or len(set(layers)) < len(layers) or any(not isinstance(i, int) or i < 0 for i in layers):
-        raise ValueError(f"layers must be one or more different layer indices from 0, got {layers!r}.")
+    indices = isinstance(layers, Sequence) and all(type(i) is int and i >= 0 for i in layers)
+    if not indices or not layers or len(set(layers)) < len(layers):
+        raise ValueError(
+            f"layers must be a list of one or more different layer indices from 0, e.g. [3], or None, got {layers!r}."
+        )
     return tuple(layers)

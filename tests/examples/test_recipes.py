@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,61 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from rope_patch import load_adapter
 from rope_patch.views import VIEWS
 from trl_ext import RopeSFTConfig, require_known_keys
+from trl_ext.restoration import DISTIL, EXTEND
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))
+RESTORE_RECIPES = sorted((EXAMPLES / "recipes" / "restore").glob("*.yaml"))
+
+# max_position_embeddings of the models' configs
+WINDOWS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 8192,
+    "Qwen/Qwen3-0.6B": 40960,
+    "Qwen/Qwen3-4B": 40960,
+    "meta-llama/Llama-2-7b-hf": 4096,
+    "meta-llama/Llama-3.2-1B": 131072,
+    "meta-llama/Meta-Llama-3-8B": 8192,
+}
+OF_THE_PAPER = {"llama32_1b_posaug_32k": 2048}  # another window that a comment names
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *RESTORE_RECIPES], ids=lambda r: r.stem)
+def test_a_recipe_rescales_as_far_as_it_reads_and_names_the_window_of_its_model(recipe):
+    found = yaml.safe_load(recipe.read_text())
+    window, options = WINDOWS[found["model_name_or_path"]], found.get("rescale_args") or {}
+    promised = options.get("max_position_embeddings", round(window * options.get("factor", 1)))
+    if found.get("rescale") == "abf":
+        promised = max(promised, found["max_length"])  # the trainer promises the rows that it is given
+    view = found.get("view_args") or {}
+    if recipe.parent.name == "restore":
+        distil = {"max_length": DISTIL["max_length"], **found.get("distil", {})}
+        read = 0 if found.get("skip_extension") else EXTEND["max_length"]
+        assert distil["max_length"] <= window, "the teacher's"
+    else:
+        read = max(view.get("target", 0), found["max_length"] + view.get("max_skip", 0))
+        if found["view"] == "posaug":
+            read = round(found["max_length"] * view["high"])
+        elif found["view"] == "pose":
+            read = view["target"]  # rows are cut to windows
+    assert read <= promised, f"positions up to {read} in a window of {promised}"
+    head = " ".join(line.removeprefix("#") for line in recipe.read_text().splitlines() if line.startswith("#"))
+    named = {int(n) for n in re.findall(r"(\d{4,6}) positions", head)}
+    assert named <= {window, read, OF_THE_PAPER.get(recipe.stem)}, f"the comment names {named}"
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *RESTORE_RECIPES], ids=lambda r: r.stem)
+def test_weights_that_a_recipe_trains_are_float32(recipe):
+    found = yaml.safe_load(recipe.read_text())
+    default = None if recipe.parent.name == "restore" else "float32"  # of examples/restore.py, of TRL
+    if not found.get("use_peft") or found.get("lora_modules_to_save"):
+        assert found.get("dtype", default) in (None, "float32")
+
+
+def test_there_is_a_recipe_with_the_authors_adapters_and_one_with_the_papers_weights():
+    found = [yaml.safe_load(recipe.read_text()) for recipe in RESTORE_RECIPES]
+    adapters = [(r["lora_r"], r["lora_alpha"], r["lora_dropout"]) for r in found if r.get("use_peft")]
+    assert adapters and set(adapters) == {(1024, 2048, 0.05)}
+    assert any(not r.get("use_peft") and "trainable" not in str(r) for r in found)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
@@ -65,9 +118,6 @@ def test_the_script_runs_a_recipe(recipe, tmp_path):
         load_adapter(tiny(), tmp_path / "out")
 
 
-RESTORE_RECIPES = sorted((EXAMPLES / "recipes" / "restore").glob("*.yaml"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RESTORE_RECIPES, ids=lambda r: r.stem)
 def test_the_restore_script_runs_a_recipe(recipe, tmp_path):
@@ -80,10 +130,9 @@ def test_the_restore_script_runs_a_recipe(recipe, tmp_path):
     short = {"max_steps": 2, "max_length": 64, "use_cpu": True, "bf16": False, "report_to": "none"}
     settings.update(
         model_name_or_path=str(tmp_path / "model"),
-        dtype="float32",
         output_dir=str(tmp_path / "out"),
         distil={**settings.get("distil", {}), **short},
-        extend={**short, "max_length": 128},
+        extend={**settings.get("extend", {}), **short, "max_length": 128},
     )
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     done = subprocess.run(

@@ -150,7 +150,7 @@ def test_load_adapter_refuses_what_does_not_fit(tmp_path):
         load_adapter(other, tmp_path / "ours")
     assert not describe(other).patched
     (tmp_path / "ours" / "rope_patch.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="must be of format 1, got {'format': 99}"):
+    with pytest.raises(ValueError, match="must be of format 1 or 2, got {'format': 99}"):
         load_adapter(tiny(), tmp_path / "ours")
 
 

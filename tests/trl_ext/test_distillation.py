@@ -165,6 +165,28 @@ def test_the_logit_kl_counts_the_last_tokens_alone(tmp_path):
     assert logged(run, "loss")[0]["loss"] == pytest.approx(2 * total / 6, rel=1e-4)
 
 
+@pytest.mark.parametrize("way", ["padded", "accumulated"])
+def test_a_logit_kl_of_weight_0_is_logged_and_changes_no_bit(way, tmp_path):
+    options = {"train_dataset": documents(4), "max_steps": 3, "shuffle_dataset": False, **WAYS[way], **RELATION}
+    runs = {
+        name: trainer(tmp_path / name, logit_kl_args=logit_kl, **options)
+        for name, logit_kl in (
+            ("without", None),
+            ("monitored", {"weight": 0.0, "last": 4}),
+            ("trained", {"weight": 1.0}),
+        )
+    }
+    for run in runs.values():
+        run.train()
+    weights = {name: dict(run.model.named_parameters()) for name, run in runs.items()}
+    assert all(torch.equal(p, weights["monitored"][name]) for name, p in weights["without"].items())
+    assert any(not torch.equal(p, weights["trained"][name]) for name, p in weights["without"].items())
+    steps = logged(runs["monitored"], "loss", "grad_norm", "relation")
+    assert all(step.pop("relation/logit_kl") > 0 for step in steps)
+    assert steps == logged(runs["without"], "loss", "grad_norm", "relation")
+    assert runs["monitored"]._method == runs["without"]._method, "one may be resumed as the other"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -176,7 +198,8 @@ def test_the_logit_kl_counts_the_last_tokens_alone(tmp_path):
         ({**RELATION, "relation_args": {"w": 1.0}}, "Unknown option 'w' of relation_args. Known: attention"),
         ({**RELATION, "relation_args": {"q": -1}}, "weight of 'q' must be"),
         ({**RELATION, "logit_kl_args": {"last": 4}}, "logit_kl_args needs weight, got {'last': 4}"),
-        ({**HIDDEN, "hidden_args": {"weight": 0.0}}, "weight must be a number above 0"),
+        ({**HIDDEN, "hidden_args": {"weight": 0.0}}, "weight must be a finite number above 0"),
+        ({**RELATION, "relation_args": {"layers": 3}}, "relation_args: layers must be a list"),
         ({"trainable": "q"}, "trainable must be 'all' or 'qkv', got 'q'"),
     ],
 )

@@ -7,7 +7,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from support.characters import CHARACTERS, character_tokenizer
-from support.tiny import tiny
+from support.tiny import WINDOW, tiny
+from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 import trl_ext.restoration as module
@@ -33,7 +34,9 @@ def folder(tmp_path):
 
 def run(folder, name="out", peft=True, **options):
     config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM") if peft else None
-    arguments = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "dtype": "float32", "peft_config": config, **STAGES}
+    arguments = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "peft_config": config, **STAGES}
+    if peft:
+        arguments["dtype"] = "float32"
     return restore(folder / "tiny", DOCUMENTS, folder / name, **{**arguments, **options})
 
 
@@ -45,13 +48,140 @@ def logits(folder):
 
 def test_rows_are_cut_from_each_document_on_its_own():
     tokenizer = character_tokenizer()
-    rows = cut_into_rows(DOCUMENTS, tokenizer, 100)["input_ids"]
+    made, told = cut_into_rows(DOCUMENTS, tokenizer, 100)
+    rows = made["input_ids"]
     assert len(rows) == len(TEXT) // 100 + 493 // 100 and {len(row) for row in rows} == {100}
     assert tokenizer.decode(rows[0]) == TEXT[:100] and tokenizer.decode(rows[len(TEXT) // 100]) == TEXT[7:107]
+    left = len(TEXT) % 100 + 5 + 493 % 100
+    total = len(TEXT) + 5 + 493
+    assert told == (
+        f"{total:,} tokens of 3 documents give {len(rows)} rows of 100; {left} tokens ({left / total:.1%}) are in no "
+        "row: ends of documents, and documents too short for one (1)."
+    )
     with pytest.raises(ValueError, match="no document has 9000 tokens"):
         cut_into_rows(DOCUMENTS, tokenizer, 9000)
     with pytest.raises(ValueError, match="a column `text`, got a"):
         cut_into_rows(Dataset.from_list([{"a": "b"}]), tokenizer, 4)
+
+
+def test_every_row_begins_as_the_tokenizer_begins_a_text():
+    tokenizer = character_tokenizer()
+    plain = tokenizer(TEXT)["input_ids"]
+    frame(tokenizer)
+    made, told = cut_into_rows(DOCUMENTS, tokenizer, 100)
+    rows = made["input_ids"]
+    assert all(row[0] == tokenizer.bos_token_id and len(row) == 100 for row in rows)
+    assert not any(tokenizer.bos_token_id in row[1:] for row in rows)
+    own = rows[: len(TEXT) // 99]
+    assert [i for row in own for i in row[1:]] == plain[: 99 * len(own)], "nothing lost, nothing twice"
+    assert f"; {len(TEXT) % 99 + 5 + 493 % 99} tokens" in told
+
+
+def frame(tokenizer):
+    """Let it put <bos> before each text."""
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+
+
+def test_what_is_left_out_is_told_before_training(folder, monkeypatch):
+    said = []
+    monkeypatch.setattr(module.logger, "warning", said.append)
+    monkeypatch.setattr(module, "_train", lambda *args: pytest.fail("told too late") if len(said) < 2 else stop())
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(folder)
+    n = len(TEXT) // 60 + 493 // 60
+    assert f"distil: {len(TEXT) + 498:,} tokens of 3 documents give {n} rows of 60" in said[0]
+    assert f"3 steps read 6 rows, {6 / n:.2g} times as many." in said[0] and said[1].startswith("extend: ")
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def changed(folder):
+    before, after = weights(folder.parents[1] / "tiny"), weights(folder)
+    return {name.split(".")[-2] for name, value in after.items() if not torch.equal(value, before[name])}
+
+
+def test_q_k_and_v_are_trained_in_both_stages(folder):
+    """As in the paper, sections 3.4 and 4.1; all weights if asked."""
+    qkv = {"q_proj", "k_proj", "v_proj"}
+    still = {**STAGES["extend"], "learning_rate": 0.0}
+    assert changed(run(folder, "one", peft=False, extend=still).folder) == qkv
+    assert changed(run(folder, "both", peft=False).folder) == qkv
+    everything = {name: {**fields, "trainable": "all"} for name, fields in STAGES.items()}
+    assert changed(run(folder, "all", peft=False, **everything).folder) > {*qkv, "gate_proj", "embed_tokens", "norm"}
+    with pytest.raises(ValueError, match="extend: trainable='qkv' is for training without adapters: name target_mod"):
+        run(folder, "lora", extend={**STAGES["extend"], "trainable": "qkv"})
+    assert not (folder / "lora").exists()
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("peft", [True, False], ids=["lora", "qkv"])
+def test_weights_are_trained_in_float32_and_saved_as_they_came(peft, own, folder, monkeypatch):
+    tiny(vocab_size=CHARACTERS, dtype=own).save_pretrained(folder / "tiny")
+    trained, base = set(), set()
+    step = module.RopeSFTTrainer.training_step
+
+    def looking(self, model, *args, **kwargs):
+        for parameter in model.parameters():
+            (trained if parameter.requires_grad else base).add(parameter.dtype)
+        return step(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(module.RopeSFTTrainer, "training_step", looking)
+    found = run(folder, peft=peft, **({"dtype": None} if peft else {}))
+    assert trained == {torch.float32} and base == {torch.bfloat16 if peft else torch.float32}
+    assert AutoModelForCausalLM.from_pretrained(found.folder).dtype == own
+    assert json.loads((found.folder / "config.json").read_text())["dtype"] == str(own).removeprefix("torch.")
+    size = (found.folder / "model.safetensors").stat().st_size
+    assert size == pytest.approx((folder / "tiny" / "model.safetensors").stat().st_size, rel=0.05)
+    assert changed(found.folder) == {"q_proj", "k_proj", "v_proj"}
+
+
+def test_adapters_of_a_quantised_base_are_trained_in_float32_too(folder, monkeypatch):
+    """TRL makes them bfloat16, which would round steps of 2e-5 away."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    tiny(vocab_size=CHARACTERS, hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(folder / "tiny")
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    trained = set()
+    step = module.RopeSFTTrainer.training_step
+
+    def looking(self, model, *args, **kwargs):
+        trained.update(p.dtype for p in model.parameters() if p.requires_grad)
+        return step(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(module.RopeSFTTrainer, "training_step", looking)
+    found = run(folder, quantization_config=settings)
+    assert trained == {torch.float32}
+    assert changed(found.folder) == {"q_proj", "k_proj", "v_proj"}, "merged into unquantised weights"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "float16", "auto"], ids=str)
+def test_weights_in_16_bits_are_not_trained(dtype, folder):
+    with pytest.raises(ValueError, match="dtype=.*: without adapters the weights .* Leave dtype out, .* peft_config"):
+        run(folder, peft=False, dtype=dtype)
+    with pytest.raises(ValueError, match="dtype must be None, 'auto' or a floating point dtype .*, got 'float31'"):
+        run(folder, peft=False, dtype="float31")
+    with pytest.raises(ValueError, match="dtype is an argument of restore: take it out of model_init_kwargs"):
+        run(folder, peft=False, model_init_kwargs={"dtype": dtype})
+    assert not (folder / "out").exists()
+
+
+def test_rows_beyond_the_window_of_the_teacher_are_refused_before_a_model_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(module.AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
+    longer = {**STAGES["distil"], "max_length": WINDOW + 1}
+    native = {"objective": "self-distill", "self_distill_args": {"teacher": "native"}}
+    for objective in ({}, {"objective": "hidden-distill"}, native):
+        with pytest.raises(ValueError, match=r"window of 64 positions .* got 65. Give distil={'max_length': 64}"):
+            run(folder, distil={**longer, **objective})
+    assert not (folder / "out").exists()
 
 
 @pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])

@@ -17,7 +17,8 @@ class ModelSpec:
     Args:
         label: its name in figures and tables.
         path: hub id or folder of a checkpoint, or folder of an adapter.
-        method: rescaling to apply after loading, NATIVE for the RoPE that the checkpoint has, or None.
+        method: rescaling to apply after loading, on top of the one that an adapter was trained with; NATIVE for an
+            adapter of unknown RoPE that was trained with the checkpoint's; or None.
         options: of the rescaling.
     """
 
@@ -64,6 +65,13 @@ class ModelSpec:
         """Raise ValueError if there is no such model, before an earlier one of the command line is measured."""
         from transformers import AutoConfig
 
+        from rope_patch.sidecar import SIDECAR_NAME
+
+        if self.method == NATIVE and (Path(self.path) / SIDECAR_NAME).is_file():
+            raise ValueError(
+                f"--model {self.path}@{NATIVE}: {SIDECAR_NAME} in it says what RoPE the adapter was trained with. "
+                f"Leave @{NATIVE} out."
+            )
         try:
             AutoConfig.from_pretrained(self.checkpoint)
         except OSError as error:

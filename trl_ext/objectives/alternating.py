@@ -39,7 +39,7 @@ class AlternatingObjective(Objective):
         self.args, self.accelerator = args, accelerator
         self.decoder = find_decoder(model)
         state = state_of(self.decoder)
-        if state is None or state.rescaling is None:
+        if state is None or not state.rescalings:
             raise ValueError("restore_every restores a rescaled model: give rescale, e.g. 'yarn', or leave it out.")
         self.restore = RelationObjective(model, args, accelerator)
         self.extend = SelfDistillObjective(model, args, accelerator, teacher=self.restore.teacher)

@@ -15,7 +15,7 @@ class RelationObjective(Objective):
     """Relations of the model as it was pretrained, distilled into the rescaled one.
 
     loss = sum_X weight_X (sum over layers, heads and tokens of KL) / (layers * heads * tokens of the step), and beside
-    it the logit KL's weight times its mean over the tokens that it counts.
+    it the logit KL's weight times its mean over the tokens that it counts; with weight 0 that is logged alone.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -44,7 +44,8 @@ class RelationObjective(Objective):
         loss = loss / counts["tokens"]
         parts: dict[str, Part] = {name: (total, own["tokens"]) for name, total in sums.items()}
         if self.distiller.logit_kl is not None:
-            loss = loss + self.distiller.logit_kl.weight * tape.logit_kl / counts["last"]
+            if self.distiller.logit_kl.weight:
+                loss = loss + self.distiller.logit_kl.weight * tape.logit_kl / counts["last"]
             parts["logit_kl"] = (tape.logit_kl, own["last"])
         return loss, {f"relation/{name}": value for name, value in parts.items()}
 
@@ -52,7 +53,7 @@ class RelationObjective(Objective):
 def relation_options(
     relation_args: dict[str, Any], logit_kl_args: dict[str, Any] | None
 ) -> tuple[RelationTargets, LogitKL | None]:
-    """The options of the objective, checked.
+    """The options of the objective, checked; no logit KL without logit_kl_args.
 
     Raises:
         ValueError: an unknown option, or one out of its range.

@@ -1,0 +1,132 @@
+"""A rescaling on top of a loaded adapter's: what the merged checkpoint gives under it."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from support.tiny import WINDOW, tiny, tokens
+from transformers import AutoModelForCausalLM
+
+from rope_patch import describe, load_adapter, native_rope, patch_model, unpatch_model
+from trl_ext.measure.model_spec import ModelSpec
+
+STACKS = {
+    "abf, yarn": (("abf", {"theta": 1e6}), ("yarn", {"factor": 2.0})),
+    "abf with a window, pi": (("abf", {"theta": 1e6, "max_position_embeddings": 96}), ("pi", {"factor": 2.0})),
+    "abf, abf": (("abf", {"theta": 1e6}), ("abf", {"theta": 1e7})),
+    "ntk, yarn": (("ntk", {"factor": 2.0}), ("yarn", {"factor": 2.0})),
+    "pi, pi": (("pi", {"factor": 2.0}), ("pi", {"factor": 2.0})),
+    "yarn, abf": (("yarn", {"factor": 2.0}), ("abf", {"theta": 1e6})),
+}
+
+
+def trained(folder, method, options):
+    """An adapter in folder / "adapter", of weights that count; the base and the merged model beside it."""
+    tiny().save_pretrained(folder / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = patch_model(get_peft_model(base, config), method, **options).eval()
+    model.save_pretrained(folder / "adapter")
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    return folder / "adapter"
+
+
+def fresh(folder, name="base"):
+    return AutoModelForCausalLM.from_pretrained(folder / name)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@torch.no_grad()
+def test_it_gives_what_the_merged_checkpoint_gives(stack, tmp_path):
+    (first, of_first), (second, of_second) = STACKS[stack]
+    adapter = trained(tmp_path, first, of_first)
+    merged = patch_model(fresh(tmp_path, "merged"), second, **of_second)
+    model = load_adapter(fresh(tmp_path), adapter)
+    one, alone = describe(model), model(ids := tokens(2, WINDOW + 20)).logits
+    assert patch_model(model, second, **of_second) is model
+    assert model.config.rope_parameters == merged.config.rope_parameters
+    assert model.config.max_position_embeddings == merged.config.max_position_embeddings
+    rotary, right = model.base_model.model.model.rotary_emb, merged.model.rotary_emb
+    assert torch.equal(rotary.inv_freq, right.inv_freq) and rotary.attention_scaling == right.attention_scaling
+    torch.testing.assert_close(model(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model(ids).logits, alone, atol=1e-2)
+    assert describe(model).rescaling.startswith(f"{one.rescaling}, then {second} ("), "describe tells both"
+    assert describe(model).trained_window == WINDOW
+
+
+@torch.no_grad()
+def test_the_next_one_replaces_the_one_on_top_and_undo_goes_to_the_base(tmp_path):
+    adapter = trained(tmp_path, "abf", {"theta": 1e6})
+    base = fresh(tmp_path)
+    bits, ids = base.model.rotary_emb.inv_freq.clone(), tokens(2, 40)
+    plain = PeftModel.from_pretrained(fresh(tmp_path), adapter)(ids).logits
+    model = load_adapter(base, adapter)
+    patch_model(patch_model(model, "pi", factor=2.0), "yarn", factor=2.0)
+    assert describe(model).rescaling == "abf (theta 1000000.0), then yarn (factor 2.0)"
+    with native_rope(model):
+        assert torch.equal(base.model.rotary_emb.inv_freq, bits)
+        assert torch.equal(model(ids).logits, plain)
+    unpatch_model(model)
+    assert torch.equal(base.model.rotary_emb.inv_freq, bits) and torch.equal(model(ids).logits, plain)
+    assert base.config.rope_parameters == tiny().config.rope_parameters
+    assert base.config.max_position_embeddings == WINDOW and not describe(model).patched
+
+
+@torch.no_grad()
+def test_a_saved_stack_is_restored(tmp_path):
+    adapter = trained(tmp_path, "abf", {"theta": 1e6})
+    model = patch_model(load_adapter(fresh(tmp_path), adapter), "yarn", factor=2.0)
+    ids = tokens(2, 40)
+    logits = model(ids).logits
+    model.save_pretrained(tmp_path / "again")
+    sidecar = json.loads((tmp_path / "again" / "rope_patch.json").read_text())
+    assert sidecar["format"] == 2, "a version that knows one rescaling is not to load the last alone"
+    again = load_adapter(fresh(tmp_path), tmp_path / "again")
+    assert torch.equal(again(ids).logits, logits)
+    assert describe(again).rescaling == describe(model).rescaling
+    with pytest.raises(ValueError, match="'yarn' starts from a schedule of type default"):
+        patch_model(again, "yarn", factor=2.0)
+    assert torch.equal(again(ids).logits, logits), "as it was"
+
+
+@torch.no_grad()
+def test_an_adapter_that_was_loaded_is_saved_with_its_rope_before_any_forward(tmp_path):
+    adapter = trained(tmp_path, "abf", {"theta": 1e6})
+    model = load_adapter(fresh(tmp_path), adapter)
+    model.save_pretrained(tmp_path / "again")
+    ids = tokens(2, 40)
+    assert torch.equal(load_adapter(fresh(tmp_path), tmp_path / "again")(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("first", ["yarn", "llama3", "dynamic-ntk"])
+def test_what_one_schedule_cannot_express_is_refused(first, tmp_path):
+    adapter = trained(tmp_path, first, {"factor": 2.0})
+    model = load_adapter(fresh(tmp_path), adapter)
+    before = describe(model)
+    with pytest.raises(ValueError, match="starts from a schedule of type .*which it would throw away"):
+        patch_model(model, "yarn", factor=2.0)
+    with pytest.raises(ValueError, match="starts from a schedule of type .*which it would throw away"):
+        patch_model(model, "pi", factor=2.0)
+    assert describe(model) == before
+
+
+@torch.no_grad()
+def test_the_command_line_stacks_too(tmp_path):
+    adapter = trained(tmp_path, "abf", {"theta": 1e6})
+    model = ModelSpec.parse(f"{adapter}@yarn:factor=2").load("cpu", torch.float32)
+    merged = patch_model(fresh(tmp_path, "merged"), "yarn", factor=2.0)
+    ids = tokens(2, 40)
+    torch.testing.assert_close(model(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="says what RoPE the adapter was trained with. Leave @native out"):
+        ModelSpec.parse(f"{adapter}@native").check()
+
+
+def test_a_folder_without_weights_leaves_the_rope_of_the_base(tmp_path):
+    adapter = trained(tmp_path, "abf", {"theta": 1e6})
+    (adapter / "adapter_model.safetensors").unlink()
+    base = fresh(tmp_path)
+    with pytest.raises(Exception, match="adapter"):
+        load_adapter(base, adapter)
+    assert not describe(base).patched and base.config.rope_parameters == tiny().config.rope_parameters
