@@ -65,6 +65,20 @@ class View:
         """
         return torch.ones_like(length)
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        """Whether some draw changes a distance between two tokens of a document of `length` tokens.
+
+        Where it is False a document is as without the view in every step. The last token, which is read with no label
+        behind it, counts here as any other: `Skip(split=20)` can change documents of 21 tokens.
+
+        Args:
+            length: tokens of the documents, int64 of any shape.
+
+        Returns:
+            bool in the shape of `length`; by default from two tokens on.
+        """
+        return length > 1 if self.perturbs else torch.zeros_like(length, dtype=torch.bool)
+
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """Probability over draws that `affected_from` is at most t, float64.
 

@@ -41,6 +41,9 @@ class Compose(View):
         for view in self.views:
             view.check_length(length)
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return torch.stack([view.can_change(length) for view in self.views]).any(0)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {
             f"{i}.{name}": value

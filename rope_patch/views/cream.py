@@ -50,6 +50,9 @@ class Cream(View):
     def check_length(self, length: int) -> None:
         require_reach(self, length, self.target)
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return (length > 2) & (length < self.target)  # of two tokens neither is an end
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         factor, third = self.target // length, length // 3
         ends = torch.where(key.integers(0, 1, slot=0) == 0, third, torch.minimum(4 * factor, third))

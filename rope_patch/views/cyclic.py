@@ -40,6 +40,9 @@ class Cyclic(View):
         # a document shorter than the shift turns by the remainder, as the formula's modulus says
         return {"shift": self.shift % length, "length": length}
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return length > 1 if self.shift is None else self.shift % length != 0
+
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return length - parameters["shift"]
 

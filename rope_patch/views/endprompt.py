@@ -50,6 +50,11 @@ class EndPrompt(View):
     def check_length(self, length: int) -> None:
         require_reach(self, length, self.target)
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        cues = [self.cue_tokens] if isinstance(self.cue_tokens, int) else [len(cue) for cue in self.cue_tokens]
+        shortest = min((b for b in cues if b), default=self.target)
+        return (length > shortest) & (length < self.target)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         if not isinstance(self.cue_tokens, int):
             raise ValueError("view 'endprompt' with a set of cues goes by tokens, not by lengths alone: use draw_for.")

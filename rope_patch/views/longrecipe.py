@@ -44,6 +44,9 @@ class LongRecipe(View):
     def check_length(self, length: int) -> None:
         require_reach(self, length, self.target)
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return (length > 1) & (length < self.target)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         raise ValueError("view 'longrecipe' goes by tokens, not by lengths alone: use draw_for.")
 

@@ -78,6 +78,9 @@ class PerLayer(View):
                 f"view 'per-layer': layers must be below {n_layers}, those of this model, got {max(self.layers)}."
             )
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return self.view.can_change(length)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return self.view.draw(length, self._own(key))
 

@@ -48,6 +48,9 @@ class PoSE(View):
                 "RopeSFTTrainer does where the view stands alone; elsewhere take `cut`, or leave out window."
             )
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return (length > 1) & (length < self.target)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         parameters = {f"_border_{i}": border for i, border in enumerate(self._borders(length, key), 1)}
         offset = torch.zeros_like(length)

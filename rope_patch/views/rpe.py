@@ -40,6 +40,9 @@ class RPE(View):
                 f"max_index={self.max_index}. Use shorter rows or a larger max_index."
             )
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return (length > 1) & (length < self.max_index)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         slots = torch.arange(self.max_index, device=length.device)
         if self.granularity == "step":

@@ -89,6 +89,9 @@ class Skip(View):
             return torch.where(key.progress < self.until, self.start, largest)
         return torch.lerp(torch.full_like(largest, self.start).double(), largest.double(), key.progress).long()
 
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return length > (1 if self.split is None else self.split)
+
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         if self.curriculum is None:
             return parameters["split"]
