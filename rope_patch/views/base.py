@@ -1,5 +1,6 @@
 """What a view is: a rule from token index to RoPE index, drawn anew for each document."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ class View:
 
     name: ClassVar[str]
     perturbs: ClassVar[bool] = True  # False: `rope_index` is t whatever is drawn
+    conditional: ClassVar[tuple[str, ...]] = ()  # options that are None where no other option lets anything read them
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         """Parameters of each document.
@@ -45,7 +47,7 @@ class View:
 
         Args:
             ids: of the tokens, [batch, seq_len]; None where a model is given embeddings.
-            t: index of each token in its document, [1 or batch, seq_len], negative on padding before it.
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
             documents: of the batch.
             key: source of randomness, in the shape of documents.
 
@@ -58,12 +60,32 @@ class View:
         """RoPE index minus that of the document's first token, int64 or float64, for t (int64 or float64)."""
         raise NotImplementedError
 
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """First t whose distance to an earlier token of its document is not the true one, `length` where none is.
+    def affected_from(self, t: torch.Tensor, documents: Documents, parameters: Parameters) -> torch.Tensor:
+        """First token of each document whose distance to an earlier one is not the true one.
 
-        Rows before it predict the same as without the view. Token 0 sees no other; from 1 on every view may differ.
+        That is min{t : r(t) - r(0) != t} for what was drawn, or the document's length where no t is so. Rows before it
+        predict the same as without the view, since RoPE sees differences of indices alone.
+
+        Args:
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding; whole documents.
+            documents: of the batch.
+            parameters: of `draw_for` for the same batch.
+
+        Returns:
+            int64 in the shape of documents.
         """
-        return torch.ones_like(length)
+        shape = (len(documents.start), t.shape[-1])
+        t, ordinal, length = (x.expand(shape) for x in (t, documents.ordinal, documents.length))
+        moved = self.rope_index(t, parameters).expand(shape)
+        real = (t >= 0) & (t < length)
+        # one place a document, and one for all tokens that are none's first: there are at most as many as tokens
+        nowhere = ordinal.numel()
+        begin = torch.zeros(nowhere + 1, dtype=moved.dtype, device=t.device)
+        begin.scatter_(0, torch.where(real & (t == 0), ordinal, nowhere).flatten(), moved.flatten())
+        changed = real & (moved - begin[ordinal] != t)
+        first = torch.full_like(begin, torch.iinfo(torch.int64).max, dtype=torch.int64)
+        first.scatter_reduce_(0, ordinal.flatten(), torch.where(changed, t, length).flatten(), "amin")
+        return torch.minimum(first[documents.ordinal], documents.length)
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         """Whether some draw changes a distance between two tokens of a document of `length` tokens.
@@ -80,17 +102,22 @@ class View:
         return length > 1 if self.perturbs else torch.zeros_like(length, dtype=torch.bool)
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Probability over draws that `affected_from` is at most t, float64.
+        """Probability over draws that `affected_from` is at most t, float64, for t below `length`.
+
+        Under a curriculum it holds at every point of training at which the view changes anything.
 
         Raises:
             ValueError: the view does not know it.
         """
-        if type(self).affected_from is not View.affected_from:
-            raise ValueError(
-                f"{_title(self)} does not know how often a token lies behind its first changed one, by which "
-                "reduction 'uniform' divides: use 'sequence' or 'token', or another view, e.g. 'skip'."
-            )
-        return (t >= 1).double()
+        raise ValueError(
+            f"{title(self)} does not know how often a token lies behind its first changed one, by which reduction "
+            "'uniform' divides: use 'sequence' or 'token', or another view, e.g. 'skip'."
+        )
+
+    @property
+    def follows_progress(self) -> bool:
+        """Whether draws depend on the progress of training, which somebody then has to tell the clock."""
+        return False
 
     @property
     def layerwise(self) -> bool:
@@ -118,7 +145,8 @@ class View:
 
     def options(self) -> dict[str, object]:
         """The arguments that make an equal view."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        every = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in every.items() if value is not None or name not in self.conditional}
 
 
 def require_int(owner: object, name: str, value: int | None, low: int, high: int = MAX_INDEX) -> None:
@@ -126,36 +154,89 @@ def require_int(owner: object, name: str, value: int | None, low: int, high: int
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{_title(owner)}: {name} must be an integer or None, got {value!r}.")
+        raise ValueError(f"{title(owner)}: {name} must be an integer or None, got {value!r}.")
     if not low <= value <= high:
         raise ValueError(
-            f"{_title(owner)}: {name} must be in [{low}, {high}], got {value}. "
+            f"{title(owner)}: {name} must be in [{low}, {high}], got {value}. "
             f"RoPE indices beyond {MAX_INDEX} are not exact in float32."
             if value > high
-            else f"{_title(owner)}: {name} must be at least {low}, got {value}."
+            else f"{title(owner)}: {name} must be at least {low}, got {value}."
         )
+
+
+def require_number(owner: object, name: str, value: object) -> None:
+    """Raise unless `value` is a number in [1 / MAX_INDEX, MAX_INDEX], beyond which factors leave no exact index."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 1 / MAX_INDEX <= value <= MAX_INDEX:  # type: ignore[operator]
+        raise ValueError(
+            f"{title(owner)}: {name} must be a finite number above 0, from 2**-24 to 2**24, got {value!r}."
+        )
+
+
+def require_share(owner: object, name: str, value: object) -> None:
+    """Raise unless `value` is a number in (0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ValueError(f"{title(owner)}: {name} must be in (0, 1), got {value!r}.")
+
+
+def require_numbers(owner: object, name: str, value: object) -> tuple[float, ...]:
+    """The numbers of a list as a tuple.
+
+    Raises:
+        ValueError: it is none, or one of them is no factor.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{title(owner)}: {name} must be a list of numbers, got {value!r}.")
+    for number in value:
+        require_number(owner, name, number)
+    return tuple(value)
+
+
+def settle(owner: object, name: str, default: object, *, read: bool, by: str) -> None:
+    """Give a conditional option that was left out its default where something reads it.
+
+    Args:
+        owner: a view in its making.
+        name: of the option, None if it was left out.
+        default: its value then.
+        read: whether something reads it.
+        by: what would, as the error says it.
+
+    Raises:
+        ValueError: it was given and nothing reads it.
+    """
+    value = getattr(owner, name)
+    if value is not None and not read:
+        raise ValueError(f"{title(owner)}: {name} is read with {by} alone, got {name}={value!r}: leave it out.")
+    if value is None and read:
+        object.__setattr__(owner, name, default)
+
+
+def require_effect(owner: object, effect: bool, why: str) -> None:
+    """Raise unless options have an effect; `why` names them and says why they have none and what to do."""
+    if not effect:
+        raise ValueError(f"{title(owner)}: {why}")
 
 
 def require_choice(owner: object, name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ValueError(f"{_title(owner)}: {name} must be one of {allowed}, got {value!r}.")
+        raise ValueError(f"{title(owner)}: {name} must be one of {allowed}, got {value!r}.")
 
 
-def require_range(owner: object, low: float, high: float) -> None:
-    """Raise unless 0 < low <= high and both are finite numbers."""
-    for name, value in (("low", low), ("high", high)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ValueError(f"{_title(owner)}: {name} must be a finite number above 0, got {value!r}.")
-    if low > high:
-        raise ValueError(f"{_title(owner)}: low must not exceed high, got low={low} and high={high}.")
+def require_range(owner: object, low: object, high: object) -> None:
+    """Raise unless 0 < low <= high and both are numbers that `require_number` takes."""
+    require_number(owner, "low", low)
+    require_number(owner, "high", high)
+    if low > high:  # type: ignore[operator]
+        raise ValueError(f"{title(owner)}: low must not exceed high, got low={low} and high={high}.")
 
 
 def require_indexable(owner: object, largest: float) -> None:
     """Raise if a RoPE index of `largest` would not be exact in float32."""
     if largest > MAX_INDEX:
         raise ValueError(
-            f"{_title(owner)}: RoPE indices would reach {largest:.0f}; at most {MAX_INDEX} (2**24) are exact in "
+            f"{title(owner)}: RoPE indices would reach {largest:.0f}; at most {MAX_INDEX} (2**24) are exact in "
             "float32. Use shorter rows or a smaller range."
         )
 
@@ -164,7 +245,7 @@ def require_reach(owner: object, length: int, target: int) -> None:
     """Raise if a document of `length` tokens has no room within `target` positions, or `target` is not exact."""
     if length > target:
         raise ValueError(
-            f"{_title(owner)}: documents of {length} tokens reach beyond target={target}. Use shorter rows or a larger "
+            f"{title(owner)}: documents of {length} tokens reach beyond target={target}. Use shorter rows or a larger "
             "target."
         )
     require_indexable(owner, target)
@@ -177,9 +258,10 @@ def require_ids(owner: object, ids: torch.Tensor | None) -> torch.Tensor:
         ValueError: there are none.
     """
     if ids is None:
-        raise ValueError(f"{_title(owner)} reads tokens: call the model with input_ids, not with embeddings.")
+        raise ValueError(f"{title(owner)} reads tokens: call the model with input_ids, not with embeddings.")
     return ids
 
 
-def _title(owner: object) -> str:
+def title(owner: object) -> str:
+    """How errors call a view."""
     return f"view {getattr(owner, 'name', type(owner).__name__)!r}"

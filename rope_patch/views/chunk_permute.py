@@ -47,6 +47,3 @@ class ChunkPermute(View):
         for b in range(self.blocks):
             moved = torch.where(block == b, parameters[f"block_{b}"].to(block.dtype), moved)
         return torch.where((t >= 0) & (t < parameters["length"]), t + (moved - block) * chunk, t)
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        return torch.minimum(parameters["chunk"], length)  # distances within the first block are true

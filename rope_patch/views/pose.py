@@ -66,14 +66,6 @@ class PoSE(View):
         drawn = [key.integers(1, (length - 1).clamp(min=1), slot=i) for i in range(self.chunks - 1)]
         return list(torch.stack(drawn).sort(0).values)
 
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        first, before = length, torch.zeros_like(length)
-        for i in range(1, self.chunks):
-            moves = (parameters[f"skip_{i}"] > before) & (first == length)
-            first = torch.where(moves, parameters[f"_border_{i}"], first)
-            before = parameters[f"skip_{i}"]
-        return first
-
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         moved = t
         for i in range(1, self.chunks):
