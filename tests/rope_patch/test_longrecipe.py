@@ -72,17 +72,15 @@ def test_gaps_are_distributed_as_the_authors_draw_them():
     n, target, every, draws = 30, 20_030, 5, 4000
     m, rng = n // every, np.random.default_rng(0)
     places = np.sort(np.stack([rng.choice(target - n + m, m, replace=False) for _ in range(draws)]), axis=1)
-    wanted = np.sort((places - np.arange(m))[:, 1:], axis=0)  # free places before each sentence but the first
+    wanted = (places - np.arange(m))[:, 1:]  # free places before each sentence but the first
     ids = torch.where(torch.arange(n) % every == every - 1, 3, 4).expand(draws, -1)
     parameters, _, _ = drawn({"input_ids": ids}, LongRecipe(target=target, sentence_ends=[3]))
-    gaps = (
-        parameters["offset"][:, every::every].double().masked_fill(parameters["offset"][:, every::every] == 0, np.nan)
-    )
-    for j in range(2, m - 1):  # behind the half that may stay
-        found = np.sort(gaps[:, j].numpy())
-        assert not np.isnan(found).any()
-        gap = np.abs(found - wanted[:, j]).max() / (target - n)
-        assert gap < 0.05, f"quantiles of gap {j + 1} differ by {gap:.3f} of the range"
+    found = parameters["offset"][:, every::every].numpy()
+    limits = np.arange(0, target, 50)
+    for j in range(2, m - 1):  # behind the half that may stay where it is
+        below, wanted_below = ((gaps[:, j, None] <= limits).mean(0) for gaps in (found, wanted))
+        distance = np.abs(below - wanted_below).max()
+        assert distance < 1.7 * (2 / draws) ** 0.5, f"gap {j + 1}: Kolmogorov-Smirnov distance {distance:.3f}"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
