@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_indexable, require_int
+from .base import VIEWS, Parameters, View
+from .options import require_indexable, require_int
 
 
 @VIEWS.register("chunk-permute")

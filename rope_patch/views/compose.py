@@ -7,8 +7,9 @@ import torch
 
 from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_effect
+from .base import VIEWS, Parameters, View
 from .nope import NoPE
+from .options import require_effect
 from .rpe import RPE
 
 

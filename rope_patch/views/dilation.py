@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_effect, require_indexable, require_range
+from .base import VIEWS, Parameters, View
+from .options import require_effect, require_indexable, require_range
 
 
 @VIEWS.register("dilation")

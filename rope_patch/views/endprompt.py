@@ -8,7 +8,8 @@ import torch
 
 from ..documents import Documents, closing_tokens
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_effect, require_ids, require_int, require_reach
+from .base import VIEWS, Parameters, View
+from .options import require_choice, require_effect, require_ids, require_int, require_reach
 
 Placement = Literal["end", "random"]
 

@@ -7,7 +7,8 @@ import torch
 
 from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_ids, require_int, require_reach
+from .base import VIEWS, Parameters, View
+from .options import require_ids, require_int, require_reach
 
 _SENTENCES = 64  # first slot of their draws
 _APART = 2**32  # more than any offset: documents do not mix when offsets are sorted

@@ -8,8 +8,9 @@ import torch
 
 from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_effect
+from .base import VIEWS, Parameters, View
 from .compose import as_view
+from .options import require_effect
 
 _MOST_LAYERS = 256
 _HALVES = ("bottom", "top")

@@ -7,10 +7,8 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import (
-    VIEWS,
-    Parameters,
-    View,
+from .base import VIEWS, Parameters, View
+from .options import (
     require_choice,
     require_effect,
     require_indexable,

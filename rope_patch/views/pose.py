@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_int, require_reach
+from .base import VIEWS, Parameters, View
+from .options import require_int, require_reach
 
 _OFFSETS, _CONTENT = 64, 128  # first slots of the draws of each kind
 

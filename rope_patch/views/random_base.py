@@ -7,7 +7,8 @@ import torch
 
 from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_effect, require_range
+from .base import VIEWS, Parameters, View
+from .options import require_choice, require_effect, require_range
 
 Law = Literal["uniform", "log-uniform"]
 

@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_int
+from .base import VIEWS, Parameters, View
+from .options import require_choice, require_int
 
 Granularity = Literal["step", "sample"]
 

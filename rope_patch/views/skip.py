@@ -6,18 +6,8 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import (
-    MAX_INDEX,
-    VIEWS,
-    Parameters,
-    View,
-    require_choice,
-    require_effect,
-    require_indexable,
-    require_int,
-    require_share,
-    settle,
-)
+from .base import MAX_INDEX, VIEWS, Parameters, View
+from .options import require_choice, require_effect, require_indexable, require_int, require_share, settle
 
 Law = Literal["uniform", "log-uniform"]
 Curriculum = Literal["linear", "step"]
