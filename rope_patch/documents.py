@@ -122,7 +122,7 @@ def closing_tokens(
 
     Args:
         ids: of the tokens, [batch, seq_len].
-        t: index of each token in its document, [1 or batch, seq_len].
+        t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
         documents: of the batch.
         patterns: token ids, one or more each.
     """

@@ -67,6 +67,16 @@ class BoundView:
         }
         return BoundView(self.view, self.documents.rows(order), taken)
 
+    def affected_from(self, t: torch.Tensor, n_layers: int) -> torch.Tensor:
+        """First token of each document that any of `n_layers` layers sees at another distance, as `View` says it.
+
+        Args:
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding; whole documents.
+            n_layers: of the model.
+        """
+        firsts = [own.view.affected_from(t, own.documents, own.parameters) for _, own in self.by_layer(n_layers)]
+        return torch.stack(firsts).amin(0)
+
     def by_layer(self, n_layers: int) -> "list[tuple[list[int], BoundView]]":
         """Groups of layers that share positions."""
         groups = self.view.layer_groups(n_layers, self.parameters)
@@ -116,10 +126,20 @@ class DrawClock:
         """Let the next forward draw for documents first_sample, first_sample + 1, ... of optimizer step `step`.
 
         Args:
-            step: any integer.
-            first_sample: ordinal of the forward's first document within the step.
-            progress: of training, from 0 to 1, which curricula go by.
+            step: any integer of 64 bits.
+            first_sample: ordinal of the forward's first document within the step, at least 0.
+            progress: of training, from 0 to 1, which curricula go by; 1 is its end.
+
+        Raises:
+            ValueError: one of them is no such number; the clock is as it was.
         """
+        for name, value, low in (("step", step, -(2**63)), ("first_sample", first_sample, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+                raise ValueError(f"{name} must be an integer in [{low}, 2**63), got {value!r}.")
+        if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
+            raise ValueError(
+                f"progress must be a number from 0, the start of training, to 1, its end, got {progress!r}."
+            )
         self.step.fill_(step)
         self.first_sample.fill_(first_sample)
         self.progress.fill_(progress)
@@ -169,6 +189,12 @@ class ViewSource:
             before = _cached_tokens(batch)
             start = documents.start if batch.position_ids is None else documents.start - before
             documents = Documents(start, documents.length + before, documents.ordinal)
+        if self.view.follows_progress and not self.clock.is_set:
+            raise ValueError(
+                f"{self.view!r} has a curriculum, and nobody has told its clock how far training is. RopeSFTTrainer "
+                "does; in a loop of your own call rope_patch.patch.view_source(model).clock.set(step, first_sample, "
+                "progress) before each forward, with progress from 0 to 1, or leave out curriculum."
+            )
         # a fixed split may lie behind the end of all documents of one batch, if not behind those of every one
         self.view.check_length(max(_longest(documents, batch), self.checked_length))
         parameters = self.view.draw_for(batch.ids, _in_document(batch, documents), documents, self.clock.key(documents))
@@ -331,11 +357,13 @@ def _cached_tokens(batch: Batch) -> torch.Tensor | int:
 
 
 def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
-    """Index of each token in its document, [1 or rows, seq_len]."""
+    """Index of each token in its document, [1 or rows, seq_len], -1 on padding."""
     positions = batch.position_ids
     if positions is None:
         positions = torch.arange(batch.cached, batch.cached + batch.seq_len, device=batch.device)[None]
-    return positions - documents.start
+    mask = _current(batch.attention_mask, batch)
+    t = positions - documents.start
+    return t if mask is None else t.masked_fill(~mask.bool(), -1)
 
 
 def _longest(documents: Documents, batch: Batch) -> int:

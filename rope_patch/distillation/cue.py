@@ -37,6 +37,6 @@ class CueWeight:
         if isinstance(self.tokens, int):
             n_tokens = self.tokens
         else:
-            n_tokens = closing_tokens(labelled.ids, labelled.t, labelled.documents, self.tokens)
+            n_tokens = closing_tokens(labelled.ids, labelled.drawn_at, labelled.documents, self.tokens)
         in_cue = labelled.t + 1 >= labelled.documents.length - n_tokens
         return torch.where(in_cue, self.weight, 1.0)

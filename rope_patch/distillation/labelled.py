@@ -68,6 +68,11 @@ class Labelled:
         """Documents with one."""
         return int(self.per_document(self.next_label != IGNORE_INDEX).gt(0).sum())
 
+    @property
+    def drawn_at(self) -> torch.Tensor:
+        """Index of each token in its document as views take it, -1 on padding, [batch, n]."""
+        return self.t.masked_fill(~self.valid, -1)
+
     def suffix(self, affected_from: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Which queries the KL sums over, and L - s of the document of each token, both [batch, n].
 

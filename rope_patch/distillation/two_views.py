@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..limits import why_no_self_distillation, why_two_passes
 from ..patch import rope_view
 from ..rotary import parameter_names
-from ..state import Batch, TableSource, ViewSource
+from ..state import Batch, BoundView, TableSource, ViewSource
 from ..views import Standard
 from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
 from .distiller import TAPE, require
@@ -117,8 +117,9 @@ class ViewDistiller(ConsistencyDistiller):
         """The first token of each document that the clock's next draw moves."""
         documents = labelled.documents
         key = self.source.clock.key(documents)
-        parameters = self.source.view.draw_for(labelled.ids, labelled.t, documents, key)
-        return self.source.view.affected_from(documents.length, parameters)
+        view = self.source.view
+        bound = BoundView(view, documents, view.draw_for(labelled.ids, labelled.drawn_at, documents, key))
+        return bound.affected_from(labelled.drawn_at, self.decoder.config.num_hidden_layers)
 
     def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = kwargs.get(TAPE)
@@ -214,7 +215,7 @@ class ViewDistiller(ConsistencyDistiller):
 
     def _first(self, labelled: Labelled) -> torch.Tensor:
         assert self.source.last is not None
-        return self.source.view.affected_from(labelled.documents.length, self.source.last.parameters)
+        return self.source.last.affected_from(labelled.drawn_at, self.decoder.config.num_hidden_layers)
 
     def _share(self, labelled: Labelled) -> torch.Tensor:
         if self.teacher is not None:

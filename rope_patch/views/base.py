@@ -31,6 +31,7 @@ class View:
 
     name: ClassVar[str]
     perturbs: ClassVar[bool] = True  # False: `rope_index` is t whatever is drawn
+    conditional: ClassVar[tuple[str, ...]] = ()  # options that are None where no other option lets anything read them
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         """Parameters of each document.
@@ -49,7 +50,7 @@ class View:
 
         Args:
             ids: of the tokens, [batch, seq_len]; None where a model is given embeddings.
-            t: index of each token in its document, [1 or batch, seq_len], negative on padding before it.
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
             documents: of the batch.
             key: source of randomness, in the shape of documents.
 
@@ -62,12 +63,32 @@ class View:
         """RoPE index minus that of the document's first token, int64 or float64, for t (int64 or float64)."""
         raise NotImplementedError
 
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """First t whose distance to an earlier token of its document is not the true one, `length` where none is.
+    def affected_from(self, t: torch.Tensor, documents: Documents, parameters: Parameters) -> torch.Tensor:
+        """First token of each document whose distance to an earlier one is not the true one.
 
-        Rows before it predict the same as without the view. Token 0 sees no other; from 1 on every view may differ.
+        That is min{t : r(t) - r(0) != t} for what was drawn, or the document's length where no t is so. Rows before it
+        predict the same as without the view, since RoPE sees differences of indices alone.
+
+        Args:
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding; whole documents.
+            documents: of the batch.
+            parameters: of `draw_for` for the same batch.
+
+        Returns:
+            int64 in the shape of documents.
         """
-        return torch.ones_like(length)
+        shape = (len(documents.start), t.shape[-1])
+        t, ordinal, length = (x.expand(shape) for x in (t, documents.ordinal, documents.length))
+        moved = self.rope_index(t, parameters).expand(shape)
+        real = (t >= 0) & (t < length)
+        # one place a document, and one for all tokens that are none's first: there are at most as many as tokens
+        nowhere = ordinal.numel()
+        begin = torch.zeros(nowhere + 1, dtype=moved.dtype, device=t.device)
+        begin.scatter_(0, torch.where(real & (t == 0), ordinal, nowhere).flatten(), moved.flatten())
+        changed = real & (moved - begin[ordinal] != t)
+        first = torch.full_like(begin, torch.iinfo(torch.int64).max, dtype=torch.int64)
+        first.scatter_reduce_(0, ordinal.flatten(), torch.where(changed, t, length).flatten(), "amin")
+        return torch.minimum(first[documents.ordinal], documents.length)
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         """Whether some draw changes a distance between two tokens of a document of `length` tokens.
@@ -84,17 +105,22 @@ class View:
         return length > 1 if self.perturbs else torch.zeros_like(length, dtype=torch.bool)
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Probability over draws that `affected_from` is at most t, float64.
+        """Probability over draws that `affected_from` is at most t, float64, for t below `length`.
+
+        Under a curriculum it holds at every point of training at which the view changes anything.
 
         Raises:
             ValueError: the view does not know it.
         """
-        if type(self).affected_from is not View.affected_from:
-            raise ValueError(
-                f"{_title(self)} does not know how often a token lies behind its first changed one, by which "
-                "reduction 'uniform' divides: use 'sequence' or 'token', or another view, e.g. 'skip'."
-            )
-        return (t >= 1).double()
+        raise ValueError(
+            f"{title(self)} does not know how often a token lies behind its first changed one, by which reduction "
+            "'uniform' divides: use 'sequence' or 'token', or another view, e.g. 'skip'."
+        )
+
+    @property
+    def follows_progress(self) -> bool:
+        """Whether draws depend on the progress of training, which somebody then has to tell the clock."""
+        return False
 
     @property
     def layerwise(self) -> bool:
@@ -122,68 +148,10 @@ class View:
 
     def options(self) -> dict[str, object]:
         """The arguments that make an equal view."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        every = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in every.items() if value is not None or name not in self.conditional}
 
 
-def require_int(owner: object, name: str, value: int | None, low: int, high: int = MAX_INDEX) -> None:
-    """Raise unless `value` is None or an integer in [low, high]."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{_title(owner)}: {name} must be an integer or None, got {value!r}.")
-    if not low <= value <= high:
-        raise ValueError(
-            f"{_title(owner)}: {name} must be in [{low}, {high}], got {value}. "
-            f"RoPE indices beyond {MAX_INDEX} are not exact in float32."
-            if value > high
-            else f"{_title(owner)}: {name} must be at least {low}, got {value}."
-        )
-
-
-def require_choice(owner: object, name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{_title(owner)}: {name} must be one of {allowed}, got {value!r}.")
-
-
-def require_range(owner: object, low: float, high: float) -> None:
-    """Raise unless 0 < low <= high and both are finite numbers."""
-    for name, value in (("low", low), ("high", high)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ValueError(f"{_title(owner)}: {name} must be a finite number above 0, got {value!r}.")
-    if low > high:
-        raise ValueError(f"{_title(owner)}: low must not exceed high, got low={low} and high={high}.")
-
-
-def require_indexable(owner: object, largest: float) -> None:
-    """Raise if a RoPE index of `largest` would not be exact in float32."""
-    if largest > MAX_INDEX:
-        raise ValueError(
-            f"{_title(owner)}: RoPE indices would reach {largest:.0f}; at most {MAX_INDEX} (2**24) are exact in "
-            "float32. Use shorter rows or a smaller range."
-        )
-
-
-def require_reach(owner: object, length: int, target: int) -> None:
-    """Raise if a document of `length` tokens has no room within `target` positions, or `target` is not exact."""
-    if length > target:
-        raise ValueError(
-            f"{_title(owner)}: documents of {length} tokens reach beyond target={target}. Use shorter rows or a larger "
-            "target."
-        )
-    require_indexable(owner, target)
-
-
-def require_ids(owner: object, ids: torch.Tensor | None) -> torch.Tensor:
-    """The token ids that a view reads.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if ids is None:
-        raise ValueError(f"{_title(owner)} reads tokens: call the model with input_ids, not with embeddings.")
-    return ids
-
-
-def _title(owner: object) -> str:
+def title(owner: object) -> str:
+    """How errors call a view."""
     return f"view {getattr(owner, 'name', type(owner).__name__)!r}"

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_indexable, require_int
+from .base import VIEWS, Parameters, View
+from .options import require_indexable, require_int
 
 
 @VIEWS.register("chunk-permute")
@@ -47,6 +48,3 @@ class ChunkPermute(View):
         for b in range(self.blocks):
             moved = torch.where(block == b, parameters[f"block_{b}"].to(block.dtype), moved)
         return torch.where((t >= 0) & (t < parameters["length"]), t + (moved - block) * chunk, t)
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        return torch.minimum(parameters["chunk"], length)  # distances within the first block are true

@@ -8,6 +8,9 @@ import torch
 from ..documents import Documents
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
+from .nope import NoPE
+from .options import require_effect
+from .rpe import RPE
 
 
 @VIEWS.register("compose")
@@ -31,11 +34,19 @@ class Compose(View):
         object.__setattr__(self, "views", tuple(as_view(entry, "compose") for entry in self.views))
         if any(view.layerwise or view.rescales for view in self.views):
             raise ValueError("view 'compose': a view that differs by layer or rescales frequencies stands alone.")
+        for view in self.views:
+            require_effect(self, view.perturbs, f"{view!r} changes nothing: leave it out.")
+        require_effect(
+            self,
+            len(self.views) == 1 or not any(isinstance(view, NoPE) for view in self.views),
+            "view 'nope' leaves no distances that the others could change: give it alone.",
+        )
+        if any(isinstance(view, RPE) for view in self.views[1:]):
+            raise ValueError("view 'compose': view 'rpe' goes by the index of a token, so it must come first.")
 
     @property
-    def perturbs(self) -> bool:  # type: ignore[override]
-        """Whether any of the views does."""
-        return any(view.perturbs for view in self.views)
+    def follows_progress(self) -> bool:
+        return any(view.follows_progress for view in self.views)
 
     def check_length(self, length: int) -> None:
         for view in self.views:
@@ -57,12 +68,6 @@ class Compose(View):
             for i, view in enumerate(self.views)
             for name, value in view.draw_for(ids, t, documents, key.substream(i)).items()
         }
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        first = length
-        for i, view in enumerate(self.views):
-            first = torch.minimum(first, view.affected_from(length, _own(parameters, i)))
-        return first
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         for i, view in enumerate(self.views):

@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_int, require_reach
+from .base import VIEWS, Parameters, View
+from .options import require_choice, require_int, require_number, require_reach, settle
 
 Law = Literal["uniform", "gaussian"]
 
@@ -29,7 +30,7 @@ class Cream(View):
     Args:
         target: L, in positions.
         law: of e, see above: LongReD-U or LongReD-C.
-        sigma: of "gaussian", in units of n / 2; LongReD's code has 5 and CREAM's 3, both for a fixed f.
+        sigma: of "gaussian", in units of n / 2, 5 by default; LongReD's code has 5 and CREAM's 3, both for a fixed f.
 
     Source: CREAM, arXiv:2406.07138, and LongReD, arXiv:2502.07365, as their codes have it: what lies beyond [2, 2 f] is
         set to its ends, where a truncated law would be drawn again. Ours: both codes draw h once a batch and take every
@@ -39,13 +40,16 @@ class Cream(View):
 
     target: int
     law: Law = "gaussian"
-    sigma: float = 5.0
+    sigma: float | None = None
+
+    conditional = ("sigma",)
 
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)
         require_choice(self, "law", self.law, get_args(Law))
-        if isinstance(self.sigma, bool) or not 0 < self.sigma < float("inf"):
-            raise ValueError(f"view 'cream': sigma must be a finite number above 0, got {self.sigma!r}.")
+        settle(self, "sigma", 5.0, read=self.law == "gaussian", by="law='gaussian'")
+        if self.sigma is not None:
+            require_number(self, "sigma", self.sigma)
 
     def check_length(self, length: int) -> None:
         require_reach(self, length, self.target)
@@ -61,6 +65,7 @@ class Cream(View):
             highest = self.target - ends - 1
             last = key.integers(torch.minimum(contiguous + 1, highest), highest, slot=2)
         else:
+            assert self.sigma is not None
             u = key.uniform(slot=1).clamp(min=2.0**-54)  # of which the normal quantile is finite
             x = 1 + factor + self.sigma * torch.special.ndtri(u)
             a = torch.minimum(x.clamp(min=2), 2.0 * factor).clamp(min=2).floor().long()
@@ -72,10 +77,6 @@ class Cream(View):
             "skip": torch.where(ends > 0, last - contiguous, 0),
             "_far": self.target - length,
         }
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        behind = torch.where(parameters["_far"] > 0, parameters["tail"], length)
-        return torch.where(parameters["skip"] > 0, parameters["head"], behind)
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         middle = torch.where(t >= parameters["head"], t + parameters["skip"], t)

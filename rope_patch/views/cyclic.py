@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_int
+from .base import VIEWS, Parameters, View
+from .options import require_effect, require_int
 
 
 @VIEWS.register("cyclic")
@@ -17,7 +18,7 @@ class Cyclic(View):
     after the L tokens of the first forward go on where the suffix stopped: r(t) = t + shift - L.
 
     Args:
-        shift: u, in positions, 0 <= u < L; None draws u ~ U{0..L-1} for each document.
+        shift: u, in positions, 0 < u < L; None draws u ~ U{0..L-1} for each document, of which 0 changes nothing.
 
     Source: RPSD, arXiv:2604.14339, the cyclic view q(u).
     """
@@ -26,6 +27,7 @@ class Cyclic(View):
 
     def __post_init__(self) -> None:
         require_int(self, "shift", self.shift, 0)
+        require_effect(self, self.shift != 0, "shift=0 turns nothing: give another, or None to draw one.")
 
     def check_length(self, length: int) -> None:
         if self.shift is not None and self.shift >= length:
@@ -42,9 +44,6 @@ class Cyclic(View):
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return length > 1 if self.shift is None else self.shift % length != 0
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        return length - parameters["shift"]
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         if self.shift is not None:

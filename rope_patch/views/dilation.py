@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_indexable, require_range
+from .base import VIEWS, Parameters, View
+from .options import require_effect, require_indexable, require_range
 
 
 @VIEWS.register("dilation")
@@ -17,7 +18,7 @@ class Dilation(View):
 
     Args:
         low: smallest factor, above 0.
-        high: largest factor, at least low; low = high fixes c.
+        high: largest factor, at least low; low = high fixes c, at another number than 1.
 
     Source: RPSD, arXiv:2604.14339, the random dilation of its view ablation.
     """
@@ -27,12 +28,16 @@ class Dilation(View):
 
     def __post_init__(self) -> None:
         require_range(self, self.low, self.high)
+        require_effect(self, (self.low, self.high) != (1, 1), "low=1 and high=1 stretch nothing: widen the range.")
 
     def check_length(self, length: int) -> None:
         require_indexable(self, self.high * (length - 1))
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {"factor": self.low + (self.high - self.low) * key.uniform(slot=0)}
+
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return (t >= 1).double()
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return t * parameters["factor"]

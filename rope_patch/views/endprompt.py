@@ -8,7 +8,8 @@ import torch
 
 from ..documents import Documents, closing_tokens
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_ids, require_int, require_reach
+from .base import VIEWS, Parameters, View
+from .options import require_choice, require_effect, require_ids, require_int, require_reach
 
 Placement = Literal["end", "random"]
 
@@ -22,8 +23,11 @@ class EndPrompt(View):
     - "random": the cue starts anywhere from a, right behind the body, to L - b, drawn for each document: ET(PoSE).
 
     Distances that a document shows are 0 .. a - 1 and, under "end", L - a - b + 1 .. L - 1. Rows a .. a + b - 2 are
-    those with a far key and a label: with one cue token there are none. b = 0 is the control, the body alone. It goes
-    with PI of factor ceil(L / native window).
+    those with a far key and a label: with one cue token there are none. It goes with PI of factor
+    ceil(L / native window).
+
+    b = 0 is the paper's control, the body alone: it moves nothing, whatever the target, and shows what PI and the text
+    do by themselves.
 
     Args:
         target: L, in positions.
@@ -46,6 +50,11 @@ class EndPrompt(View):
         else:
             object.__setattr__(self, "cue_tokens", _checked_cues(self.cue_tokens))
         require_choice(self, "placement", self.placement, get_args(Placement))
+        require_effect(
+            self,
+            self.cue_tokens != 0 or self.placement == "end",
+            f"placement={self.placement!r} places a cue, and cue_tokens=0 is the control without one: leave it out.",
+        )
 
     def check_length(self, length: int) -> None:
         require_reach(self, length, self.target)
@@ -73,9 +82,6 @@ class EndPrompt(View):
         skip = farthest if self.placement == "end" else key.integers(0, farthest, slot=0)
         moves = (length > n_tokens) & (n_tokens > 0)
         return {"split": torch.where(moves, length - n_tokens, length), "skip": torch.where(moves, skip, 0)}
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        return torch.where(parameters["skip"] > 0, parameters["split"], length)
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.where(t >= parameters["split"], t + parameters["skip"], t)

@@ -7,7 +7,8 @@ import torch
 
 from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_ids, require_int, require_reach
+from .base import VIEWS, Parameters, View
+from .options import require_ids, require_int, require_reach
 
 _SENTENCES = 64  # first slot of their draws
 _APART = 2**32  # more than any offset: documents do not mix when offsets are sorted
@@ -18,16 +19,18 @@ _APART = 2**32  # more than any offset: documents do not mix when offsets are so
 class LongRecipe(View):
     """r(t) = t for t < c, and t + u_j from there on, j the sentence of token t, in a document of n tokens.
 
-    A sentence ends with a token of `sentence_ends`. u_0 = 0, and u_1 <= u_2 <= ... are m independent draws from
-    U{0 .. L - n}, sorted, for the m sentences behind the first; c ~ U{1 .. floor((n + 1) / 2)}, which may lie within a
-    sentence. So the last index is at most L - 1, and from c on positions only jump at borders of sentences.
+    A sentence ends with a token of `sentence_ends`. Of m sentences each has a draw from U{0 .. L - n}; they are sorted,
+    the smallest is dropped, and u_1 <= u_2 <= ... <= u_(m-1) are the others, with u_0 = 0 for the first sentence;
+    c ~ U{1 .. floor((n + 1) / 2)}, which may lie within a sentence. So the last index is at most L - 1, and from c on
+    positions only jump at borders of sentences.
 
     Args:
         target: L, in positions.
         sentence_ends: token ids; `RopeSFTTrainer` takes those of its tokenizer if they are left out.
 
-    Source: LongRecipe, arXiv:2409.00509, and its code, which draws the places of sentences among L - n + m without
-        repetition, once for all epochs; how rarely two gaps are equal is all that differs. Its selection of tokens is
+    Source: LongRecipe, arXiv:2409.00509, and its code, which draws the places of m sentences among L - n + m
+        without repetition, puts the first one at 0 all the same, and keeps them for all epochs; how rarely two gaps are
+        equal is all that differs. Its selection of tokens is
         not part of this view.
     """
 
@@ -56,24 +59,18 @@ class LongRecipe(View):
         is_end = torch.isin(ids, torch.tensor(self.sentence_ends, device=ids.device))
         begins = torch.zeros_like(is_end)
         begins[:, 1:] = is_end[:, :-1]
-        begins &= (t >= 1) & (t < documents.length)
+        begins = (t == 0) | (begins & (t >= 1) & (t < documents.length))
         gap = key.integers(0, self.target - documents.length, slot=_SENTENCES + t.clamp(min=0))
         # documents come in rising order, so that sorting all gaps at once sorts those of each
         floor = (ordinal * _APART).flatten()
         beginning = begins.flatten()
         in_order = torch.where(beginning, floor + gap.flatten(), torch.iinfo(torch.int64).max).sort().values
         own = in_order[(beginning.cumsum(0) - 1).clamp(min=0)]
+        own = torch.where(t.flatten() == 0, floor, own)  # the smallest, which is dropped
         # from its beginning to the next one a sentence keeps its gap
         offset = (torch.where(beginning, own, floor).cummax(0).values - floor).view(ids.shape)
         first_part = key.integers(1, ((documents.length + 1) // 2).clamp(min=1), slot=0)
-        offset = torch.where(t < first_part, 0, offset)
-        moved = torch.where(offset > 0, t, documents.length)
-        places = torch.full((ids.numel(),), torch.iinfo(torch.int64).max, device=ids.device)
-        first = places.scatter_reduce(0, ordinal.flatten(), moved.flatten(), "amin")[documents.ordinal]
-        return {"offset": offset, "_first": first}
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        return parameters["_first"]
+        return {"offset": torch.where(t < first_part, 0, offset)}
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return t + parameters["offset"]

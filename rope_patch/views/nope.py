@@ -19,5 +19,8 @@ class NoPE(View):
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {}
 
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return (t >= 1).double()
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.zeros_like(t)

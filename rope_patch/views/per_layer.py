@@ -10,6 +10,7 @@ from ..documents import Documents
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 from .compose import as_view
+from .options import require_effect
 
 _MOST_LAYERS = 256
 _HALVES = ("bottom", "top")
@@ -34,9 +35,10 @@ class PerLayer(View):
         object.__setattr__(self, "view", as_view(self.view, "per-layer"))
         if self.view.layerwise or self.view.rescales:
             raise ValueError("view 'per-layer': a view that differs by layer or rescales frequencies stands alone.")
-        if not isinstance(self.layers, str):
+        require_effect(self, self.view.perturbs, f"{self.view!r} changes nothing in any layer: give another view.")
+        if isinstance(self.layers, Sequence) and not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(self.layers))
-        indices = not isinstance(self.layers, str) and all(type(i) is int and i >= 0 for i in self.layers)
+        indices = isinstance(self.layers, tuple) and all(type(i) is int and i >= 0 for i in self.layers)
         if self.layers not in (*_HALVES, "independent") and not (indices and self.layers):
             raise ValueError(
                 f"view 'per-layer': layers must be one of {(*_HALVES, 'independent')} or indices, got {self.layers!r}."
@@ -59,9 +61,8 @@ class PerLayer(View):
             )
 
     @property
-    def perturbs(self) -> bool:  # type: ignore[override]
-        """Whether the view does."""
-        return self.view.perturbs
+    def follows_progress(self) -> bool:
+        return bool(self.view.follows_progress)
 
     @property
     def layerwise(self) -> bool:
@@ -73,6 +74,8 @@ class PerLayer(View):
     def check_layers(self, n_layers: int) -> None:
         if self.layers == "independent" and n_layers > _MOST_LAYERS:
             raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers are drawn apart, got {n_layers}.")
+        if self.layers == "bottom" and n_layers == 1:
+            raise ValueError("view 'per-layer': a model of one layer has no bottom half: name layers=[0].")
         if not isinstance(self.layers, str) and max(self.layers) >= n_layers:
             raise ValueError(
                 f"view 'per-layer': layers must be below {n_layers}, those of this model, got {max(self.layers)}."
@@ -93,10 +96,6 @@ class PerLayer(View):
             return key
         streams = key.substream(0).stream + torch.arange(_MOST_LAYERS, device=key.device)
         return replace(key, stream=streams[:, None, None])
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        first = self.view.affected_from(length, parameters)
-        return first.amin(0) if first.ndim == 3 else first
 
     def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[list[int], View, Parameters]]:
         if self.layers == "independent":

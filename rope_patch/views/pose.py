@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_int, require_reach
+from .base import VIEWS, Parameters, View
+from .options import require_int, require_reach
 
 _OFFSETS, _CONTENT = 64, 128  # first slots of the draws of each kind
 
@@ -65,14 +66,6 @@ class PoSE(View):
             return [key.integers(1, ((length + 1) // 2).clamp(min=1), slot=0)]
         drawn = [key.integers(1, (length - 1).clamp(min=1), slot=i) for i in range(self.chunks - 1)]
         return list(torch.stack(drawn).sort(0).values)
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        first, before = length, torch.zeros_like(length)
-        for i in range(1, self.chunks):
-            moves = (parameters[f"skip_{i}"] > before) & (first == length)
-            first = torch.where(moves, parameters[f"_border_{i}"], first)
-            before = parameters[f"skip_{i}"]
-        return first
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         moved = t

@@ -5,8 +5,10 @@ from typing import Literal, get_args
 
 import torch
 
+from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_range
+from .base import VIEWS, Parameters, View
+from .options import require_choice, require_effect, require_range
 
 Law = Literal["uniform", "log-uniform"]
 
@@ -21,7 +23,7 @@ class RandomBase(View):
 
     Args:
         low: smallest c, above 0.
-        high: largest c, at least low; low = high fixes the base.
+        high: largest c, at least low; low = high fixes the base, at another c than 1.
         law: "uniform" on [low, high], or "log-uniform". The paper does not say which it takes.
 
     Source: Position Augmentation (PosAug), FoGen 2026, its random-base ablation.
@@ -34,6 +36,12 @@ class RandomBase(View):
     def __post_init__(self) -> None:
         require_range(self, self.low, self.high)
         require_choice(self, "law", self.law, get_args(Law))
+        require_effect(self, (self.low, self.high) != (1, 1), "low=1 and high=1 keep the base: widen the range.")
+        require_effect(
+            self,
+            self.law == "uniform" or self.low != self.high,
+            f"law={self.law!r} says nothing where low and high are equal: leave it out.",
+        )
 
     @property
     def rescales(self) -> bool:
@@ -44,6 +52,13 @@ class RandomBase(View):
         if self.law == "log-uniform":
             return {"base_factor": self.low * (self.high / self.low) ** u}
         return {"base_factor": self.low + (self.high - self.low) * u}
+
+    def affected_from(self, t: torch.Tensor, documents: Documents, parameters: Parameters) -> torch.Tensor:
+        # angles, not indices, are others than the true ones
+        return torch.where(parameters["base_factor"] != 1, 1, documents.length)
+
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return (t >= 1).double()
 
     def frequencies(self, inv_freq: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         exponent = torch.arange(len(inv_freq), dtype=torch.float64, device=inv_freq.device) / len(inv_freq)

@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View, require_choice, require_int
+from .base import VIEWS, Parameters, View
+from .options import require_choice, require_int
 
 Granularity = Literal["step", "sample"]
 
@@ -14,13 +15,15 @@ Granularity = Literal["step", "sample"]
 @VIEWS.register("rpe")
 @dataclass(frozen=True)
 class RPE(View):
-    """r(t) = the t-th smallest of L different integers, drawn uniformly from {0..max_index-1}, L the longest document.
+    """r(t) = the t-th smallest of L different integers, drawn uniformly from {0..max_index-1}, for L tokens.
 
-    A document of fewer tokens than the longest of its forward reads the first of them.
+    They are the first L of all integers in a random order, so that they depend on the document's own length alone, and
+    not on what else is in the batch. Tokens that are decoded behind the L tokens follow on one by one.
 
     Args:
-        max_index: L_max, in positions; at least the tokens of every document.
-        granularity: what shares a sample of integers: a "step" or a "sample", that is, a document.
+        max_index: L_max, in positions; more than the tokens of documents, or there is nothing to choose.
+        granularity: what shares an order of the integers: a "step", in which documents of equal length have equal
+            indices, or a "sample", that is, a document.
 
     Source: randomized positional encodings, arXiv:2305.16843, as PosAug compares itself with; its L_max are 16384 and
         32768.
@@ -45,20 +48,29 @@ class RPE(View):
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         slots = torch.arange(self.max_index, device=length.device)
-        if self.granularity == "step":
-            own, which = key.per_step(), torch.zeros_like(length)
+        assert key.sample is not None
+        if length.shape[-1] == 1:  # each row is one document
+            sample, tokens = key.sample, length
+            which = torch.arange(len(length), device=length.device)[:, None]
         else:
-            documents, which = torch.unique(key.sample, return_inverse=True)
-            own = replace(key, sample=documents[:, None])
-        # one number a slot, of which the smallest choose: every set of slots is as likely
-        numbers = own.uniform(slot=slots).view(-1, self.max_index)
-        rank = torch.empty_like(slots.expand_as(numbers)).scatter_(1, numbers.argsort(-1), slots.expand_as(numbers))
-        longest = length.max()
-        table = torch.where(rank < longest, slots, self.max_index).sort(-1).values
-        return {"_table": table.flatten(), "_begin": which * self.max_index, "_longest": longest}
+            found, which = torch.unique(key.sample, return_inverse=True)
+            sample = found[:, None]
+            tokens = torch.zeros_like(sample).index_put_((which.flatten(),), length.reshape(-1, 1))
+        own = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
+        # one number an integer, by which all are put in order: every set of the first ones is as likely
+        order = own.uniform(slot=slots).sort(dim=-1, stable=True).indices
+        rank = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))
+        table = torch.where(rank < tokens, slots, self.max_index).sort(-1).values
+        return {"_table": table.flatten(), "_begin": which * self.max_index, "_length": length}
+
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        # true up to t are samples that begin with t + 1 integers in a row: C(N - t, L - t) of all C(N, L)
+        n, t = length.double(), t.double()
+        longest = torch.full_like(n, self.max_index)
+        true = torch.lgamma(n + 1) - torch.lgamma(n - t + 1) + torch.lgamma(longest - t + 1) - torch.lgamma(longest + 1)
+        return -torch.expm1(true)
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         t = t.long()
-        drawn = torch.minimum(t.clamp(min=0), parameters["_longest"] - 1)
-        # tokens that are decoded later follow on
+        drawn = torch.minimum(t.clamp(min=0), parameters["_length"] - 1)
         return parameters["_table"][parameters["_begin"] + drawn] + (t - drawn)

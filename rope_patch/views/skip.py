@@ -6,7 +6,8 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import MAX_INDEX, VIEWS, Parameters, View, require_choice, require_indexable, require_int
+from .base import MAX_INDEX, VIEWS, Parameters, View
+from .options import require_choice, require_effect, require_indexable, require_int, require_share, settle
 
 Law = Literal["uniform", "log-uniform"]
 Curriculum = Literal["linear", "step"]
@@ -21,15 +22,17 @@ class Skip(View):
     independent of each other. Largest index: L - 1 + max_skip.
 
     Args:
-        split: s, in tokens, 0 <= s < L.
-        skip: y, in positions; negative ones move the suffix back over the prefix.
+        split: s, in tokens, 0 < s < L: from 0 on the whole document would move, which RoPE does not see. A drawn s of 0
+            leaves a document as it is, and counts as any other draw, as in the paper.
+        skip: y, in positions, not 0; negative ones move the suffix back over the prefix.
         max_skip: Y, in positions, at least 1; None means L of each document, as in the paper's main runs.
         law: of y: "uniform", or "log-uniform", P(y) = ln(1 + 1 / y) / ln(Y + 1), which gives each doubling of the skip
             the same share.
         curriculum: by the progress p of training, from 0 to 1: "linear" moves Y from `start`, at p = 0, to max_skip, at
-            p = 1; "step" keeps Y = `start` until p = `until`. Without a trainer p is 1.
-        start: Y at the start, at least 0; 0 skips nothing.
-        until: share of training before the range of "step".
+            p = 1; "step" keeps Y = `start` until p = `until`. p comes from `RopeSFTTrainer`, elsewhere from whoever
+            sets the clock of the model's `view_source`.
+        start: of a curriculum, Y at the start, at least 0; 0, the default, skips nothing.
+        until: of "step", the share of training before its range, 0.5 by default.
 
     Source: RPSD, arXiv:2604.14339, the skip view q(s, y); law and curricula are ours, after PosAug's.
     """
@@ -39,8 +42,10 @@ class Skip(View):
     max_skip: int | None = None
     law: Law = "uniform"
     curriculum: Curriculum | None = None
-    start: int = 0
-    until: float = 0.5
+    start: int | None = None
+    until: float | None = None
+
+    conditional = ("start", "until")
 
     def __post_init__(self) -> None:
         require_int(self, "split", self.split, 0)
@@ -49,8 +54,6 @@ class Skip(View):
         require_int(self, "start", self.start, 0)
         require_choice(self, "law", self.law, get_args(Law))
         require_choice(self, "curriculum", self.curriculum, (*get_args(Curriculum), None))
-        if not 0 < self.until < 1:
-            raise ValueError(f"view 'skip': until must be in (0, 1), got {self.until}.")
         if self.skip is not None and (self.law != "uniform" or self.curriculum is not None):
             raise ValueError(
                 "view 'skip': law and curriculum are of the draw that a fixed skip replaces: leave out skip."
@@ -60,6 +63,30 @@ class Skip(View):
                 f"view 'skip': give skip or max_skip, not both, got skip={self.skip} and max_skip={self.max_skip}. "
                 "max_skip bounds the draw that a fixed skip replaces."
             )
+        settle(self, "start", 0, read=self.curriculum is not None, by="a curriculum")
+        settle(self, "until", 0.5, read=self.curriculum == "step", by="curriculum='step'")
+        if self.until is not None:
+            require_share(self, "until", self.until)
+        require_effect(
+            self,
+            self.split != 0,
+            "split must be at least 1 or None, got 0: it moves the whole document, which RoPE does not see.",
+        )
+        require_effect(self, self.skip != 0, "skip=0 moves nothing: give another, or None to draw one.")
+        require_effect(
+            self,
+            self.law == "uniform" or self.max_skip != 1,
+            f"law={self.law!r} says nothing where max_skip=1 leaves one skip to draw: leave it out.",
+        )
+        require_effect(
+            self,
+            self.curriculum is None or self.start != self.max_skip,
+            f"curriculum={self.curriculum!r} goes from start={self.start} to an equal max_skip: leave it out.",
+        )
+
+    @property
+    def follows_progress(self) -> bool:
+        return self.curriculum is not None
 
     def check_length(self, length: int) -> None:
         if self.split is not None and self.split >= length:
@@ -80,27 +107,23 @@ class Skip(View):
         drawn = (largest.double() + 1).pow(key.uniform(slot=1)).long()
         return {"split": split, "skip": torch.minimum(drawn, largest)}
 
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        if self.split is not None:
+            return (t >= self.split).double()
+        return t / length.double()  # s is one of 1 .. t
+
     def _largest(self, length: torch.Tensor, key: DrawKey) -> torch.Tensor:
         """Y of each document at this point of training."""
         largest = length if self.max_skip is None else torch.full_like(length, self.max_skip)
         if self.curriculum is None or key.progress is None:
             return largest
-        if self.curriculum == "step":
+        assert self.start is not None
+        if self.until is not None:
             return torch.where(key.progress < self.until, self.start, largest)
         return torch.lerp(torch.full_like(largest, self.start).double(), largest.double(), key.progress).long()
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return length > (1 if self.split is None else self.split)
-
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        if self.curriculum is None:
-            return parameters["split"]
-        return torch.where(parameters["skip"] > 0, parameters["split"], length)
-
-    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        if self.split is not None:
-            return (t >= self.split).double()
-        return (t + 1) / length.double()
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.where(t >= parameters["split"], t + parameters["skip"], t)

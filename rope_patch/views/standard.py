@@ -18,8 +18,5 @@ class Standard(View):
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {}
 
-    def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        return length
-
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return t

@@ -112,7 +112,7 @@ def test_view(model, record_property):
     with described(model, "views", record_property):
         with rope_view(model, "standard"):
             assert torch.equal(logits(model, ids), plain), "the identity view changes logits"
-        with rope_view(model, Skip(split=0, skip=13)):
+        with rope_view(model, index=torch.arange(N)[None] + 13):
             shifted = logits(model, ids)
         if why_not_relative(find_decoder(model)) is None:
             same(shifted, plain, "a shift of all positions")

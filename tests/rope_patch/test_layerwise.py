@@ -114,7 +114,6 @@ def test_other_views_are_drawn_for_each_layer_too(view):
         assert all(torch.equal(parameters[name], alone[name].expand_as(parameters[name])) for name in alone)
         rows.append(inner.rope_index(torch.arange(40), parameters))
     assert len({tuple(row.flatten().tolist()) for row in rows}) == 6
-    assert own.affected_from(length, own.draw(length, key)).shape == (3, 1)
 
 
 def test_what_cannot_be_by_layer_is_refused():
@@ -122,8 +121,12 @@ def test_what_cannot_be_by_layer_is_refused():
         PerLayer(PosAug(), "middle")
     with pytest.raises(ValueError, match="draws nothing, or a table"):
         PerLayer(RPE())
-    with pytest.raises(ValueError, match="draws nothing, or a table"):
+    with pytest.raises(ValueError, match="Standard\\(\\) changes nothing in any layer"):
         PerLayer(Standard())
+    with pytest.raises(ValueError, match="layers must be one of .* or indices, got 3"):
+        PerLayer(PosAug(), 3)
+    with pytest.raises(ValueError, match="a model of one layer has no bottom half"):
+        patch_model(tiny(num_hidden_layers=1), PerLayer(PosAug(), "bottom"))
     with pytest.raises(ValueError, match="stands alone"):
         PerLayer(PerLayer(PosAug(), "top"), "bottom")
     with pytest.raises(ValueError, match="stands alone"):

@@ -59,7 +59,7 @@ def test_describe_says_what_is_in_force():
         "native          default (rope_theta 10000.0)",
         "yarn (factor 4.0)",
         "Skip(split=None, skip=None, max_skip=99, law='uniform', ",
-        "start=0, until=0.5), sampled in training forwards",
+        "start=None, until=None), sampled in training forwards",
         f"trained window  {WINDOW} positions",
         f"target window   {4 * WINDOW} positions",
         "rotary_emb",

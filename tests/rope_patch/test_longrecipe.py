@@ -1,5 +1,6 @@
 """Gaps between sentences: against a loop over documents, however they are batched, and against a decoder in float64."""
 
+import numpy as np
 import pytest
 import torch
 from support import oracle
@@ -32,7 +33,7 @@ def by_hand(ids, number, view=VIEW, step=2):
     """r(t) of one document, token by token."""
     n, key = len(ids), DrawKey(7, torch.tensor(step), torch.tensor([[number]]))
     starts = [t for t in range(1, n) if ids[t - 1] in view.sentence_ends]
-    gaps = sorted(key.integers(0, view.target - n, slot=64 + t).item() for t in starts)
+    gaps = sorted(key.integers(0, view.target - n, slot=64 + t).item() for t in [0, *starts])[1:]
     c = key.integers(1, (n + 1) // 2, slot=0).item()
     index, offset = [], 0
     for t in range(n):
@@ -48,7 +49,7 @@ def test_it_is_the_loop_however_documents_are_batched(kind):
     data, moved = batch(kind), 0
     parameters, documents, t = drawn(data)
     index = VIEW.rope_index(t, parameters).expand(data["input_ids"].shape)
-    first = VIEW.affected_from(documents.length, parameters).expand(data["input_ids"].shape)
+    first = VIEW.affected_from(t, documents, parameters).expand(data["input_ids"].shape)
     for number, (row, start, length) in enumerate(documents_of(data)):
         wanted, c, starts = by_hand(data["input_ids"][row, start : start + length].tolist(), number)
         assert index[row, start : start + length].tolist() == wanted
@@ -64,6 +65,22 @@ def test_gaps_reach_all_of_the_window():
     parameters, _, _ = drawn({"input_ids": ids})
     last = parameters["offset"][:, -1]
     assert last.min() < 250 and last.max() > 365 and last.max() <= 400 - 24
+
+
+def test_gaps_are_distributed_as_the_authors_draw_them():
+    """m of the L - n + m places without repetition, of which the first sentence leaves its own for place 0."""
+    n, target, every, draws = 30, 20_030, 5, 4000
+    m, rng = n // every, np.random.default_rng(0)
+    places = np.sort(np.stack([rng.choice(target - n + m, m, replace=False) for _ in range(draws)]), axis=1)
+    wanted = (places - np.arange(m))[:, 1:]  # free places before each sentence but the first
+    ids = torch.where(torch.arange(n) % every == every - 1, 3, 4).expand(draws, -1)
+    parameters, _, _ = drawn({"input_ids": ids}, LongRecipe(target=target, sentence_ends=[3]))
+    found = parameters["offset"][:, every::every].numpy()
+    limits = np.arange(0, target, 50)
+    for j in range(2, m - 1):  # behind the half that may stay where it is
+        below, wanted_below = ((gaps[:, j, None] <= limits).mean(0) for gaps in (found, wanted))
+        distance = np.abs(below - wanted_below).max()
+        assert distance < 1.7 * (2 / draws) ** 0.5, f"gap {j + 1}: Kolmogorov-Smirnov distance {distance:.3f}"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])

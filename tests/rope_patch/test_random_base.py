@@ -61,7 +61,7 @@ def test_it_goes_with_a_rescaling_and_leaves_evaluation_alone():
         patch_model(model, "random-base").train()
         assert not torch.equal(model(ids).logits, wanted)
         assert torch.equal(model.eval()(ids).logits, wanted)
-        with rope_view(model, RandomBase(low=1.0, high=1.0)):
+        with rope_view(model, "standard"):
             assert torch.equal(model(ids).logits, wanted)
 
 

@@ -14,6 +14,7 @@ from rope_patch import patch_model, rope_view
 from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller, two_view_attention
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
+from rope_patch.documents import Documents, locate_documents
 from rope_patch.draws import DrawKey
 from rope_patch.views import Cyclic, Dilation, Skip
 
@@ -46,7 +47,7 @@ def by_hand(model, data, view, parameters, consistency):
             standard = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
         with rope_view(model, index=index[None]):
             seen = model(ids, use_cache=False).logits[0].double().softmax(-1)
-        s = int(own["split"]) if "split" in own else length - int(own["shift"])
+        s = next((t for t in range(length) if index[t] - index[0] != t), length)
         # token i is predicted from query i - 1; the first token has a label if the second one has
         labelled = [i for i in range(length) if labels[i] != -100]
         if 0 not in labelled and 1 in labelled:
@@ -61,8 +62,9 @@ def by_hand(model, data, view, parameters, consistency):
         if consistency.rows == "query_in_suffix" and length - 1 in labelled and length - 1 >= s:
             queries.append(length - 1)
         q = standard.detach().exp()
-        # how often token t lies behind a split drawn from 0..length-1, or behind length minus such a shift
-        share = {t: (t + 1 if "split" in own else t) / length for t in queries}
+        # how often token t lies behind a split drawn from 0..length-1, of which 0 moves none, or behind length minus
+        # such a shift
+        share = {t: t / length for t in queries}
         terms = {t: divergence(seen[t], q[t], consistency.direction) for t in queries}
         if consistency.reduction == "uniform":
             terms = {t: term / share[t] for t, term in terms.items()}
@@ -119,6 +121,24 @@ SKIP = {"method": "skip", "max_skip": 40}
 @pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
 def test_loss_and_every_gradient_are_those_of_two_plain_passes(family, kind, one_pass):
     compare(family, kind, SKIP, ViewConsistency(weight=0.7), one_pass=one_pass)
+
+
+REORDERED = {
+    "cyclic, skip": [{"view": "cyclic"}, {"view": "skip", "split": 4, "skip": 20}],
+    "chunks, skip": [{"view": "chunk-permute", "blocks": 3}, {"view": "skip", "split": 3, "skip": 9}],
+    "cyclic, cyclic": [{"view": "cyclic"}, {"view": "cyclic"}],
+    "skip, chunks, dilation": [{"view": "skip"}, {"view": "chunk-permute"}, {"view": "dilation"}],
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
+@pytest.mark.parametrize("views", REORDERED)
+@pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
+def test_views_after_one_that_reorders_have_the_loss_of_a_loop(views, kind, one_pass):
+    """What the first view leaves in place the next may move, and the other way round."""
+    options = {"method": "compose", "views": REORDERED[views]}
+    for reduction in ("sequence", "token"):
+        compare("qwen3", kind, options, ViewConsistency(reduction=reduction), one_pass=one_pass)
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jsd"])
@@ -329,7 +349,7 @@ def test_the_last_query_adds_a_row_and_the_divisor_stays():
         ("dilation", {"low": 2.0, "high": 2.0}, 1),
         ("nope", {}, 1),
         ("chunk-permute", {"blocks": 4}, 5),
-        ("compose", {"views": [{"view": "cyclic", "shift": 6}, {"view": "skip", "split": 5, "skip": 9}]}, 5),
+        ("compose", {"views": [{"view": "cyclic", "shift": 6}, {"view": "skip", "split": 5, "skip": 9}]}, 13),
         ("standard", {}, 19),
     ],
 )
@@ -337,9 +357,9 @@ def test_rows_before_the_first_affected_one_predict_the_same(method, options, fi
     model, ids = tiny(dtype=torch.float64), tokens(1, 19)
     patch_model(model, method, when="always", **options)
     view = model.model._rope_patch.source.view
-    length = torch.tensor([[19]])
-    parameters = view.draw(length, DrawKey(0, torch.tensor(0), torch.tensor([[0]])))
-    assert view.affected_from(length, parameters).item() == first
+    documents = locate_documents(1, 19, ids.device, None, None)
+    parameters = view.draw(documents.length, DrawKey(0, torch.tensor(0), documents.ordinal))
+    assert view.affected_from(torch.arange(19)[None], documents, parameters).item() == first
     with torch.no_grad():
         seen = model(ids).logits
         with rope_view(model, "standard"):
@@ -365,7 +385,8 @@ def test_under_the_uniform_reduction_every_token_weighs_the_same(view):
     n, draws = 9, 40_000
     key = DrawKey(0, torch.tensor(0), torch.arange(draws)[:, None])
     length = torch.full((draws, 1), n)
-    behind = torch.arange(n) >= view.affected_from(length, view.draw(length, key))
+    documents = Documents(torch.zeros_like(length), length, key.sample)
+    behind = torch.arange(n) >= view.affected_from(torch.arange(n)[None], documents, view.draw(length, key))
     share = view.affected_share(torch.arange(n)[None], torch.tensor([[n]]))
     mean = (behind / share)[:, 1:].mean(0)
     torch.testing.assert_close(mean, torch.ones_like(mean), rtol=0.06, atol=0)

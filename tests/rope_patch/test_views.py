@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rope_patch.documents import Documents
 from rope_patch.draws import DrawKey
 from rope_patch.views import (
     RPE,
@@ -18,6 +19,7 @@ from rope_patch.views import (
     PerLayer,
     PosAug,
     PoSE,
+    RandomBase,
     Skip,
     Standard,
 )
@@ -36,6 +38,12 @@ def drawn(view, samples=2000, length=L):
 def index(view, length=L, t=None):
     parameters = view.draw(torch.tensor([[length]]), key())
     return view.rope_index(torch.arange(length)[None] if t is None else t, parameters)[0].tolist()
+
+
+def first_changed(view, parameters, length):
+    """s of documents of [samples, 1] lengths, one a row."""
+    documents = Documents(torch.zeros_like(length), length, torch.arange(len(length))[:, None])
+    return view.affected_from(torch.arange(int(length.max()))[None], documents, parameters)
 
 
 def test_fixed_views_follow_their_formulas():
@@ -188,7 +196,7 @@ def test_endprompt_puts_the_last_tokens_at_the_end_of_the_target():
     parameters = drawn(view)
     first = parameters["split"] + parameters["skip"]
     assert (parameters["split"] == 9).all() and first.min() == 9 and first.max() == 97
-    assert torch.equal(view.affected_from(torch.full((2000, 1), L), parameters) == 9, parameters["skip"] > 0)
+    assert torch.equal(first_changed(view, parameters, torch.full((2000, 1), L)) == 9, parameters["skip"] > 0)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 5])
@@ -200,7 +208,7 @@ def test_pose_moves_chunks_apart(chunks):
     gaps = rows.diff(dim=1)
     assert (rows[:, 0] == 0).all() and (gaps >= 1).all() and rows.max() == target - 1
     assert (gaps > 1).sum(1).max() == chunks - 1
-    assert torch.equal(rows - torch.arange(n) != 0, torch.arange(n) >= view.affected_from(length, parameters))
+    assert torch.equal(rows - torch.arange(n) != 0, torch.arange(n) >= first_changed(view, parameters, length))
     if chunks == 2:
         border, skip = parameters["_border_1"], parameters["skip_1"]
         assert border.unique().tolist() == list(range(1, 11)) and skip.unique().tolist() == list(range(41))
@@ -235,7 +243,7 @@ def test_composed_views_draw_independently():
 def test_compose_takes_the_dictionaries_of_a_recipe():
     view = Compose([{"view": "skip", "max_skip": 3}, PosAug()])
     assert view == Compose([Skip(max_skip=3), PosAug()])
-    assert not Compose([Standard()]).perturbs and view.perturbs
+    assert view.perturbs
 
 
 @pytest.mark.parametrize(
@@ -248,15 +256,58 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
         (lambda: Skip(skip=3, max_skip=3), "give skip or max_skip, not both"),
         (lambda: Cyclic(shift=-2), "view 'cyclic': shift must be at least 0, got -2."),
         (lambda: ChunkPermute(blocks=1), "view 'chunk-permute': blocks must be at least 2, got 1."),
-        (lambda: Dilation(low=0), "view 'dilation': low must be a finite number above 0, got 0."),
+        (lambda: Dilation(low=0), "view 'dilation': low must be a finite number above 0, .* got 0."),
         (lambda: PosAug(low=2, high=1), "view 'posaug': low must not exceed high, got low=2 and high=1."),
-        (lambda: PosAug(high=float("inf")), "high must be a finite number above 0, got inf."),
+        (lambda: PosAug(high=float("inf")), "high must be a finite number above 0, .* got inf."),
+        (lambda: Skip(split=0), "view 'skip': split must be at least 1 or None, got 0"),
+        (lambda: Skip(skip=0), "skip=0 moves nothing"),
+        (lambda: Skip(start=3), "start is read with a curriculum alone, got start=3: leave it out"),
+        (lambda: Skip(curriculum="linear", until=0.5), "until is read with curriculum='step' alone"),
+        (lambda: Skip(law="log-uniform", max_skip=1), "law='log-uniform' says nothing where max_skip=1"),
+        (
+            lambda: Skip(curriculum="step", start=8, max_skip=8),
+            "goes from start=8 to an equal max_skip",
+        ),
+        (lambda: Skip(curriculum="step", until="half"), "until must be in \\(0, 1\\), got 'half'"),
+        (lambda: Skip(split=True), "split must be an integer or None, got True"),
+        (lambda: Cyclic(shift=0), "shift=0 turns nothing"),
+        (lambda: Dilation(low=1, high=1), "low=1 and high=1 stretch nothing"),
+        (lambda: Dilation(low="a"), "low must be a finite number above 0, .*got 'a'"),
+        (lambda: Dilation(low=1e-320), "low must be a finite number above 0, from 2\\*\\*-24"),
+        (lambda: RandomBase(low=1.0, high=1.0), "low=1 and high=1 keep the base"),
+        (lambda: RandomBase(low=2, high=2, law="log-uniform"), "law='log-uniform' says nothing where low and high are"),
+        (lambda: PosAug(values=[1.0]), "values is read with law='discrete' or 'cycling' alone, got values=\\[1.0\\]"),
+        (
+            lambda: PosAug(law="discrete", high=32),
+            "high is read with law='uniform' or .* alone, got high=32",
+        ),
+        (lambda: PosAug(law="cycling", low=0.5), "low is read with law='uniform' or 'log-uniform' alone"),
+        (lambda: PosAug(start=[0.5, 2]), "start is read with curriculum='linear' alone"),
+        (lambda: PosAug(curriculum="linear", until=0.5), "until is read with curriculum='step' alone"),
+        (lambda: PosAug(low=1, high=1), "every alpha is 1, which scales nothing"),
+        (lambda: PosAug(law="cycling", values=[1, 1]), "every alpha is 1, which scales nothing"),
+        (lambda: PosAug(low=2, high=2, law="log-uniform"), "law='log-uniform' says nothing where no alpha is drawn"),
+        (lambda: PosAug(low=2, high=2, granularity="sample"), "granularity='sample' says nothing where no alpha"),
+        (lambda: PosAug(curriculum="linear", start=[0.125, 8.0]), "goes from start=\\(0.125, 8.0\\) to an equal range"),
+        (lambda: PosAug(law="discrete", values="12"), "values must be a list of numbers, got '12'"),
+        (lambda: PosAug(law="discrete", values=3), "values must be a list of numbers, got 3"),
+        (lambda: PosAug(law="discrete", values=[True]), "values must be a finite number above 0, .*got True"),
+        (lambda: PosAug(curriculum="linear", start=1), "start must be a list of numbers, got 1"),
+        (lambda: PosAug(low=float("nan")), "low must be a finite number above 0, .*got nan"),
+        (lambda: PosAug(high=10**400), "high must be a finite number above 0"),
+        (lambda: Cream(target=9, law="uniform", sigma=3), "sigma is read with law='gaussian' alone, got sigma=3"),
+        (lambda: Cream(target=9, sigma="3"), "sigma must be a finite number above 0, .*got '3'"),
+        (lambda: EndPrompt(target=9, cue_tokens=0, placement="random"), "cue_tokens=0 is the control without one"),
+        (lambda: EndPrompt(target=9, cue_tokens=True), "cue_tokens must be an integer or None, got True"),
+        (lambda: Compose([Skip(), Standard()]), "Standard\\(\\) changes nothing: leave it out"),
+        (lambda: Compose([Skip(), NoPE()]), "view 'nope' leaves no distances that the others could change"),
+        (lambda: Compose([Dilation(), RPE()]), "view 'rpe' goes by the index of a token, so it must come first"),
         (lambda: PosAug(law="normal"), "law must be one of \\('uniform', .*\\), got 'normal'."),
         (lambda: PosAug(granularity="row"), "granularity must be one of"),
         (lambda: PosAug(curriculum="cosine"), "curriculum must be one of"),
         (lambda: PosAug(law="discrete", values=[]), "values must hold at least one alpha"),
-        (lambda: PosAug(start=[2.0]), "start must be"),
-        (lambda: PosAug(until=1.0), "until must be in"),
+        (lambda: PosAug(curriculum="linear", start=[2.0]), "start must be"),
+        (lambda: PosAug(curriculum="step", until=1.0), "until must be in"),
         (lambda: PosAug(law="cycling", granularity="sample"), "'cycling' goes by steps, got granularity='sample'"),
         (lambda: PosAug(law="discrete", curriculum="linear"), "curriculum 'linear' moves a range"),
         (lambda: PosAug(law="discrete", values=[64.0]).check_length(2**19), "RoPE indices would reach"),
@@ -332,13 +383,13 @@ def test_a_curriculum_may_start_with_true_positions():
     length = torch.full((50, 1), L)
     early, late = (replace(key(50), progress=torch.tensor(p, dtype=torch.float64)) for p in (0.1, 0.9))
     parameters = view.draw(length, early)
-    assert not parameters["skip"].any() and torch.equal(view.affected_from(length, parameters), length)
+    assert not parameters["skip"].any() and torch.equal(first_changed(view, parameters, length), length)
     parameters = view.draw(length, late)
-    assert torch.equal(view.affected_from(length, parameters), parameters["split"])
+    assert torch.equal(first_changed(view, parameters, length) % L, parameters["split"])
     for wrong, message in (
         ({"skip": 5, "law": "log-uniform"}, "law and curriculum are of the draw that a fixed skip replaces"),
         ({"law": "normal"}, "law must be one of"),
-        ({"until": 1.5}, "until must be in"),
+        ({"curriculum": "step", "until": 1.5}, "until must be in"),
         ({"start": -1}, "start must be at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -352,7 +403,7 @@ def test_the_middle_lies_between_head_and_tail(law, length, target):
     lengths = torch.full((draws, 1), length)
     parameters = view.draw(lengths, key(draws))
     rows, factor = view.rope_index(torch.arange(length), parameters), target // length
-    first = view.affected_from(lengths, parameters).flatten().tolist()
+    first = first_changed(view, parameters, lengths).flatten().tolist()
     heads = parameters["head"].flatten().tolist()
     assert set(heads) == {length // 3, min(4 * factor, length // 3)}
     for row, h, affected in zip(rows.tolist(), heads, first, strict=True):

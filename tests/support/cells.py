@@ -161,8 +161,8 @@ def _permuted(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
 
 
 def _sampled(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    table, last = drawn["_table"][: drawn["_longest"]].double(), int(drawn["_longest"]) - 1
-    assert len(table.unique()) == len(table)
+    table, last = drawn["_table"][:n].double(), n - 1
+    assert len(table.unique()) == len(table) and table.max() < 64
     return torch.stack([table[i] if i <= last else table[last] + i - last for i in t.long()])
 
 

@@ -22,7 +22,7 @@ SKIP = {"view": "skip", "view_args": {"max_skip": 40}}
 SELF = {"objective": "self-distill", **SKIP}
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}}
 LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}}
-COMPOSE = {"views": [{"view": "skip", "max_skip": 8}, {"view": "posaug", "values": [1, 2]}]}
+COMPOSE = {"views": [{"view": "skip", "max_skip": 8}, {"view": "posaug", "law": "discrete", "values": [1, 2]}]}
 END = {"view": "endprompt", "cue": "word", "processing_class": tokenizer()}
 
 
@@ -133,9 +133,10 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
     [
         (SKIP, {"view": "skip", "view_args": '{"max_skip": 40, "law": "uniform", "split": null}', "view_seed": 42}),
         (
-            {"view": "posaug", "view_args": {"values": (1.0, 2.0), "low": 1}},
-            {"view": "posaug", "view_args": {"values": [1, 2], "low": 1.0, "high": 8}},
+            {"view": "posaug", "view_args": {"law": "discrete", "values": (1.0, 2.0)}},
+            {"view": "posaug", "view_args": {"law": "discrete", "values": [1, 2], "granularity": "step"}},
         ),
+        ({"view": "posaug", "view_args": {"low": 1}}, {"view": "posaug", "view_args": {"low": 1.0, "high": 8}}),
         (
             {"view": "compose", "view_args": COMPOSE},
             {"view": "compose", "view_args": json.dumps(COMPOSE)},
@@ -155,7 +156,7 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
         ),
         ({**END, "view_args": {"target": 128}}, {**END, "view_args": {"target": 128}, "cue": " Finis"}),
     ],
-    ids=["json", "tuples", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "cue"],
+    ids=["json", "tuples", "defaults", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "cue"],
 )
 def test_the_same_method_said_otherwise_goes_on(before, now, tmp_path, caplog):
     saved(tmp_path, **before)
