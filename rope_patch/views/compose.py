@@ -41,6 +41,13 @@ class Compose(View):
         for view in self.views:
             view.check_length(length)
 
+    def reach(self, length: int, last: int | None = None) -> int | None:
+        for view in self.views:
+            last = view.reach(length, last)
+            if last is None:
+                return None
+        return last
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {
             f"{i}.{name}": value

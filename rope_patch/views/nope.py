@@ -19,5 +19,8 @@ class NoPE(View):
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {}
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return 0
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.zeros_like(t)

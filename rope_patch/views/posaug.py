@@ -1,5 +1,6 @@
 """Positions scaled by one random factor per optimizer step."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -73,10 +74,15 @@ class PosAug(View):
         return self.law in ("discrete", "cycling")
 
     def check_length(self, length: int) -> None:
+        require_indexable(self, max(self.reach(length), length - 1))
+
+    def reach(self, length: int, last: int | None = None) -> int:
         largest = max(self.values) if self._from_values else self.high
         if self.curriculum == "linear":
             largest = max(largest, self.start[1])
-        require_indexable(self, max(largest, 1.0) * (length - 1))
+        if self.curriculum == "step":
+            largest = max(largest, 1.0)
+        return math.ceil(largest * (length - 1 if last is None else last))
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         own = {"step": key.per_step, "micro-batch": key.per_forward, "sample": lambda: key}[self.granularity]()

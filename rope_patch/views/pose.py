@@ -48,6 +48,9 @@ class PoSE(View):
                 "RopeSFTTrainer does where the view stands alone; elsewhere take `cut`, or leave out window."
             )
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return (length - 1 if last is None else last) + max(self.target - length, 0)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         parameters = {f"_border_{i}": border for i, border in enumerate(self._borders(length, key), 1)}
         offset = torch.zeros_like(length)

@@ -40,6 +40,9 @@ class RPE(View):
                 f"max_index={self.max_index}. Use shorter rows or a larger max_index."
             )
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return self.max_index - 1 + (0 if last is None else max(last - length + 1, 0))
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         slots = torch.arange(self.max_index, device=length.device)
         if self.granularity == "step":

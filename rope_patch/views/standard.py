@@ -21,5 +21,8 @@ class Standard(View):
     def affected_from(self, length: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return length
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return length - 1 if last is None else last
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return t
