@@ -200,6 +200,10 @@ class RopeSFTConfig(SFTConfig):
     def _check_view(self) -> None:
         options = self._options("view_args")
         if self.cue is not None:
+            from .cues import require_cue
+
+            for one in [self.cue] if isinstance(self.cue, str) else self.cue:
+                require_cue(one)
             if self.view != "endprompt" or "cue_tokens" in options or self.max_length is None:
                 raise ValueError(
                     "cue goes with view='endprompt', whose cue_tokens it sets, and with a max_length; got "

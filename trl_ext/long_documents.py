@@ -22,8 +22,16 @@ def cut_ids(ids: Sequence[int], seq_len: int, begin: Sequence[int]) -> list[list
     Each row begins as the document does, with the tokens that the tokenizer puts before a text, and the last one alone
     ends as it does.
     """
-    own = begin_of(ids, begin)
-    return cut_document(ids[len(own) :], seq_len, SpecialTokens(own)) if len(ids) > seq_len else [list(ids)]
+    return _cut(ids, seq_len, len(begin_of(ids, begin))) if len(ids) > seq_len else [list(ids)]
+
+
+def _cut(values: Sequence[int], seq_len: int, n_begin: int) -> list[list[int]]:
+    """Rows that each begin with the first `n_begin` values, and then go on with the others."""
+    head = values[:n_begin]
+    rows = cut_document(values[n_begin:], seq_len, SpecialTokens(tuple(head)))
+    if len(rows[-1]) == n_begin + 1 and seq_len > n_begin + 2:  # one token alone has nothing to be predicted from
+        rows[-1] = [*head, rows[-2].pop(), *rows[-1][n_begin:]]
+    return rows
 
 
 def cut_batch(
@@ -43,10 +51,9 @@ def cut_batch(
         if len(ids) <= max_length or (whole and is_masked(labels)):
             rows, row_labels = [ids], [labels]
         else:
-            own = begin_of(ids, begin)
-            rows = cut_ids(ids, max_length, own)
-            # a label stands with its token: the same cut, with the labels of the beginning in front
-            row_labels = cut_document(labels[len(own) :], max_length, SpecialTokens(tuple(labels[: len(own)])))
+            n_begin = len(begin_of(ids, begin))
+            # a label stands with its token
+            rows, row_labels = _cut(ids, max_length, n_begin), _cut(labels, max_length, n_begin)
         made["input_ids"] += rows
         made["labels"] += row_labels
         for name in made.keys() - {"input_ids", "labels"}:
