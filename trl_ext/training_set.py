@@ -93,7 +93,7 @@ def prepare_rows(
     tokenized = prepare(dataset, as_it_is, False)
     way = _Way.of(args, tokenizer, packing, columns)
     if isinstance(tokenized, IterableDataset):
-        return _prepare_stream(tokenized, name, args, way, partial(prepare, args=args, packing=packing))
+        return _prepare_stream(tokenized, name, args, way, lambda rows: prepare(rows, args, packing))
     if not all(isinstance(tokenized.features[column], List | LargeList) for column in ("input_ids", "labels")):
         return prepare(tokenized, args, packing)
     limit = args.max_length if way.truncates else None
