@@ -178,11 +178,11 @@ def test_pose_reads_whole_books_over_the_epochs(template, tmp_path):
         processing_class=framing(template), dataloader_pin_memory=False,
     )  # fmt: skip
     (batch,) = [run.data_collator([run.train_dataset[i] for i in range(len(run.train_dataset))])]
-    seen = set()
+    seen, n_rows = set(), len(run.train_dataset)
     for step in range(300):
         cut = dict(batch)
-        assert cut_rows(view_source(run.model).view, cut, DrawKey(0, torch.tensor(step), torch.arange(4)[:, None]))
-        assert cut["input_ids"].shape == (4, 8)
+        assert cut_rows(view_source(run.model).view, cut, DrawKey(0, torch.tensor(step), torch.arange(n_rows)[:, None]))
+        assert cut["input_ids"].shape == (n_rows, 8)
         if template != "$A":
             assert (cut["input_ids"][:, 0] == BOS).all(), "a row that is cut begins as a text does"
         seen |= set(cut["input_ids"].flatten().tolist())
