@@ -14,6 +14,19 @@ class RopeSFTConfig(SFTConfig):
     """Configuration of [`RopeSFTTrainer`]: everything of [`~trl.SFTConfig`], and what follows.
 
     `max_length` is None here, so that nothing is truncated: TRL's own default of 1024 tokens would cut every long text.
+    `packing_strategy` is "bfd_split": TRL's "bfd" throws away what is behind `max_length`. What is left out of a
+    dataset, and why, is told before training.
+
+    > Parameters that control the data
+
+    Args:
+        max_length: tokens in a row, at most. A longer text gives several rows, each of which begins with the tokens
+            that the tokenizer puts before a text; all of them are read. None: rows of any length.
+        long_documents: without packing, "split" cuts a text longer than `max_length` into rows; prompts and
+            completions, messages and documents with masked labels stay whole and are truncated, which is told.
+            "truncate" keeps the first `max_length` tokens of every document, as TRL does.
+        packing_strategy: with packing, "bfd_split" cuts every document longer than `max_length`, conversations too;
+            "bfd" truncates it; "wrapped" joins documents and cuts rows anywhere.
 
     > Parameters that control the window
 
@@ -69,7 +82,25 @@ class RopeSFTConfig(SFTConfig):
 
     max_length: int | None = field(
         default=None,
-        metadata={"help": "Maximum tokens in a row; longer ones are truncated or, when packing, split. None: any."},
+        metadata={
+            "help": "Most tokens in a row; a longer text gives several rows, see long_documents and packing_strategy. "
+            "None: any."
+        },
+    )
+    packing_strategy: str = field(
+        default="bfd_split",
+        metadata={
+            "help": "What packing does with documents longer than max_length: 'bfd_split' cuts them, 'bfd' throws away "
+            "what is behind max_length, 'wrapped' joins documents and cuts rows anywhere.",
+            "choices": ["bfd", "bfd_split", "wrapped"],
+        },
+    )
+    long_documents: Literal["split", "truncate"] = field(
+        default="split",
+        metadata={
+            "help": "Without packing, texts longer than max_length: 'split' cuts them into rows that are all read, "
+            "'truncate' throws away what is behind max_length. Prompts, completions and messages are truncated."
+        },
     )
     rescale: str | None = field(
         default=None,
@@ -155,12 +186,29 @@ class RopeSFTConfig(SFTConfig):
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
         if self.view == "standard" and self.view_args:
             raise ValueError(f"view_args needs view, the name of the view; got {self.view_args}.")
+        self._check_data()
         self._check_view()
         self._check_objective()
+
+    def _check_data(self) -> None:
+        if self.long_documents not in ("split", "truncate"):
+            raise ValueError(f"long_documents must be 'split' or 'truncate', got {self.long_documents!r}.")
+        packs_all = self.packing and self.eval_packing is not False
+        if self.long_documents == "truncate" and packs_all and self.packing_strategy != "bfd":
+            raise ValueError(
+                "long_documents is for rows without packing; with packing=True the same is packing_strategy='bfd', got "
+                f"long_documents='truncate' and packing_strategy={self.packing_strategy!r}."
+            )
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length must be at least 2 tokens, or None, got {self.max_length}.")
 
     def _check_view(self) -> None:
         options = self._options("view_args")
         if self.cue is not None:
+            from .cues import require_cue
+
+            for one in [self.cue] if isinstance(self.cue, str) else self.cue:
+                require_cue(one)
             if self.view != "endprompt" or "cue_tokens" in options or self.max_length is None:
                 raise ValueError(
                     "cue goes with view='endprompt', whose cue_tokens it sets, and with a max_length; got "

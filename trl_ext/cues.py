@@ -1,6 +1,8 @@
 """Cues behind documents, for `view="endprompt"`: all of their tokens behind each, and nothing cut in silence."""
 
 import copy
+import json
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,17 +11,39 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rope_patch.draws import philox4x32
+from rope_patch.registry import unknown
+from rope_patch.special_tokens import SpecialTokens
+
+from .long_documents import cut_ids
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
 
 _MASK = 0xFFFFFFFF
 CUES = {
-    "sentence": " This is where the text comes to its end.",
-    "word": " Finis",
+    "sentence": "This is the end of text, please pay attention here",
+    "word": "End.",
 }
-"""Cues of our own, in the kinds of the paper: a short sentence that announces the end, and one word. "end-of-turn", its
-third, is the token by which the tokenizer ends a turn or, without one, a text."""
+"""The paper's cues that are texts, EP_1 and EP_3. "end-of-turn" is its EP_2, `<|eot_id|>` of Llama 3.
+
+Source: EndPrompt, arXiv:2605.14589, Appendix B.1.
+"""
+
+_NAMES = (*CUES, "end-of-turn", "none")
+_A_NAME = re.compile(r"[a-z]+(-[a-z]+)*")
+_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|eot|>", "<|end|>")
+_QUESTION, _REPLY = "What is the name?", "It is Aurelius."
+
+
+def require_cue(cue: object) -> None:
+    """Raise ValueError unless `cue` is a name of one, or a text that cannot be mistaken for a name."""
+    if not isinstance(cue, str):
+        raise ValueError(f"cue must be a name or a text, or a list of them, got {cue!r}.")
+    if _A_NAME.fullmatch(cue) and cue not in _NAMES:
+        raise ValueError(
+            f"{unknown('cue', cue, _NAMES)} A text of your own has a space, a capital, a digit or a mark, such as "
+            "'The end.'"
+        )
 
 
 def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
@@ -27,16 +51,20 @@ def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
 
     Args:
         tokenizer: of the model.
-        cue: "sentence", "word", "end-of-turn", "none", or a text of one's own.
+        cue: "sentence" or "word", see `CUES`; "end-of-turn", the token by which the tokenizer's chat template ends an
+            assistant's turn or, without a template, one of the usual names of it or the end-of-sequence token; "none";
+            or a text of one's own, which is more than one word of lower-case letters and hyphens.
 
     Raises:
-        ValueError: "end-of-turn" of a tokenizer that has no such token, or a text without tokens.
+        ValueError: a word that is no name, "end-of-turn" of a tokenizer that has no such token, or a text without
+            tokens.
     """
+    require_cue(cue)
     if cue == "none":
         return []
     if cue == "end-of-turn":
-        found = getattr(tokenizer, "eot_token_id", None) or tokenizer.eos_token_id
-        if not isinstance(found, int):
+        found = end_of_turn(tokenizer)
+        if found is None:
             raise ValueError("cue 'end-of-turn' needs a tokenizer with an end-of-turn or end-of-text token.")
         return [found]
     ids: list[int] = tokenizer(CUES.get(cue, cue), add_special_tokens=False)["input_ids"]
@@ -45,7 +73,29 @@ def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
     return ids
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The first special token that the chat template puts behind an assistant's reply, else one that is named so.
+
+    Returns:
+        Its id; None if the tokenizer has neither such a token nor an end-of-sequence token.
+    """
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+    special -= {tokenizer.unk_token_id}
+    if getattr(tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+        _, reply, behind = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_REPLY)
+        ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"] if reply and behind else []
+        found = next((token for token in ids if token in special), None)
+        if found is not None:
+            return found
+    vocabulary = tokenizer.get_vocab()
+    named = next((vocabulary[name] for name in _ENDS_OF_TURN if name in vocabulary), tokenizer.eos_token_id)
+    return named if isinstance(named, int) else None
+
+
 CueTokens = int | list[list[int]]
+_COMES_FIRST = {"messages", "prompt", "input_ids"}  # as TRL reads a dataset that has these beside a text
 
 
 def append_cue(
@@ -55,12 +105,16 @@ def append_cue(
     cue: str | Sequence[str] = "sentence",
     max_length: int,
     seed: int = 0,
+    text_field: str = "text",
 ) -> tuple[Dataset, CueTokens]:
     """A tokenized dataset whose documents all end with the cue, or with one of a set, and the view's `cue_tokens`.
 
-    `text` is cut into pieces that leave room for the cue, so that all of it is kept; `prompt` and `completion`, plain
-    or as messages, and `messages` are tokenized as TRL does and stay whole; `input_ids` likewise. Columns of the
-    result: `input_ids`, and `completion_mask` where there are completions, the cue being part of them.
+    Documents are tokenized as TRL does, which ends a text or a plain completion with the end-of-sequence token; the cue
+    comes behind it. So rows of cue "none" are those of plain fine-tuning, and completions train a stop. A text is cut
+    into pieces that leave room for the cue, so that all of it is kept: each begins with the tokens that the tokenizer
+    puts before a text, the last one alone has the end-of-sequence token, and all have the cue. `prompt` and
+    `completion`, plain or as messages, `messages` and `input_ids` stay whole. Columns of the result: `input_ids`, and
+    `completion_mask` where there are completions, the cue being part of them.
 
     Args:
         dataset: of one of these formats.
@@ -68,6 +122,7 @@ def append_cue(
         cue: as in `cue_ids`; of several, each document gets one, drawn by `seed` and its number in the result.
         max_length: tokens of a document and its cue, at most; of several cues, the longest.
         seed: of the draw.
+        text_field: the column of texts.
 
     Returns:
         The dataset, and `cue_tokens` of the view: the cue's number of tokens, or the token ids of each of a set.
@@ -93,14 +148,15 @@ def append_cue(
 
     tokens: CueTokens = longest if isinstance(cue, str) else cues
     columns = dataset.column_names
-    if "text" in columns:
+    if text_field in columns and not _COMES_FIRST & set(columns):
         pieces = dataset.map(
-            lambda batch: {"input_ids": _cut(tokenizer, batch["text"], room)}, batched=True, remove_columns=columns
+            lambda batch: {"input_ids": _cut(tokenizer, batch[text_field], room)}, batched=True, remove_columns=columns
         )
         return pieces.map(ended, with_indices=True), tokens
     if not ({"prompt", "completion"} <= set(columns) or "messages" in columns or "input_ids" in columns):
         raise ValueError(
-            f"dataset must have text, prompt and completion, messages, or input_ids, got {', '.join(columns)}."
+            f"dataset must have {text_field}, prompt and completion, messages, or input_ids, got {', '.join(columns)}. "
+            "Set text_field if the text has another name."
         )
     whole = dataset.map(lambda row: _whole(tokenizer, row), remove_columns=columns)
     lengths = [len(row) for row in whole["input_ids"]]
@@ -136,7 +192,9 @@ def with_cue(
         tokenizer = AutoTokenizer.from_pretrained(name)
     assert args.cue is not None and args.max_length is not None
     seed = args.seed if args.view_seed is None else args.view_seed
-    dataset, tokens = append_cue(dataset, tokenizer, cue=args.cue, max_length=args.max_length, seed=seed)
+    dataset, tokens = append_cue(
+        dataset, tokenizer, cue=args.cue, max_length=args.max_length, seed=seed, text_field=args.dataset_text_field
+    )
     args = copy.copy(args)
     args.view_args = {**args._options("view_args"), "cue_tokens": tokens}
     if "completion_mask" in dataset.column_names and args.completion_only_loss is None:
@@ -145,27 +203,44 @@ def with_cue(
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int) -> list[list[int]]:
-    encoded = tokenizer(texts, verbose=False)["input_ids"]
-    return [ids[first : first + room] for ids in encoded for first in range(0, len(ids), room)]
+    encoded = tokenizer([_stopped(tokenizer, text) for text in texts], verbose=False)["input_ids"]
+    begin: tuple[int, ...] | None = None
+    rows = []
+    for ids in encoded:
+        if len(ids) > room and begin is None:
+            begin = SpecialTokens.of(tokenizer).begin
+        rows += cut_ids(ids, room, begin or ())
+    return rows
+
+
+def _stopped(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text as TRL reads it, with the end-of-sequence token behind it."""
+    eos = tokenizer.eos_token
+    return text if not isinstance(eos, str) or text.endswith(eos) else text + eos
 
 
 def _whole(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> dict[str, Any]:
     """Token ids of a row, and which of them are a completion's."""
     if "input_ids" in row:
         return {name: row[name] for name in ("input_ids", "completion_mask") if name in row}
+    chat: dict[str, Any] = dict(row.get("chat_template_kwargs") or {})
+    if row.get("tools"):
+        chat["tools"] = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
     if "messages" in row:
-        return {"input_ids": _chat(tokenizer, row["messages"], reply=False)}
+        return {"input_ids": _chat(tokenizer, row["messages"], chat)}
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str):
         before = tokenizer(prompt)["input_ids"]
-        both = tokenizer(prompt + completion)["input_ids"]
+        both = tokenizer(prompt + _stopped(tokenizer, completion))["input_ids"]
     else:
-        before = _chat(tokenizer, prompt, reply=True)
-        both = _chat(tokenizer, [*prompt, *completion], reply=False)
-    return {"input_ids": both, "completion_mask": [0] * len(before) + [1] * (len(both) - len(before))}
+        before = _chat(tokenizer, prompt, {**chat, "add_generation_prompt": True})
+        both = _chat(tokenizer, [*prompt, *completion], chat)
+    # as TRL: where both begin to differ, which is before the prompt's end if tokens or templates run across it
+    n_prompt = next((i for i, pair in enumerate(zip(before, both, strict=False)) if pair[0] != pair[1]), len(before))
+    return {"input_ids": both, "completion_mask": [0] * n_prompt + [1] * (len(both) - n_prompt)}
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, reply: bool) -> list[int]:
-    encoded: Any = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=reply, return_dict=True)
+def _chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+    encoded: Any = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
     ids: list[int] = encoded["input_ids"]
     return ids

@@ -42,6 +42,7 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
         "view": view.name,
         "view_args": view.options(),
         "trainable": args.trainable,
+        "long_documents": args.long_documents,
         "restore_every": args.restore_every,
         "token_weighting": args.token_weighting,
         "shifted_attention": args.shifted_attention,

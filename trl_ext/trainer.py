@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
@@ -27,7 +26,7 @@ from rope_patch.rotary import find_core, find_decoder
 from rope_patch.shifted_attention import ShiftedAttention
 from rope_patch.sidecar import require_same_rope
 from rope_patch.state import state_of
-from rope_patch.views import PoSE
+from rope_patch.views import VIEWS, PoSE, View
 
 from .config import RopeSFTConfig
 from .cues import with_cue
@@ -37,7 +36,8 @@ from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Ob
 from .sentences import sentence_ends
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
-from .training_set import document_lengths, require_text
+from .training_set import document_lengths, prepare_rows, require_taught, require_text
+from .window_check import check_window, farthest_target
 
 logger = logging.get_logger(__name__)
 
@@ -99,6 +99,9 @@ class RopeSFTTrainer(SFTTrainer):
             for name in ("train_dataset", "eval_dataset"):
                 require_text(kwargs.get(name), name, args)
         super().__init__(model, args, **kwargs)
+        if self._skip_prepare_dataset and not self._is_vision_dataset:
+            require_taught(self.train_dataset, "train_dataset", args, self._tokenizer)
+        came_patched = state_of(find_decoder(self.model)) is not None
         self._patch(args)
         self._source = view_source(self.model)
         assert self._source is not None  # at the least the standard view
@@ -118,23 +121,57 @@ class RopeSFTTrainer(SFTTrainer):
         self._means = {mode: self._new_means() for mode in ("train", "eval")}
         self._batches_left = 0  # of the optimizer step
         self._evaluated = 0  # documents of the evaluation in progress
-        self._check_lengths()
+        try:
+            self._check_lengths()
+        except ValueError:
+            if not came_patched:
+                unpatch_model(self.model)
+            raise
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: Any,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Any:
+        """TRL's preparation, between whose tokenizing and packing long documents are cut."""
+
+        def prepare(documents: Any, args: RopeSFTConfig, packing: bool) -> Any:
+            formatting = formatting_func if documents is dataset else None  # which makes text, once
+            return super(RopeSFTTrainer, self)._prepare_dataset(
+                documents, processing_class, args, packing, formatting, dataset_name
+            )
+
+        known = {"train": "train_dataset", "eval": "eval_dataset"}
+        name = known.get(dataset_name, f"eval_dataset[{dataset_name!r}]")
+        return prepare_rows(dataset, name, args, self._tokenizer, packing, prepare)
 
     def _check_lengths(self) -> None:
-        """Stop here, and not at the step that meets it, if a document is too long for the view or for a teacher."""
+        """Stop here, and not at the step that meets it, if a document is too long for window, view or teacher."""
         assert self._source is not None
-        lengths, view = document_lengths(self.train_dataset), self._source.view
-        if lengths is None or not lengths.max():
-            return
-        if isinstance(view, PoSE) and view.window is not None:
+        draws = self._perturbs and (self._objective is None or self._objective.draws)
+        view = self._source.view if draws else VIEWS["standard"]()
+        lengths = document_lengths(self.train_dataset)
+        if lengths is not None and isinstance(view, PoSE) and view.window is not None:
             lengths = lengths.clamp(max=view.window)
-        longest = int(lengths.max())
-        if self._perturbs and (self._objective is None or self._objective.draws):
-            view.check_length(longest)
+        longest = None if lengths is None else int(lengths.max())
+        check_window(self.model, view, longest, tell=self.args.process_index == 0)
+        if lengths is None or not longest:
+            return
+        view.check_length(longest)
+        if draws:
             self._source.checked_length = longest
         if self._objective is not None:
             self._objective.check_length(longest)
             self._objective.check_documents(lengths)
+
+    def _longest(self) -> int | None:
+        """Tokens of the longest document of a row, None where only reading all of them would say."""
+        lengths = document_lengths(self.train_dataset)
+        return None if lengths is None else int(lengths.max()) or None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's training; a checkpoint of another RoPE or another method is refused.
@@ -170,7 +207,7 @@ class RopeSFTTrainer(SFTTrainer):
         try:
             if rescaling is not None:
                 _require_new(rescaling, self.model)
-                patch_model(self.model, _with_window(rescaling, args, find_decoder(self.model)))
+                patch_model(self.model, self._with_window(rescaling, args, view))
             # "standard" is the default: it does not take off a view that the user has put on
             before = view_source(self.model)
             if view.perturbs or before is None or before.of_trainer:
@@ -180,6 +217,14 @@ class RopeSFTTrainer(SFTTrainer):
             if not was_patched:
                 unpatch_model(self.model)
             raise
+
+    def _with_window(self, rescaling: Rescaling, args: RopeSFTConfig, view: View) -> Rescaling:
+        """A new base does not say how far it reaches: promise the rows and the target that it is trained on."""
+        if not isinstance(rescaling, ABF) or rescaling.max_position_embeddings is not None:
+            return rescaling
+        rows = args.max_length or self._longest() or 0
+        window = max(rows, farthest_target(view), find_decoder(self.model).config.max_position_embeddings)
+        return ABF(theta=rescaling.theta, max_position_embeddings=window)
 
     def _refuse_sharded_sequences(self) -> None:
         what = f"view {self.args.view!r} draws for" if self._perturbs else f"{self.args.objective!r} relates tokens of"
@@ -452,14 +497,6 @@ class RopeSFTTrainer(SFTTrainer):
                 self._metrics["train"]["tokens_per_second"].append(rate)
             self._rate_since = tokens, now
         super().log(logs, start_time)
-
-
-def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedModel) -> Rescaling:
-    """A new base does not say how far it reaches: promise at least the rows that it is trained on."""
-    if isinstance(rescaling, ABF) and rescaling.max_position_embeddings is None and args.max_length is not None:
-        window = max(args.max_length, decoder.config.max_position_embeddings)
-        return ABF(theta=rescaling.theta, max_position_embeddings=window)
-    return rescaling
 
 
 def _require_new(rescaling: Rescaling, model: nn.Module) -> None:

@@ -1,13 +1,27 @@
-"""What can be told of a training set before the first step: whether it has text, and the lengths of its documents."""
+"""What becomes of a training set before the first step: what is told of it, and what is refused."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset, LargeList, List
+from datasets import Dataset, IterableDataset, LargeList, List
+from transformers.utils import logging
+
+from rope_patch.special_tokens import SpecialTokens
 
 from .config import RopeSFTConfig
+from .document_survey import Survey
+from .long_documents import STAY_WHOLE, cut_batch
+
+logger = logging.get_logger(__name__)
+
+Prepare = Callable[[Any, RopeSFTConfig, bool], Any]
+"""TRL's preparation of a dataset, with a config and whether to pack."""
 
 
 def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
@@ -46,3 +60,247 @@ def document_lengths(dataset: Any) -> torch.Tensor | None:
         lengths = pc.list_flatten(rows) if column == "seq_lengths" else pc.list_value_length(rows)
         found.append(torch.tensor(lengths.to_numpy(), dtype=torch.int64))
     return torch.cat(found) if found else None
+
+
+def prepare_rows(
+    dataset: Any,
+    name: str,
+    args: RopeSFTConfig,
+    tokenizer: Any,
+    packing: bool,
+    prepare: Prepare,
+) -> Any:
+    """Rows of a dataset for training, by TRL's own preparation, with what it would leave out cut or told.
+
+    TRL tokenizes first. Documents without a token to predict are then left out, and those longer than `max_length` are
+    cut where `args` and the kind of data allow it. What TRL packs or truncates afterwards is told in one line.
+
+    Args:
+        dataset: as the trainer was given it.
+        name: of it, for messages.
+        args: of the trainer.
+        tokenizer: of the model.
+        packing: whether rows hold several documents.
+        prepare: TRL's preparation; it leaves a tokenized dataset as it is but for truncation, packing and shuffling.
+
+    Raises:
+        ValueError: no document has a token to predict, or `max_length` leaves no room for one.
+    """
+    columns = _column_names(dataset)
+    if "seq_lengths" in columns:  # packed already
+        return prepare(dataset, args, packing)
+    as_it_is = copy.copy(args)
+    as_it_is.max_length, as_it_is.shuffle_dataset = None, False
+    tokenized = prepare(dataset, as_it_is, False)
+    way = _Way.of(args, tokenizer, packing, columns)
+    if isinstance(tokenized, IterableDataset):
+        return _prepare_stream(tokenized, name, args, way, lambda rows: prepare(rows, args, packing))
+    if not all(isinstance(tokenized.features[column], List | LargeList) for column in ("input_ids", "labels")):
+        return prepare(tokenized, args, packing)
+    limit = args.max_length if way.truncates else None
+    survey = partial(Survey.of, special=way.special, labelled=way.labelled, joined=way.wraps)
+    found = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
+    _require_text_to_predict(found.teaches, name)
+    notes, left_out = [], []
+    kept = found.teaches & found.teaches_kept
+    if not found.teaches.all():
+        left_out.append(
+            f"{_count((~found.teaches).sum(), 'document')} of {_count(found.lengths[~found.teaches].sum(), 'token')} "
+            "without a token to predict (empty, one token, special tokens only, or all masked)"
+        )
+    if not kept.any():
+        raise ValueError(
+            f"max_length={args.max_length} truncates all that could be predicted in {name}: all completions lie behind "
+            "it. Raise max_length."
+        )
+    if found.teaches.sum() > kept.sum():
+        lost = found.teaches & ~kept
+        left_out.append(
+            f"{_count(lost.sum(), 'document')} of {_count(found.lengths[lost].sum(), 'token')} whose completion lies "
+            "behind max_length"
+        )
+    if not kept.all():
+        tokenized = tokenized.select(np.flatnonzero(kept))
+    lengths, masked = found.lengths[kept], found.masked[kept]
+    longer = lengths > args.max_length if args.max_length is not None else np.zeros_like(masked)
+    cut = longer & way.cuts(masked)
+    if cut.any():
+        tokenized = way.cut(tokenized)
+        notes.append(f"{_count(cut.sum(), 'document')} longer than max_length cut into rows that are all read")
+        if (cut & (masked | way.whole)).any():
+            notes.append("also conversations, prompts and completions, whose later rows lack what came before")
+        pieces = survey(tokenized)
+        if not pieces.teaches.all():
+            tokenized = tokenized.select(np.flatnonzero(pieces.teaches))
+            tokens = pieces.lengths[~pieces.teaches].sum()
+            left_out.append(f"{_count(tokens, 'token')} in rows of a cut document that have no token to predict")
+    truncated = longer & ~cut & way.truncates
+    if truncated.any():
+        tokens = (lengths[truncated] - args.max_length).sum()
+        left_out.append(
+            f"{_count(tokens, 'token')} behind max_length in {_count(truncated.sum(), 'document')} ({way.remedy()})"
+        )
+    rows = prepare(tokenized, args, packing)
+    if way.wraps and (single := int((survey(rows).lengths == 1).sum())):
+        left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
+    if args.process_index == 0:
+        size = "" if args.max_length is None else f" of at most {args.max_length}"
+        what = f"{name}: {_count(len(found.lengths), 'document')} of {_count(found.tokens, 'token')}"
+        notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *way.notes]
+        logger.warning(f"{', '.join(notes)}. Left out: {'; '.join(left_out) or 'nothing'}.")
+    return rows
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What is done with documents longer than `max_length`."""
+
+    args: RopeSFTConfig
+    tokenizer: Any
+    begin: tuple[int, ...] | None  # None: it cannot be told
+    special: tuple[int, ...]
+    packing: bool
+    columns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: RopeSFTConfig, tokenizer: Any, packing: bool, columns: Sequence[str]) -> "_Way":
+        begin = _begin(tokenizer)
+        if args.max_length is not None and args.max_length <= max(len(begin or ()), 1):
+            raise ValueError(
+                f"max_length must leave room for a token to predict beside the {len(begin or ())} tokens that the "
+                f"tokenizer puts before a text, got {args.max_length}."
+            )
+        return cls(args, tokenizer, begin, tuple(tokenizer.all_special_ids), packing, tuple(columns))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the kind of data must stay whole."""
+        return any(column in self.columns for column in STAY_WHOLE)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether rows are cut from documents that are joined."""
+        return self.packing and self.args.packing_strategy == "wrapped"
+
+    @property
+    def labelled(self) -> bool:
+        return self.args.objective in ("clm", "self-distill")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether TRL truncates what is still longer."""
+        return self.args.max_length is not None and (not self.packing or self.args.packing_strategy == "bfd")
+
+    @property
+    def notes(self) -> list[str]:
+        window = self.args._options("view_args").get("window") if self.args.view == "pose" else None
+        return [] if window is None else [f"of longer rows view 'pose' reads window={window} tokens, others each epoch"]
+
+    def cuts(self, masked: np.ndarray) -> np.ndarray:
+        """Which documents may be cut, given which have masked labels."""
+        if self.packing:
+            return np.full_like(masked, self.args.packing_strategy == "bfd_split")
+        return ~masked & (self.args.long_documents == "split" and not self.whole)
+
+    def cut(self, tokenized: Any) -> Any:
+        """The dataset with its long documents cut."""
+        assert self.args.max_length is not None
+        begin = self.begin
+        if begin is None:  # rows as input_ids begin as they are given
+            begin = () if "input_ids" in self.columns else SpecialTokens.of(self.tokenizer).begin
+        others = not self.args.remove_unused_columns
+        function = partial(
+            cut_batch, max_length=self.args.max_length, begin=begin, whole=not self.packing, others=others
+        )
+        options: dict[str, Any] = {"batched": True, "batch_size": 16, "remove_columns": _column_names(tokenized)}
+        if isinstance(tokenized, IterableDataset):
+            return tokenized.map(function, **options)
+        style = tokenized.format["type"]
+        with self.args.main_process_first(desc="cutting long documents"):
+            made = tokenized.with_format(None).map(
+                function,
+                **options,
+                writer_batch_size=64,  # rows may be long
+                num_proc=self.args.dataset_num_proc,
+                desc="Cutting documents longer than max_length",
+            )
+        return made.with_format(style)
+
+    def remedy(self) -> str:
+        """How to lose less."""
+        if self.packing:
+            return "packing_strategy='bfd_split' keeps them"
+        if not self.whole and self.args.long_documents == "truncate":
+            return "long_documents='split' keeps them"
+        return "documents with prompts, completions or masked labels stay whole: raise max_length"
+
+
+def _prepare_stream(
+    tokenized: IterableDataset, name: str, args: RopeSFTConfig, way: _Way, prepare: Callable[[Any], Any]
+) -> Any:
+    """`prepare_rows` of a dataset that can be read once only: nothing of it is counted."""
+    cuts = args.max_length is not None and bool(way.cuts(np.zeros(1, dtype=bool)).any())
+    if cuts:
+        tokenized = way.cut(tokenized)
+    teaches = partial(_teaches, special=frozenset(way.special), labelled=way.labelled)
+    tokenized = tokenized.filter(teaches)
+    if next(iter(tokenized), None) is None:
+        _require_text_to_predict(np.zeros(0, dtype=bool), name)
+    if args.process_index == 0:
+        longer = f"Documents longer than max_length={args.max_length}"
+        told = [f"{name} is a stream, whose documents and tokens are not counted"]
+        if cuts:
+            told.append(f"{longer} are cut into rows that are all read")
+        if way.truncates and (way.whole or not cuts):
+            told.append(f"{longer} are truncated, and what is behind is left out ({way.remedy()})")
+        elif way.truncates:
+            told.append("Of those with masked labels what is behind max_length is left out")
+        told.append("Documents without a token to predict are left out")
+        logger.warning(". ".join([*told, *way.notes]) + ".")
+    return prepare(tokenized)
+
+
+def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any) -> None:
+    """Raise ValueError if no document of a set that TRL is told not to prepare has a token to predict; tell how many.
+
+    Such a set stays as it is.
+    """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or "seq_lengths" in dataset.column_names:
+        return
+    columns = dataset.features
+    if not all(isinstance(columns.get(column), List | LargeList) for column in ("input_ids", "labels")):
+        return
+    labelled = args.objective in ("clm", "self-distill")
+    found = Survey.of(dataset, tuple(tokenizer.all_special_ids), labelled=labelled)
+    _require_text_to_predict(found.teaches, name)
+    if not found.teaches.all() and args.process_index == 0:
+        logger.warning(f"{name}: {_count((~found.teaches).sum(), 'document')} without a token to predict stay in it.")
+
+
+def _require_text_to_predict(teaches: np.ndarray, name: str) -> None:
+    if not teaches.any():
+        raise ValueError(
+            f"{name} must have a document of at least two tokens, of which one that is not the first has a label, and "
+            f"none of its {len(teaches) or ''} documents has: they are empty, of one token, of special tokens only, or "
+            "all masked. Look at the column that the text is read from."
+        )
+
+
+def _teaches(row: Mapping[str, Any], special: frozenset[int], labelled: bool) -> bool:
+    ids, labels = row["input_ids"], row["labels"] if labelled else row["input_ids"]
+    return any(label != -100 for label in labels[1:]) and any(token not in special for token in ids)
+
+
+def _begin(tokenizer: Any) -> tuple[int, ...] | None:
+    try:
+        return SpecialTokens.of(tokenizer).begin
+    except ValueError:
+        return None  # an error only where a text has to be cut
+
+
+def _column_names(dataset: Any) -> list[str]:
+    return list(next(iter(dataset)) if dataset.column_names is None else dataset.column_names)
+
+
+def _count(n: Any, what: str) -> str:
+    return f"{int(n):,} {what}{'' if n == 1 else 's'}"

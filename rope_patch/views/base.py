@@ -143,6 +143,19 @@ class View:
     def check_length(self, length: int) -> None:
         """Raise ValueError if rows of `length` tokens cannot be viewed this way."""
 
+    def reach(self, length: int, last: int | None = None) -> int | None:
+        """Largest RoPE index that a document of `length` tokens can be given, counted from that of its first token.
+
+        Args:
+            length: tokens of the document, at least 1.
+            last: index of its last token as the view receives it; None is length - 1. Views before this one in a
+                `compose` may have moved it.
+
+        Returns:
+            The index, rounded up; None where the view does not know it.
+        """
+        return None
+
     def check_layers(self, n_layers: int) -> None:
         """Raise ValueError if a layerwise view does not fit a model of `n_layers` layers."""
 

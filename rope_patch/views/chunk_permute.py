@@ -31,6 +31,10 @@ class ChunkPermute(View):
     def check_length(self, length: int) -> None:
         require_indexable(self, length + -(-length // self.blocks))
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        # a last block that is not full may come first, which leaves its gap before the others
+        return (length - 1 if last is None else last) + -length % -(-length // self.blocks)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         chunk = (length + self.blocks - 1) // self.blocks
         there = [block * chunk < length for block in range(self.blocks)]

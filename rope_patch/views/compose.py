@@ -55,6 +55,13 @@ class Compose(View):
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return torch.stack([view.can_change(length) for view in self.views]).any(0)
 
+    def reach(self, length: int, last: int | None = None) -> int | None:
+        for view in self.views:
+            last = view.reach(length, last)
+            if last is None:
+                return None
+        return last
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {
             f"{i}.{name}": value

@@ -57,6 +57,9 @@ class Cream(View):
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return (length > 2) & (length < self.target)  # of two tokens neither is an end
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return (length - 1 if last is None else last) + max(self.target - length, 0)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         factor, third = self.target // length, length // 3
         ends = torch.where(key.integers(0, 1, slot=0) == 0, third, torch.minimum(4 * factor, third))

@@ -36,6 +36,9 @@ class Cyclic(View):
                 f"{length} tokens. Use a smaller shift, or None to draw one within each document."
             )
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return length - 1 if last is None else last
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         if self.shift is None:
             return {"shift": key.integers(0, length - 1, slot=0), "length": length}

@@ -1,5 +1,6 @@
 """Positions stretched or squeezed by a factor per document."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,9 @@ class Dilation(View):
 
     def check_length(self, length: int) -> None:
         require_indexable(self, self.high * (length - 1))
+
+    def reach(self, length: int, last: int | None = None) -> int:
+        return math.ceil(self.high * (length - 1 if last is None else last))
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {"factor": self.low + (self.high - self.low) * key.uniform(slot=0)}

@@ -20,7 +20,8 @@ class EndPrompt(View):
     """r(t) = t for the body, t < a, and the last b = `cue_tokens` tokens of a document of a + b have far positions.
 
     - "end": r(t) = L - b + (t - a), so that the last token is at L - 1.
-    - "random": the cue starts anywhere from a, right behind the body, to L - b, drawn for each document: ET(PoSE).
+    - "random": the cue starts anywhere from a, right behind the body, to L - b, drawn for each document. This is our
+      reading of ET(PoSE), of which the paper says in one sentence that the cue gets positions in PoSE's style.
 
     Distances that a document shows are 0 .. a - 1 and, under "end", L - a - b + 1 .. L - 1. Rows a .. a + b - 2 are
     those with a far key and a label: with one cue token there are none. It goes with PI of factor
@@ -63,6 +64,10 @@ class EndPrompt(View):
         cues = [self.cue_tokens] if isinstance(self.cue_tokens, int) else [len(cue) for cue in self.cue_tokens]
         shortest = min((b for b in cues if b), default=self.target)
         return (length > shortest) & (length < self.target)
+
+    def reach(self, length: int, last: int | None = None) -> int:
+        far = 0 if self.cue_tokens == 0 else max(self.target - length, 0)
+        return (length - 1 if last is None else last) + far
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         if not isinstance(self.cue_tokens, int):

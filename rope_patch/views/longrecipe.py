@@ -50,6 +50,9 @@ class LongRecipe(View):
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return (length > 1) & (length < self.target)
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return (length - 1 if last is None else last) + max(self.target - length, 0)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         raise ValueError("view 'longrecipe' goes by tokens, not by lengths alone: use draw_for.")
 

@@ -22,5 +22,8 @@ class NoPE(View):
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         return (t >= 1).double()
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return 0
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.zeros_like(t)

@@ -71,6 +71,11 @@ class PerLayer(View):
     def check_length(self, length: int) -> None:
         self.view.check_length(length)
 
+    def reach(self, length: int, last: int | None = None) -> int | None:
+        own = self.view.reach(length, last)
+        others = length - 1 if last is None else last  # of layers that keep true positions
+        return own if own is None or self.layers == "independent" else max(own, others)
+
     def check_layers(self, n_layers: int) -> None:
         if self.layers == "independent" and n_layers > _MOST_LAYERS:
             raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers are drawn apart, got {n_layers}.")

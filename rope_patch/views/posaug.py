@@ -1,5 +1,6 @@
 """Positions scaled by one random factor per optimizer step."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -122,8 +123,13 @@ class PosAug(View):
         return self.law in ("discrete", "cycling")
 
     def check_length(self, length: int) -> None:
-        every = [1.0, *(self.values or ()), *(self.start or ()), self.high or 1.0]
-        require_indexable(self, max(every) * (length - 1))
+        require_indexable(self, max(self.reach(length), length - 1))
+
+    def reach(self, length: int, last: int | None = None) -> int:
+        alphas = [*(self.values or ()), *(self.start or ())]
+        alphas += [] if self.high is None else [self.high]
+        alphas += [] if self.until is None else [1.0]
+        return math.ceil(max(alphas) * (length - 1 if last is None else last))
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         own = {"step": key.per_step, "micro-batch": key.per_forward, "sample": lambda: key}[self.granularity]()

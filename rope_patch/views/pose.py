@@ -52,6 +52,9 @@ class PoSE(View):
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return (length > 1) & (length < self.target)
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return (length - 1 if last is None else last) + max(self.target - length, 0)
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         parameters = {f"_border_{i}": border for i, border in enumerate(self._borders(length, key), 1)}
         offset = torch.zeros_like(length)

@@ -65,5 +65,8 @@ class RandomBase(View):
         factor = parameters["base_factor"].to(inv_freq.device) ** -exponent
         return (inv_freq.double() * factor).to(inv_freq.dtype)
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return length - 1 if last is None else last
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return t

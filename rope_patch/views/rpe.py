@@ -46,6 +46,9 @@ class RPE(View):
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return (length > 1) & (length < self.max_index)
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return self.max_index - 1 + (0 if last is None else max(last - length + 1, 0))
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         slots = torch.arange(self.max_index, device=length.device)
         assert key.sample is not None

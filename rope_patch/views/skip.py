@@ -94,7 +94,11 @@ class Skip(View):
                 f"view 'skip': split must be below the number of tokens in the sequence, got split={self.split} for "
                 f"{length} tokens. Use a smaller split, or None to draw one within each document."
             )
-        require_indexable(self, length - 1 + max(self.skip if self.skip is not None else self.max_skip or length, 0))
+        require_indexable(self, self.reach(length))
+
+    def reach(self, length: int, last: int | None = None) -> int:
+        farthest = self.skip if self.skip is not None else self.max_skip or length
+        return (length - 1 if last is None else last) + max(farthest, 0)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         split = key.integers(0, length - 1, slot=0) if self.split is None else torch.full_like(length, self.split)

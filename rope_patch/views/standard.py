@@ -18,5 +18,8 @@ class Standard(View):
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {}
 
+    def reach(self, length: int, last: int | None = None) -> int:
+        return length - 1 if last is None else last
+
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return t

@@ -1,21 +1,26 @@
 """Cues at the end of documents: as many tokens behind each, nothing lost, far positions in training."""
 
+import re
+
 import pytest
 import torch
 from datasets import Dataset
+from support.text import BOS, EOS, framing
 from support.tiny import tiny
 from support.training import logged, tokenizer, trainer
+from tokenizers import AddedToken
 
 from rope_patch import rope_view
 from rope_patch.distillation import CueWeight
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.patch import view_source
-from trl_ext import append_cue
+from trl_ext import RopeSFTConfig, append_cue
 from trl_ext.cues import CUES, cue_ids
 
 TEMPLATE = "{% for m in messages %}w3 {{ m.content }} w4 {% endfor %}{% if add_generation_prompt %}w3 {% endif %}"
 CUE = "w90 w91 w92"
 IDS = [90, 91, 92]
+PI4 = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 
 
 def words(n, first=5):
@@ -33,9 +38,51 @@ def test_text_is_cut_and_kept():
     made, n = append_cue(Dataset.from_dict({"text": texts, "id": [1, 2, 3]}), tokenizer(), cue=CUE, max_length=13)
     assert n == 3 and made.column_names == ["input_ids"]
     rows = made["input_ids"]
-    assert [len(row) for row in rows] == [13, 13, 8, 11, 6] and all(row[-3:] == IDS for row in rows)
+    assert [len(row) for row in rows] == [13, 13, 9, 12, 7] and all(row[-3:] == IDS for row in rows)
     body = [i for row in rows for i in row[:-3]]
-    assert body == [i for text in texts for i in tokenizer()(text)["input_ids"]]
+    assert body == [i for text in texts for i in [*tokenizer()(text)["input_ids"], EOS]]
+
+
+def test_each_piece_of_a_text_begins_as_the_tokenizer_begins_a_text():
+    made, _ = append_cue(Dataset.from_dict({"text": [words(20)]}), framing(), cue=CUE, max_length=13)
+    assert made["input_ids"] == [
+        [BOS, *range(5, 14), *IDS],
+        [BOS, *range(14, 23), *IDS],
+        [BOS, 23, 24, EOS, *IDS],
+    ]
+
+
+CHAT = [{"role": "user", "content": "w5 w6"}, {"role": "assistant", "content": "w20 w21 w22"}]
+KINDS = {
+    "text": {"text": [words(30), words(8), words(11, 9) + " <eos>"]},
+    "completion": {"prompt": [words(4), words(2, 30)], "completion": [" w20 w21 w22", " w40"]},
+    "messages": {"messages": [CHAT, CHAT[:1] + CHAT]},
+    "chat": {"prompt": [CHAT[:1]], "completion": [CHAT[1:]]},
+}
+
+
+@pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <eos>"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cue_gives_the_rows_of_plain_fine_tuning(kind, template, tmp_path):
+    data, made = Dataset.from_dict(KINDS[kind]), framing(template)
+    made.chat_template = TEMPLATE
+    options = {"train_dataset": data, "processing_class": made, "max_length": 16}
+    control = {"view": "endprompt", "view_args": {"target": 64}, "cue": "none"}
+    plain, cued = (trainer(tmp_path, **options, **more).train_dataset for more in ({}, control))
+    assert cued["input_ids"] == plain["input_ids"] and cued["labels"] == plain["labels"]
+    if kind == "completion":
+        assert all(row[-1] == EOS for row in cued["labels"]), "a completion trains a stop"
+
+
+def test_text_has_the_name_that_the_trainer_is_told(tmp_path):
+    data = Dataset.from_dict({"story": [words(25)], "text": [words(3)]})
+    made, _ = append_cue(data, tokenizer(), cue=CUE, max_length=13, text_field="story")
+    assert sum(len(row) - 3 for row in made["input_ids"]) == 25 + 1
+    options = {"view": "endprompt", "view_args": {"target": 64}, "max_length": 13}
+    run = trainer(tmp_path, train_dataset=data, dataset_text_field="story", cue=CUE, **options)
+    assert run.train_dataset["input_ids"] == made["input_ids"]
+    with pytest.raises(ValueError, match="dataset must have text, .*, got story. Set text_field"):
+        append_cue(data.remove_columns("text"), tokenizer(), max_length=13)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -46,7 +93,7 @@ def test_a_cue_belongs_to_the_completion(chat):
     made, n = append_cue(Dataset.from_list([row]), chatting(), cue=CUE, max_length=20)
     (ids,), (mask,) = made["input_ids"], made["completion_mask"]
     before = [3, 5, 6, 7, 8, 4, 3] if chat else [5, 6, 7, 8]
-    after = [20, 21, 22, *([4] if chat else []), *IDS]
+    after = [20, 21, 22, 4 if chat else EOS, *IDS]
     assert ids == before + after and mask == [0] * len(before) + [1] * len(after) and n == 3
 
 
@@ -65,6 +112,13 @@ def test_cues():
     made = tokenizer()
     assert cue_ids(made, CUE) == IDS and cue_ids(made, "none") == [] and cue_ids(made, "end-of-turn") == [2]
     assert all(cue_ids(made, name) for name in CUES)
+    assert cue_ids(made, "The") and cue_ids(made, "the end") and cue_ids(made, "w93")  # no names
+    for wrong, near in (("eot", None), ("sentense", "sentence"), ("end-of-turns", "end-of-turn"), ("finis", None)):
+        hint = "" if near is None else f" Did you mean '{near}'?"
+        with pytest.raises(ValueError, match=re.escape(f"Unknown cue '{wrong}'.{hint}") + ".*Known: end-of-turn, none"):
+            cue_ids(made, wrong)
+        with pytest.raises(ValueError, match=f"Unknown cue '{wrong}'"):
+            RopeSFTConfig(cue=["w93", wrong], view="endprompt", view_args={"target": 64}, max_length=9, use_cpu=True)
     made.eos_token = None
     with pytest.raises(ValueError, match="needs a tokenizer with an end-of-turn or end-of-text token"):
         cue_ids(made, "end-of-turn")
@@ -76,14 +130,36 @@ def test_cues():
         append_cue(Dataset.from_dict({"question": ["w5"]}), made, max_length=30)
 
 
+def test_cues_are_those_of_the_paper():
+    assert CUES == {"sentence": "This is the end of text, please pay attention here", "word": "End."}
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "wanted"),
+    [
+        (None, [], "<eos>"),
+        (None, ["<|im_end|>"], "<|im_end|>"),
+        (None, ["<|im_end|>", "<|eot_id|>"], "<|eot_id|>"),
+        ("{% for m in messages %}w9 {{ m.content }} <turn|> w5{% endfor %}", ["<|eot_id|>", "<turn|>"], "<turn|>"),
+        ("{% for m in messages %}{{ m.content }}<eos>{% endfor %}", [], "<eos>"),
+        ("{% for m in messages %}{{ m.content }}w7{% endfor %}", ["<|end|>"], "<|end|>"),
+    ],
+    ids=["eos", "named", "llama-3", "by-template", "template-with-eos", "template-without"],
+)
+def test_an_end_of_turn_is_that_of_the_chat_template(template, special, wanted):
+    made = tokenizer()
+    made.add_tokens([AddedToken(token, special=True) for token in special])
+    made.chat_template = template
+    assert cue_ids(made, "end-of-turn") == [made.convert_tokens_to_ids(wanted)]
+
+
 @pytest.mark.parametrize("batch", [{}, {"packing": True}, {"padding_free": True, "max_length": None}])
 @pytest.mark.parametrize("placement", ["end", "random"])
 def test_training_reads_cues_from_afar(placement, batch, tmp_path):
     texts = [words(n, n) for n in (9, 15, 30, 21, 12, 40)]
     data, n = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=CUE, max_length=32)
     options = {"target": 256, "cue_tokens": n, "placement": placement}
-    pi = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
-    run = trainer(tmp_path, train_dataset=data, view="endprompt", view_args=options, **pi, **batch)
+    run = trainer(tmp_path, train_dataset=data, view="endprompt", view_args=options, **PI4, **batch)
     run.train()
     assert len(logged(run, "loss")) == 4
     bound = view_source(run.model).last
@@ -157,7 +233,7 @@ def test_the_trainer_appends_cues_by_itself(kind, tmp_path):
         ],
     }[kind]
     data, made = Dataset.from_list(rows), chatting()
-    options = {"view": "endprompt", "max_length": 32, "max_steps": 2, "learning_rate": 0.0, "cue_weight": 0.5}
+    options = {"view": "endprompt", "max_length": 32, "max_steps": 2, "learning_rate": 0.0, "cue_weight": 0.5, **PI4}
     config = {"cue": CUE, "view_args": {"target": 128}}
     by_itself = trainer(tmp_path, train_dataset=data, processing_class=made, **config, **options)
     assert data.column_names == list(rows[0]) and by_itself.args.view_args == {"target": 128, "cue_tokens": 3}
@@ -189,7 +265,9 @@ def test_each_document_gets_one_cue_of_a_set():
     texts = [words(n) for n in range(1, 81)] * 2
     made, n = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=SET, max_length=100, seed=5)
     assert n == SET_IDS
-    endings = [row[len(tokenizer()(text)["input_ids"]) :] for row, text in zip(made["input_ids"], texts, strict=True)]
+    endings = [
+        row[len(tokenizer()(text)["input_ids"]) + 1 :] for row, text in zip(made["input_ids"], texts, strict=True)
+    ]
     counts = [endings.count(ids) for ids in SET_IDS]
     assert sum(counts) == len(texts) and min(counts) > 35
     again, _ = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=SET, max_length=100, seed=5)
@@ -208,12 +286,12 @@ def test_what_is_no_set_of_cues_is_refused(wrong):
 @pytest.mark.parametrize("batch", [{}, {"packing": True}, {"padding_free": True, "max_length": None}])
 def test_cues_of_different_lengths_are_read_from_afar(batch, tmp_path):
     data, cues = append_cue(
-        Dataset.from_dict({"text": [words(n, n) for n in range(9, 29)]}), tokenizer(), cue=SET, max_length=64
+        Dataset.from_dict({"text": [words(n, n) for n in range(8, 28)]}), tokenizer(), cue=SET, max_length=64
     )
     options = {"target": 256, "cue_tokens": cues}
     run = trainer(
         tmp_path, train_dataset=data, view="endprompt", view_args=options, cue_weight=0.5,
-        per_device_train_batch_size=6, max_steps=2, learning_rate=0.0, **batch,
+        per_device_train_batch_size=6, max_steps=2, learning_rate=0.0, **PI4, **batch,
     )  # fmt: skip
     seen = []
     run.model.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
@@ -249,7 +327,7 @@ def test_the_weight_of_a_set_follows_each_documents_own_cue():
 
 def test_the_trainer_appends_a_set_by_itself(tmp_path):
     data = Dataset.from_dict({"text": [words(n, n) for n in (9, 20, 30, 12)]})
-    options = {"view": "endprompt", "max_length": 40, "max_steps": 2, "learning_rate": 0.0}
+    options = {"view": "endprompt", "max_length": 40, "max_steps": 2, "learning_rate": 0.0, **PI4}
     by_itself = trainer(tmp_path, train_dataset=data, cue=SET, view_args={"target": 128}, seed=7, **options)
     by_itself.train()
     assert by_itself.args.view_args == {"target": 128, "cue_tokens": SET_IDS}

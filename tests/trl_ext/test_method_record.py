@@ -23,7 +23,13 @@ SELF = {"objective": "self-distill", **SKIP}
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}}
 LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}}
 COMPOSE = {"views": [{"view": "skip", "max_skip": 8}, {"view": "posaug", "law": "discrete", "values": [1, 2]}]}
-END = {"view": "endprompt", "cue": "word", "processing_class": tokenizer()}
+END = {
+    "view": "endprompt",
+    "cue": "word",
+    "processing_class": tokenizer(),
+    "rescale": "pi",
+    "rescale_args": {"factor": 2.0},
+}
 
 
 def lora():
@@ -96,10 +102,11 @@ OTHERS = [
     ),
     ({}, {"trainable": "qkv"}, "trainable='all'", "trainable='qkv'"),
     ({}, {"shifted_attention": 0.25}, "shifted_attention=None", "shifted_attention=0.25"),
+    ({}, {"long_documents": "truncate"}, "long_documents='split'", "long_documents='truncate'"),
     (
         {**END, "view_args": {"target": 128}},
         {**END, "view_args": {"target": 128}, "cue": "w3", "cue_weight": 0.1},
-        "cue=' Finis', cue_weight=1.0",
+        "cue='End.', cue_weight=1.0",
         "cue='w3', cue_weight=0.1",
     ),
 ]
@@ -154,7 +161,7 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
             {**RELATION, "relation_args": {"layers": (0, 2)}},
             {**RELATION, "relation_args": {"layers": [0, 2], "q": 1}, "logit_kl_args": {}, "teacher_offload": True},
         ),
-        ({**END, "view_args": {"target": 128}}, {**END, "view_args": {"target": 128}, "cue": " Finis"}),
+        ({**END, "view_args": {"target": 128}}, {**END, "view_args": {"target": 128}, "cue": "End."}),
     ],
     ids=["json", "tuples", "defaults", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "cue"],
 )

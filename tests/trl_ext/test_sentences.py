@@ -25,7 +25,7 @@ def test_the_trainer_takes_them_from_its_tokenizer(batch, tmp_path):
     data = Dataset.from_dict({"text": [TEXT[i:] for i in range(0, 40, 2)]})
     options = {"max_length": 100, "max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 3, **batch}
     made = character_tokenizer()
-    model = tiny(vocab_size=CHARACTERS)
+    model = tiny(vocab_size=CHARACTERS, max_position_embeddings=900)
     run = trainer(
         tmp_path, model=model, train_dataset=data, processing_class=made, view="longrecipe",
         view_args={"target": 900}, **options,
@@ -40,6 +40,6 @@ def test_the_callers_arguments_stay_for_a_trainer_with_another_tokenizer(tmp_pat
     args = RopeSFTConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], view="longrecipe", view_args={"target": 900}
     )
-    model, data = tiny(vocab_size=CHARACTERS), Dataset.from_dict({"text": [TEXT]})
+    model, data = tiny(vocab_size=CHARACTERS, max_position_embeddings=900), Dataset.from_dict({"text": [TEXT]})
     run = RopeSFTTrainer(model, args, train_dataset=data, processing_class=character_tokenizer())
     assert "sentence_ends" in run.args.view_args and args.view_args == {"target": 900}

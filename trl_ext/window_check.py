@@ -1,0 +1,102 @@
+"""Whether the positions of a training run lie within the window of the model, told before it starts."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from rope_patch.rescalings import ABF, Rescaling
+from rope_patch.rotary import find_decoder
+from rope_patch.state import state_of
+from rope_patch.views import Compose, PerLayer, View
+
+logger = logging.get_logger(__name__)
+
+
+def targets(view: View) -> Iterator[tuple[str, int]]:
+    """Name and `target` of each view in `view` that moves tokens up to a fixed index, `target` - 1.
+
+    Such a view trains a window; others ("skip", "posaug", "rpe", ...) show positions that need not be of any.
+    """
+    if isinstance(view, Compose):
+        for part in view.views:
+            yield from targets(part)
+    elif isinstance(view, PerLayer):
+        yield from targets(view.view)
+    else:
+        target = getattr(view, "target", None)
+        if target is not None and view.reach(1) != 0:  # 0: an EndPrompt without a cue, which moves nothing
+            yield view.name, target
+
+
+def check_window(model: Any, view: View, longest: int | None, *, tell: bool = True) -> None:
+    """Compare the window of a model with the positions that it will be trained on.
+
+    Args:
+        model: patched; its window is `config.max_position_embeddings`.
+        view: that trains, the standard one if none does.
+        longest: tokens of the longest document of a row; None if it is not known.
+        tell: whether this process writes the lines that are told.
+
+    Raises:
+        ValueError: a view's `target`, or a document under a rescaling, lies beyond the window.
+    """
+    decoder = find_decoder(model)
+    window = getattr(decoder.config, "max_position_embeddings", None)
+    state = state_of(decoder)
+    rescaling = None if state is None else state.rescaling
+    if window is None or _is_open(decoder, rescaling):
+        return
+    for name, target in targets(view):
+        if target > window:
+            raise ValueError(
+                f"view_args: target of view {name!r} must not exceed the model's window of {window} positions, got "
+                f"target={target}. {_remedy(rescaling, window, target)}, or lower target."
+            )
+    if longest is None:
+        return
+    if longest > window:
+        if rescaling is not None:
+            raise ValueError(
+                f"max_length must not let documents exceed the model's window of {window} positions under {rescaling}, "
+                f"and the longest document of a row has {longest} tokens. {_remedy(rescaling, window, longest)}, or "
+                "lower max_length."
+            )
+        if tell:
+            logger.warning(
+                f"documents of rows have up to {longest} tokens, beyond the model's window of {window}, and no "
+                f"rescaling is in force. {_remedy(None, window, longest)}, or lower max_length, unless this is meant."
+            )
+    reach = view.reach(longest)
+    if tell and view.perturbs and reach is not None and reach >= max(window, longest):
+        logger.warning(
+            f"view {view.name!r} shows RoPE indices up to {reach}, beyond the model's window of {window} positions. "
+            "Nothing is to do if this is meant."
+        )
+
+
+def farthest_target(view: View) -> int:
+    """The window that a view trains, in positions; 0 if it names none."""
+    return max((target for _, target in targets(view)), default=0)
+
+
+def _is_open(decoder: PreTrainedModel, rescaling: Rescaling | None) -> bool:
+    """Whether no window is promised that could be passed: the schedule follows the row, or a new base says none."""
+    rope: Any = getattr(decoder.config, "rope_parameters", None) or {}
+    schedules = [rope, *(own for own in rope.values() if isinstance(own, dict))]  # one a layer type, in some families
+    if any(own.get("rope_type") == "dynamic" for own in schedules):
+        return True
+    return isinstance(rescaling, ABF) and rescaling.max_position_embeddings is None
+
+
+def _remedy(rescaling: Rescaling | None, window: int, wanted: int) -> str:
+    if isinstance(rescaling, ABF):
+        return f"Set rescale_args max_position_embeddings to at least {wanted}"
+    factor = getattr(rescaling, "factor", 1.0)
+    needed = math.ceil(wanted * factor / window)
+    if rescaling is None:
+        options = f"rescale='yarn', rescale_args={{'factor': {float(needed)}}}"
+        return f"Rescale the model by a factor of at least {needed}, e.g. {options}"
+    return f"Set factor in rescale_args to at least {needed}"
