@@ -55,7 +55,7 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
             {
                 "name": name,
                 "title": f"{kind.title}: {name}" if kind is RetrievalGrid else kind.title,
-                "reading": kind.reading(by_label),
+                "reading": kind.readings(by_label),
                 "picture": base64.b64encode(svg.read_bytes()).decode(),
                 "files": [f"figures/{png.name}", f"figures/{svg.name}", f"tables/{name}.csv"],
             }

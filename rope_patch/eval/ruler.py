@@ -117,7 +117,7 @@ class Ruler(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         said = []
         for label, result in results.items():
             means = ", ".join(f"{100 * result.mean(n):.1f} at {n}" for n in result.lengths)

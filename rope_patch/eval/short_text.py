@@ -127,7 +127,7 @@ class ShortText(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         (first, native), *others = results.items()
         said = [f"{first}: mean accuracy {100 * native.mean:.1f} %."]
         said += [f"{k}: {100 * r.mean:.1f} %, {100 * r.mean / native.mean:.1f} % of {first}." for k, r in others]
