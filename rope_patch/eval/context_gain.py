@@ -105,9 +105,10 @@ def context_gain(
     """G(C) = mean over targets i in short..C-1 of ce_short(i) - ce_full(i), with C the length of `rows`.
 
     "exact" scores each target from its last short..short+stride-1 tokens, read anew with positions from 0: a fair short
-    context. It begins as a text does: its first tokens give way to `begin`. "paper" cuts the KV cache to `short` entries that keep their old rotations, while each block of `stride`
-    queries restarts at position `short`; distances to old keys are then wrong, often negative, which makes ce_short far
-    too large and G with it. It is there to compare with published figures only, and comes beside the exact gain.
+    context. It begins as a text does: its first tokens give way to `begin`. "paper" cuts the KV cache to `short`
+    entries that keep their old rotations, while each block of `stride` queries restarts at position `short`; distances
+    to old keys are then wrong, often negative, which makes ce_short far too large and G with it. It is there to compare
+    with published figures only, and comes beside the exact gain.
 
     Args:
         model: a causal LM.

@@ -101,9 +101,8 @@ def test_a_base_without_a_window_warns_that_the_old_one_is_declared(monkeypatch)
 def test_a_plain_load_of_an_adapter_is_not_said_to_have_no_rope(tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    get_peft_model(patch_model(tiny(), "yarn", factor=2.0), LoraConfig(target_modules=["q_proj"])).save_pretrained(
-        tmp_path
-    )
+    adapted = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj"]))
+    patch_model(adapted, "yarn", factor=2.0).save_pretrained(tmp_path)
     assert (tmp_path / "rope_patch.json").is_file()
     said = str(describe(PeftModel.from_pretrained(tiny(), tmp_path)))
     assert "saved without RoPE" not in said and "If rope_patch.json lies beside one" in said and "load_adapter" in said
