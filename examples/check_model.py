@@ -34,6 +34,7 @@ from rope_patch.distillation import (
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.views import Skip
+from trl_ext.user_errors import run_command
 
 # largest relative error of what equals up to rounding, which the layers of a deep model add up; a view moves logits by
 # more: "prefix under a skip" says how far
@@ -434,4 +435,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("check_model.py", main))

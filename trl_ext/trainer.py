@@ -1,6 +1,7 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
 import copy
+import json
 import math
 import re
 import time
@@ -40,6 +41,7 @@ from .training_set import longest_document, require_text
 logger = logging.get_logger(__name__)
 
 _FIRST_SAMPLE = "rope_first_sample"
+_TOKEN_COUNT = "rope_patch_tokens"
 
 
 class RopeSFTTrainer(SFTTrainer):
@@ -133,12 +135,15 @@ class RopeSFTTrainer(SFTTrainer):
         if folder:
             require_same_rope(self.model, folder)
             require_same_method(self._method, folder)
+            self._total_train_tokens = tokens_until(folder)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's saving, also of checkpoints, with a record of what was trained with."""
         if self.args.should_save:  # first, to be among what is pushed to the hub
             write_method(self._method, output_dir or str(self.args.output_dir))
+            # TRL keeps no count of tokens: what is in here is written to the checkpoint's trainer_state.json
+            self.state.stateful_callbacks[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
         super().save_model(output_dir, _internal_call)
 
     def _patch(self, args: RopeSFTConfig) -> None:
@@ -387,6 +392,17 @@ class RopeSFTTrainer(SFTTrainer):
                 self._metrics["train"]["tokens_per_second"].append(rate)
             self._rate_since = tokens, now
         super().log(logs, start_time)
+
+
+def tokens_until(checkpoint: str | Path) -> int:
+    """Tokens that the run had trained on when it wrote `checkpoint`; for one without the count, as last logged."""
+    file = Path(checkpoint) / "trainer_state.json"
+    if not file.is_file():
+        return 0
+    state = json.loads(file.read_text(encoding="utf-8"))
+    kept = state.get("stateful_callbacks", {}).get(_TOKEN_COUNT)
+    logged = [entry["num_tokens"] for entry in state.get("log_history", []) if "num_tokens" in entry]
+    return int(kept["tokens"]) if kept else int(max(logged, default=0))
 
 
 def _with_window(rescaling: Rescaling, args: RopeSFTConfig, decoder: PreTrainedModel) -> Rescaling:

@@ -26,12 +26,13 @@ FLAGS = {
 }
 # --flag -> what it measures, for somebody who has never heard of it
 HELP = {
-    "cliff": "loss at every position of a text (cross-entropy of the next token, in nats). The cliff is how much higher "
-    "it is beyond the window that the model was trained on than within it",
-    "gain": "context gain: how much lower the loss is when the model reads the whole text instead of the last 512 tokens",
+    "cliff": "loss at every position of a text (cross-entropy of the next token, in nats). The cliff is how much "
+    "higher it is beyond the window that the model was trained on than within it",
+    "gain": "context gain: how much lower the loss is when the model reads the whole text instead of its last 512 "
+    "tokens",
     "passkey": "retrieval of a five-digit number that stands somewhere in repeated filler sentences",
-    "niah": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; the "
-    "first, second, ... of several. Also accuracy by the place of the answer",
+    "niah": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; "
+    "the first, second, ... of several. Also accuracy by the place of the answer",
     "ruler": "RULER's 13 long-context tasks, through lm-eval",
     "short": "eight benchmarks of short text, through lm-eval: what long-context training must not ruin",
     "attention": "how far back the last tokens look, and how spread out attention is beyond the window",
@@ -81,8 +82,8 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument(
         "--window",
         type=int,
-        help="positions over which all models are compared, within and beyond; default: the trained window of the first "
-        "model",
+        help="positions over which all models are compared, within and beyond; default: the trained window of the "
+        "first model",
     )
     evaluate.add_argument(
         "--chat-template",
