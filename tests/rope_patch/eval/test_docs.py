@@ -28,7 +28,7 @@ def test_every_python_block_runs(tmp_path, monkeypatch, capsys):
         "documents": documents,
     }
     for block in blocks("python"):
-        # the page's sizes, an eighth of a hundredth of them
+        # the page's lengths are for a real model
         exec(block.replace("32768", "900").replace("4096", "700"), known)  # noqa: S102
     assert (tmp_path / "cliff.png").is_file() and (tmp_path / "cliff.svg").is_file()
     assert "900 tokens" in capsys.readouterr().out
