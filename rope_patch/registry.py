@@ -41,6 +41,7 @@ def unknown(
     """
     of = of and f" of {of}"
     listed = len(known) <= _MOST_LISTED
+    near: list[str]
     if isinstance(name, type):
         shown, near = f"{name.__name__}, a class: give an instance of it, or a name", []
     elif isinstance(name, str):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def demo(folder, model, *extra):
 
 def test_demo_leaves_figures_pictures_and_a_model_that_loads(tmp_path, model_folder, short_library, capsys):
     out = tmp_path / "out"
-    assert demo(out, model_folder, "--control") == 0
+    with warnings.catch_warnings(record=True) as warned:
+        assert demo(out, model_folder, "--control") == 0
+    assert not [str(w.message) for w in warned if issubclass(w.category, FutureWarning)]
     figures = json.loads((out / "demo.json").read_text())
     assert set(figures["results"]) == {"before", "control", "after"}
     assert figures["window"] == 64 and figures["train_tokens"] == 4 * 2 * 32

@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ from .reload_check import logits_after_reload
 from .settings import DemoSettings
 
 
+@contextmanager
+def _without_warnings_of_others() -> Iterator[None]:
+    """Leave out what packages say of each other's coming changes, which whoever runs a demo cannot act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(?!rope_patch|rope_kernels|trl_ext)")
+        yield
+
+
+@_without_warnings_of_others()
 def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
     """Do the whole job in `folder` and return its figures, which are also in `folder/demo.json`."""
     settings.check(folder)
@@ -137,11 +147,8 @@ def _train(
     for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
         trainer.remove_callback(printing)
     trainer.add_callback(_LossBar())
-    with warnings.catch_warnings():
-        # what the packages below call of each other is not for who runs a demo
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(?!rope_patch|rope_kernels|trl_ext)")
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None)
-        trainer.save_model(str(adapter))
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None)
+    trainer.save_model(str(adapter))
 
 
 class _LossBar(ProgressCallback):
@@ -264,8 +271,8 @@ def _count(tokens: int) -> str:
 def _say(settings: DemoSettings, window: int, loaded: PreTrainedModel, done: list[str]) -> None:
     print(describe(loaded))
     print(
-        f"Measured are {settings.measure_rows} held-out row(s) of {settings.measure_length} tokens; the model was "
-        f"trained on {window}.\nTrained is with {_method(settings)} {settings.view_args or ''} on rows of "
+        f"Measuring: {settings.measure_rows} held-out row(s) of {settings.measure_length} tokens; the model was "
+        f"trained on {window}.\nTraining: {_method(settings)} {settings.view_args or ''} on rows of "
         f"{settings.train_length} tokens, {settings.train_tokens} tokens in all"
         + (", and a control without the view." if settings.control else ".")
     )
