@@ -46,7 +46,11 @@ def unknown(
         shown, near = f"{name.__name__}, a class: give an instance of it, or a name", []
     elif isinstance(name, str):
         meant = (synonyms or {}).get(name.lower().replace("_", "-").replace(" ", "-"))
-        near = [meant] if meant in known else difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
+        near = (
+            [meant]
+            if meant is not None and meant in known
+            else difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
+        )
         shown = repr(name)
     else:  # a model in place of a name would be shown over many lines
         text = repr(name)

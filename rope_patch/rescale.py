@@ -85,8 +85,8 @@ def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
     saved, with frequencies that it does not have.
     """
     copies: dict[int, Any] = {}
-    for module in (find_core(model), decoder):  # the outer config holds the decoder's where a family nests them
-        copy.deepcopy(module.config, copies)
+    for owner in (find_core(model), decoder):  # the outer config holds the decoder's where a family nests them
+        copy.deepcopy(owner.config, copies)
     for module in model.modules():
         config = vars(module).get("config")
         if config is not None and id(config) in copies:

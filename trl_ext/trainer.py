@@ -143,7 +143,8 @@ class RopeSFTTrainer(SFTTrainer):
         if self.args.should_save:  # first, to be among what is pushed to the hub
             write_method(self._method, output_dir or str(self.args.output_dir))
             # TRL keeps no count of tokens: what is in here is written to the checkpoint's trainer_state.json
-            self.state.stateful_callbacks[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
+            kept: Any = self.state.stateful_callbacks
+            kept[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
         super().save_model(output_dir, _internal_call)
 
     def _patch(self, args: RopeSFTConfig) -> None:

@@ -1,7 +1,7 @@
 """How a model is asked: in raw text, or in the user's turn of its chat template."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,7 +10,7 @@ from ..special_tokens import SpecialTokens
 ChatTemplate = Literal["auto", "on", "off"]
 _MARK = "=text="
 # a model that thinks before it answers would spend the few tokens of an answer on that; other templates ignore it
-TEMPLATE_OPTIONS = {"enable_thinking": False}
+TEMPLATE_OPTIONS: dict[str, Any] = {"enable_thinking": False}
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, choice: ChatTemplate) -> bool:

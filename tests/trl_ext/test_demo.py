@@ -138,7 +138,7 @@ def test_a_wrong_argument_ends_before_anything_is_written(arguments, message, tm
     [
         (["--measure-length", "60"], "--measure-length must reach beyond the 64 positions"),
         (["--rescale", "abf", "--rescale-args", '{"theta": -1}'], "theta"),
-        (["--view", "skip", "--view-args", '{"max_skip": 99999999}'], "2**24"),
+        (["--view", "skip", "--view-args", '{"max_skip": 99999999}'], "max_skip must be in [1, 16777216]"),
     ],
 )
 def test_what_does_not_fit_the_model_shows_before_anything_is_measured(
