@@ -155,8 +155,9 @@ class _LossBar(ProgressCallback):
     """A bar over optimizer steps with the last loss in it."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and logs and "loss" in logs:
-            self.training_bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+        bar: Any = self.training_bar
+        if bar is not None and logs and "loss" in logs:
+            bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
 
 
 def _checked_window(settings: DemoSettings, loaded: PreTrainedModel) -> int:
