@@ -411,9 +411,12 @@ def main() -> int:
     hf_logging.disable_progress_bar()
     logging.getLogger("rope_patch").setLevel(logging.ERROR)
     begin = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=arguments.dtype, attn_implementation=arguments.attn
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=arguments.dtype, attn_implementation=arguments.attn
+        )
+    except OSError as error:  # whose text does not always name the model
+        raise OSError(f"{arguments.model} is no folder with a checkpoint, and from the hub: {error}") from error
     one = Subject(model.to(arguments.device).eval().requires_grad_(False), arguments.tokens)
     try:
         print(describe(model))

@@ -116,5 +116,5 @@ def test_lm_eval_asks_through_the_template_within_the_length():
         ruler(model, tokenizer, [1500], tasks=["niah_single_1"], samples=2, progress=False, chat_template=choice)
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in seen]
     assert len(seen) == 4 and all(text.count("<bos>") == 1 and text.startswith("<bos>") for text in seen)
-    assert [bool("[user]" in text and "[assistant]" in text) for text in seen] == [True, True, False, False]
+    assert ["[user]" in text and "[assistant]" in text for text in seen] == [True, True, False, False]
     assert all(1300 < n <= 1500 for n in lengths)
