@@ -89,10 +89,10 @@ class ModelSpec:
         return pretrained_window(getattr(config, "rope_parameters", None) or {}, declared)
 
     def check(self) -> None:
-        """Raise what loading would raise, before an earlier model of the command line is measured.
+        """Raise what a look at its files can tell, before an earlier model of the command line is measured.
 
         Raises:
-            ValueError: there is no such model, its rescaling does not fit it, or an adapter's RoPE is not known.
+            ValueError: there is no such model, or an adapter's RoPE is not known.
             ImportError: an adapter needs PEFT, which is not installed.
         """
         self.config()
