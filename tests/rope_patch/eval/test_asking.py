@@ -117,4 +117,4 @@ def test_lm_eval_asks_through_the_template_within_the_length():
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in seen]
     assert len(seen) == 4 and all(text.count("<bos>") == 1 and text.startswith("<bos>") for text in seen)
     assert ["[user]" in text and "[assistant]" in text for text in seen] == [True, True, False, False]
-    assert all(1300 < n <= 1500 for n in lengths)
+    assert all(1000 < n <= 1500 for n in lengths), lengths
