@@ -318,7 +318,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         curve = loss_by_position(model, args.val_rows, progress=False)
         lengths = lengths_within(args, target)
-        keys = passkey(model, tokenizer, lengths, trials=args.trials, progress=False)
+        keys = passkey(model, tokenizer, lengths, trials=args.trials, chat_template="off", progress=False)
         digits = {
             kind: {
                 str(n): statistics.mean(right for exam in by_length[n] for _, right in accuracy(model, exam))

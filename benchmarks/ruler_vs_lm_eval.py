@@ -34,7 +34,15 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     begin = time.perf_counter()
-    ours = ruler(model, tokenizer, [args.length], tasks=TASKS, samples=args.samples, batch_size=args.batch_size)
+    ours = ruler(
+        model,
+        tokenizer,
+        [args.length],
+        tasks=TASKS,
+        samples=args.samples,
+        batch_size=args.batch_size,
+        chat_template="off",
+    )
     ours_seconds = time.perf_counter() - begin
     begin = time.perf_counter()
     theirs = lm_eval.simple_evaluate(

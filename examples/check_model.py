@@ -34,6 +34,7 @@ from rope_patch.distillation import (
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.views import Skip
+from trl_ext.user_errors import run_command
 
 # largest relative error of what equals up to rounding, which the layers of a deep model add up; a view moves logits by
 # more: "prefix under a skip" says how far
@@ -410,9 +411,12 @@ def main() -> int:
     hf_logging.disable_progress_bar()
     logging.getLogger("rope_patch").setLevel(logging.ERROR)
     begin = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=arguments.dtype, attn_implementation=arguments.attn
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=arguments.dtype, attn_implementation=arguments.attn
+        )
+    except OSError as error:  # whose text does not always name the model
+        raise OSError(f"{arguments.model} is no folder with a checkpoint, and from the hub: {error}") from error
     one = Subject(model.to(arguments.device).eval().requires_grad_(False), arguments.tokens)
     try:
         print(describe(model))
@@ -434,4 +438,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("check_model.py", main))

@@ -7,12 +7,14 @@ Stopped, the same command goes on. The result, `OUTPUT_DIR/model`, loads everywh
 """
 
 import json
+import sys
 from dataclasses import dataclass, field
 
 from datasets import load_dataset
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_ext import require_known_keys, restore
+from trl_ext.user_errors import run_command
 
 
 @dataclass
@@ -61,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command("restore.py", main))

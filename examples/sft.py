@@ -8,6 +8,8 @@ the command line, which wins. With an adapter, `rope_patch.load_adapter(base_mod
 A run that was stopped goes on with --resume_from_checkpoint OUTPUT_DIR/checkpoint-N, under the same method.
 """
 
+import sys
+
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -20,6 +22,7 @@ from trl import (
 
 from rope_patch import describe
 from trl_ext import RopeSFTConfig, RopeSFTTrainer, require_known_keys
+from trl_ext.user_errors import run_command
 
 
 def main() -> None:
@@ -57,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command("sft.py", main))

@@ -27,7 +27,7 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
 
     Raises:
         ImportError: PEFT is not installed.
-        FileNotFoundError: no specification lies beside the adapter.
+        FileNotFoundError: there is no such directory, or no specification lies beside the adapter.
         ValueError: the model is patched already, or came with another schedule than the adapter's base model.
     """
     try:

@@ -6,8 +6,9 @@ from typing import Any
 from torch import nn
 
 from .limits import limits
-from .rescale import is_nested
+from .rescale import is_nested, names_no_window
 from .rotary import find_core, find_decoder, named_rotary_modules
+from .sidecar import SIDECAR_NAME
 from .state import state_of
 
 
@@ -26,6 +27,7 @@ class RopeDescription:
         modules: names of the rotary modules.
         trained_window: positions that the model came with; None if its config names none.
         target_window: positions that its config now promises.
+        keeps_window: whether a rescaling is in force that leaves the config's window as it was.
         limits: what its family cannot do -> why; what is not named works.
         adapters: names of PEFT adapters, which are saved with the RoPE specification beside them.
     """
@@ -40,6 +42,7 @@ class RopeDescription:
     modules: tuple[str, ...]
     trained_window: int | None
     target_window: int | None
+    keeps_window: bool
     limits: dict[str, str]
     adapters: tuple[str, ...]
 
@@ -50,18 +53,25 @@ class RopeDescription:
             f"  rescaling       {self.rescaling or 'none'}",
             f"  view            {f'{self.view}, sampled in {_WHEN[self.when]}' if self.view else 'none'}",
             f"  trained window  {_window(self.trained_window)}",
-            f"  target window   {_window(self.target_window)}",
+            f"  target window   {_window(self.target_window)}{f' ({_OLD_WINDOW})' if self.keeps_window else ''}",
             f"  rotary modules  {', '.join(self.modules)}",
         ]
         if self.rescaling:
             lines.insert(2, f"  native          {_schedule(self.native_rope_parameters)}")
         lines += [f"  not possible    {what}: {reason}" for what, reason in self.limits.items()]
         if self.adapters:
-            kept = "saved with RoPE beside them" if self.patched else "saved without RoPE"
+            # PEFT keeps no trace of the folder that an adapter was loaded from, so what lies in it is not known here
+            kept = (
+                f"saved with RoPE beside them, in {SIDECAR_NAME}"
+                if self.patched
+                else f"on the base model's own RoPE, which is right if they were trained on it. If {SIDECAR_NAME} lies "
+                "beside one, it was trained with another: load it with rope_patch.load_adapter"
+            )
             lines.append(f"  adapters        {', '.join(self.adapters)} ({kept})")
         return "\n".join(lines)
 
 
+_OLD_WINDOW = "programs that serve the model stop there: pass max_position_embeddings to the rescaling to name another"
 _WHEN = {"train": "training forwards", "always": "every forward", None: ""}
 
 
@@ -83,6 +93,7 @@ def describe(model: nn.Module) -> RopeDescription:
         modules=tuple(name for name, _ in named_rotary_modules(decoder)),
         trained_window=window if state is None else state.native.max_position_embeddings,
         target_window=window,
+        keeps_window=state is not None and state.rescaling is not None and names_no_window(state.rescaling, window),
         limits=limits(model),
         adapters=tuple(getattr(find_core(model), "peft_config", {})),
     )

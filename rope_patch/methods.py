@@ -9,6 +9,27 @@ from .views import VIEWS, View
 
 T = TypeVar("T")
 
+# what papers, configs and other programs call the methods here
+_SYNONYMS = {
+    "linear": "pi",
+    "interpolation": "pi",
+    "position-interpolation": "pi",
+    "linear-scaling": "pi",
+    "ntk-aware": "ntk",
+    "ntk-scaling": "ntk",
+    "dynamic": "dynamic-ntk",
+    "base": "abf",
+    "theta": "abf",
+    "rope-theta": "abf",
+    "adjusted-base-frequency": "abf",
+    "su": "longrope",
+    "llama3.1": "llama3",
+    "rope": "standard",
+    "default": "standard",
+    "none": "standard",
+    "plain": "standard",
+}
+
 
 def list_methods() -> list[str]:
     """Names that `patch_model` accepts: the rescalings, then the views."""
@@ -56,7 +77,7 @@ def _resolve(kind: str, known: dict[str, type], method: object, options: dict[st
             )
         return method
     if not isinstance(method, str) or method not in known:
-        raise unknown(kind, method, known)
+        raise unknown(kind, method, known, synonyms=_SYNONYMS)
     cls = known[method]
     return from_options(cls, f"{kind} {method!r}", options)
 

@@ -7,11 +7,12 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .hooks import attach_hooks, detach_hooks
 from .limits import why_fixed_frequencies, why_no_native_rope
 from .methods import resolve_method, resolve_view
-from .rescale import RopeSchedule, healed, rescaled
+from .rescale import RopeSchedule, healed, names_no_window, own_config, rescaled
 from .rescalings import Rescaling
 from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types, rotary_by_name
 from .sidecar import forget_adapters, watch_adapters
@@ -21,15 +22,17 @@ from .views.base import MAX_INDEX
 
 M = TypeVar("M", bound=nn.Module)
 
+logger = logging.get_logger(__name__)
+
 
 def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when: When = "train", **options: Any) -> M:
     """Patch a loaded model in place: rescale its RoPE frequencies, or sample a view of its RoPE indices.
 
-    A rescaling takes effect at once and is written into the config, so that `save_pretrained` gives a plain checkpoint
-    that loads to the same logits without this package. A second rescaling replaces the first: both start from the
-    schedule that the model came with or, after `load_adapter`, from the one that the adapter was trained with, as on
-    the merged checkpoint. A view is drawn anew in every training forward and leaves no trace in what is
-    saved; a second view replaces the first. A rescaling and a view compose.
+    A rescaling takes effect at once and is written into the config, of which the model gets a copy of its own, so that
+    `save_pretrained` gives a plain checkpoint that loads to the same logits without this package. A second rescaling
+    replaces the first: both start from the schedule that the model came with or, after `load_adapter`, from the one that
+    the adapter was trained with, as on the merged checkpoint. A view is drawn anew in every training forward and leaves
+    no trace in what is saved; a second view replaces the first. A rescaling and a view compose.
 
     Args:
         model: any Transformers causal LM with RoPE, in any dtype or quantised, bare or wrapped by PEFT.
@@ -45,6 +48,11 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
         ValueError: unknown method or option, an option out of its range, or a model that cannot be patched this way.
             The model is as it was.
     """
+    if isinstance(method, nn.Module) and not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model and method are swapped: the model comes first, as in patch_model(model, {model!r}); got a "
+            f"{type(method).__name__} as method."
+        )
     chosen = resolve_method(method, options)
     if when not in get_args(When):
         raise ValueError(f"when must be one of {get_args(When)}, got {when!r}.")
@@ -66,8 +74,15 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
             types = {schedule.rope_parameters.get("rope_type", "")}
             _refuse_dynamic(types, state.source.view)
             _refuse_fixed(decoder, types, state.source.view)
+        if state.rescaling is None:
+            own_config(model, decoder)
         state.rescaling, state.current = chosen, schedule
         schedule.write(decoder)
+        if names_no_window(chosen, schedule.max_position_embeddings):
+            logger.warning(
+                f"The config goes on to declare the window of {schedule.max_position_embeddings} positions, where "
+                f"programs that serve the model stop: pass max_position_embeddings to {chosen.name!r} to name another."
+            )
     else:
         _refuse_dynamic(_types(decoder), chosen)
         _refuse_fixed(decoder, _types(decoder), chosen)

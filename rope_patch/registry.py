@@ -1,7 +1,7 @@
 """Names of views and rescalings, with errors that help."""
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -31,19 +31,30 @@ class Registry(dict[str, type]):
         raise unknown(self.kind, name, self)
 
 
-def unknown(kind: str, name: object, known: Collection[str], of: str = "") -> ValueError:
+def unknown(
+    kind: str, name: object, known: Collection[str], of: str = "", *, synonyms: Mapping[str, str] | None = None
+) -> ValueError:
     """The error for a `name` that is not among `known`, which are those `of` something, with the nearest one.
 
-    Where there are too many to list, with the nearest three.
+    Where there are too many to list, with the nearest three. `synonyms` are names that others use, in lower case with
+    hyphens, each with the one in `known` that means the same: those that no spelling would lead to.
     """
     of = of and f" of {of}"
     listed = len(known) <= _MOST_LISTED
+    near: list[str]
     if isinstance(name, type):
         shown, near = f"{name.__name__}, a class: give an instance of it, or a name", []
     elif isinstance(name, str):
-        shown, near = repr(name), difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
+        meant = (synonyms or {}).get(name.lower().replace("_", "-").replace(" ", "-"))
+        near = (
+            [meant]
+            if meant is not None and meant in known
+            else difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
+        )
+        shown = repr(name)
     else:  # a model in place of a name would be shown over many lines
-        shown, near = repr(name).partition("\n")[0], []
+        text = repr(name)
+        shown, near = (text if "\n" not in text else f"of type {type(name).__name__}"), []
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     rest = f" Known: {', '.join(sorted(known)) or 'none'}." if listed else ""
     return ValueError(f"Unknown {kind} {shown}{of}.{hint}{rest}")

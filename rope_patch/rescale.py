@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .rescalings import NativeRope, Rescaling
-from .rotary import RotaryState, attention_scales, fresh_state, own_name, rotary_by_name
+from .rotary import RotaryState, attention_scales, find_core, fresh_state, own_name, rotary_by_name
 from .views.base import MAX_INDEX
 
 # what `rope_parameters` says about scaling; other keys (partial_rotary_factor, mrope_section) belong to the model
@@ -80,6 +81,21 @@ class RopeSchedule:
                 setattr(modules[name], attribute, value)
 
 
+def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
+    """Give `model` a copy of its config, which another model may have been built from, too.
+
+    A schedule written into a shared one would be that of the other model as well: it would describe itself, and be
+    saved, with frequencies that it does not have.
+    """
+    copies: dict[int, Any] = {}
+    for owner in (find_core(model), decoder):  # the outer config holds the decoder's where a family nests them
+        copy.deepcopy(owner.config, copies)
+    for module in model.modules():
+        config = vars(module).get("config")
+        if config is not None and id(config) in copies:
+            module.config = copies[id(config)]
+
+
 def is_nested(rope_parameters: dict[str, Any]) -> bool:
     """Whether there is one dictionary a layer type, with None for layers without RoPE, instead of one for all."""
     return bool(rope_parameters) and all(value is None or isinstance(value, dict) for value in rope_parameters.values())
@@ -99,6 +115,20 @@ def healed(schedule: RopeSchedule, decoder: PreTrainedModel) -> RopeSchedule:
         rotary,
         schedule.attention_scales,
     )
+
+
+def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> int | None:
+    """Positions that a checkpoint was pretrained on: a rescaled config declares more as its `window`."""
+    schedules = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
+    named = [
+        s["original_max_position_embeddings"] for s in schedules if s and s.get("original_max_position_embeddings")
+    ]
+    return min(named, default=window)
+
+
+def names_no_window(rescaling: Rescaling, window: int | None) -> bool:
+    """Whether the config of a rescaled model goes on to declare the `window` that the model came with."""
+    return window is not None and rescaling.target_window(window) is None
 
 
 def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescaling) -> RopeSchedule:

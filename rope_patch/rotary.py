@@ -86,7 +86,10 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     if not rotary:
         family = getattr(candidates[0].config, "model_type", type(candidates[0]).__name__)
         reason = _NO_ROTARY_MODULE.get(family, "no rotary module was found in it")
-        raise ValueError(f"model type {family!r} has no RoPE that can be patched: {reason}.")
+        raise ValueError(
+            f"model type {family!r} has no RoPE that can be patched: {reason}. Use a model whose decoder has a rotary "
+            "module, as Llama, Qwen, Mistral and Gemma have."
+        )
     owners = {id(_owner(model, name)): _owner(model, name) for name, _ in named_rotary_modules(model)}
     if len(owners) > 1:
         names = ", ".join(sorted(type(owner).__name__ for owner in owners.values()))

@@ -102,10 +102,15 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The specification beside an adapter.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such directory, or no specification in it.
         ValueError: it is of another format.
     """
     path = Path(directory) / SIDECAR_NAME
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"there is no directory {directory}: name the one that the adapter was saved in. One that is on the hub "
+            "is downloaded with huggingface_hub.snapshot_download."
+        )
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} does not exist: this adapter was not saved from a model patched by rope_patch, so what RoPE "

@@ -16,7 +16,8 @@ class LossByPositionCallback(TrainerCallback):
 
     Args:
         trainer: whose log is written; add the callback with `trainer.add_callback`.
-        rows: held-out token ids, int64 [n_rows, seq_len], longer than `window`.
+        rows: held-out token ids, int64 [n_rows, seq_len], longer than `window`, each beginning as the tokenizer begins
+            a text: `rope_patch.eval.text_rows` makes them.
         window: trained window, in positions; None means the model's own.
         every: optimizer steps between two evaluations.
 

@@ -12,28 +12,27 @@ from typing import Any
 from .demo.settings import CPU, GPU, DemoSettings
 from .device import choose_device
 from .measure.commands import add_commands
+from .user_errors import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 if it is done, 130 if it was stopped by Ctrl-C, 1 after an error that the user can mend."""
     args = _parser().parse_args(arguments)
     try:
-        return args.run(args)
+        return run_command(f"rope-patch {args.command}", lambda: args.run(args))
     except KeyboardInterrupt:
         kept = (
             "" if args.output_dir is None else f" What is done is kept: the same command goes on in {args.output_dir}."
         )
         print(f"\nStopped.{kept}", file=sys.stderr)
         return 130
-    except (ValueError, OSError, ImportError) as error:  # OSError: a model that is neither a folder nor on the hub
-        print(f"rope-patch {args.command}: {error}", file=sys.stderr)
-        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rope-patch", description="Long-context adaptation for Hugging Face models with RoPE."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser(
         "demo",
@@ -71,6 +70,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_commands(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version; imports the package, and with it torch, only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from rope_patch.version import __version__
+
+        print(f"rope-patch {__version__}")
+        parser.exit()
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -116,3 +125,7 @@ def _settings(args: argparse.Namespace, has_gpu: bool) -> DemoSettings:
     if not given.get("learning_rate", 1.0) > 0:
         raise ValueError(f"--learning-rate must be above 0, got {given['learning_rate']}.")
     return replace(defaults, **given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

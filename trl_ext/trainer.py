@@ -1,6 +1,7 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
 import copy
+import json
 import math
 import re
 import time
@@ -42,6 +43,7 @@ from .window_check import check_window, farthest_target
 logger = logging.get_logger(__name__)
 
 _FIRST_SAMPLE = "rope_first_sample"
+_TOKEN_COUNT = "rope_patch_tokens"
 
 
 class RopeSFTTrainer(SFTTrainer):
@@ -186,6 +188,7 @@ class RopeSFTTrainer(SFTTrainer):
         if folder:
             require_same_rope(self.model, folder)
             require_same_method(self._method, folder)
+            self._total_train_tokens = tokens_until(folder)
         if self.accelerator.is_main_process:
             warn_of_lost_steps(self.model, self.args.learning_rate)
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -194,6 +197,9 @@ class RopeSFTTrainer(SFTTrainer):
         """TRL's saving, also of checkpoints, with a record of what was trained with."""
         if self.args.should_save:  # first, to be among what is pushed to the hub
             write_method(self._method, output_dir or str(self.args.output_dir))
+            # TRL keeps no count of tokens: what is in here is written to the checkpoint's trainer_state.json
+            kept: Any = self.state.stateful_callbacks
+            kept[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
         super().save_model(output_dir, _internal_call)
 
     def _patch(self, args: RopeSFTConfig) -> None:
@@ -508,6 +514,17 @@ def _require_new(rescaling: Rescaling, model: nn.Module) -> None:
             "and a second one would go on top of it. Leave rescale out to go on with the adapter's, or call "
             "patch_model before the trainer for both."
         )
+
+
+def tokens_until(checkpoint: str | Path) -> int:
+    """Tokens that the run had trained on when it wrote `checkpoint`; for one without the count, as last logged."""
+    file = Path(checkpoint) / "trainer_state.json"
+    if not file.is_file():
+        return 0
+    state = json.loads(file.read_text(encoding="utf-8"))
+    kept = state.get("stateful_callbacks", {}).get(_TOKEN_COUNT)
+    logged = [entry["num_tokens"] for entry in state.get("log_history", []) if "num_tokens" in entry]
+    return int(kept["tokens"]) if kept else int(max(logged, default=0))
 
 
 def _forget_earlier_trainer(model: nn.Module) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..attention_calls import AttentionCall, attention_name, watched_attention
+from .progress import token_bar
 from .result import Result
 from .subject import Subject
 
@@ -85,7 +85,7 @@ class AttentionDistance(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         far = next(iter(results.values())).far
         said = [
             f"{label}: {100 * r.mean_mass(far):.1f} % of the attention goes at least {far} tokens back."
@@ -99,7 +99,7 @@ class EntropyRatio(Result):
     """Row entropy of attention beyond the window over that within it.
 
     Args:
-        window: trained window.
+        window: positions on either side of which entropies are compared.
         inside: mean row entropy of queries within it, in nats, over layers, heads and rows.
         beyond: the same of queries beyond it.
         inside_share: mean of entropy / ln(visible keys) within it: entropy grows with what is visible anyway.
@@ -143,7 +143,7 @@ class EntropyRatio(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         said = [
             f"{label}: {r.inside:.2f} nats within the window, {r.beyond:.2f} beyond, a ratio of {r.ratio:.3f} "
             f"({r.inside_share:.2f} and {r.beyond_share:.2f} of the most possible)."
@@ -255,9 +255,14 @@ def _read(
     subject: Subject, rows: torch.Tensor, queries: torch.Tensor, visit: Visit, title: str, progress: bool
 ) -> None:
     queries = queries.to(subject.device)
-    with subject.evaluating(), _watched(subject.core, queries, visit):
-        for row in tqdm(rows, desc=title, unit="row", disable=not progress):
+    with (
+        subject.evaluating(),
+        _watched(subject.core, queries, visit),
+        token_bar(subject.model, rows.numel(), title, show=progress) as done,
+    ):
+        for k, row in enumerate(rows, 1):
             subject.hidden(row[None].to(subject.device))
+            done(k * rows.shape[1])
 
 
 def _watched(core: Any, queries: torch.Tensor, visit: Visit) -> AbstractContextManager[None]:

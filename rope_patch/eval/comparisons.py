@@ -1,8 +1,21 @@
 """Figures that hold for two models at once: what adaptation cost within the window, and what it gave back."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from .loss_by_position import LossByPosition
+
+
+def over_one_window(curves: Mapping[str, LossByPosition], window: int | None = None) -> dict[str, LossByPosition]:
+    """The same curves, each read over the same window: a checkpoint that declares a longer one is measured by no other.
+
+    Args:
+        curves: label -> curve.
+        window: in positions; None means the first curve's.
+    """
+    if window is None:
+        window = next((curve.window for curve in curves.values()), None)
+    return {label: replace(curve, window=window) for label, curve in curves.items()}
 
 
 def in_distribution_penalty(curve: LossByPosition, baseline: LossByPosition, window: int | None = None) -> float:

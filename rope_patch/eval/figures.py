@@ -10,16 +10,23 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 8.0, 4.5  # inches; at 150 dots an inch 1200 x 675
 
 
+def require_matplotlib() -> None:
+    """Raise ImportError with the extra to install unless matplotlib is there."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'rope-patch[plots]'.") from error
+
+
 def new_figure(columns: int = 1, height: float = HEIGHT, *, share_y: bool = True) -> "tuple[Figure, list[Any]]":
     """An empty figure and its axes, from left to right. Never touches pyplot, so no window and no global state.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'rope-patch[plots]'.") from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False, sharey=share_y)[0])
 
@@ -34,7 +41,7 @@ def mark_window(axes: Any, window: int) -> None:
     """A dashed line where the trained window ends."""
     axes.axvline(window, color="0.4", linestyle="--", linewidth=1)
     axes.annotate(
-        f"trained window: {window}",
+        f"window: {window}",
         (window, 0.98),
         xycoords=("data", "axes fraction"),
         xytext=(-5, 0),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from .asking import TEMPLATE_OPTIONS
 from .subject import Subject
 
 Documents = Sequence[Mapping[str, Any]]
@@ -50,6 +51,7 @@ def evaluate(
     batch_size: int,
     max_length: int,
     limit: int | None = None,
+    chat: bool = False,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run one lm-eval task.
 
@@ -61,6 +63,7 @@ def evaluate(
         max_length: tokens that a prompt and its answer may have; lm-eval's own default is the window in the config, to
             which it cuts longer prompts without an error.
         limit: samples at most.
+        chat: whether prompts are a user's message in the tokenizer's chat template.
 
     Returns:
         lm-eval's metrics of the task and its samples.
@@ -71,11 +74,19 @@ def evaluate(
         from lm_eval.models.huggingface import HFLM
 
         with subject.evaluating():
-            lm = HFLM(pretrained=subject.core, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+            lm = HFLM(
+                pretrained=subject.core,
+                tokenizer=tokenizer,
+                batch_size=batch_size,
+                max_length=max_length,
+                chat_template_args=TEMPLATE_OPTIONS if chat else None,
+            )
             name = task.config.task
             tasks = {"tasks": {name: task}, "groups": {}, "group_map": {}}
             # not simple_evaluate: it seeds every generator of the process and calls git
-            found = lm_eval.evaluate(lm, tasks, limit=limit, bootstrap_iters=0, log_samples=True)
+            found = lm_eval.evaluate(
+                lm, tasks, limit=limit, bootstrap_iters=0, log_samples=True, apply_chat_template=chat
+            )
     assert found is not None  # None is for ranks other than the first
     return found["results"][name], found["samples"][name]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
+from .progress import token_bar
 from .result import Result
 from .subject import Subject
 
@@ -26,7 +26,8 @@ class LossByPosition(Result):
         loss: entry p is the mean over rows of -log p(x_p | x_<p), in nats, float64 [seq_len]; entry 0 is nan, as
             nothing predicts the first token.
         n_rows: rows that the means are over.
-        window: positions that the model was trained on; None if its config names none.
+        window: positions that the loss within and beyond is told by: those that the model was trained on, or, where
+            models are compared, the first one's; None if its config names none.
     """
 
     title: ClassVar[str] = "Loss by position"
@@ -160,7 +161,7 @@ class LossByPosition(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         said = []
         for label, curve in results.items():
             if curve.window is None or curve.window + 1 >= curve.seq_len:
@@ -168,7 +169,7 @@ class LossByPosition(Result):
                 continue
             inside, cliff, start = curve.in_window(), curve.cliff(), curve.cliff_start()
             said.append(
-                f"{label}: {inside:.3f} nats per token within the trained window of {curve.window}, "
+                f"{label}: {inside:.3f} nats per token within the window of {curve.window} positions, "
                 f"{inside + cliff:.3f} beyond it, a cliff of {cliff:+.3f}"
                 + ("; no lasting rise beyond the window." if start is None else f"; it rises for good from {start} on.")
             )
@@ -185,7 +186,8 @@ def loss_by_position(
 
     Args:
         model: a Transformers causal LM, patched or not, bare or with adapters.
-        rows: token ids, int64 [n_rows, seq_len], seq_len >= 2; no padding.
+        rows: token ids, int64 [n_rows, seq_len], seq_len >= 2; no padding. Each begins as the tokenizer begins a text,
+            as those of `text_rows` do.
         batch_size: rows in a forward.
         progress: whether to show a bar with the time left.
         title: its label.
@@ -196,9 +198,10 @@ def loss_by_position(
     subject = Subject(model)
     subject.check_rows(rows)
     total = torch.zeros(rows.shape[1] - 1, dtype=torch.float64)
-    with subject.evaluating():
-        for batch in tqdm(rows.split(batch_size), desc=title, unit="batch", disable=not progress):
+    with subject.evaluating(), token_bar(model, rows.numel(), title, show=progress) as done:
+        for k, batch in enumerate(rows.split(batch_size), 1):
             ids = batch.to(subject.device)
             total += subject.losses(subject.hidden(ids)[:, :-1], ids[:, 1:]).double().sum(0).cpu()
+            done(k * batch_size * rows.shape[1])
     unknown = torch.full((1,), torch.nan, dtype=torch.float64)
     return LossByPosition(torch.cat([unknown, total / len(rows)]), len(rows), subject.trained_window)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from .asking import Frame
+
 Kind = Literal["passkey", "single", "multikey", "multivalue", "multiquery", "ordinal"]
 
 KINDS: tuple[Kind, ...] = ("passkey", "single", "multikey", "multivalue", "multiquery", "ordinal")
@@ -59,6 +61,7 @@ def make_prompt(
     depth: float,
     n_needles: int,
     rng: random.Random,
+    chat: bool = False,
 ) -> RetrievalPrompt:
     """Hide needles in the first tokens of `haystack` so that the prompt has exactly `n_tokens`.
 
@@ -70,15 +73,18 @@ def make_prompt(
             the first, second, ... or last is asked. "passkey": Landmark Attention's own sentences.
         tokenizer: of the model.
         haystack: token ids, at least `n_tokens`.
-        n_tokens: tokens of the prompt, question included.
+        n_tokens: tokens of the prompt, question and template included.
         depth: place of the (first) needle asked for, from 0, the start, to 1, right before the question.
         n_needles: sentences hidden, at least 2 except for "single" and "passkey", where it is 1.
         rng: draws keys, values and places.
+        chat: whether haystack and question are a user's message in the tokenizer's chat template, and the model's
+            answer begins with the words that otherwise end the question.
 
     Raises:
         ValueError: the prompt is too short for needles and question, or the haystack for the prompt.
     """
-    needles, question, answers = _sentences(kind, n_needles, rng)
+    frame = Frame.of(tokenizer, chat)
+    needles, question, beginning, answers = _sentences(kind, n_needles, rng)
     asked = next(i for i, needle in enumerate(needles) if answers[0] in needle)
     if kind == "ordinal":  # their order in the text is what is asked
         before = sorted(rng.uniform(0, depth) for _ in range(asked))
@@ -87,9 +93,9 @@ def make_prompt(
     else:
         depths = [depth if i == asked else rng.random() for i in range(len(needles))]
     pieces = [tokenizer(" " + needle, add_special_tokens=False)["input_ids"] for needle in needles]
-    start: list[int] = [] if tokenizer.bos_token_id is None or not _adds_bos(tokenizer) else [tokenizer.bos_token_id]
-    tail: list[int] = tokenizer(question, add_special_tokens=False)["input_ids"]
-    budget = n_tokens - len(start) - len(tail) - sum(map(len, pieces))
+    endings = [question, frame.turn + beginning] if chat else [f"{question} {beginning}"]
+    tail: list[int] = [i for ending in endings for i in tokenizer(ending, add_special_tokens=False)["input_ids"]]
+    budget = n_tokens - len(frame.begin) - len(tail) - sum(map(len, pieces))
     if budget < 1:
         raise ValueError(
             f"{n_tokens} tokens are too few for {len(needles)} needle(s) and the question of {kind!r}, which take "
@@ -98,7 +104,7 @@ def make_prompt(
     if len(haystack) < budget:
         raise ValueError(f"the haystack has {len(haystack)} tokens, {budget} are needed: give more text.")
     order = sorted(range(len(pieces)), key=lambda i: depths[i])
-    ids, used, position = list(start), 0, 0
+    ids, used, position = list(frame.begin), 0, 0
     for i in order:
         place = _sentence_end(tokenizer, haystack, round(depths[i] * budget), at_least=used)
         ids += haystack[used:place]
@@ -110,12 +116,12 @@ def make_prompt(
     return RetrievalPrompt(ids, answers, position, kind == "ordinal")
 
 
-def _sentences(kind: Kind, n_needles: int, rng: random.Random) -> tuple[list[str], str, list[str]]:
-    """Needles, question and answers; the question ends where the answer should begin."""
+def _sentences(kind: Kind, n_needles: int, rng: random.Random) -> tuple[list[str], str, str, list[str]]:
+    """Needles, question, the beginning of the sentence that answers it, and the answers."""
     if kind == "passkey":
         key = str(rng.randint(10000, 99999))
         needle = f"The pass key is {key}. Remember it. {key} is the pass key."
-        return [needle], "\nWhat is the pass key? The pass key is", [key]
+        return [needle], "\nWhat is the pass key?", "The pass key is", [key]
     n = 1 if kind == "single" else n_needles
     if kind != "single" and n < 2:
         raise ValueError(f"{kind!r} needs n_needles >= 2, got {n_needles}.")
@@ -127,19 +133,19 @@ def _sentences(kind: Kind, n_needles: int, rng: random.Random) -> tuple[list[str
     if kind in ("single", "multikey"):
         needles = [f"The special magic number for {k} is: {v}." for k, v in zip(keys, values, strict=True)]
         ask = f"the special magic number for {keys[0]}"
-        return needles, f"\nWhat is {ask} mentioned in the text above? {ask.capitalize()} is:", values[:1]
+        return needles, f"\nWhat is {ask} mentioned in the text above?", f"{ask.capitalize()} is:", values[:1]
     if kind == "multivalue":
         ask = f"the special magic numbers for {keys[0]}"
-        return needles, f"\nWhat are all {ask} mentioned in the text above? {ask.capitalize()} are:", values
+        return needles, f"\nWhat are all {ask} mentioned in the text above?", f"{ask.capitalize()} are:", values
     if kind == "multiquery":
         ask = f"the special magic numbers for {', '.join(keys[:-1])} and {keys[-1]}"
-        return needles, f"\nWhat are {ask} mentioned in the text above? {ask.capitalize()} are:", values
+        return needles, f"\nWhat are {ask} mentioned in the text above?", f"{ask.capitalize()} are:", values
     if n > len(_ORDINALS):
         raise ValueError(f"'ordinal' needs n_needles <= {len(_ORDINALS)}, got {n_needles}.")
     which = rng.randrange(n)
     name = "last" if which == n - 1 else _ORDINALS[which]
     ask = f"the {name} special magic number for {keys[0]}"
-    return needles, f"\nWhat is {ask} mentioned in the text above? {ask.capitalize()} is:", [values[which]]
+    return needles, f"\nWhat is {ask} mentioned in the text above?", f"{ask.capitalize()} is:", [values[which]]
 
 
 def _sentence_end(tokenizer: PreTrainedTokenizerBase, haystack: Sequence[int], place: int, at_least: int) -> int:
@@ -147,8 +153,3 @@ def _sentence_end(tokenizer: PreTrainedTokenizerBase, haystack: Sequence[int], p
         if str(tokenizer.decode([haystack[end - 1]])).rstrip(" ").endswith((".", "!", "?", "\n")):
             return end
     return max(place, at_least)
-
-
-def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    ids = tokenizer("a")["input_ids"]
-    return bool(ids) and ids[0] == tokenizer.bos_token_id

@@ -1,7 +1,7 @@
 """A minute's look at a model: where its window ends, and what to do about it."""
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log
 
 import torch
 from torch import nn
@@ -10,11 +10,14 @@ from ..describe import describe
 from ..patch import patch_model, unpatch_model
 from .comparisons import in_distribution_penalty
 from .loss_by_position import LossByPosition, loss_by_position
+from .subject import Subject
 
 # nats per token by which the loss beyond the window may exceed that within it, scatter of a few rows
 FLAT = 0.1
 # percent by which the loss within the window may rise before it is worth repairing
 CHEAP = 2.0
+# share of ln(vocabulary), the loss of a guess, from which on a model predicts next to nothing
+GUESSING = 0.75
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
     """Measure loss by position on `rows`, try YaRN without training, and say what to do.
 
     The advice compares what was measured on this model: nothing where there is no cliff; YaRN and a short fine-tuning
-    on a skip view where YaRN alone flattens it; else fine-tuning on a skip view, which needs no rescaling.
+    on a skip view where YaRN alone flattens it; else fine-tuning on a skip view, which needs no rescaling. A model
+    whose loss within the window is near that of a guess, ln(vocabulary), is named as one, and gets no advice.
 
     Args:
         model: a causal LM without patches; it is left as it was.
@@ -63,10 +67,22 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
         raise ValueError(
             "probe tries a rescaling of its own and needs a model without patches: call unpatch_model first."
         )
-    native = loss_by_position(model, rows, progress=progress, title="as it is")
-    window = native.window
+    subject = Subject(model)
+    window = subject.trained_window
     if window is None:
         raise ValueError("the model's config names no trained window, so there is no end of it to look for.")
+    subject.check_rows(rows, at_least=window + 2)
+    native = loss_by_position(model, rows, progress=progress, title="as it is")
+    guess = log(subject.vocab_size)
+    if native.in_window() >= GUESSING * guess:
+        words = [
+            f"{found.model} predicts next to nothing, also within the {window} positions that its config names: its "
+            f"loss there is {native.in_window():.3f} nats per token, and guessing among {subject.vocab_size} tokens "
+            f"gives {guess:.3f}.",
+            "Its weights are untrained or damaged, or the rows were made by another tokenizer. No advice on its window "
+            "can be given.",
+        ]
+        return ProbeResult(native, None, None, {}, words)
     cliff, start, inside = native.cliff(), native.cliff_start(tolerance=FLAT), native.in_window()
     words = [
         f"{found.model} was trained on {window} positions. Its loss there is {inside:.3f} nats per token, beyond them, "

@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from ..environment import device_name, installed_versions
-from .comparisons import in_distribution_penalty, recovery_ratio
-from .figures import save_figure
+from .comparisons import in_distribution_penalty, over_one_window, recovery_ratio
+from .figures import require_matplotlib, save_figure
 from .loss_by_position import LossByPosition
 from .result import Result
 from .retrieval import RetrievalGrid
@@ -38,12 +39,13 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
 
     Raises:
         ImportError: Jinja2 or matplotlib is not installed.
+        OSError: the folder cannot be written to.
     """
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise ImportError("the report needs Jinja2: pip install 'rope-patch[eval]'.") from error
+    require_report(folder)
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     folder = Path(folder)
+    results = _comparable(results)
     sections = []
     for name, by_label in results.items():
         if not by_label:
@@ -55,7 +57,7 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
             {
                 "name": name,
                 "title": f"{kind.title}: {name}" if kind is RetrievalGrid else kind.title,
-                "reading": kind.reading(by_label),
+                "reading": kind.readings(by_label),
                 "picture": base64.b64encode(svg.read_bytes()).decode(),
                 "files": [f"figures/{png.name}", f"figures/{svg.name}", f"tables/{name}.csv"],
             }
@@ -86,10 +88,43 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
     return page
 
 
+def require_report(folder: str | Path) -> None:
+    """Raise what `write_report` would raise for want of a package or a folder, before anything is measured.
+
+    Raises:
+        ImportError: Jinja2 or matplotlib is not installed.
+        OSError: the folder cannot be made or written to.
+    """
+    try:
+        import jinja2  # noqa: F401
+    except ImportError as error:
+        raise ImportError("the report needs Jinja2: pip install 'rope-patch[eval]'.") from error
+    require_matplotlib()
+    require_writable(folder)
+
+
+def require_writable(folder: str | Path) -> None:
+    """Make `folder` if it is not there, and raise OSError if no file can be written in it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"no file can be written in {folder}: {error.strerror or error}. Name another folder.") from error
+
+
+def _comparable(results: Results) -> Results:
+    """The same, with all losses by position told over the first one's window."""
+    curves = {
+        name: {k: r for k, r in by_label.items() if isinstance(r, LossByPosition)} for name, by_label in results.items()
+    }
+    return {name: {**by_label, **over_one_window(curves[name])} for name, by_label in results.items()}
+
+
 def summary(results: Results) -> list[dict[str, Any]]:
     """One row a headline figure: {figure, values}, values by label, with what compares a model with the first one."""
     rows: dict[str, dict[str, float]] = {}
-    for by_label in results.values():
+    for by_label in _comparable(results).values():
         first = next(iter(by_label.values()), None)
         for label, result in by_label.items():
             for figure, value in {**result.headline(), **_compared(result, first)}.items():

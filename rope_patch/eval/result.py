@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Result(ABC):
     """One measurement of one model; a dataclass of JSON values in every subclass.
 
-    `figure` and `reading` take several, label -> result, so that models can be put side by side in one picture.
+    `figure` and `readings` take several, label -> result, so that models can be put side by side in one picture.
     """
 
     title: ClassVar[str]
@@ -43,8 +43,12 @@ class Result(ABC):
 
     @classmethod
     @abstractmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         """What the picture says, in plain sentences with the figures in them: one a model, then how to read it."""
+
+    def reading(self, *, label: str = "model") -> list[str]:
+        """What this result alone says, in plain sentences."""
+        return type(self).readings({label: self})
 
     def plot(self, path: str | Path, *, label: str = "model") -> list[Path]:
         """Draw this result alone as `path`.png and `path`.svg, and return the two paths."""

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from .asking import ChatTemplate, uses_chat_template
 from .cache import Remember, afresh
 from .generation import PREFILL_CHUNK, greedy_answers
-from .needles import KINDS, PASSKEY_FILLER, Kind, make_prompt
+from .needles import KINDS, PASSKEY_FILLER, Kind, RetrievalPrompt, make_prompt
+from .progress import token_bar
 from .result import Result
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class RetrievalGrid(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         said = []
         for label, grid in results.items():
             means = ", ".join(f"{100 * a:.0f} % at {n}" for n, a in zip(grid.lengths, grid.by_length, strict=True))
@@ -148,7 +149,7 @@ class AnswerPositionAccuracy(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         said = [
             f"{label}: bins differ by up to {100 * r.spread:.0f} points"
             + (
@@ -170,6 +171,7 @@ def passkey(
     trials: int = 2,
     batch_size: int = 4,
     seed: int = 0,
+    chat_template: ChatTemplate = "auto",
     progress: bool = True,
     remember: Remember = afresh,
 ) -> RetrievalGrid:
@@ -183,16 +185,15 @@ def passkey(
         trials: prompts a cell.
         batch_size: prompts in a forward.
         seed: of the keys.
-        progress: whether to show a bar.
+        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
+            there is one. Lengths include it.
+        progress: whether to show a bar over tokens.
         remember: keeps each length as soon as it is done.
 
     Source: Mohtashami and Jaggi, Landmark Attention, 2023; used by PoSE, LongLoRA and PosAug.
     """
-    filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
-    haystack = filler * (max(lengths) // len(filler) + 1)
-    return _grid(
-        model, tokenizer, "passkey", haystack, lengths, depths, trials, 1, batch_size, seed, progress, remember
-    )
+    prompts = _Prompts("passkey", tokenizer, lengths, depths, trials, 1, seed, chat_template)
+    return _grid(model, prompts, passkey_haystack(tokenizer, lengths), batch_size, progress, remember)
 
 
 def niah(
@@ -207,6 +208,7 @@ def niah(
     n_needles: int = 4,
     batch_size: int = 4,
     seed: int = 0,
+    chat_template: ChatTemplate = "auto",
     progress: bool = True,
     remember: Remember = afresh,
 ) -> RetrievalGrid:
@@ -223,7 +225,9 @@ def niah(
         n_needles: sentences hidden, for all kinds but "single".
         batch_size: prompts in a forward.
         seed: of keys, values and places.
-        progress: whether to show a bar.
+        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
+            there is one. Lengths include it.
+        progress: whether to show a bar over tokens.
         remember: keeps each length as soon as it is done.
 
     Raises:
@@ -232,15 +236,48 @@ def niah(
     Source: Kamradt's needle in a haystack; RULER, arXiv:2404.06654 (multi-key, -value, -query); RPSD,
     arXiv:2604.14339 (ordinal).
     """
+    prompts = _Prompts(
+        kind, tokenizer, lengths, depths, trials, 1 if kind == "single" else n_needles, seed, chat_template
+    )
+    return _grid(model, prompts, text_haystack(tokenizer, text, lengths), batch_size, progress, remember)
+
+
+def passkey_haystack(tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int]) -> list[int]:
+    """Token ids of the repeated filler sentences, enough for the longest of `lengths`."""
+    filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
+    return filler * (max(lengths, default=0) // len(filler) + 1)
+
+
+def text_haystack(tokenizer: PreTrainedTokenizerBase, text: str | Iterable[str], lengths: Sequence[int]) -> list[int]:
+    """Token ids of documents, one after the other, until they are enough for the longest of `lengths`."""
     haystack: list[int] = []
     for document in [text] if isinstance(text, str) else text:
         haystack += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(haystack) >= max(lengths):
+        if len(haystack) >= max(lengths, default=0):
             break
-    n_needles = 1 if kind == "single" else n_needles
-    return _grid(
-        model, tokenizer, kind, haystack, lengths, depths, trials, n_needles, batch_size, seed, progress, remember
-    )
+    return haystack
+
+
+def check_retrieval(
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    lengths: Sequence[int],
+    chat_template: ChatTemplate,
+    *,
+    n_needles: int = 4,
+) -> None:
+    """Make one prompt of each length, without a model.
+
+    Raises:
+        ValueError: a length that is too short for needles and question, or a text that is too short for the length.
+    """
+    passkeys = kind == "passkey"
+    haystack = passkey_haystack(tokenizer, lengths) if passkeys else text_haystack(tokenizer, texts, lengths)
+    n_needles = 1 if kind in ("passkey", "single") else n_needles
+    prompts = _Prompts(kind, tokenizer, lengths, (0.5,), 1, n_needles, 0, chat_template)
+    for length in lengths:
+        prompts.of_length(length, haystack)
 
 
 def accuracy_by_answer_position(
@@ -266,64 +303,89 @@ def accuracy_by_answer_position(
     )
 
 
-def _grid(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    kind: Kind,
-    haystack: list[int],
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    trials: int,
-    n_needles: int,
-    batch_size: int,
-    seed: int,
-    progress: bool,
-    remember: Remember,
-) -> RetrievalGrid:
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
-    if not lengths or not depths or trials < 1:
-        raise ValueError("lengths and depths must not be empty, and trials at least 1.")
-    if not all(0 <= d <= 1 for d in depths):
-        raise ValueError(f"depths must be in [0, 1], got {list(depths)}.")
-    new_tokens = _NEW_TOKENS.get(kind, 16 * n_needles)
-    accuracy, places, scores = [], [], []
-    with tqdm(total=len(lengths) * len(depths) * trials, desc=kind, unit="prompt", disable=not progress) as bar:
-        for length in lengths:
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts of a grid; arguments as in `niah`."""
 
-            def measure(length: int = length) -> dict[str, Any]:
-                prompts = [
-                    make_prompt(
-                        kind,
-                        tokenizer,
-                        haystack,
-                        n_tokens=length - new_tokens,
-                        depth=depth,
-                        n_needles=n_needles,
-                        rng=random.Random(f"{seed} {kind} {length} {depth} {trial}"),
-                    )
-                    for depth in depths
-                    for trial in range(trials)
-                ]
+    kind: Kind
+    tokenizer: PreTrainedTokenizerBase
+    lengths: Sequence[int]
+    depths: Sequence[float]
+    trials: int
+    n_needles: int
+    seed: int
+    chat_template: ChatTemplate
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
+        if not self.lengths or not self.depths or self.trials < 1:
+            raise ValueError("lengths and depths must not be empty, and trials at least 1.")
+        if not all(0 <= d <= 1 for d in self.depths):
+            raise ValueError(f"depths must be in [0, 1], got {list(self.depths)}.")
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that a reply may have."""
+        return _NEW_TOKENS.get(self.kind, 16 * self.n_needles)
+
+    @property
+    def cells(self) -> int:
+        """Prompts of one length."""
+        return len(self.depths) * self.trials
+
+    def of_length(self, length: int, haystack: list[int]) -> list[RetrievalPrompt]:
+        """All prompts of one length, depth by depth."""
+        chat = uses_chat_template(self.tokenizer, self.chat_template)
+        return [
+            make_prompt(
+                self.kind,
+                self.tokenizer,
+                haystack,
+                n_tokens=length - self.new_tokens,
+                depth=depth,
+                n_needles=self.n_needles,
+                rng=random.Random(f"{self.seed} {self.kind} {length} {depth} {trial}"),
+                chat=chat,
+            )
+            for depth in self.depths
+            for trial in range(self.trials)
+        ]
+
+
+def _grid(
+    model: nn.Module, asked: _Prompts, haystack: list[int], batch_size: int, progress: bool, remember: Remember
+) -> RetrievalGrid:
+    accuracy, places, scores = [], [], []
+    through, total = 0, asked.cells * sum(asked.lengths)
+    with token_bar(model, total, asked.kind, show=progress) as done:
+        for length in asked.lengths:
+
+            def measure(length: int = length, before: int = through) -> dict[str, Any]:
+                prompts = asked.of_length(length, haystack)
                 found: list[float] = []
                 for first in range(0, len(prompts), batch_size):
                     batch = prompts[first : first + batch_size]
                     replies = greedy_answers(
                         model,
-                        tokenizer,
+                        asked.tokenizer,
                         [p.ids for p in batch],
-                        max_new_tokens=new_tokens,
+                        max_new_tokens=asked.new_tokens,
                         prefill_chunk=max(PREFILL_CHUNK // len(batch), 1),
                     )
                     found += [p.score(reply) for p, reply in zip(batch, replies, strict=True)]
-                    bar.update(len(batch))
+                    done(before + length * len(found))
                 return {"scores": found, "places": [p.position / len(p.ids) for p in prompts]}
 
             value = remember({"length": length}, measure)
             scores += value["scores"]
             places += value["places"]
             accuracy.append(
-                [sum(value["scores"][k : k + trials]) / trials for k in range(0, len(value["scores"]), trials)]
+                [
+                    sum(value["scores"][k : k + asked.trials]) / asked.trials
+                    for k in range(0, len(value["scores"]), asked.trials)
+                ]
             )
-            bar.update(len(depths) * trials * len(accuracy) - bar.n)
-    return RetrievalGrid(kind, list(lengths), list(depths), accuracy, trials, places, scores)
+            through += asked.cells * length
+            done(through)
+    return RetrievalGrid(asked.kind, list(asked.lengths), list(asked.depths), accuracy, asked.trials, places, scores)

@@ -16,6 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from .asking import ChatTemplate, Frame, uses_chat_template
 from .cache import Remember, afresh
 from .generation import PREFILL_CHUNK
 from .harness import evaluate, local_task, quiet, require_lm_eval
@@ -117,7 +118,7 @@ class Ruler(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         said = []
         for label, result in results.items():
             means = ", ".join(f"{100 * result.mean(n):.1f} at {n}" for n in result.lengths)
@@ -140,6 +141,7 @@ def ruler(
     squad: str | Path | None = None,
     hotpotqa: str | Path | None = None,
     batch_size: int = 1,
+    chat_template: ChatTemplate = "auto",
     progress: bool = True,
     remember: Remember = afresh,
 ) -> Ruler:
@@ -159,6 +161,8 @@ def ruler(
         squad: SQuAD's own JSON file, or .jsonl(.xz) with `context` and `qas` [question, answers].
         hotpotqa: HotpotQA's own JSON file, or .jsonl(.xz) with `question`, `answer` and `context` [title, sentences].
         batch_size: prompts in a forward.
+        chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
+            there is one. Lengths include it.
         progress: whether to show a bar over tasks and lengths.
         remember: keeps each task and length as soon as it is done.
 
@@ -169,14 +173,9 @@ def ruler(
     Source: RULER, arXiv:2404.06654.
     """
     require_lm_eval()
-    given = {"ruler_qa_squad": squad, "ruler_qa_hotpot": hotpotqa, **dict.fromkeys(_NEEDS_TEXT, haystack)}
-    chosen = list(tasks) if tasks is not None else [t for t in TASKS if given.get(t, "none needed") is not None]
-    for task in chosen:
-        if task not in TASKS:
-            raise ValueError(f"unknown RULER task {task!r}. Known: {', '.join(TASKS)}.")
-        if given.get(task, "none needed") is None:
-            argument = {"ruler_qa_squad": "squad", "ruler_qa_hotpot": "hotpotqa"}.get(task, "haystack")
-            raise ValueError(f"RULER's {task} needs {argument}: give it, or leave the task out.")
+    chosen = chosen_tasks(tasks, haystack=haystack, squad=squad, hotpotqa=hotpotqa)
+    chat = uses_chat_template(tokenizer, chat_template)
+    frame = Frame.of(tokenizer, chat)
     if samples < 1 or not lengths or not chosen:
         raise ValueError(f"samples must be at least 1 and lengths not empty, got {samples} and {list(lengths)}.")
     scores: dict[str, list[float]] = {task: [] for task in chosen}
@@ -184,13 +183,13 @@ def ruler(
     cells = [(length, task) for length in lengths for task in chosen]
     # all prompts first: what cannot be made at some length shows before anything is measured
     documents = {
-        (n, task): _documents(task, tokenizer, n, samples, haystack, squad, hotpotqa)
+        (n, task): _documents(task, tokenizer, n - frame.tokens, samples, haystack, squad, hotpotqa)
         for n, task in tqdm(cells, desc="RULER prompts", unit="task", disable=not progress)
     }
     for n, task in tqdm(cells, desc="RULER", unit="task", disable=not progress):
 
         def score(n: int = n, task: str = task) -> dict[str, Any]:
-            mean, logged = _score(model, tokenizer, task, documents[n, task], n, batch_size)
+            mean, logged = _score(model, tokenizer, task, documents[n, task], n, batch_size, chat)
             places = _by_position(logged).to_dict() if task == "niah_multikey_2" else None
             return {"score": mean, "answer_positions": places}
 
@@ -199,6 +198,23 @@ def ruler(
         if found["answer_positions"] is not None:
             positions[str(n)] = found["answer_positions"]
     return Ruler(list(lengths), scores, samples, positions)
+
+
+def chosen_tasks(tasks: Sequence[str] | None, *, haystack: object, squad: object, hotpotqa: object) -> list[str]:
+    """Names of the tasks that are measured; arguments as in `ruler`.
+
+    Raises:
+        ValueError: an unknown task, or one whose data were not given.
+    """
+    given = {"ruler_qa_squad": squad, "ruler_qa_hotpot": hotpotqa, **dict.fromkeys(_NEEDS_TEXT, haystack)}
+    chosen = list(tasks) if tasks is not None else [t for t in TASKS if given.get(t, "none needed") is not None]
+    for task in chosen:
+        if task not in TASKS:
+            raise ValueError(f"unknown RULER task {task!r}. Known: {', '.join(TASKS)}.")
+        if given.get(task, "none needed") is None:
+            argument = {"ruler_qa_squad": "squad", "ruler_qa_hotpot": "hotpotqa"}.get(task, "haystack")
+            raise ValueError(f"RULER's {task} needs {argument}: give it, or leave the task out.")
+    return chosen
 
 
 def _documents(
@@ -247,6 +263,7 @@ def _score(
     documents: list[dict[str, Any]],
     length: int,
     batch_size: int,
+    chat: bool,
 ) -> tuple[float, list[dict[str, Any]]]:
     with quiet():
         from lm_eval.tasks.ruler import common_utils
@@ -265,7 +282,7 @@ def _score(
         loaded = local_task(
             task, documents, "test", process_results=score, metric_list=ours, generation_kwargs=generation
         )
-    found, logged = evaluate(model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens)
+    found, logged = evaluate(model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens, chat=chat)
     return float(found["score,none"]), logged
 
 

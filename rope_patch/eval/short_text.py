@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from .asking import ChatTemplate, uses_chat_template
 from .cache import Remember, afresh
 from .harness import evaluate, local_task, require_lm_eval
 from .result import Result
@@ -127,7 +128,7 @@ class ShortText(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         (first, native), *others = results.items()
         said = [f"{first}: mean accuracy {100 * native.mean:.1f} %."]
         said += [f"{k}: {100 * r.mean:.1f} %, {100 * r.mean / native.mean:.1f} % of {first}." for k, r in others]
@@ -143,6 +144,7 @@ def short_text(
     limit: int | None = None,
     batch_size: int = 8,
     max_length: int = 2048,
+    chat_template: ChatTemplate = "auto",
     remember: Remember = afresh,
 ) -> ShortText:
     """Zero-shot accuracy on lm-eval's own tasks, with its prompts and metrics.
@@ -158,6 +160,8 @@ def short_text(
         limit: samples of each at most.
         batch_size: requests in a forward.
         max_length: tokens of the longest request.
+        chat_template: whether questions are put through the tokenizer's chat template: "on", "off", or "auto", if there
+            is one.
         remember: keeps each benchmark as soon as it is done.
 
     Raises:
@@ -166,6 +170,39 @@ def short_text(
         FileNotFoundError: the folder lacks a benchmark.
     """
     require_lm_eval()
+    chat = uses_chat_template(tokenizer, chat_template)
+    names, files = chosen_benchmarks(data, benchmarks)
+    accuracy, metrics, samples = {}, {}, {}
+    for name in names:
+
+        def measure(name: str = name) -> dict[str, Any]:
+            benchmark = BENCHMARKS[name]
+            if data is None:
+                task = local_task(name, None, benchmark.split)
+            else:
+                documents = [benchmark.convert(row) for row in islice(read_json_lines(files[name]), limit)]
+                task = local_task(name, documents, benchmark.split, **benchmark.overrides)
+            found, logged = evaluate(
+                model, tokenizer, task, batch_size=batch_size, max_length=max_length, limit=limit, chat=chat
+            )
+            floats = {
+                k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k
+            }
+            return {"metrics": floats, "samples": len({sample["doc_id"] for sample in logged})}
+
+        value = remember({"benchmark": name}, measure)
+        metrics[name], samples[name] = value["metrics"], value["samples"]
+        accuracy[name] = metrics[name][BENCHMARKS[name].metric]
+    return ShortText(accuracy, metrics, samples)
+
+
+def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None) -> tuple[list[str], dict[str, Path]]:
+    """Names of the benchmarks that are measured, and the local file of each; arguments as in `short_text`.
+
+    Raises:
+        ValueError: an unknown benchmark.
+        FileNotFoundError: the folder lacks a benchmark.
+    """
     files = {} if data is None else _files(Path(data))
     names = list(benchmarks) if benchmarks is not None else [n for n in BENCHMARKS if data is None or n in files]
     for name in names:
@@ -177,26 +214,7 @@ def short_text(
         raise FileNotFoundError(
             f"{data} has none of {', '.join(b.file for b in BENCHMARKS.values())} as .jsonl or .jsonl.xz."
         )
-    accuracy, metrics, samples = {}, {}, {}
-    for name in names:
-
-        def measure(name: str = name) -> dict[str, Any]:
-            benchmark = BENCHMARKS[name]
-            if data is None:
-                task = local_task(name, None, benchmark.split)
-            else:
-                documents = [benchmark.convert(row) for row in islice(read_json_lines(files[name]), limit)]
-                task = local_task(name, documents, benchmark.split, **benchmark.overrides)
-            found, logged = evaluate(model, tokenizer, task, batch_size=batch_size, max_length=max_length, limit=limit)
-            floats = {
-                k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k
-            }
-            return {"metrics": floats, "samples": len({sample["doc_id"] for sample in logged})}
-
-        value = remember({"benchmark": name}, measure)
-        metrics[name], samples[name] = value["metrics"], value["samples"]
-        accuracy[name] = metrics[name][BENCHMARKS[name].metric]
-    return ShortText(accuracy, metrics, samples)
+    return names, files
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -14,6 +14,7 @@ from rope_kernels import linear_ce_rows
 
 from ..describe import describe
 from ..limits import why_no_head
+from ..rescale import pretrained_window
 from ..rotary import find_core
 
 _CHUNK_BYTES = 2**28  # of float32 logits
@@ -53,8 +54,7 @@ class Subject:
     def trained_window(self) -> int | None:
         """Positions that the model was pretrained on, also where a rescaled config promises more; None if unnamed."""
         found = describe(self.core)
-        schedule = found.native_rope_parameters
-        return schedule.get("original_max_position_embeddings") or found.trained_window
+        return pretrained_window(found.native_rope_parameters, found.trained_window)
 
     def check_rows(self, rows: torch.Tensor, at_least: int = 2) -> None:
         """Refuse rows that this model cannot read.

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,25 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..describe import describe
+from ..special_tokens import SpecialTokens
+from .asking import ChatTemplate, uses_chat_template
 from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
 from .cache import Remember, ResultCache, afresh, data_hash, files_hash, model_hash
 from .context_gain import ContextGain, context_gain
+from .harness import require_lm_eval
 from .loss_by_position import LossByPosition, loss_by_position
+from .needles import KINDS
 from .result import Result
-from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position, niah, passkey
-from .ruler import Ruler, ruler
-from .short_text import ShortText, short_text
+from .retrieval import (
+    AnswerPositionAccuracy,
+    RetrievalGrid,
+    accuracy_by_answer_position,
+    check_retrieval,
+    niah,
+    passkey,
+)
+from .ruler import Ruler, chosen_tasks, ruler
+from .short_text import ShortText, chosen_benchmarks, short_text
 from .subject import Subject
 from .text import text_rows
 from .view_kl import ViewKL, view_kl
@@ -47,6 +58,10 @@ class EvalPlan:
         limit: samples of each short-text benchmark.
         batch_size: prompts or short requests in a forward.
         seed: of retrieval prompts.
+        chat_template: whether retrieval, RULER and short text are asked through the tokenizer's chat template: "on",
+            "off", or "auto", if there is one.
+        window: positions over which all models are compared, within and beyond; None means the trained window of the
+            first model.
     """
 
     measures: tuple[str, ...]
@@ -63,11 +78,29 @@ class EvalPlan:
     limit: int | None = None
     batch_size: int = 4
     seed: int = 0
+    chat_template: ChatTemplate = "auto"
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.measures:
             if name not in MEASURES:
                 raise ValueError(f"unknown measure {name!r}. Known: {', '.join(MEASURES)}.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}.")
+
+    def check(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
+        """Raise what a measure would raise for want of a package, a file, a name or enough text, without a model."""
+        uses_chat_template(tokenizer, self.chat_template)
+        if {"ruler", "short"} & set(self.measures):
+            require_lm_eval()
+        if "ruler" in self.measures:
+            chosen_tasks(self.ruler_tasks, haystack="given", squad=self.squad, hotpotqa=self.hotpotqa)
+        if "short" in self.measures:
+            chosen_benchmarks(self.short_data, self.benchmarks)
+        for name in self.measures:
+            kind: Any = name.removeprefix("niah-")
+            if kind in KINDS:
+                check_retrieval(kind, tokenizer, texts, self.lengths, self.chat_template)
 
 
 @dataclass
@@ -82,6 +115,11 @@ class _Data:
     def rows(self) -> torch.Tensor:
         return text_rows(self.tokenizer, self.texts, seq_len=self.plan.length, n_rows=self.plan.n_rows)
 
+    @cached_property
+    def special(self) -> SpecialTokens:
+        """What the tokenizer puts around a text."""
+        return SpecialTokens.of(self.tokenizer)
+
     @property
     def few_rows(self) -> torch.Tensor:
         """For what takes several forwards a row."""
@@ -95,23 +133,24 @@ class _Job:
     model: nn.Module
     data: _Data
     remember: Remember
+    window: int | None
     done: dict[str, Result] = field(default_factory=dict)
 
 
 def _skips(job: _Job) -> list[int]:
-    """Up to the longest row, as the trained window leaves room for: 0 and powers of two."""
+    """Up to the longest row: 0 and powers of two."""
     return [0, *(2**k for k in range(6, 30) if 2**k <= job.data.plan.length)]
 
 
 def _view_kl_rows(job: _Job) -> torch.Tensor:
-    window = Subject(job.model).trained_window or job.data.plan.length
+    window = job.window or job.data.plan.length
     return job.data.few_rows[:, : min(2048, window // 2, job.data.plan.length)]
 
 
 # measure -> how to run it, and the class that reads it back
 MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
     "cliff": (lambda j: loss_by_position(j.model, j.data.rows), LossByPosition),
-    "gain": (lambda j: context_gain(j.model, j.data.few_rows), ContextGain),
+    "gain": (lambda j: context_gain(j.model, j.data.few_rows, begin=j.data.special.begin), ContextGain),
     "passkey": (
         lambda j: passkey(
             j.model,
@@ -120,6 +159,7 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
             trials=j.data.plan.trials,
             batch_size=j.data.plan.batch_size,
             seed=j.data.plan.seed,
+            chat_template=j.data.plan.chat_template,
             remember=j.remember,
         ),
         RetrievalGrid,
@@ -135,6 +175,7 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
                 trials=j.data.plan.trials,
                 batch_size=j.data.plan.batch_size,
                 seed=j.data.plan.seed,
+                chat_template=j.data.plan.chat_template,
                 remember=j.remember,
             ),
             RetrievalGrid,
@@ -156,6 +197,7 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
             squad=j.data.plan.squad,
             hotpotqa=j.data.plan.hotpotqa,
             batch_size=j.data.plan.batch_size,
+            chat_template=j.data.plan.chat_template,
             remember=j.remember,
         ),
         Ruler,
@@ -168,25 +210,32 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
             benchmarks=j.data.plan.benchmarks,
             limit=j.data.plan.limit,
             batch_size=4 * j.data.plan.batch_size,
+            chat_template=j.data.plan.chat_template,
             remember=j.remember,
         ),
         ShortText,
     ),
     "attention": (lambda j: attention_distance(j.model, j.data.few_rows), AttentionDistance),
-    "entropy": (lambda j: entropy_ratio(j.model, j.data.few_rows), EntropyRatio),
+    "entropy": (lambda j: entropy_ratio(j.model, j.data.few_rows, window=j.window), EntropyRatio),
     "view-kl": (lambda j: view_kl(j.model, _view_kl_rows(j), _skips(j)), ViewKL),
 }
 
 # what of a plan each measure depends on, beside model, text and version
 _DEPENDS = {
-    "passkey": ("lengths", "trials", "seed"),
-    "ruler": ("lengths", "ruler_tasks", "ruler_samples", "squad", "hotpotqa"),
-    "short": ("short_data", "benchmarks", "limit"),
-    "position": ("lengths", "trials", "seed", "measures"),
+    "cliff": ("length", "n_rows"),
+    "passkey": ("lengths", "trials", "seed", "chat_template"),
+    "ruler": ("lengths", "ruler_tasks", "ruler_samples", "squad", "hotpotqa", "chat_template"),
+    "short": ("short_data", "benchmarks", "limit", "chat_template"),
+    "position": ("lengths", "trials", "seed", "chat_template", "measures"),
+    "entropy": ("length", "n_rows", "window"),
+    "view-kl": ("length", "n_rows", "window"),
 }
 
 # settings that name files: results depend on what is in them, not on where they lie
 _FILES = ("squad", "hotpotqa", "short_data")
+
+# measures on rows of text
+_READS_ROWS = {"cliff", "gain", "attention", "entropy", "view-kl"}
 
 # settings that only say which parts there are
 _SPLIT = ("lengths", "ruler_tasks", "benchmarks")
@@ -201,6 +250,9 @@ def run_suite(
 ) -> Results:
     """Measure every model by `plan`, one model in memory at a time.
 
+    What is missing, a package, a file or enough text, shows before the first model is loaded. Losses within and beyond
+    the window are told of all models over one window, the first one's if the plan names none.
+
     Args:
         models: label -> a function that loads the model.
         tokenizer: of all of them.
@@ -214,23 +266,38 @@ def run_suite(
     results: Results = {name: {} for name in plan.measures}
     kept = ResultCache(cache)
     settings_of_all = {k: files_hash(v) if k in _FILES and v else v for k, v in asdict(plan).items()}
-    text_hash = data_hash(*texts)
+    # the template itself: "auto" may find another one next time
+    chat = uses_chat_template(tokenizer, plan.chat_template)
+    settings_of_all["chat_template"] = str(tokenizer.chat_template) if chat else None
     data = _Data(tokenizer, texts, plan)
+    plan.check(tokenizer, texts)
+    if _READS_ROWS & set(plan.measures):
+        _ = data.rows  # too little text shows before a model is loaded
+    text = {"text": data_hash(*texts), "special": [data.special.begin, data.special.end]}
+    window = plan.window
     for label, load in models.items():
         print(f"{label}:", flush=True)
-        job = _Job(load(), data, afresh)
+        model = load()
+        if window is None:
+            window = Subject(model).trained_window
+        job = _Job(model, data, afresh, window)
+        del model
+        settings_of_all["window"] = window
         found = describe(job.model)
         subject = {"model": model_hash(job.model), "rescaling": found.rescaling, "view": found.view, "when": found.when}
         for name in plan.measures:
             measure, kind = MEASURES[name]
-            fields = _DEPENDS.get(name, _DEPENDS["passkey"] if name.startswith("niah") else ("length", "n_rows"))
+            fields = _DEPENDS.get(name, _DEPENDS["passkey" if name.startswith("niah") else "cliff"])
             settings = {k: v for k, v in settings_of_all.items() if k in fields}
-            key: dict[str, Any] = {**subject, "text": text_hash, "measure": name, "settings": settings}
+            key: dict[str, Any] = {**subject, **text, "measure": name, "settings": settings}
             # what is asked for beside a part does not change it
             parts = {**key, "settings": {k: v for k, v in settings.items() if k not in _SPLIT}}
             job.remember = lambda part, make, parts=parts: kept.get({**parts, "part": part}, make)  # type: ignore[misc]
             value = kept.get(key, lambda measure=measure, job=job: measure(job).to_dict())  # type: ignore[misc]
-            job.done[name] = results[name][label] = kind.from_dict(value)
+            result = kind.from_dict(value)
+            if isinstance(result, LossByPosition):
+                result = replace(result, window=window)
+            job.done[name] = results[name][label] = result
         del job
         gc.collect()  # a model with hooks is a cycle
         if torch.cuda.is_available():

@@ -3,11 +3,13 @@
 import json
 import lzma
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
+
+from ..special_tokens import SpecialTokens, cut_document
 
 
 def standard_library_files() -> list[Path]:
@@ -48,12 +50,13 @@ def text_rows(
 ) -> torch.Tensor:
     """Tokenize `texts` until there are `n_rows` rows of `seq_len` tokens, none overlapping another.
 
-    A row is one document where that is long enough; shorter ones are joined, in order.
+    A row is one document where that is long enough; shorter ones are joined, in order. Each row begins as the tokenizer
+    begins a text: a model that has read a beginning-of-sequence token before every text predicts worse without it.
 
     Args:
-        tokenizer: of the model; special tokens are not added.
+        tokenizer: of the model.
         texts: documents, long ones first if there are any.
-        seq_len: tokens in a row.
+        seq_len: tokens in a row, special ones included.
         n_rows: rows wanted.
         max_per_text: rows taken from one document at most, so that a few long ones do not fill all.
 
@@ -67,16 +70,18 @@ def text_rows(
         raise ValueError(
             f"seq_len must be at least 2, n_rows and max_per_text at least 1, got {seq_len}, {n_rows}, {max_per_text}."
         )
-    rows: list[Sequence[int]] = []
+    special = SpecialTokens.of(tokenizer)
+    rows: list[list[int]] = []
     rest: list[int] = []
     for text in texts:
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        whole = min(len(ids) // seq_len, max_per_text)
-        rows += [ids[k * seq_len : (k + 1) * seq_len] for k in range(whole)]
+        whole = cut_document(ids, seq_len, special, keep_rest=False)[:max_per_text]
+        rows += whole
         if not whole:
             rest += ids
-            if len(rest) >= seq_len:
-                rows.append(rest[:seq_len])
+            joined = cut_document(rest, seq_len, special, keep_rest=False)[:1]
+            if joined:
+                rows += joined
                 rest = []
         if len(rows) >= n_rows:
             return torch.tensor(rows[:n_rows])

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from ..patch import rope_view
 from ..views import Skip
+from .progress import token_bar
 from .result import Result
 from .subject import Subject
 
@@ -69,7 +69,7 @@ class ViewKL(Result):
         return figure
 
     @classmethod
-    def reading(cls, results: Mapping[str, Self]) -> list[str]:
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
         said = [f"{label}: {r.kl[-1]:.3f} nats per token at a skip of {r.skips[-1]}." for label, r in results.items()]
         return [
             *said,
@@ -90,7 +90,7 @@ def view_kl(
 
     Args:
         model: a causal LM, patched or not.
-        rows: token ids, int64 [n_rows, n].
+        rows: token ids, int64 [n_rows, n], each beginning as the tokenizer begins a text.
         skips: positions to skip, each at least 0.
         split: first moved token, 0 < split < n; None means n // 2.
         direction: "reverse", as RPSD trains it, or "forward".
@@ -113,16 +113,16 @@ def view_kl(
     totals = torch.zeros(len(skips), dtype=torch.float64)
     with (
         subject.evaluating(),
-        tqdm(total=len(rows) * len(skips), desc="view KL", unit="view", disable=not progress) as bar,
+        token_bar(model, rows.numel() * (1 + len(skips)), "view KL", show=progress) as done,
     ):
-        for row in rows:
+        for n, row in enumerate(rows):
             ids = row[None].to(subject.device)
             standard = subject.hidden(ids)[0, split:]
             for k, skip in enumerate(skips):
                 with rope_view(model, Skip(split=split, skip=skip)):
                     moved = subject.hidden(ids)[0, split:]
                 totals[k] += _mean_kl(subject, moved, standard, direction) / len(rows)
-                bar.update()
+                done((n * (1 + len(skips)) + k + 2) * rows.shape[1])
     return ViewKL(direction, rows.shape[1], split, list(skips), totals.tolist(), len(rows))
 
 

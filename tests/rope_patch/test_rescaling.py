@@ -269,7 +269,7 @@ def test_a_trained_schedule_is_not_thrown_away_in_silence():
         (3, {}, "Unknown method 3. Known:"),
         ("YaRN", {}, "Unknown method 'YaRN'. Did you mean 'yarn'\\?"),
         (REGISTRY["yarn"], {}, "Unknown method Yarn, a class: give an instance of it, or a name."),
-        (torch.nn.Sequential(torch.nn.Identity()), {}, "Unknown method Sequential\\(. Known: abf"),
+        (torch.nn.Sequential(torch.nn.Identity()), {}, "Unknown method of type Sequential. Known: abf"),
         ("cream", {"target": 64, "sigma": "5"}, "method 'cream': an option of .* has a wrong type: '<' not supported"),
     ],
 )

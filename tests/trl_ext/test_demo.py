@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def demo(folder, model, *extra):
 
 def test_demo_leaves_figures_pictures_and_a_model_that_loads(tmp_path, model_folder, short_library, capsys):
     out = tmp_path / "out"
-    assert demo(out, model_folder, "--control") == 0
+    with warnings.catch_warnings(record=True) as warned:
+        assert demo(out, model_folder, "--control") == 0
+    assert not [str(w.message) for w in warned if issubclass(w.category, FutureWarning)]
     figures = json.loads((out / "demo.json").read_text())
     assert set(figures["results"]) == {"before", "control", "after"}
     assert figures["window"] == 64 and figures["train_tokens"] == 4 * 2 * 32
@@ -54,17 +57,21 @@ def test_demo_leaves_figures_pictures_and_a_model_that_loads(tmp_path, model_fol
         assert (out / name).stat().st_size > 0
     AutoModelForCausalLM.from_pretrained(out / "model")
     printed = capsys.readouterr().out
-    assert "windows are shrunk" in printed and str(out / "loss_by_position.png") in printed
+    assert "training rows are short and few" in printed and str(out / "loss_by_position.png") in printed
+    assert "ten minutes" not in printed and "{'" not in printed.replace("{'max_skip'", ""), "a promise, or a raw log"
 
 
-def test_a_second_run_repeats_nothing(tmp_path, model_folder, short_library, monkeypatch):
+def test_a_second_run_repeats_nothing(tmp_path, model_folder, short_library, monkeypatch, capsys):
     out = tmp_path / "out"
     assert demo(out, model_folder) == 0
     first = json.loads((out / "demo.json").read_text())
     for name in ("loss_by_position", "_train"):
         monkeypatch.setattr(demo_run, name, lambda *args, **kwargs: pytest.fail("done again"))
+    capsys.readouterr()
     assert demo(out, model_folder) == 0
     assert json.loads((out / "demo.json").read_text())["results"] == first["results"]
+    said = "Done by an earlier run, and not done again: measuring before, training after, measuring after."
+    assert said in capsys.readouterr().out
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, model_folder, short_library, capsys):
@@ -124,6 +131,34 @@ def test_a_wrong_argument_ends_before_anything_is_written(arguments, message, tm
     assert cli.main(["demo", "--output-dir", str(tmp_path / "out"), "--device", "cpu", *arguments]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--measure-length", "60"], "--measure-length must reach beyond the 64 positions"),
+        (["--rescale", "abf", "--rescale-args", '{"theta": -1}'], "theta"),
+        (["--view", "skip", "--view-args", '{"max_skip": 99999999}'], "max_skip must be in [1, 16777216]"),
+    ],
+)
+def test_what_does_not_fit_the_model_shows_before_anything_is_measured(
+    arguments, message, tmp_path, model_folder, short_library, monkeypatch, capsys
+):
+    monkeypatch.setattr(demo_run, "loss_by_position", lambda *_, **__: pytest.fail("measured"))
+    assert demo(tmp_path / "out", model_folder, *arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_rows_of_the_demo_begin_as_a_text(short_library):
+    from tokenizers import processors
+
+    begins = character_tokenizer()
+    begins.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    texts = corpus.build(begins, measure_length=64, measure_rows=2, train_length=32, train_rows=6, seed=0)
+    for rows in (texts.held_out, texts.train):
+        assert (rows[:, 0] == 1).all() and (rows[:, 1:] != 1).all()
 
 
 def test_a_skip_reaches_what_is_measured():

@@ -1,6 +1,8 @@
 """`rope-patch eval` and `rope-patch probe` on a tiny model, and the callback during training."""
 
 import json
+import runpy
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from support import training
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import WINDOW, tiny, tokens
 
-from rope_patch import patch_model
+from rope_patch import __version__, patch_model
 from trl_ext import cli
 from trl_ext.measure.commands import _default_length
 from trl_ext.measure.model_spec import ModelSpec
@@ -45,6 +47,68 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, capsys):
     assert windows == {"native": WINDOW, "pi": WINDOW}, "the trained window, not the promised one"
 
 
+def test_a_checkpoint_that_declares_a_longer_window_is_compared_over_the_first_ones(folder, capsys):
+    """As one that was saved after PI or a new base: only its config says what it reaches."""
+    declares = tiny(vocab_size=CHARACTERS, max_position_embeddings=4 * WINDOW)
+    declares.save_pretrained(folder / "declares")
+    models = ["--model", f"native={folder / 'tiny'}", "--model", f"declares={folder / 'declares'}"]
+    report = ["--report", str(folder / "report"), "--length", "200", "--cliff"]
+    assert run(folder, "eval", *models, *report) == 0
+    out = capsys.readouterr().out
+    assert f"compared over one window: {WINDOW} positions, the trained window of native. Prompts are raw text." in out
+    rows = [line for line in out.splitlines() if line.startswith(("loss", "cliff", "in-dist"))]
+    assert len(rows) == 4 and not any(line.rstrip().endswith(" -") for line in rows), "a figure for each"
+    assert run(folder, "eval", *models, *report, "--window", "100") == 0
+    assert "compared over one window: 100 positions." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["eval", "--report", "taken/report"], "no file can be written in taken/report"),
+        (["probe", "--plot", "taken/picture"], "no file can be written in taken"),
+        (["probe", "--length", "60"], f"--length must reach beyond the trained window of {WINDOW} positions, got 60."),
+    ],
+)
+def test_what_cannot_be_written_shows_before_a_model_is_loaded(command, message, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    (folder / "taken").write_text("a file")
+    monkeypatch.setattr(ModelSpec, "load", lambda *_: pytest.fail("loaded"))
+    assert run(folder, *command, "--model", "tiny") == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["eval"], ["probe", "--plot", "picture"]])
+def test_a_missing_matplotlib_shows_before_a_model_is_loaded(command, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(ModelSpec, "load", lambda *_: pytest.fail("loaded"))
+    assert run(folder, *command, "--model", "tiny") == 1
+    assert "plots need matplotlib: pip install 'rope-patch[plots]'." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["trl_ext", "trl_ext.cli", "rope_patch"])
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_modules_run_as_commands(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, "--version"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
+    assert not end.value.code and capsys.readouterr().out == f"rope-patch {__version__}\n"
+
+
+def test_the_core_package_names_the_command_line(monkeypatch, capsys):
+    from rope_patch.__main__ import main
+
+    assert main([]) == 0 and "python -m trl_ext" in capsys.readouterr().out
+    assert main(["eval", "--model", "x"]) == 2 and "python -m trl_ext" in capsys.readouterr().err
+
+
+def test_a_traceback_is_shown_on_request(folder, monkeypatch, capsys):
+    monkeypatch.setenv("ROPE_PATCH_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="--trials must be at least 1"):
+        run(folder, "eval", "--model", "tiny", "--trials", "0")
+
+
 def test_eval_loads_adapters_with_their_rope(folder):
     from peft import LoraConfig, get_peft_model
 
@@ -71,6 +135,9 @@ def test_an_adapter_of_others_is_told_its_rope(folder):
     peft_model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     peft_model.save_pretrained(folder / "plain")
     rows = tokens(1, 40)
+    for early in (ModelSpec.check, lambda spec: spec.load("cpu", torch.float32)):
+        with pytest.raises(ValueError, match="was saved without rope_patch.json.*Name it: .*plain@native"):
+            early(ModelSpec.parse(f"{folder / 'plain'}"))
     with pytest.raises(ValueError, match="was saved without rope_patch.json.*Name it: .*plain@native"):
         ModelSpec.parse(f"{folder / 'plain'}").load("cpu", torch.float32)
     with torch.no_grad():
@@ -84,7 +151,7 @@ def test_probe_prints_where_the_window_ends(folder, capsys):
     picture = folder / "picture"
     arguments = ["--model", str(folder / "tiny"), "--length", "256", "--plot", str(picture)]
     assert run(folder, "probe", *arguments) == 0
-    assert f"was trained on {WINDOW} positions" in capsys.readouterr().out
+    assert f"predicts next to nothing, also within the {WINDOW} positions" in capsys.readouterr().out, "random weights"
     assert picture.with_suffix(".png").is_file()
 
 

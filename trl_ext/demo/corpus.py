@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from rope_patch.eval import standard_library_files
+from rope_patch.special_tokens import SpecialTokens, cut_document
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def build(
 ) -> Corpus:
     """Tokenize as many files as needed, long ones first; of the first, every second is held out.
 
-    A held-out row is one file if that is long enough, else several, one after the other.
+    A held-out row is one file if that is long enough, else several, one after the other. Every row begins as the
+    tokenizer begins a text.
 
     Args:
         tokenizer: of the model.
@@ -54,6 +56,7 @@ def build(
     names: list[str] = []
     train: list[torch.Tensor] = []
     open_row: list[int] = []
+    special = SpecialTokens.of(tokenizer)
     with tqdm(total=measure_rows + train_rows, desc="tokenizing", unit="row") as bar:
         for number, file in enumerate(standard_library_files()):
             if len(held_out) == measure_rows and len(train) >= train_rows:
@@ -61,16 +64,15 @@ def build(
             if number % 2 == 1 and len(train) >= train_rows:
                 continue
             text = file.read_text(encoding="utf-8", errors="replace")
-            ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+            ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             if number % 2 == 0 and len(held_out) < measure_rows:
                 names.append(file.name)
-                open_row = [*open_row, *ids][:measure_length]
-                if len(open_row) == measure_length:
-                    held_out.append(torch.tensor(open_row))
+                open_row += ids
+                for row in cut_document(open_row, measure_length, special, keep_rest=False)[:1]:
+                    held_out.append(torch.tensor(row))
                     open_row = []
             else:
-                whole = len(ids) // train_length
-                train += torch.tensor(ids[: whole * train_length]).view(whole, train_length).unbind()
+                train += [torch.tensor(row) for row in cut_document(ids, train_length, special, keep_rest=False)]
             bar.update(min(len(held_out) + len(train), bar.total) - bar.n)
     if len(held_out) < measure_rows or not train:
         raise ValueError(

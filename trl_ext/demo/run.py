@@ -1,7 +1,9 @@
 """The steps of the demo. Each leaves its result in the output folder, where a second run finds it."""
 
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,15 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from rope_patch import describe, load_adapter
+from rope_patch import describe, load_adapter, patch_model, unpatch_model
 from rope_patch.environment import device_name, installed_versions
 from rope_patch.eval import LossByPosition, in_distribution_penalty, loss_by_position
-from rope_patch.eval.figures import save_figure
+from rope_patch.eval.figures import require_matplotlib, save_figure
+from rope_patch.eval.report import require_writable
+from rope_patch.methods import resolve_rescaling, resolve_view
 
 from ..config import RopeSFTConfig
 from ..run_folder import Stopwatch
@@ -26,17 +31,27 @@ from .reload_check import logits_after_reload
 from .settings import DemoSettings
 
 
+@contextmanager
+def _without_warnings_of_others() -> Iterator[None]:
+    """Leave out what packages say of each other's coming changes, which whoever runs a demo cannot act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(?!rope_patch|rope_kernels|trl_ext)")
+        yield
+
+
+@_without_warnings_of_others()
 def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
     """Do the whole job in `folder` and return its figures, which are also in `folder/demo.json`."""
     settings.check(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    require_matplotlib()
+    require_writable(folder)
     seconds = Stopwatch(folder / "seconds.json")
     with seconds("load"):
         base = settings.model or folder / "base"
         if settings.model is None:
             model.unpack_embedded(folder / "base")
         loaded, tokenizer = model.load(base, settings.device), model.load_tokenizer(base)
-        window = loaded.config.max_position_embeddings
+        window = _checked_window(settings, loaded)
         texts = corpus.build(
             tokenizer,
             measure_length=settings.measure_length,
@@ -46,7 +61,8 @@ def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
             seed=settings.seed,
         )
     settings.claim(folder)  # only now: a model that does not exist takes no folder
-    _say(settings, window, loaded)
+    arms = ["control", "after"] if settings.control else ["after"]
+    _say(settings, window, loaded, _done(folder, ["before", *arms]))
 
     def fresh() -> PreTrainedModel:
         return model.load(base, settings.device)
@@ -61,7 +77,6 @@ def run(settings: DemoSettings, folder: Path) -> dict[str, Any]:
         return LossByPosition(load_file(file)["loss"], settings.measure_rows, window)
 
     curves = {"before": measured("before", lambda: loaded)}
-    arms = ["control", "after"] if settings.control else ["after"]
     for arm in arms:
         adapter = folder / ("adapter" if arm == "after" else "control-adapter")
         if not (adapter / "adapter_config.json").is_file():
@@ -129,8 +144,58 @@ def _train(
             task_type="CAUSAL_LM",
         ),
     )
+    for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
+        trainer.remove_callback(printing)
+    trainer.add_callback(_LossBar())
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None)
     trainer.save_model(str(adapter))
+
+
+class _LossBar(ProgressCallback):
+    """A bar over optimizer steps with the last loss in it."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        bar: Any = self.training_bar
+        if bar is not None and logs and "loss" in logs:
+            bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+
+
+def _checked_window(settings: DemoSettings, loaded: PreTrainedModel) -> int:
+    """Positions that the model was trained on, once everything that could stop the run after them is tried.
+
+    Raises:
+        ValueError: the config names no window, the measured rows end within it, or rescaling or view do not fit.
+    """
+    window = describe(loaded).trained_window
+    if window is None:
+        raise ValueError(f"the config of {_name(settings)} names no window, so nothing can be measured beyond it.")
+    if settings.measure_length < window + 2:
+        raise ValueError(
+            f"--measure-length must reach beyond the {window} positions that the model was trained on, got "
+            f"{settings.measure_length}: what the demo shows is there."
+        )
+    view = resolve_view(settings.view, settings.view_args)
+    if getattr(view, "window", None) is None:  # one with a window takes its part of a longer row
+        view.check_length(settings.train_length)
+    try:
+        if settings.rescale is not None:
+            patch_model(loaded, resolve_rescaling(settings.rescale, settings.rescale_args))
+        patch_model(loaded, view)
+    finally:
+        unpatch_model(loaded)
+    return window
+
+
+def _done(folder: Path, curves: list[str]) -> list[str]:
+    """What an earlier run of the same command has left in `folder`."""
+    trained = {"after": "adapter", "control": "control-adapter"}
+    done = []
+    for name in curves:
+        if name in trained and (folder / trained[name] / "adapter_config.json").is_file():
+            done.append(f"training {name}")
+        if (folder / f"{name}.safetensors").is_file():
+            done.append(f"measuring {name}")
+    return done
 
 
 def _save_and_reload(
@@ -204,19 +269,21 @@ def _count(tokens: int) -> str:
     return f"{tokens / 1e6:.1f}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}K"
 
 
-def _say(settings: DemoSettings, window: int, loaded: PreTrainedModel) -> None:
+def _say(settings: DemoSettings, window: int, loaded: PreTrainedModel, done: list[str]) -> None:
     print(describe(loaded))
     print(
-        f"Measuring {settings.measure_rows} held-out row(s) of {settings.measure_length} tokens; the model was "
-        f"trained on {window}.\nTraining with {_method(settings)} {settings.view_args or ''} on rows of "
+        f"Measuring: {settings.measure_rows} held-out row(s) of {settings.measure_length} tokens; the model was "
+        f"trained on {window}.\nTraining: {_method(settings)} {settings.view_args or ''} on rows of "
         f"{settings.train_length} tokens, {settings.train_tokens} tokens in all"
         + (", and a control without the view." if settings.control else ".")
     )
     if settings.device == "cpu":
         print(
-            "No GPU: windows are shrunk so that this ends within ten minutes on two cores. On a GPU, training rows are "
-            "8 times as long, the measured ones reach 32768 tokens, and training sees 80 times the tokens."
+            "No GPU: training rows are short and few, so that this takes minutes. On a GPU, training rows are 8 times "
+            "as long, the measured ones reach 32768 tokens, and training sees 80 times the tokens."
         )
+    if done:
+        print(f"Done by an earlier run, and not done again: {', '.join(done)}.")
 
 
 def _conclude(figures: dict[str, Any], folder: Path, files: list[Path]) -> None:

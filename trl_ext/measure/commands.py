@@ -1,6 +1,7 @@
 """The two commands that measure: what they take from the command line, and what they print."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,20 @@ FLAGS = {
     "attention": ("attention", "entropy"),
     "view-kl": ("view-kl",),
 }
+# --flag -> what it measures, for somebody who has never heard of it
+HELP = {
+    "cliff": "loss at every position of a text (cross-entropy of the next token, in nats). The cliff is how much "
+    "higher it is beyond the window that the model was trained on than within it",
+    "gain": "context gain: how much lower the loss is when the model reads the whole text instead of its last 512 "
+    "tokens",
+    "passkey": "retrieval of a five-digit number that stands somewhere in repeated filler sentences",
+    "niah": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; "
+    "the first, second, ... of several. Also accuracy by the place of the answer",
+    "ruler": "RULER's 13 long-context tasks, through lm-eval",
+    "short": "eight benchmarks of short text, through lm-eval: what long-context training must not ruin",
+    "attention": "how far back the last tokens look, and how spread out attention is beyond the window",
+    "view-kl": "how much the predictions change when the second half of a text is moved to later positions",
+}
 
 
 def add_commands(commands: Any) -> None:
@@ -44,9 +59,9 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument(
         "--report", type=Path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
     )
-    measures = evaluate.add_argument_group("measures")
-    for flag, names in FLAGS.items():
-        measures.add_argument(f"--{flag}", action="store_true", help=", ".join(names))
+    measures = evaluate.add_argument_group("measures", "without any: all but --ruler and --short, and two of --niah")
+    for flag in FLAGS:
+        measures.add_argument(f"--{flag}", action="store_true", help=HELP[flag])
     _add_data(evaluate, rows=4)
     evaluate.add_argument(
         "--lengths", type=int, nargs="+", help="prompt lengths for retrieval; default: a quarter, half, whole --length"
@@ -64,6 +79,19 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument("--benchmarks", nargs="+", help="short-text benchmarks; default: all that there are")
     evaluate.add_argument("--limit", type=int, help="samples of each short-text benchmark at most")
     evaluate.add_argument("--batch-size", type=int, default=4, help="prompts in a forward; default: %(default)s")
+    evaluate.add_argument(
+        "--window",
+        type=int,
+        help="positions over which all models are compared, within and beyond; default: the trained window of the "
+        "first model",
+    )
+    evaluate.add_argument(
+        "--chat-template",
+        choices=["auto", "on", "off"],
+        default="auto",
+        help="whether retrieval, RULER and short text are asked through the tokenizer's chat template; auto: if it has "
+        "one. Loss by position reads raw text in any case",
+    )
     probe = commands.add_parser(
         "probe",
         help="where the window of a model ends, and what to do about it",
@@ -97,13 +125,18 @@ def run_eval(args: argparse.Namespace) -> int:
     for spec in specs:
         spec.check()
     device, dtype = _device(args)
+
+    from rope_patch.eval import run_suite, write_report
+    from rope_patch.eval.asking import uses_chat_template
+    from rope_patch.eval.report import require_report, summary
+
+    require_report(args.output_dir)
     tokenizer = specs[0].load_tokenizer()
     length = args.length or _default_length(specs[0])
     plan = _plan(args, length)
-
-    from rope_patch.eval import run_suite, write_report
-    from rope_patch.eval.report import summary
-
+    if plan.window is None:
+        plan = replace(plan, window=specs[0].trained_window())
+    chat = uses_chat_template(tokenizer, plan.chat_template)
     results = run_suite(
         {spec.label: lambda spec=spec: spec.load(device, dtype) for spec in specs},  # type: ignore[misc]
         tokenizer,
@@ -118,9 +151,12 @@ def run_eval(args: argparse.Namespace) -> int:
         "held-out rows": f"{args.rows} of {length} tokens",
         "prompt lengths": ", ".join(map(str, plan.lengths)),
         "prompts a cell": plan.trials,
+        "prompts are": "in the tokenizer's chat template" if chat else "raw text",
+        "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {labels[0]}"),
         "seed": plan.seed,
     }
     page = write_report(results, args.output_dir, title="Long-context evaluation", settings=settings)
+    print(f"\nAll models are compared over one window: {settings['window']}. Prompts are {settings['prompts are']}.")
     _print_summary(summary(results), labels)
     print(f"\nReport: {page}")
     return 0
@@ -135,8 +171,15 @@ def run_probe(args: argparse.Namespace) -> int:
     length = args.length or _default_length(spec)
 
     from rope_patch.eval import LossByPosition, probe, text_rows
-    from rope_patch.eval.figures import save_figure
+    from rope_patch.eval.figures import require_matplotlib, save_figure
+    from rope_patch.eval.report import require_writable
 
+    if args.plot:
+        require_matplotlib()
+        require_writable(args.plot.parent)
+    window = spec.trained_window()
+    if window is not None and length < window + 2:
+        raise ValueError(f"--length must reach beyond the trained window of {window} positions, got {length}.")
     rows = text_rows(spec.load_tokenizer(), _texts(args, length), seq_len=length, n_rows=args.rows)
     found = probe(spec.load(device, dtype), rows)
     print(found)
@@ -168,11 +211,13 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
         benchmarks=tuple(args.benchmarks) if args.benchmarks else None,
         limit=args.limit,
         batch_size=args.batch_size,
+        chat_template=args.chat_template,
+        window=args.window,
     )
 
 
 def _require_positive(args: argparse.Namespace) -> None:
-    for name in ("length", "rows", "trials", "ruler_samples", "batch_size", "limit"):
+    for name in ("length", "rows", "trials", "ruler_samples", "batch_size", "limit", "window"):
         given = getattr(args, name, None)
         if given is not None and given < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
@@ -186,11 +231,7 @@ def _device(args: argparse.Namespace) -> tuple[str, Any]:
 
 
 def _default_length(spec: ModelSpec) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(spec.checkpoint)
-    schedule = getattr(config, "rope_parameters", None) or {}
-    window = schedule.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    window = spec.trained_window()
     if window is None:
         raise ValueError(f"the config of {spec.path} names no window: give --length.")
     return 4 * window

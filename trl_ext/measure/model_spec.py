@@ -61,8 +61,17 @@ class ModelSpec:
             return self.path
         return json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
 
-    def check(self) -> None:
-        """Raise ValueError if there is no such model, before an earlier one of the command line is measured."""
+    @property
+    def is_adapter(self) -> bool:
+        """Whether `path` holds an adapter."""
+        return self.checkpoint != self.path
+
+    def config(self) -> Any:
+        """Of the checkpoint; that of its text model where there are several.
+
+        Raises:
+            ValueError: there is no such checkpoint.
+        """
         from transformers import AutoConfig
 
         from rope_patch.sidecar import SIDECAR_NAME
@@ -73,11 +82,46 @@ class ModelSpec:
                 f"Leave @{NATIVE} out."
             )
         try:
-            AutoConfig.from_pretrained(self.checkpoint)
+            return AutoConfig.from_pretrained(self.checkpoint).get_text_config(decoder=True)
         except OSError as error:
             raise ValueError(
                 f"--model {self.path}: {self.checkpoint} is no folder with a checkpoint, and from the hub: {error}"
             ) from error
+
+    def trained_window(self) -> int | None:
+        """Positions that the checkpoint was pretrained on; None if its config names none."""
+        from rope_patch.rescale import pretrained_window
+
+        config = self.config()
+        declared = getattr(config, "max_position_embeddings", None)
+        return pretrained_window(getattr(config, "rope_parameters", None) or {}, declared)
+
+    def check(self) -> None:
+        """Raise what a look at its files can tell, before an earlier model of the command line is measured.
+
+        Raises:
+            ValueError: there is no such model, or an adapter's RoPE is not known.
+            ImportError: an adapter needs PEFT, which is not installed.
+        """
+        self.config()
+        if self.is_adapter:
+            self._require_peft()
+            self._require_known_rope()
+
+    def _require_peft(self) -> None:
+        try:
+            import peft  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"--model {self.path} is an adapter: pip install 'rope-patch[peft]'.") from error
+
+    def _require_known_rope(self) -> None:
+        from rope_patch.sidecar import SIDECAR_NAME
+
+        if self.method is None and not (Path(self.path) / SIDECAR_NAME).is_file():
+            raise ValueError(
+                f"the adapter in {self.path} was saved without {SIDECAR_NAME}, so what RoPE it was trained with is not "
+                f"known. Name it: {self.path}@{NATIVE}, or e.g. {self.path}@yarn:factor=4."
+            )
 
     def load(self, device: str, dtype: Any) -> Any:
         """The model, in eval mode; an adapter comes with the RoPE that it was trained with.
@@ -90,17 +134,13 @@ class ModelSpec:
         from rope_patch import load_adapter, patch_model
         from rope_patch.sidecar import SIDECAR_NAME
 
+        if self.is_adapter:
+            self._require_known_rope()
         model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype)
         model = model.to(device)
-        is_adapter = self.checkpoint != self.path
-        if is_adapter and (Path(self.path) / SIDECAR_NAME).is_file():
+        if self.is_adapter and (Path(self.path) / SIDECAR_NAME).is_file():
             model = load_adapter(model, self.path)
-        elif is_adapter and self.method is None:
-            raise ValueError(
-                f"the adapter in {self.path} was saved without {SIDECAR_NAME}, so what RoPE it was trained with is not "
-                f"known. Name it: {self.path}@{NATIVE}, or e.g. {self.path}@yarn:factor=4."
-            )
-        elif is_adapter:
+        elif self.is_adapter:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, self.path)

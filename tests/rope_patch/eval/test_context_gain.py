@@ -57,6 +57,29 @@ def test_paper_kind_cuts_the_cache_and_restarts_positions(family):
         full = F.log_softmax(model(row[None]).logits[0], -1)
     gain = [(full[i - 1, row[i]] - cut[i - 1, row[i]]).item() for i in range(short, 20)]
     assert found.total == pytest.approx(sum(gain) / len(gain), abs=1e-5)
+    exact = context_gain(model, row[None], short=short, stride=stride, progress=False)
+    assert found.exact == pytest.approx(exact.total) == pytest.approx(exact.exact), "never without the exact figure"
+    first, second = found.headline().items()
+    assert first == next(iter(exact.headline().items())) and "gives too much" in second[0]
+    assert "too large" in " ".join(found.reading()) and "too large" not in " ".join(exact.reading())
+
+
+def test_short_contexts_begin_as_a_text_does():
+    """Against forwards by hand: every short window begins with the token that begins a text."""
+    model, row, short, stride = tiny(dtype=torch.float64), tokens(1, 30)[0], 6, 4
+    row[0] = 1
+    found = context_gain(model, row[None], begin=[1], short=short, stride=stride, progress=False)
+    gain = []
+    with torch.no_grad():
+        full = model(row[None]).logits[0].log_softmax(-1)
+        for i in range(short, 30):
+            first = (i - short) // stride * stride
+            window = torch.cat([torch.tensor([1]), row[first + 1 : i]])
+            gain.append((full[i - 1, row[i]] - model(window[None]).logits[0, -1].log_softmax(-1)[row[i]]).item())
+    assert found.total == pytest.approx(sum(gain) / len(gain), abs=1e-6)
+    for begin in ([3], list(range(6))):
+        with pytest.raises(ValueError, match="begin must be fewer than short=6 tokens that every row begins with"):
+            context_gain(model, row[None], begin=begin, short=short, stride=stride, progress=False)
 
 
 def test_a_model_without_positions_or_memory_gains_nothing():

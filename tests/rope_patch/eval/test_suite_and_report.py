@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rope_patch.eval import (
     write_report,
 )
 from rope_patch.eval.cache import ResultCache, files_hash, model_hash
+from rope_patch.eval.report import summary
 
 TEXTS = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
 MEASURES = ("cliff", "gain", "passkey", "niah-single", "position", "attention", "entropy", "view-kl")
@@ -179,12 +181,84 @@ def test_rows_of_text(tmp_path):
         list(read_texts([tmp_path / "b.txt"]))
 
 
-def test_probe_says_when_there_is_nothing_to_do():
-    flat = model()
-    with torch.no_grad():
-        flat.lm_head.weight.zero_()
-    found = probe(flat, tokens(1, 3 * WINDOW), progress=False)
+def test_probe_says_when_there_is_nothing_to_do(monkeypatch):
+    flat = LossByPosition(torch.full((3 * WINDOW,), 2.0, dtype=torch.float64), 1, WINDOW)
+    monkeypatch.setattr(sys.modules["rope_patch.eval.probe"], "loss_by_position", lambda *_, **__: flat)
+    found = probe(model(), tokens(1, 3 * WINDOW), progress=False)
     assert found.recipe == {} and "no cliff" in str(found)
+
+
+def test_probe_gives_no_advice_on_a_model_that_guesses():
+    for scale in (1.0, 0.01):  # random logits, and nearly equal ones, as of fresh weights: a loss of ln(vocabulary)
+        subject = model()
+        with torch.no_grad():
+            subject.lm_head.weight.mul_(scale)
+        found = probe(subject, tokens(1, 3 * WINDOW), progress=False)
+        assert found.recipe == {} and found.yarn is None
+        assert "predicts next to nothing" in str(found) and "another tokenizer" in str(found)
+        assert "no adaptation" not in str(found) and "no cliff" not in str(found)
+
+
+def test_probe_refuses_rows_within_the_window_before_it_measures(monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["rope_patch.eval.probe"], "loss_by_position", lambda *_, **__: pytest.fail("measured")
+    )
+    with pytest.raises(ValueError, match=f"seq_len >= {WINDOW + 2}"):
+        probe(model(), tokens(1, WINDOW), progress=False)
+
+
+def test_all_models_are_compared_over_the_first_ones_window(tmp_path):
+    """A checkpoint that declares a longer window, as one that was saved after PI or a new base."""
+    models = {"native": model, "declares": lambda: model(max_position_embeddings=4 * WINDOW)}
+    plan = EvalPlan(("cliff", "entropy"), length=200, n_rows=2)
+    found = run_suite(models, character_tokenizer(), TEXTS, plan, tmp_path)
+    curves = found["cliff"]
+    assert [curve.window for curve in curves.values()] == [WINDOW, WINDOW]
+    assert [r.window for r in found["entropy"].values()] == [WINDOW, WINDOW]
+    shown = {row["figure"]: row["values"] for row in summary(found)}
+    assert all(set(values) == {"native", "declares"} for name, values in shown.items() if "penalty" not in name)
+    # the same weights: the same loss over the same positions
+    assert shown["in-distribution penalty (%)"]["declares"] == pytest.approx(0, abs=1e-9)
+    wanted = curves["declares"].loss[WINDOW + 1 :].mean() - curves["declares"].loss[64 : WINDOW + 1].mean()
+    assert shown["cliff"]["declares"] == pytest.approx(wanted.item())
+    wider = run_suite(models, character_tokenizer(), TEXTS, replace(plan, window=100), tmp_path)
+    assert [r.window for by_label in wider.values() for r in by_label.values()] == [100] * 4
+    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
+        replace(plan, window=0)
+
+
+def test_results_put_together_by_hand_are_compared_over_one_window():
+    curve = LossByPosition(torch.linspace(4, 2, 200, dtype=torch.float64), 1, 100)
+    figures = {
+        row["figure"]: row["values"] for row in summary({"cliff": {"a": curve, "b": replace(curve, window=150)}})
+    }
+    assert figures["cliff"]["a"] == figures["cliff"]["b"] and figures["in-distribution penalty (%)"] == {"b": 0}
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        ({"measures": ("cliff", "attention"), "length": 90_000}, ValueError, "give 0 rows of 90000 tokens"),
+        ({"measures": ("cliff", "passkey"), "lengths": (500, 60)}, ValueError, "60 .*|too few for 1 needle"),
+        ({"measures": ("cliff", "niah-single"), "lengths": (50_000,)}, ValueError, "the haystack has"),
+        ({"measures": ("cliff", "ruler"), "ruler_tasks": ("ruler_qa_squad",)}, ValueError, "needs squad"),
+        ({"measures": ("cliff", "ruler"), "ruler_tasks": ("rulr",)}, ValueError, "unknown RULER task 'rulr'"),
+        ({"measures": ("cliff", "short"), "benchmarks": ("x",)}, ValueError, "unknown benchmark 'x'"),
+        ({"measures": ("cliff",), "chat_template": "on"}, ValueError, "needs a tokenizer with a chat template"),
+    ],
+)
+def test_what_cannot_be_measured_shows_before_a_model_is_loaded(plan, error, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "require_lm_eval", lambda: None)
+    plan = {"length": 200, "n_rows": 1, "lengths": (400,), **plan}
+    with pytest.raises(error, match=message):
+        run_suite({"m": lambda: pytest.fail("loaded")}, character_tokenizer(), TEXTS, EvalPlan(**plan), tmp_path)
+
+
+def test_a_missing_lm_eval_shows_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    plan = EvalPlan(("cliff", "ruler"), length=200, lengths=(400,))
+    with pytest.raises(ImportError, match="needs lm-eval"):
+        run_suite({"m": lambda: pytest.fail("loaded")}, character_tokenizer(), TEXTS, plan, tmp_path)
 
 
 def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
