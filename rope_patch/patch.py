@@ -30,9 +30,9 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
 
     A rescaling takes effect at once and is written into the config, of which the model gets a copy of its own, so that
     `save_pretrained` gives a plain checkpoint that loads to the same logits without this package. A second rescaling
-    replaces the first: both start from the schedule that the model came with or, after `load_adapter`, from the one that
-    the adapter was trained with, as on the merged checkpoint. A view is drawn anew in every training forward and leaves
-    no trace in what is saved; a second view replaces the first. A rescaling and a view compose.
+    replaces the first: both start from the schedule that the model came with or, after `load_adapter`, from the one
+    that the adapter was trained with, as on the merged checkpoint. A view is drawn anew in every training forward and
+    leaves no trace in what is saved; a second view replaces the first. A rescaling and a view compose.
 
     Args:
         model: any Transformers causal LM with RoPE, in any dtype or quantised, bare or wrapped by PEFT.
