@@ -119,7 +119,7 @@ def view_kl(
             ids = row[None].to(subject.device)
             standard = subject.hidden(ids)[0, split:]
             for k, skip in enumerate(skips):
-                with rope_view(model, Skip(split=split, skip=skip)):
+                with rope_view(model, Skip(split=split, skip=skip) if skip else "standard"):
                     moved = subject.hidden(ids)[0, split:]
                 totals[k] += _mean_kl(subject, moved, standard, direction) / len(rows)
                 done((n * (1 + len(skips)) + k + 2) * rows.shape[1])

@@ -6,6 +6,7 @@ and on refusals that `describe` does not tell. docs/composition.md shows the out
 
 import re
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
 from rope_patch.limits import why_not_relative
 from rope_patch.rotary import find_decoder
-from rope_patch.views import Skip
+from rope_patch.views import Skip, View
 
 N, SPLIT, SKIP = 20, 8, 30
 VIEW = Skip(split=SPLIT, skip=SKIP)
@@ -99,6 +100,17 @@ def same_gradients(found, wanted):
         assert error <= 1e-3 * own + 1e-6 * largest, f"{name}: off by {error} of {own}"
 
 
+@dataclass(frozen=True)
+class Shift(View):
+    """r(t) = t + 13: of ours none shifts all positions, which RoPE does not see."""
+
+    def draw(self, length, key):
+        return {}
+
+    def rope_index(self, t, parameters):
+        return t + 13
+
+
 @every_family
 @torch.no_grad()
 def test_view(model, record_property):
@@ -112,7 +124,7 @@ def test_view(model, record_property):
     with described(model, "views", record_property):
         with rope_view(model, "standard"):
             assert torch.equal(logits(model, ids), plain), "the identity view changes logits"
-        with rope_view(model, index=torch.arange(N)[None] + 13):
+        with rope_view(model, Shift()):
             shifted = logits(model, ids)
         if why_not_relative(find_decoder(model)) is None:
             same(shifted, plain, "a shift of all positions")

@@ -270,7 +270,7 @@ def test_a_trained_schedule_is_not_thrown_away_in_silence():
         ("YaRN", {}, "Unknown method 'YaRN'. Did you mean 'yarn'\\?"),
         (REGISTRY["yarn"], {}, "Unknown method Yarn, a class: give an instance of it, or a name."),
         (torch.nn.Sequential(torch.nn.Identity()), {}, "Unknown method of type Sequential. Known: abf"),
-        ("cream", {"target": 64, "sigma": "5"}, "method 'cream': an option of .* has a wrong type: '<' not supported"),
+        ("cream", {"target": 64, "sigma": "5"}, "view 'cream': sigma must be a finite number above 0, from .* got '5'"),
     ],
 )
 def test_what_cannot_be_patched_is_said_and_changes_nothing(method, options, message):

@@ -26,6 +26,7 @@ def check(ours, inputs, plain, exact, weight):
     for mine, theirs, right in pairs:
         assert mine.isfinite().all()
         # as the largest of all entries, so that one wrong entry shows
-        # and float32 rounding of probabilities near 1, which torch is spared in rows that see one key
-        slack = 2 * (theirs.double() - right).abs().max() + 1e-6 * right.abs().max() + 1e-6
+        # and float32 rounding of probabilities near 1, which torch is spared in rows that see one key or few: they are
+        # formed again from scores of up to 30 and their log-sum, each rounded to 1e-7 of itself
+        slack = 2 * (theirs.double() - right).abs().max() + 1e-6 * right.abs().max() + 4e-6
         assert (mine.double() - right).abs().max() <= slack

@@ -151,7 +151,7 @@ def largest_index(view, n, seed):
 def test_no_draw_goes_beyond_the_reach_of_a_view(name, n, seed):
     view = VIEWS[name](**VIEW_OPTIONS[name])
     assert largest_index(view, n, seed) <= view.reach(n)
-    if not view.rescales:
+    if not view.rescales and name not in ("nope", "standard"):  # which stand alone
         both = Compose([view, Skip(max_skip=9)])
         assert largest_index(both, n, seed) <= both.reach(n)
 

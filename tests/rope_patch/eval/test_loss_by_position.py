@@ -94,7 +94,7 @@ def test_the_picture_is_written_twice(tmp_path):
     curve = LossByPosition(torch.rand(300, dtype=torch.float64), 1, window=100)
     files = curve.plot(tmp_path / "folder" / "x")
     assert [f.name for f in files] == ["x.png", "x.svg"]
-    assert files[0].read_bytes()[:4] == b"\x89PNG" and "trained window: 100" in files[1].read_text()
+    assert files[0].read_bytes()[:4] == b"\x89PNG" and "window: 100" in files[1].read_text()
 
 
 def test_the_cliff_starts_where_a_rise_begins_that_lasts():
