@@ -4,8 +4,8 @@ A row's softmax is exp2(z scale - top - log_sum), with z the dot products, scale
 z scale. The two parts of its log-sum-exp stay apart: top is rounded alike for all entries of a row, so its rounding
 cancels, while one rounded log-sum-exp of some hundreds would leave a probability close to 1 off by more than student
 and teacher differ. Rows that see nothing have log_sum = +inf, so that all their probabilities are 0 without a branch:
-they are known by a sum of exactly 0, while a nan or an infinity in a row that sees something is in a sum, or in the gap
-where all of its scores are -inf, and goes on to the KL and, by log_sum, to the gradient.
+they are known by a sum of exactly 0 and a top that never rose, while a nan or an infinity in a row that sees something
+is in a sum, or in the gap where all of its scores are -inf, and goes on to the KL and, by log_sum, to the gradient.
 """
 
 from typing import Any
@@ -178,7 +178,8 @@ def _row_kl_fwd_kernel(
         top_s, sum_s, top_t, sum_t, gap = _accumulate(
             zs, zt, seen, top_s, sum_s, top_t, sum_t, gap, scale_s, scale_t, True
         )
-    saw = (sum_t != 0) | (gap != gap)
+    # by its top, too: beyond scores of 1e9 the rounding of a fused multiply-add can leave a row with keys a sum of 0
+    saw = (sum_t != 0) | (gap != gap) | (top_t > -3.0e38)
     log_sum_s = tl.log2(tl.where(saw, sum_s, 1.0))
     log_sum_t = tl.log2(tl.where(saw, sum_t, 1.0))
     kl = (gap / tl.where(saw, sum_t, 1.0) - (log_sum_t - log_sum_s)) * 0.6931471805599453
