@@ -12,7 +12,7 @@ from peft import (
 )
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from support.tiny import WINDOW, tiny, tokens
-from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 from rope_patch import patch_model
@@ -155,36 +155,38 @@ def test_noised_embeddings_are_refused_whenever_they_come():
         pass
 
 
-def llava():
-    """An encoder of images in front of a tiny Llama: 4 patches an image, for which token 100 stands."""
+def reader_of_images():
+    """A family that hands what its decoder is given to its encoder of images too; one token 100 stands for an image."""
     torch.manual_seed(0)
-    vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    config = LlavaConfig(
-        vision_config=vision, text_config=tiny().config, image_token_id=100, vision_feature_select_strategy="default"
-    )
-    return LlavaForConditionalGeneration(config).eval()
+    text = {
+        "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": WINDOW,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    vision = {"depth": 2, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "patch_size": 4, "mlp_ratio": 2}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=100, vision_start_token_id=99)
+    return Qwen2VLForConditionalGeneration(config).eval()
 
 
 @pytest.mark.parametrize("layers", [None, (1,)])
 def test_relations_of_a_model_that_reads_images_are_those_of_its_text_layers(layers):
-    model = patch_model(llava(), "pi", factor=2.0)
-    ids = tokens(1, WINDOW // 2).clamp(max=99)
-    ids[0, 2:6] = 100
-    pixels = torch.randn(1, 3, 8, 8)
-    losses = {}
+    model = patch_model(reader_of_images(), "pi", factor=2.0)
+    ids = tokens(1, WINDOW // 2).clamp(max=98)
+    ids[0, 2], ids[0, 3] = 99, 100
+    grid, pixels = torch.tensor([[1, 2, 2]]), torch.randn(4, 3 * 2 * 4 * 4)
     with torch.no_grad():
         embeds = model.get_input_embeddings()(ids)
-        embeds[0, 2:6] = model.get_image_features(pixels).pooler_output[0]
+        embeds[0, 3] = model.get_image_features(pixels, grid).pooler_output[0]
+    positions = torch.arange(WINDOW // 2).expand(3, 1, -1)  # an image of one token moves nothing
+    losses = {}
     for name, inputs in {
-        "images": {"input_ids": ids, "pixel_values": pixels},
+        "images": {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid},
         "embeds": {"inputs_embeds": embeds},
     }.items():
         distiller = RelationDistiller(model, RelationTargets(layers=layers), CopiedTeacher(model))
         tape = distiller.tape(ids)
         with distiller.active():
-            model(**inputs, use_cache=False, **{TAPE: tape})
+            model(**inputs, position_ids=positions, use_cache=False, **{TAPE: tape})
         assert sorted(tape.sums) == ([0, 1, 2] if layers is None else [1])
         losses[name] = torch.stack([tape.loss(target) for target in distiller.targets.weights])
     assert losses["images"].max() > 1e-4
