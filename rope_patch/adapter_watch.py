@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class _SaveWatch:
     prompts on its wrapper alone.
     """
 
-    def __call__(self, decoder: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def __call__(self, decoder: Any, prefix: str, keep_vars: bool) -> None:
         around = [module for module in _callers() if _holds(module, decoder)]
         for module in around:
             _cover(module, find_core(module))
@@ -160,12 +161,12 @@ def _gone() -> None:
 
 def _callers() -> Iterator[nn.Module]:
     """Modules whose methods are being called, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:  # type: ignore[redundant-expr]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, nn.Module):
             yield caller
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
 def _holds(module: nn.Module, decoder: nn.Module) -> bool:

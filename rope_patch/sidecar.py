@@ -28,10 +28,15 @@ _STACKED = 2  # of several rescalings, which a version that knows format 1 alone
 def specification(state: "RopeState") -> dict[str, Any]:
     """What an adapter of this model needs to know about RoPE, as JSON values."""
     source = state.source
-    view = None
+    view: dict[str, Any] | None = None
     if source is not None:
-        view = {"method": source.view.name, "repr": repr(source.view), "when": state.when}
-        view |= {"options": _options_of(source.view), "seed": source.clock.seed}
+        view = {
+            "method": source.view.name,
+            "repr": repr(source.view),
+            "when": state.when,
+            "options": _options_of(source.view),
+            "seed": source.clock.seed,
+        }
     rescalings = [{"method": one.name, "options": one.options()} for one in state.rescalings]
     return {
         "format": _STACKED if rescalings[1:] else _FORMAT,
