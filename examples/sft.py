@@ -10,6 +10,7 @@ A run that was stopped goes on with --resume_from_checkpoint OUTPUT_DIR/checkpoi
 
 import sys
 
+from transformers import set_seed
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -37,6 +38,7 @@ def main() -> None:
         "dtype": model.dtype,
         **(training.model_init_kwargs or {}),
     }
+    set_seed(training.seed)  # what test_split_size holds out is drawn: alike on all ranks, and when a run goes on
     dataset = get_dataset(data)
     evaluates = training.eval_strategy != "no"
     if evaluates and script.dataset_test_split not in dataset:

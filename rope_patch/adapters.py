@@ -4,20 +4,26 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
+from .adapter_watch import watch_adapters
+from .adapter_weights import digest_of_folder
 from .patch import patch_model, unpatch_model
 from .rotary import find_core, find_decoder
-from .sidecar import read_sidecar, rescalings_of, watch_adapters
+from .sidecar import SIDECAR_NAME, always_view_of, read_sidecar, rescalings_of
 from .state import state_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
+logger = logging.get_logger(__name__)
+
 
 def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kwargs: Any) -> "PeftModel":
     """Load the adapter in `directory` onto `model` and rescale its RoPE as it was when the adapter was trained.
 
-    A later `patch_model` with a rescaling starts from there, as it does on the merged checkpoint: ABF's base stays
+    A view with when="always", which changes inference, is put on again; one of training forwards is not. A later
+    `patch_model` with a rescaling starts from there, as it does on the merged checkpoint: ABF's base stays
     under YaRN on top. `native_rope` still means the base model's schedule, and `unpatch_model` goes back to it.
 
     Args:
@@ -28,7 +34,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     Raises:
         ImportError: PEFT is not installed.
         FileNotFoundError: there is no such directory, or no specification lies beside the adapter.
-        ValueError: the model is patched already, or came with another schedule than the adapter's base model.
+        ValueError: the model is patched already, or came with another schedule than the adapter's base model; or the
+            specification is damaged, or is that of other weights.
     """
     try:
         from peft import PeftModel
@@ -45,15 +52,38 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
             f"the adapter in {directory} was trained on a base model with RoPE {wanted[0]} and a window of {wanted[1]} "
             f"positions, this model has {found[0]} and {found[1]}. Load the base model that it was trained on."
         )
+    _require_own_weights(directory, specification)
+    view = always_view_of(specification)
     try:
         for rescaling in rescalings_of(specification):
-            patch_model(model, rescaling["method"], **rescaling["options"])
+            patch_model(model, rescaling)
             state_of(decoder).settle()  # type: ignore[union-attr]
+        if view is not None:
+            patch_model(model, view[0], seed=view[1], when="always")
         adapted = PeftModel.from_pretrained(model, directory, **kwargs)
     except Exception:
         unpatch_model(model)
         raise
     state = state_of(decoder)
-    if state is not None:  # a forward would find the adapter, and it may be saved before the first
-        watch_adapters(adapted, find_core(model), state)
+    if state is not None:
+        watch_adapters(adapted, find_core(model))
     return adapted
+
+
+def _require_own_weights(directory: str | os.PathLike[str], specification: dict[str, Any]) -> None:
+    """Raise ValueError if the adapter was saved anew, by a model without patches, which leaves the specification."""
+    recorded, found = specification.get("adapter_weights"), digest_of_folder(directory)
+    if found is None:
+        return  # PEFT says what is missing
+    if recorded is None:
+        logger.warning(
+            f"{SIDECAR_NAME} in {directory} does not record which weights it belongs to, as of rope-patch "
+            f"{specification['rope_patch_version']}: an adapter that was saved over it later would be loaded with a "
+            "RoPE that is not its own."
+        )
+    elif recorded != found:
+        raise ValueError(
+            f"{SIDECAR_NAME} in {directory} does not belong to the weights beside it, which were saved later, or "
+            "changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; if "
+            'they were trained with the RoPE that it names, set its "adapter_weights" to null.'
+        )

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from .adapter_watch import adapter_configs
 from .limits import limits
 from .rescale import is_nested, names_no_window
 from .rotary import find_core, find_decoder, named_rotary_modules
@@ -95,7 +96,7 @@ def describe(model: nn.Module) -> RopeDescription:
         target_window=window,
         keeps_window=state is not None and state.rescaling is not None and names_no_window(state.rescaling, window),
         limits=limits(model),
-        adapters=tuple(getattr(find_core(model), "peft_config", {})),
+        adapters=tuple(adapter_configs(model)),
     )
 
 

@@ -9,13 +9,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .adapter_watch import forget_adapters, watch_adapters
 from .hooks import attach_hooks, detach_hooks
 from .limits import why_fixed_frequencies, why_no_native_rope
 from .methods import resolve_method, resolve_view
+from .one_config import require_frequencies_of_config, require_one_config, require_saved_schedule, text_config
 from .rescale import RopeSchedule, healed, names_no_window, own_config, rescaled
 from .rescalings import Rescaling
 from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types, rotary_by_name
-from .sidecar import forget_adapters, watch_adapters
 from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, state_of
 from .views import View
 from .views.base import MAX_INDEX
@@ -68,7 +69,13 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
 def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed: int, when: When) -> M:
     state = state_of(decoder) or _new_state(decoder)
     state.require_no_native_rope("patch_model")
+    core = find_core(model)
+    if not state.rescalings and (isinstance(chosen, Rescaling) or chosen.perturbs):
+        require_frequencies_of_config(state.original, decoder)
+    if state.rescalings:
+        require_saved_schedule(core, decoder, state)
     if isinstance(chosen, Rescaling):
+        require_one_config(core, decoder)
         schedule = rescaled(decoder, state.start, chosen)
         if state.source is not None:
             types = {schedule.rope_parameters.get("rope_type", "")}
@@ -106,6 +113,9 @@ def unpatch_model(model: M) -> M:
         state.require_no_native_rope("unpatch_model")
         if state.overrides:
             raise ValueError("unpatch_model was called inside rope_view: leave the block first.")
+        outer = text_config(find_core(model), decoder)  # another object where it was replaced since
+        if getattr(outer, "rope_parameters", None) == state.current.rope_parameters:
+            state.original.write_config(outer)
         state.original.write(decoder)
         _uninstall(model, decoder)
     return model
@@ -231,7 +241,7 @@ def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> No
         state.current.write_modules(decoder)
         setattr(decoder, STATE_ATTRIBUTE, state)
         attach_hooks(decoder, rotary_by_name(decoder), state)
-    watch_adapters(model, find_core(model), state)
+    watch_adapters(model, find_core(model))
 
 
 def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:

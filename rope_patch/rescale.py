@@ -61,14 +61,18 @@ class RopeSchedule:
 
     def write(self, decoder: PreTrainedModel) -> None:
         """Put the schedule into force: config, rotary modules and softmax scales."""
-        decoder.config.rope_parameters = self.rope_parameters
-        if self.max_position_embeddings is not None:
-            decoder.config.max_position_embeddings = self.max_position_embeddings
+        self.write_config(decoder.config)
         rotary = rotary_by_name(decoder)
         for name, parameters in self.own_rope_parameters.items():
             if name in rotary:
                 rotary[name].config.rope_parameters = parameters
         self.write_modules(decoder)
+
+    def write_config(self, config: Any) -> None:
+        """Put it into a text config alone."""
+        config.rope_parameters = self.rope_parameters
+        if self.max_position_embeddings is not None:
+            config.max_position_embeddings = self.max_position_embeddings
 
     def write_modules(self, decoder: PreTrainedModel) -> None:
         """Put it into force in the modules alone; what would be saved stays."""

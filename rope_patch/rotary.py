@@ -130,6 +130,12 @@ def rope_types(module: Any) -> set[str]:
     return set(rope_type.values() if isinstance(rope_type, dict) else [rope_type]) - {None}
 
 
+def is_recomputed(module: Any, buffer: str) -> bool:
+    """Whether a buffer of a rotary module holds what its last forward picked, as of 'dynamic' and 'longrope'."""
+    picks = any(kind == "longrope" or "dynamic" in kind for kind in rope_types(module))
+    return picks and not buffer.endswith("original_inv_freq")
+
+
 @dataclass(frozen=True)
 class RotaryState:
     """Everything in a rotary module that depends on its schedule.

@@ -8,11 +8,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
+from .methods import resolve_rescaling, resolve_view
+from .registry import unknown
+from .rescalings import Rescaling
 from .rotary import find_core, find_decoder
 from .version import __version__
+from .views import View
 
 if TYPE_CHECKING:
     from .state import RopeState
@@ -25,12 +28,21 @@ _STACKED = 2  # of several rescalings, which a version that knows format 1 alone
 def specification(state: "RopeState") -> dict[str, Any]:
     """What an adapter of this model needs to know about RoPE, as JSON values."""
     source = state.source
+    view: dict[str, Any] | None = None
+    if source is not None:
+        view = {
+            "method": source.view.name,
+            "repr": repr(source.view),
+            "when": state.when,
+            "options": _options_of(source.view),
+            "seed": source.clock.seed,
+        }
     rescalings = [{"method": one.name, "options": one.options()} for one in state.rescalings]
     return {
         "format": _STACKED if rescalings[1:] else _FORMAT,
         "rescaling": rescalings[-1] if rescalings else None,
         **({"rescalings": rescalings} if rescalings[1:] else {}),
-        "view": None if source is None else {"method": source.view.name, "repr": repr(source.view), "when": state.when},
+        "view": view,
         "rope_parameters": state.current.rope_parameters,
         "max_position_embeddings": state.current.max_position_embeddings,
         "native_rope_parameters": state.native.rope_parameters,
@@ -39,71 +51,12 @@ def specification(state: "RopeState") -> dict[str, Any]:
     }
 
 
-class _SaveWithSidecar:
-    """Stands in for `save_pretrained` of one `PeftConfig`, which PEFT calls with the folder of its adapter."""
-
-    def __init__(self, peft_config: Any, state: "RopeState") -> None:
-        self.peft_config = peft_config
-        self.state = state
-
-    def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        type(self.peft_config).save_pretrained(self.peft_config, save_directory, **kwargs)
-        text = json.dumps(specification(self.state), indent=2, sort_keys=True)
-        (Path(save_directory) / SIDECAR_NAME).write_text(text + "\n", encoding="utf-8")
-
-
-class AdapterWatch:
-    """Forward pre-hook of a decoder: finds adapters that were added after the patch to the model around it.
-
-    Not a hook of that model, whose `forward` some of PEFT's methods (AdaLoRA) call past its hooks.
-    """
-
-    def __init__(self, core: nn.Module, state: "RopeState") -> None:
-        self.core, self.state = core, state
-
-    def __call__(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.compiler.is_compiling():
-            _cover(self.core, self.state)
-
-
-def watch_adapters(model: nn.Module, core: nn.Module, state: "RopeState") -> None:
-    """Let every adapter on `model` write the sidecar when it is saved, also one that is added later."""
-    for module in model.modules():
-        _cover(module, state)
-    decoder = find_decoder(core)
-    if not any(isinstance(hook, AdapterWatch) for hook in decoder._forward_pre_hooks.values()):
-        decoder.register_forward_pre_hook(AdapterWatch(core, state))
-
-
-def forget_adapters(model: nn.Module, core: nn.Module) -> None:
-    """Undo `watch_adapters`."""
-    hooks = find_decoder(core)._forward_pre_hooks
-    for handle in [h for h, hook in hooks.items() if isinstance(hook, AdapterWatch)]:
-        del hooks[handle]
-    for module in model.modules():
-        for peft_config in _adapter_configs(module):
-            if isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
-                del peft_config.save_pretrained
-
-
-def _cover(module: nn.Module, state: "RopeState") -> None:
-    for peft_config in _adapter_configs(module):
-        if not isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
-            peft_config.save_pretrained = _SaveWithSidecar(peft_config, state)
-
-
-def _adapter_configs(module: nn.Module) -> list[Any]:
-    """PEFT leaves the adapters' configs on its wrapper and on the model that it wraps."""
-    configs = vars(module).get("peft_config")
-    return list(configs.values()) if isinstance(configs, dict) else []
-
-
 def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The specification beside an adapter.
 
     Raises:
         FileNotFoundError: there is no such directory, or no specification in it.
-        ValueError: it is of another format.
+        ValueError: it is of another format, or not what `specification` makes.
     """
     path = Path(directory) / SIDECAR_NAME
     if not path.parent.is_dir():
@@ -117,18 +70,104 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
             "it was trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model if "
             "you know it."
         )
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or found.get("format") not in (_FORMAT, _STACKED):
-        raise ValueError(
-            f"{path} must be of format {_FORMAT} or {_STACKED}, got {found!r:.200}. Update rope-patch to read it."
-        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or found.get("format") not in (_FORMAT, _STACKED):
+            raise ValueError(f"must be of format {_FORMAT} or {_STACKED}, got {found!r:.200}. Update rope-patch.")
+        _check(found)
+        rescalings_of(found)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be a specification of RoPE.") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return found
 
 
-def rescalings_of(specification: dict[str, Any]) -> list[dict[str, Any]]:
-    """Method and options of each rescaling of a specification, in the order in which they are applied."""
+_KEYS = {
+    "format": int,
+    "rescaling": dict | None,
+    "view": dict | None,
+    "rope_parameters": dict,
+    "max_position_embeddings": int | None,
+    "native_rope_parameters": dict,
+    "native_max_position_embeddings": int | None,
+    "rope_patch_version": str,
+}
+_OPTIONAL_KEYS = {"rescalings": list, "adapter_weights": str | None}
+_METHOD_KEYS = {"method": str, "options": dict}
+_VIEW_KEYS = {"method": str, "repr": str, "when": str}
+_OPTIONAL_VIEW_KEYS = {"options": dict | None, "seed": int}
+
+
+def _check(found: dict[str, Any]) -> None:
+    _require_keys("it", found, _KEYS, _OPTIONAL_KEYS)
+    if (found["format"] == _STACKED) != ("rescalings" in found):
+        raise ValueError(f"'rescalings' belongs to format {_STACKED}, and that to it; got format {found['format']}.")
+    for one in [*found.get("rescalings", []), *([found["rescaling"]] if found["rescaling"] is not None else [])]:
+        _require_keys("a rescaling", one, _METHOD_KEYS)
+    if found["view"] is not None:
+        _require_keys("'view'", found["view"], _VIEW_KEYS, _OPTIONAL_VIEW_KEYS)
+        if found["view"]["when"] not in ("train", "always"):
+            raise ValueError(f"'when' of 'view' must be 'train' or 'always', got {found['view']['when']!r}.")
+
+
+def _require_keys(owner: str, found: object, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
+    """Raise ValueError unless `found` has these keys and no others, with values of these types."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{owner} must be an object, got {found!r:.200}.")
+    known = {**required, **(optional or {})}
+    for name, value in found.items():
+        if name not in known:
+            raise unknown("key", name, known, of=owner)
+        if not isinstance(value, known[name]) or isinstance(value, bool):
+            raise ValueError(f"{name!r} of {owner} must be {known[name]}, got {value!r:.200}.")
+    missing = [name for name in required if name not in found]
+    if missing:
+        raise ValueError(f"{owner} must have {', '.join(map(repr, missing))}, got {', '.join(map(repr, found))}.")
+
+
+def rescalings_of(specification: dict[str, Any]) -> list[Rescaling]:
+    """Each rescaling of a specification, in the order in which they are applied.
+
+    Raises:
+        ValueError: one of them is none, e.g. the name of a view, or has options that it does not take.
+    """
     last = specification["rescaling"]
-    return specification["rescalings"] if specification["format"] == _STACKED else [last] if last else []
+    found = specification["rescalings"] if specification["format"] == _STACKED else [last] if last else []
+    return [resolve_rescaling(one["method"], one["options"]) for one in found]
+
+
+def always_view_of(specification: dict[str, Any]) -> tuple[View, int] | None:
+    """The view that changes inference too, when="always", and its seed; None if there is none.
+
+    Raises:
+        ValueError: the file does not say how to make it.
+    """
+    view = specification["view"]
+    if view is None or view["when"] != "always":
+        return None
+    if view.get("options") is None:
+        raise ValueError(
+            f"the adapter was saved with {view['repr']} in force in inference too, and how to make that view is not "
+            'recorded. Set "view" to null in the file, load the adapter, and call patch_model(model, view, '
+            "when='always') with that view."
+        )
+    return resolve_view(view["method"], view["options"]), view.get("seed", 0)
+
+
+def _options_of(view: View) -> dict[str, Any] | None:
+    """The options of a view as JSON values, of which an equal one can be made; None if there are none such."""
+    try:
+        options = json.loads(json.dumps(view.options(), default=_as_recipe))
+        return options if resolve_view(view.name, options) == view else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _as_recipe(value: object) -> dict[str, Any]:
+    if not isinstance(value, View):
+        raise TypeError(f"{value!r} has no form in JSON.")
+    return {"view": value.name, **value.options()}
 
 
 def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adapter_watch import adapter_configs
 from ..attention_calls import AttentionCall, watched_attention
 from ..documents import locate_documents
 from ..limits import why_unreachable
@@ -50,7 +51,8 @@ class Distiller:
         teacher: the same weights with adapters off, or a frozen copy; None where a subclass needs none.
 
     Raises:
-        ValueError: the student's RoPE is the teacher's, or its family keeps the tape from its decoder.
+        ValueError: the student's RoPE is the teacher's, its family keeps the tape from its decoder, it learns prompts,
+            or its embeddings are noised (NEFTune).
     """
 
     def __init__(self, model: nn.Module, teacher: SharedTeacher | CopiedTeacher | None = None) -> None:
@@ -58,9 +60,26 @@ class Distiller:
         self.decoder: Any = find_decoder(model)
         self.teacher: Any = teacher
         require(why_unreachable(self.core, self.decoder))
+        _refuse_prompts(model)
+        self._refuse_noise()
+        # Transformers' attention functions are those of encoders of images too, which may be handed the tape
+        decoders = [self.decoder, *([find_decoder(teacher.copy)] if isinstance(teacher, CopiedTeacher) else [])]
+        self._text_modules = {id(module) for decoder in decoders for module in decoder.modules()}
         self.state = state_of(self.decoder)
         if teacher is not None:
             self._require_difference()
+
+    def _refuse_noise(self) -> None:
+        alpha = getattr(self.core.get_input_embeddings(), "neftune_noise_alpha", None)
+        if alpha is not None:
+            raise ValueError(
+                f"the embeddings of this model are noised (NEFTune, neftune_noise_alpha={alpha}), each forward anew, "
+                "and what is distilled compares forwards: switch it off, e.g. with transformers' deactivate_neftune."
+            )
+
+    def _take_tape(self, call: AttentionCall) -> torch.Tensor | None:
+        tape: Tape | None = call.options.pop(TAPE, None)
+        return None if tape is None or id(call.module) not in self._text_modules else tape.visit(call)
 
     def _require_difference(self) -> None:
         source = None if self.state is None else self.state.source
@@ -88,6 +107,7 @@ class Distiller:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Forwards with a tape distil inside the block."""
+        self._refuse_noise()  # it may have come since
         handles = [
             # before the hook that draws the student's view: the teacher's own forward ends with no view in force
             self.decoder.register_forward_pre_hook(self._before_student, with_kwargs=True, prepend=True),
@@ -95,7 +115,7 @@ class Distiller:
             self.core.register_forward_hook(_require_compared, with_kwargs=True),
         ]
         try:
-            with watched_attention(self.core, _take_tape), self._watching():
+            with watched_attention(self.core, self._take_tape), self._watching():
                 yield
         finally:
             for handle in handles:
@@ -154,6 +174,11 @@ def _require_compared(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         )
 
 
-def _take_tape(call: AttentionCall) -> torch.Tensor | None:
-    tape: Tape | None = call.options.pop(TAPE, None)
-    return None if tape is None else tape.visit(call)
+def _refuse_prompts(model: nn.Module) -> None:
+    for name, config in adapter_configs(model).items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"adapter {name!r} learns prompts ({config.peft_type.value}): its virtual tokens stand before those of "
+                "the row, and losses that read states of the decoder would take the one for the other. Use LoRA, or "
+                "objective='clm' without token_weighting and cue_weight."
+            )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adapter_watch import adapter_configs
 from ..limits import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
 from ..rescale import RopeSchedule, healed
@@ -21,15 +22,16 @@ class SharedTeacher:
         model: a model with adapters (LoRA, QLoRA) and nothing else that is trained.
 
     Raises:
-        ValueError: parameters beside adapters are trained, adapters are merged, or the method learns prompts: the
-            teacher would move with the student.
+        ValueError: parameters beside adapters are trained, so that the teacher would move with the student; adapters
+            are merged, have changed the base weights when they were made (PiSSA and its kin), or are prompts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ValueError("a prompt-learning method cannot be switched off for a teacher: use LoRA.")
-        self._switches = _adapter_layers(model)
+        for name, config in adapter_configs(model).items():
+            _require_base_as_it_was(name, config)
+        self._switches = adapter_layers(model)
+        self._require_unmerged()
         inside = {id(p) for layer in self._switches for p in layer.parameters()}
         others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
         if not self._switches or others:
@@ -46,10 +48,7 @@ class SharedTeacher:
     @contextmanager
     def ready(self) -> Iterator[Any]:
         """The decoder as the teacher, for forwards inside the block."""
-        if any(getattr(layer, "merged", False) for layer in self._switches):
-            raise ValueError(
-                "adapters are merged into the weights, so the teacher is gone: call unmerge_adapter first."
-            )
+        self._require_unmerged()
         decoder = find_decoder(self.model)
         before = [layer._disable_adapters for layer in self._switches]
         with ExitStack() as stack:
@@ -65,6 +64,12 @@ class SharedTeacher:
                 for layer, was in zip(self._switches, before, strict=True):
                     layer._disable_adapters = was
 
+    def _require_unmerged(self) -> None:
+        if any(getattr(layer, "merged", False) for layer in self._switches):
+            raise ValueError(
+                "adapters are merged into the weights, so the teacher is gone: call unmerge_adapter first."
+            )
+
     @property
     def head(self) -> Any:
         """The output head as it was pretrained, also where PEFT trains a copy of it (`modules_to_save`)."""
@@ -78,9 +83,17 @@ class CopiedTeacher:
     Args:
         model: the student before training, patched or not.
         offload: whether the copy waits on the CPU between steps.
+
+    Raises:
+        ValueError: the model has adapters, which would be the teacher's too.
     """
 
     def __init__(self, model: nn.Module, offload: bool = False) -> None:
+        if adapter_layers(model):
+            raise ValueError(
+                "a copy of a model with adapters is not the model as it was pretrained: use SharedTeacher, which "
+                "switches them off, or merge_and_unload them to begin from what they were trained to."
+            )
         self.student: Any = find_core(model)
         self.offload = offload
         self.copy = unpatch_model(_deepcopy(self.student)).requires_grad_(False).eval()
@@ -119,7 +132,28 @@ def _deepcopy(core: nn.Module) -> Any:
     return copy.deepcopy(core, whole)
 
 
-def _adapter_layers(model: nn.Module) -> list[Any]:
+# of LoRA, by PEFT's names: the base weights get what the new adapter adds taken off, or are quantised
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def _require_base_as_it_was(name: str, config: Any) -> None:
+    """Raise ValueError if a model with this adapter off is not the model that was loaded."""
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"adapter {name!r} learns prompts ({config.peft_type.value}), which cannot be switched off for a teacher: "
+            "use LoRA."
+        )
+    init = getattr(config, "init_lora_weights", None)
+    if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
+        raise ValueError(
+            f"adapter {name!r}: init_lora_weights={init!r} changes the base weights, so that with adapters off the "
+            "model is not the one that was pretrained, which the teacher is to be. Use init_lora_weights=True, "
+            "'gaussian', 'orthogonal' or 'eva', which leave them."
+        )
+
+
+def adapter_layers(model: nn.Module) -> list[Any]:
+    """Layers of PEFT that add something to the model's own, and can be switched off."""
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper

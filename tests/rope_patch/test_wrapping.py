@@ -112,9 +112,9 @@ def test_a_merged_adapter_leaves_no_teacher_and_keeps_views():
     ids = tokens(1, L)
     wrapped = patch_model(get_peft_model(tiny(), LoraConfig(**LORA)), "pi", factor=2.0).eval()
     seen = under_view(wrapped, ids)
+    distiller = RelationDistiller(wrapped, RelationTargets(), SharedTeacher(wrapped))
     wrapped.merge_adapter()
     torch.testing.assert_close(under_view(wrapped, ids), seen, rtol=1e-3, atol=1e-3)
-    distiller = RelationDistiller(wrapped, RelationTargets(), SharedTeacher(wrapped))
     with pytest.raises(ValueError, match="call unmerge_adapter first"), distiller.teacher.ready():
         pass
     wrapped.unmerge_adapter()

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from rope_patch.distillation import TAPE, CopiedTeacher, SharedTeacher
 from rope_patch.distillation.distiller import Distiller, real_tokens
+from rope_patch.distillation.teacher import adapter_layers
 from rope_patch.methods import from_options
 from rope_patch.rotary import find_core
 
@@ -116,8 +117,9 @@ class Objective:
     def _native(self, model: nn.Module) -> SharedTeacher | CopiedTeacher:
         """The model as it was pretrained: its own weights where it has adapters, else a copy."""
         if self.teacher is None:
-            wrapped = find_core(model) is not model  # by PEFT
-            self.teacher = SharedTeacher(model) if wrapped else CopiedTeacher(model, offload=self.args.teacher_offload)
+            has_adapters = find_core(model) is not model or adapter_layers(model)
+            offload = self.args.teacher_offload
+            self.teacher = SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=offload)
         return self.teacher
 
     def _make_distiller(self, model: nn.Module) -> Distiller:

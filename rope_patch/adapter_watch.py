@@ -1,0 +1,173 @@
+"""Every adapter on a patched model writes `rope_patch.json` when it is saved, however and whenever it came there.
+
+PEFT asks the adapter's config to save itself. The config gets a cover that writes the specification too: at the patch,
+before a forward, and whenever the decoder is asked for its state, as in all saving; by then the wrappers are known.
+"""
+
+import copy
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .adapter_weights import digest, digest_of_folder
+from .one_config import require_saved_schedule
+from .rotary import find_core, find_decoder
+from .sidecar import SIDECAR_NAME, specification
+from .state import state_of
+
+
+class _SaveWithSidecar:
+    """Stands in for `save_pretrained` of one `PeftConfig`, which PEFT calls with the folder of its adapter.
+
+    Args:
+        peft_config: the config.
+        core: the model that it was found on. Weak: a model that held itself through its configs would stay in memory
+            until the garbage collector comes by.
+    """
+
+    def __init__(self, peft_config: Any, core: nn.Module | None) -> None:
+        self.peft_config = peft_config
+        self.core = _weak(core)
+
+    def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        type(self.peft_config).save_pretrained(self.peft_config, save_directory, **kwargs)
+        # one config may be that of adapters on several models: it is saved for the one that asks
+        model = next((m for m in _callers() if hasattr(m, "peft_config")), None)
+        own = self.core() if model is None else model
+        state = None if own is None else state_of(find_decoder(own))
+        path = Path(save_directory) / SIDECAR_NAME
+        if state is None:
+            path.unlink(missing_ok=True)  # of what was saved here before
+            return
+        if isinstance(model, PreTrainedModel):  # Transformers writes the weights after the config, PEFT before
+            saved: Any = model
+            weights = digest(saved.get_adapter_state_dict().values())
+        else:
+            weights = digest_of_folder(save_directory)
+        text = json.dumps({**specification(state), "adapter_weights": weights}, indent=2, sort_keys=True)
+        path.write_text(text + "\n", encoding="utf-8")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SaveWithSidecar":
+        core = self.core()
+        return type(self)(copy.deepcopy(self.peft_config, memo), memo.get(id(core), core))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"peft_config": self.peft_config, "core": self.core()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.peft_config, self.core = state["peft_config"], _weak(state["core"])
+
+
+class _ForwardWatch:
+    """Forward pre-hook of a decoder: finds adapters that were added after the patch to the model around it.
+
+    For what saves without asking for the state of the model, as DeepSpeed ZeRO-3 does. Not a hook of the model itself,
+    whose `forward` some of PEFT's methods (AdaLoRA) call past its hooks.
+    """
+
+    def __init__(self, core: nn.Module | None) -> None:
+        self.core = _weak(core)
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
+        core = self.core()
+        if core is not None and not torch.compiler.is_compiling():
+            _cover(core, core)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardWatch":
+        return type(self)(memo.get(id(self.core()), self.core()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"core": self.core()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.core = _weak(state["core"])
+
+
+class _SaveWatch:
+    """Pre-hook of a decoder's `state_dict`: covers the adapters of every model that is being saved around it.
+
+    Only the calls in progress tell which those are: a module does not know what holds it, and PEFT keeps the configs of
+    prompts on its wrapper alone.
+    """
+
+    def __call__(self, decoder: Any, prefix: str, keep_vars: bool) -> None:
+        around = [module for module in _callers() if _holds(module, decoder)]
+        for module in around:
+            _cover(module, find_core(module))
+        outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
+        state = state_of(decoder)
+        if state is not None:
+            require_saved_schedule(outermost, decoder, state)
+
+
+def watch_adapters(model: nn.Module, core: nn.Module) -> None:
+    """Let every adapter on `model` write the sidecar when it is saved, also one that is added later."""
+    for module in model.modules():
+        _cover(module, core)
+    decoder = find_decoder(core)
+    if not any(isinstance(hook, _SaveWatch) for hook in decoder._state_dict_pre_hooks.values()):
+        decoder.register_state_dict_pre_hook(_SaveWatch())
+        decoder.register_forward_pre_hook(_ForwardWatch(core))
+
+
+def forget_adapters(model: nn.Module, core: nn.Module) -> None:
+    """Undo `watch_adapters`, as far as `model` reaches; a cover beyond it writes nothing for an unpatched model."""
+    decoder = find_decoder(core)
+    for hooks in (decoder._forward_pre_hooks, decoder._state_dict_pre_hooks):
+        for handle in [h for h, hook in hooks.items() if isinstance(hook, _ForwardWatch | _SaveWatch)]:
+            del hooks[handle]
+    for module in model.modules():
+        for peft_config in _adapter_configs(module).values():
+            if isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
+                del peft_config.save_pretrained
+
+
+def adapter_configs(model: nn.Module) -> dict[str, Any]:
+    """Name -> PEFT's config of each adapter on `model`, prompts included."""
+    return {name: config for module in model.modules() for name, config in _adapter_configs(module).items()}
+
+
+def _cover(module: nn.Module, core: nn.Module) -> None:
+    for peft_config in _adapter_configs(module).values():
+        if not isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
+            peft_config.save_pretrained = _SaveWithSidecar(peft_config, core)
+
+
+def _adapter_configs(module: nn.Module) -> dict[str, Any]:
+    """PEFT leaves the adapters' configs on its wrapper, of prompts under another name, and on the model in it."""
+    for name in ("peft_config", "_peft_config"):
+        configs = vars(module).get(name)
+        if isinstance(configs, dict):
+            return configs
+    return {}
+
+
+def _weak(core: nn.Module | None) -> Callable[[], nn.Module | None]:
+    return _gone if core is None else weakref.ref(core)
+
+
+def _gone() -> None:
+    """What a reference to a model says that is no more."""
+
+
+def _callers() -> Iterator[nn.Module]:
+    """Modules whose methods are being called, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module):
+            yield caller
+        frame = frame.f_back
+
+
+def _holds(module: nn.Module, decoder: nn.Module) -> bool:
+    return any(m is decoder for m in module.modules())

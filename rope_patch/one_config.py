@@ -1,0 +1,74 @@
+"""What a model's config says about RoPE is what the model runs: checked when patching and when saving.
+
+Transformers writes the config of the outermost model and builds frequencies from those of inner ones, once. Nothing
+keeps them together when one of the objects is replaced or edited.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .rescale import RopeSchedule
+from .rotary import fresh_state, is_recomputed, rotary_by_name
+from .state import RopeState
+
+# a cast to bfloat16 rounds to 8 bits; schedules that are worth telling apart differ by more
+_ROUNDING = 2**-7
+
+
+def require_one_config(core: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise ValueError if the config of the whole model and of its decoder are apart: a rescaling would be in one."""
+    if not _holds(core.config, decoder.config):
+        raise ValueError(
+            f"the config of this {type(core).__name__} is another object than that of its {type(decoder).__name__}, "
+            "from which frequencies are built: what is written into one would not be saved with the other. Give both "
+            "the same one, e.g. model.config = model.model.config, before patch_model."
+        )
+
+
+def require_saved_schedule(core: PreTrainedModel, decoder: PreTrainedModel, state: RopeState) -> None:
+    """Raise ValueError if `core` would be saved with a config of another schedule than its weights run with."""
+    wanted = (state.current if state.beside_native is None else state.beside_native[0]).rope_parameters
+    for config in (decoder.config, text_config(core, decoder)):
+        found = getattr(config, "rope_parameters", wanted)
+        if found != wanted:
+            raise ValueError(
+                f"the config of this {type(core).__name__} has RoPE {found}, and the model runs with {wanted}: what is "
+                "saved would be another model. A config that is replaced or edited after patch_model does not change "
+                "the model: put back the one that the decoder had, e.g. model.config = model.model.config, or call "
+                "unpatch_model first."
+            )
+
+
+def text_config(core: PreTrainedModel, decoder: PreTrainedModel) -> Any:
+    """The config that is saved for `decoder` with the whole model."""
+    return decoder.config if _holds(core.config, decoder.config) else core.config.get_text_config(decoder=True)
+
+
+def require_frequencies_of_config(schedule: RopeSchedule, decoder: PreTrainedModel) -> None:
+    """Raise ValueError if the frequencies in force are not what Transformers builds from the config."""
+    for name, module in rotary_by_name(decoder).items():
+        live = schedule.rotary[name].buffers
+        if any(buffer.is_meta for buffer, _ in live.values()):
+            continue
+        fresh = fresh_state(module, module.config).buffers
+        for own, (buffer, _) in live.items():
+            if own not in fresh or is_recomputed(module, own):
+                continue
+            expected = fresh[own][0].double()
+            if buffer.shape == expected.shape and torch.allclose(
+                buffer.detach().cpu().double(), expected, rtol=_ROUNDING, atol=1e-6
+            ):
+                continue
+            raise ValueError(
+                f"frequencies of this {type(decoder).__name__} ({name}.{own}) are not those of its config, "
+                f"{module.config.rope_parameters}: the config was edited after the model was built, perhaps as that of "
+                "another model that shares it, or the frequencies were. Give the model the config that it was built "
+                "from, or build it anew with from_pretrained(path, config=config)."
+            )
+
+
+def _holds(config: Any, wanted: Any) -> bool:
+    """Whether a config is `wanted` or has it inside."""
+    return config is wanted or any(_holds(own, wanted) for own in vars(config).values() if hasattr(own, "model_type"))

@@ -1,0 +1,259 @@
+"""An adapter of a patched model is saved with its RoPE, in whatever order patch, wrapper and adapter came."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from safetensors.torch import load_file
+from support.tiny import tiny, tokens
+
+from rope_patch import describe, load_adapter, patch_model, unpatch_model
+from rope_patch.views import Compose, Cyclic, Skip
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+LM = {"task_type": "CAUSAL_LM"}
+KINDS = {
+    "lora": lambda: LoraConfig(**LORA),
+    "dora": lambda: LoraConfig(**LORA, use_dora=True),
+    "rslora": lambda: LoraConfig(**LORA, use_rslora=True),
+    "ia3": lambda: IA3Config(target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False, **LM),
+    "vera": lambda: VeraConfig(r=4, target_modules=["q_proj"], init_weights=False, **LM),
+    "oft": lambda: OFTConfig(oft_block_size=4, target_modules=["q_proj"], init_weights=False, **LM),
+    "adalora": lambda: AdaLoraConfig(**{**LORA, "total_step": 10}),
+    "prompt": lambda: PromptTuningConfig(num_virtual_tokens=3, **LM),
+    "prefix": lambda: PrefixTuningConfig(num_virtual_tokens=3, **LM),
+    "p-tuning": lambda: PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=16, **LM),
+}
+IDS = tokens(2, 24)
+
+
+def patched(model):
+    return patch_model(model, "yarn", factor=2.0)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS, use_cache=False).logits
+
+
+def wrapped(model, kind="lora", **options):
+    torch.manual_seed(1)
+    return get_peft_model(model, KINDS[kind](), **options)
+
+
+def require_reload(model, folder, right=None):
+    """What is saved in `folder` gives the same logits, which are not those of a plain reload."""
+    right = logits(model) if right is None else right
+    assert json.loads((folder / "rope_patch.json").read_text())["rescaling"]["method"] == "yarn"
+    assert torch.equal(logits(load_adapter(tiny(), folder)), right)
+    assert (logits(PeftModel.from_pretrained(tiny(), folder)) - right).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["saved at once", "after a forward"])
+@pytest.mark.parametrize("order", ["patch first", "inner model first", "adapter first"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_in_every_order(kind, order, forward, tmp_path):
+    model = tiny()
+    if order != "adapter first":
+        patched(model if order == "patch first" else model.model)
+        model.config = model.model.config  # of which a patch of the inner model makes a new one
+    model = wrapped(model, kind)
+    if order == "adapter first":
+        patched(model)
+    if forward:
+        logits(model)
+    model.save_pretrained(tmp_path)
+    require_reload(model, tmp_path)
+    assert describe(model).adapters == ("default",)
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_adapters_that_are_added_and_merged_later(safe, tmp_path):
+    model = wrapped(patched(tiny()), adapter_name="one")
+    model.add_adapter("two", LoraConfig(**LORA))
+    model.add_weighted_adapter(["one", "two"], [0.4, 0.7], "both", combination_type="linear")
+    assert describe(model).adapters == ("one", "two", "both")
+    model.save_pretrained(tmp_path, safe_serialization=safe)
+    for name in ("one", "two", "both"):
+        model.set_adapter(name)
+        require_reload(model, tmp_path / name)
+
+
+def test_compiled_after_the_wrapping(tmp_path):
+    model = wrapped(patched(tiny()))
+    compiled = torch.compile(model, backend="eager")
+    logits(compiled)
+    compiled.save_pretrained(tmp_path / "compiled")
+    require_reload(model, tmp_path / "compiled")
+    model = torch.compile(patched(tiny()), backend="eager")
+    logits(model)
+    model = wrapped(model)
+    model.save_pretrained(tmp_path / "wrapped", state_dict=model.state_dict())
+    assert (tmp_path / "wrapped" / "rope_patch.json").is_file()
+
+
+def test_transformers_own_adapters_before_any_forward(tmp_path):
+    model = patched(tiny())
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(**LORA))
+    model.save_pretrained(tmp_path)
+    require_reload(model, tmp_path)
+
+
+def test_a_weight_conversion_keeps_both_folders(tmp_path):
+    model = get_peft_model(patched(tiny()), LoraConfig(**{**LORA, "init_lora_weights": "pissa"}))
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    right = logits(model)
+    model.save_pretrained(tmp_path / "now", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    again = load_adapter(tiny(), tmp_path / "now")
+    torch.testing.assert_close(logits(again), right, rtol=1e-3, atol=1e-3)
+    load_adapter(tiny(), tmp_path / "initial")
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_saves_its_own(make, tmp_path):
+    model = wrapped(patched(tiny()))
+    model.save_pretrained(tmp_path / "first")
+    other = make(model)
+    unpatch_model(model)
+    other.save_pretrained(tmp_path / "other")
+    require_reload(other, tmp_path / "other")
+    model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model" / "rope_patch.json").exists()
+
+
+def test_one_config_of_adapters_on_two_models(tmp_path):
+    config = LoraConfig(**LORA)
+    ours, theirs = get_peft_model(patched(tiny()), config), get_peft_model(tiny(), config)
+    ours.save_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert not (tmp_path / "theirs" / "rope_patch.json").exists()
+    require_reload(ours, tmp_path / "ours")
+
+
+def test_saving_by_hand(tmp_path):
+    model = wrapped(patched(tiny()))
+    torch.save(get_peft_model_state_dict(model), tmp_path / "adapter_model.bin")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    require_reload(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "undo", [unpatch_model, lambda m: unpatch_model(m.get_base_model().model)], ids=["all", "inner"]
+)
+def test_an_unpatched_model_writes_none(undo, tmp_path):
+    model = wrapped(patched(tiny()))
+    model.save_pretrained(tmp_path / "before")
+    undo(model)
+    model.save_pretrained(tmp_path / "after")
+    assert not (tmp_path / "after" / "rope_patch.json").exists()
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny(), tmp_path / "after")), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_a_specification_of_other_weights_is_refused(kind, tmp_path):
+    wrapped(patched(tiny()), kind).save_pretrained(tmp_path)
+    torch.manual_seed(2)
+    get_peft_model(tiny(), KINDS[kind]()).save_pretrained(tmp_path)  # without patches: nobody is there to delete it
+    with pytest.raises(ValueError, match="does not belong to the weights beside it"):
+        load_adapter(model := tiny(), tmp_path)
+    assert not describe(model).patched
+
+
+def test_a_specification_from_before_weights_were_recorded_is_taken_with_a_warning(tmp_path, caplog):
+    model = wrapped(patched(tiny()))
+    model.save_pretrained(tmp_path)
+    edit(tmp_path, lambda found: found.pop("adapter_weights"))
+    assert torch.equal(logits(load_adapter(tiny(), tmp_path)), logits(model))
+
+
+def edit(folder, change):
+    found = json.loads((folder / "rope_patch.json").read_text())
+    change(found)
+    (folder / "rope_patch.json").write_text(json.dumps(found))
+
+
+def deep(found):
+    found["rope_parameters"] = nested = {}
+    for _ in range(400):
+        nested["a"] = nested = {}
+
+
+DAMAGE = {
+    "a view as rescaling": (lambda f: f.update(rescaling={"method": "skip", "options": {}}), "'skip' is a view"),
+    "mistyped": (lambda f: f.update(rescalling=f.pop("rescaling")), "Unknown key 'rescalling'.*mean 'rescaling'"),
+    "mistyped within": (lambda f: f["rescaling"].update(option=f["rescaling"].pop("options")), "Unknown key 'option'"),
+    "no options": (lambda f: f["rescaling"].pop("options"), "must have 'options'"),
+    "a list": (lambda f: f.update(rescaling=["yarn"]), "'rescaling' of it must be"),
+    "a method that is none": (lambda f: f["rescaling"].update(method=3), "'method' of a rescaling must be"),
+    "an option out of range": (lambda f: f["rescaling"].update(options={"factor": "two"}), "factor must be"),
+    "when": (lambda f: f["view"].update(when="never"), "must be 'train' or 'always'"),
+    "another format": (lambda f: f.update(format=99), "must be of format 1 or 2"),
+    "a stack of one format": (lambda f: f.update(format=2), "'rescalings' belongs to format 2"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_specification_is_refused(damage, tmp_path):
+    change, message = DAMAGE[damage]
+    patch_model(wrapped(patched(tiny())), "skip").save_pretrained(tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_adapter(model := tiny(), tmp_path)
+    assert "rope_patch.json" in str(caught.value) and not describe(model).patched
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"format": 1, "a": ' + "[" * 100_000, "[1]", "\ufeffnull"])
+def test_text_that_is_no_specification_is_refused(text, tmp_path):
+    wrapped(patched(tiny())).save_pretrained(tmp_path)
+    (tmp_path / "rope_patch.json").write_text(text)
+    with pytest.raises(ValueError, match="rope_patch.json"):
+        load_adapter(tiny(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "view", [Skip(split=5, skip=40), Compose([Skip(max_skip=30), Cyclic(shift=4)])], ids=["skip", "two"]
+)
+def test_a_view_that_changes_inference_is_put_on_again(view, tmp_path):
+    model = patch_model(wrapped(patched(tiny())), view, seed=3, when="always")
+    model.save_pretrained(tmp_path)
+    again = load_adapter(tiny(), tmp_path)
+    assert torch.equal(logits(again), logits(model))
+    assert describe(again).when == "always" and describe(again).view == repr(view)
+    edit(tmp_path, lambda found: found["view"].pop("options"))  # as before it was recorded
+    with pytest.raises(ValueError, match="how to make that view is not recorded"):
+        load_adapter(tiny(), tmp_path)
+
+
+def test_names_do_not_count_among_weights(tmp_path):
+    """Transformers and PEFT write the same adapter under other names."""
+    model = wrapped(patched(tiny()))
+    model.save_pretrained(tmp_path / "peft")
+    own = tiny()
+    own.load_adapter(str(tmp_path / "peft"))
+    patched(own).save_pretrained(tmp_path / "transformers")
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("peft", "transformers")]
+    first, second = map(load_file, files)
+    assert sorted(t.sum().item() for t in first.values()) == sorted(t.sum().item() for t in second.values())
+    require_reload(own, tmp_path / "transformers")
