@@ -24,13 +24,13 @@ _STACKED = 2  # of several rescalings, which a version that knows format 1 alone
 
 def specification(state: "RopeState") -> dict[str, Any]:
     """What an adapter of this model needs to know about RoPE, as JSON values."""
-    source = state.source
+    sampled = state.ended if state.source is None else (state.source.view, state.when)
     rescalings = [{"method": one.name, "options": one.options()} for one in state.rescalings]
     return {
         "format": _STACKED if rescalings[1:] else _FORMAT,
         "rescaling": rescalings[-1] if rescalings else None,
         **({"rescalings": rescalings} if rescalings[1:] else {}),
-        "view": None if source is None else {"method": source.view.name, "repr": repr(source.view), "when": state.when},
+        "view": None if sampled is None else {"method": sampled[0].name, "repr": repr(sampled[0]), "when": sampled[1]},
         "rope_parameters": state.current.rope_parameters,
         "max_position_embeddings": state.current.max_position_embeddings,
         "native_rope_parameters": state.native.rope_parameters,
