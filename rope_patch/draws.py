@@ -55,8 +55,10 @@ def mixed(word: torch.Tensor) -> torch.Tensor:
 
     Source: the finalizer of MurmurHash3, Austin Appleby, public domain.
     """
-    word = _product(word ^ (word >> 16), 0x85EBCA6B)[1]
-    word = _product(word ^ (word >> 13), 0xC2B2AE35)[1]
+    for shift, multiplier in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        product = _product(word ^ (word >> shift), multiplier)[1]
+        assert isinstance(product, torch.Tensor)
+        word = product
     return word ^ (word >> 16)
 
 

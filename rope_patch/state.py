@@ -216,7 +216,7 @@ class DrawClock:
             numbers = numbers[: rows // 2].repeat(2, 1)
         if training:
             return replace(key, sample=numbers)
-        return replace(key, sample=numbers, step=-1, progress=torch.ones_like(key.progress))
+        return replace(key, sample=numbers, step=-1, progress=torch.ones((), dtype=torch.float64, device=ids.device))
 
     def tick(self) -> None:
         """Move on after a forward, unless somebody sets the clock."""

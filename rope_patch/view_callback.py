@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
@@ -138,8 +137,7 @@ def _require_one_draw_a_reply(name: str, args: Any, view: View) -> None:
 def _parts(view: View) -> Iterator[View]:
     """A view and those that it is made of."""
     yield view
-    for f in fields(view) if is_dataclass(view) else ():
-        value = getattr(view, f.name)
+    for value in vars(view).values():
         for inner in value if isinstance(value, tuple) else (value,):
             if isinstance(inner, View):
                 yield from _parts(inner)

@@ -113,8 +113,10 @@ PREFERENCES = {"dpo": (DPOTrainer, DPOConfig, LN2), "kto": (KTOTrainer, KTOConfi
 def test_policy_and_reference_draw_alike(kind, peft, saved, tmp_path):
     trainer_class, config_class, begins_at = PREFERENCES[kind]
     model = patch_model(load(saved), "skip", max_skip=64)
-    run = with_view(made(trainer_class, config_class, model, tmp_path, preference_data(kind), peft))
+    data = preference_data(kind)
+    run = with_view(made(trainer_class, config_class, model, tmp_path, data, peft, {"eval_dataset": data}))
     run.train()
+    assert run.evaluate()["eval_loss"] == pytest.approx(begins_at, abs=1e-4)
     losses = [entry["loss"] for entry in logged(run, "loss")]
     assert losses == pytest.approx([begins_at] * 2, abs=1e-4)
     assert view_source(run.model).last is not None and not view_source(run.model).clock.is_set
@@ -144,8 +146,21 @@ def reward_model(seed=0):
     return model
 
 
-def test_chosen_and_rejected_draw_alike(tmp_path):
-    """Pairs of equal rows have equal rewards under any one draw; without a view the loss is ln 2 as well."""
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_the_halves_of_a_batch_of_pairs_draw_alike(kind, saved, tmp_path):
+    if kind == "dpo":
+        run = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs())
+    else:
+        rows = [{"chosen": words(12, i), "rejected": words(9, i + 40)} for i in range(8)]
+        model = patch_model(reward_model(), "skip", max_skip=64)
+        run = made(RewardTrainer, RewardConfig, model, tmp_path, Dataset.from_list(rows))
+    seen, source = [], view_source(run.model)
+    run.model.model.register_forward_hook(lambda *_: seen.append(source.last.parameters["skip"].flatten().tolist()))
+    with_view(run).train()
+    assert len(seen) == 2 and all(skips[:2] == skips[2:] and skips[0] != skips[1] for skips in seen)
+
+
+def test_equal_rows_have_equal_rewards(tmp_path):
     rows = [{"chosen": words(12, i), "rejected": words(12, i)} for i in range(8)]
     run = made(
         RewardTrainer, RewardConfig, patch_model(reward_model(), "skip", max_skip=64), tmp_path, Dataset.from_list(rows)
@@ -195,10 +210,11 @@ def test_replies_and_losses_are_those_without_a_view(kind, saved, tmp_path):
         if view is not None:
             with_view(run)
         run.train()
-        entries.append(logged(run, "loss", "kl", "reward"))
+        entries.append(logged(run, "loss", "kl", "reward", "entropy"))
     plain, viewed = entries
     for a, b in zip(plain, viewed, strict=True):
         assert b["reward"] == a["reward"]  # the same replies
+        assert abs(b["entropy"] - a["entropy"]) > 1e-3  # of the policy that learns: under a draw
         assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
         assert b["kl"] == pytest.approx(0, abs=1e-5) and a["kl"] == pytest.approx(0, abs=1e-5)
 
@@ -339,6 +355,19 @@ def test_what_would_draw_apart_is_refused(saved, tmp_path):
 
     with pytest.raises(ValueError, match="views under CPOTrainer are not supported"):
         with_view(made(CPOTrainer, DPOConfig, model("skip"), tmp_path, pairs()))
+
+
+def test_compiled_forwards_draw_by_tokens_too():
+    model, ids = patch_model(tiny(), "skip", max_skip=64).train(), tokens(4, 16)
+    source = view_source(model)
+    source.clock.set_step(5, pairs=True)
+    compiled, eager = torch.compile(model, backend="eager"), []
+    for run in (model, compiled):
+        run(input_ids=ids)
+        eager.append(source.last.parameters["skip"].clone())
+    source.clock.set_step(6, pairs=True)
+    compiled(input_ids=ids)
+    assert torch.equal(*eager) and not torch.equal(source.last.parameters["skip"], eager[0])
 
 
 def test_prompts_as_embeddings_have_no_tokens_to_draw_by():
