@@ -1,7 +1,12 @@
 """Views under trainers that are not ours: at learning rate 0 the loss is what it is without a view."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -475,3 +480,37 @@ def test_a_model_that_was_unpatched_meanwhile_is_not_trained_as_another(tmp_path
     unpatch_model(run.model)
     with pytest.raises(ValueError, match="was unpatched after this trainer was made"):
         run.train()
+
+
+TWO_RANKS = """
+import json, os, sys
+import test_other_trainers as tests
+world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+run, draws = tests.plain_run(tests.Path(sys.argv[1]), gradient_accumulation_steps=2 // world, save_strategy="no")
+run.train()
+found = [[step, ids, skip] for (step, ids), skip in draws.found.items()]
+tests.Path(sys.argv[1], f"draws-{world}-{rank}.json").write_text(json.dumps(found))
+if world > 1:
+    tests.torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_two_ranks_draw_as_one_does_for_the_same_documents(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_RANKS)
+    root = Path(__file__).parents[2]
+    ours = [str(root), str(root / "kernels"), str(root / "tests"), str(Path(__file__).parent)]
+    paths = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    for launch in ([], ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29518"]):
+        command = [sys.executable, *launch, str(script), str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    alone, first, second = (
+        {(step, tuple(ids)): skip for step, ids, skip in json.loads((tmp_path / f"draws-{name}.json").read_text())}
+        for name in ("1-0", "2-0", "2-1")
+    )
+    assert {**first, **second} == alone and len(first) + len(second) == len(alone) == 16
+    assert len(set(alone.values())) > 8
