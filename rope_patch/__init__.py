@@ -7,11 +7,13 @@ from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
 from .string_rope import string_positions
 from .version import __version__
+from .view_callback import RopeViewCallback
 from .views import VIEWS
 
 __all__ = [
     "RESCALINGS",
     "VIEWS",
+    "RopeViewCallback",
     "__version__",
     "describe",
     "list_methods",

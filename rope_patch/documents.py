@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .draws import mixed
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -136,6 +138,28 @@ def closing_tokens(
         found = torch.where(ends_here, len(pattern), 0)
         longest = longest.scatter_reduce(0, ordinal.flatten(), found.flatten(), "amax")
     return longest[ordinal]
+
+
+def document_numbers(ids: torch.Tensor, t: torch.Tensor, documents: Documents) -> torch.Tensor:
+    """A number of 32 bits for each document, made of its tokens alone: int64, in the shape of `documents.ordinal`.
+
+    The sum of h(h(id) + t) over its tokens, modulo 2**32, where h is a permutation of 32-bit numbers that mixes well.
+    Padding, neighbours and the place in the batch change nothing.
+
+    Args:
+        ids: of the tokens, [batch, seq_len].
+        t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
+        documents: of the batch.
+    """
+    t = t.expand(ids.shape)
+    own = torch.where(t < 0, 0, mixed((mixed(ids.long() & _WORD) + t) & _WORD))
+    if documents.ordinal.shape[1] == 1:  # a row is a document
+        return own.sum(1, keepdim=True) & _WORD
+    sums = torch.zeros(own.numel(), dtype=torch.int64, device=ids.device)  # one place a document is enough
+    return sums.scatter_add_(0, documents.ordinal.flatten(), own.flatten())[documents.ordinal] & _WORD
+
+
+_WORD = 0xFFFFFFFF
 
 
 def count_documents(batch: dict[str, torch.Tensor]) -> int:

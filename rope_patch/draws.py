@@ -50,6 +50,18 @@ def _product(word: torch.Tensor | int, multiplier: int) -> tuple[torch.Tensor | 
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
+def mixed(word: torch.Tensor) -> torch.Tensor:
+    """A permutation of the numbers of 32 bits, each of whose bits depends on all bits of `word`, int64.
+
+    Source: the finalizer of MurmurHash3, Austin Appleby, public domain.
+    """
+    for shift, multiplier in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        product = _product(word ^ (word >> shift), multiplier)[1]
+        assert isinstance(product, torch.Tensor)
+        word = product
+    return word ^ (word >> 16)
+
+
 @dataclass(frozen=True)
 class DrawKey:
     """What a draw depends on. Equal keys give equal draws on every device, rank and micro-step.

@@ -17,6 +17,7 @@ from .layerwise import Embeddings, LayerwiseEmbeddings, attach_layer_hooks, deta
 from .limits import why_no_checkpointing
 from .rotary import parameter_names, rope_types
 from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
+from .trainers import is_generating, require_driver
 
 
 class DecoderEntry:
@@ -30,10 +31,15 @@ class DecoderEntry:
         if not torch.compiler.is_compiling():
             self.state.turns.begin(decoder)
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        if self.state.active(decoder.training) is None:
+        cache = call.get("past_key_values")
+        training = self.state.in_training(decoder) and not is_generating(cache)
+        source = self.state.active(training)
+        if training and source is self.state.source:
+            require_driver(self.state, decoder)
+        if source is None:
             self.state.bound = None
-            if not decoder.training:
-                forget_draws(call.get("past_key_values"))
+            if not training:
+                forget_draws(cache)
             return
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:
@@ -56,8 +62,6 @@ class DecoderEntry:
             )
         if self.state.layers_call_rotary and torch.is_grad_enabled() and _is_checkpointing(decoder):
             raise ValueError(why_no_checkpointing(decoder))
-        cache = call.get("past_key_values")
-        source = self.state.active(decoder.training)
         if isinstance(source, ViewSource) and source.view.perturbs and _is_chunk_of_a_prompt(cache):
             raise ValueError(
                 "prefill_chunk_size hands over a prompt in pieces, and a RoPE view draws for the whole of it: leave "
@@ -73,7 +77,7 @@ class DecoderEntry:
                 position_ids=position_ids,
                 attention_mask=real_tokens_of(attention_mask),
                 cached=0 if cache is None else int(cache.get_seq_length()),
-                training=decoder.training,
+                training=training,
                 cache=cache,
                 ids=call.get("input_ids"),
             )
@@ -93,7 +97,8 @@ class DecoderExit:
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         try:
-            cache = None if decoder.training else _cache_of(output)
+            in_graph = decoder.training and torch.compiler.is_compiling()
+            cache = None if in_graph else _cache_of(output)
             self.state.leave(finished=output is not None, cache=cache)
         finally:
             if not torch.compiler.is_compiling():

@@ -27,15 +27,15 @@ _STACKED = 2  # of several rescalings, which a version that knows format 1 alone
 
 def specification(state: "RopeState") -> dict[str, Any]:
     """What an adapter of this model needs to know about RoPE, as JSON values."""
-    source = state.source
+    sampled = state.ended if state.source is None else (state.source.view, state.when)
     view: dict[str, Any] | None = None
-    if source is not None:
+    if sampled is not None:
         view = {
-            "method": source.view.name,
-            "repr": repr(source.view),
-            "when": state.when,
-            "options": _options_of(source.view),
-            "seed": source.clock.seed,
+            "method": sampled[0].name,
+            "repr": repr(sampled[0]),
+            "when": sampled[1],
+            "options": _options_of(sampled[0]),
+            "seed": 0 if state.source is None else state.source.clock.seed,
         }
     rescalings = [{"method": one.name, "options": one.options()} for one in state.rescalings]
     return {

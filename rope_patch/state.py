@@ -8,13 +8,13 @@ pickled and traced.
 import sys
 import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from .documents import Documents, locate_documents
+from .documents import Documents, document_numbers, locate_documents
 from .draws import DrawKey
 from .open_views import OpenSources
 from .views.base import Parameters, View
@@ -110,8 +110,8 @@ class DrawClock:
     Args:
         seed: of all draws.
 
-    Without a trainer every forward that draws is a step of its own. `set` takes over: draws then depend on what the
-    caller says alone.
+    Without a trainer every forward that draws is a step of its own. `set` and `set_step` take over: draws then depend
+    on what the caller says alone, until `release`.
     """
 
     def __init__(self, seed: int) -> None:
@@ -121,6 +121,9 @@ class DrawClock:
         self.first_sample = torch.zeros((), dtype=torch.int64)
         self.progress = torch.ones((), dtype=torch.float64)
         self.is_set = False
+        self.by_content = False
+        self.pairs = False
+        self.driver: int | None = None
 
     def set(self, step: int, first_sample: int, progress: float = 1.0) -> None:
         """Let the next forward draw for documents first_sample, first_sample + 1, ... of optimizer step `step`.
@@ -133,6 +136,35 @@ class DrawClock:
         Raises:
             ValueError: one of them is no such number; the clock is as it was.
         """
+        self._write(step, first_sample, progress)
+        self.by_content, self.pairs, self.driver = False, False, None
+
+    def set_step(self, step: int, progress: float = 1.0, *, pairs: bool = False, driver: int | None = None) -> None:
+        """Let forwards from now on draw for optimizer step `step`, each document by what it holds, not by its place.
+
+        Whichever models of the step read a document, in whatever batch and on whatever rank, then draw alike for it,
+        and nobody has to count documents. A document that comes twice in a step draws twice the same. Forwards in
+        evaluation mode, of a view that is always on, draw for step -1 at the end of progress: every evaluation alike.
+
+        Args:
+            step: any integer of 64 bits.
+            progress: of training, from 0 to 1.
+            pairs: whether a batch holds the chosen rows and then the rejected ones: both rows of a pair draw by what
+                the chosen one holds.
+            driver: number of the callback that sets the clock, if one does.
+
+        Raises:
+            ValueError: one of them is no such number; the clock is as it was.
+        """
+        self._write(step, 0, progress)
+        self.by_content, self.pairs, self.driver = True, pairs, driver
+
+    def release(self) -> None:
+        """Let every forward be a step of its own again."""
+        self.is_set, self.by_content, self.pairs, self.driver = False, False, False, None
+        self.progress.fill_(1.0)
+
+    def _write(self, step: int, first_sample: int, progress: float) -> None:
         for name, value, low in (("step", step, -(2**63)), ("first_sample", first_sample, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
                 raise ValueError(f"{name} must be an integer in [{low}, 2**63), got {value!r}.")
@@ -146,7 +178,7 @@ class DrawClock:
         self.is_set = True
 
     def key(self, documents: Documents) -> DrawKey:
-        """The key of these documents."""
+        """The key of these documents, told apart by their place."""
         device = documents.ordinal.device
         if torch.compiler.is_compiling():
             step, first, progress = (x.to(device, copy=True) for x in (self.step, self.first_sample, self.progress))
@@ -155,6 +187,36 @@ class DrawClock:
         progress = torch.full((), self.progress.item(), dtype=torch.float64, device=device)
         sample = documents.ordinal + int(self.first_sample)
         return DrawKey(self.seed, int(self.step), sample, progress=progress)
+
+    def key_of(self, documents: Documents, ids: torch.Tensor | None, t: torch.Tensor, training: bool) -> DrawKey:
+        """The key of the documents of a forward, told apart as the clock was set.
+
+        Args:
+            documents: of the batch.
+            ids: of its tokens, [batch, seq_len], None where the call has embeddings.
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
+            training: whether the forward is one of training.
+        """
+        key = self.key(documents)
+        if not self.by_content:
+            return key
+        if ids is None:
+            raise ValueError(
+                "under RopeViewCallback a view draws for a document by its token ids, and this forward has "
+                "inputs_embeds instead, as prompt learning and images have: leave out the view, or prompt learning."
+            )
+        numbers = document_numbers(ids, t, documents)
+        if self.pairs:
+            rows = len(ids)
+            if rows % 2 or documents.start.shape[1] != 1:
+                raise ValueError(
+                    "this trainer's batches hold chosen rows and as many rejected ones, one document a row; got "
+                    f"{rows} rows{'' if documents.start.shape[1] == 1 else ' with position_ids of packed documents'}."
+                )
+            numbers = numbers[: rows // 2].repeat(2, 1)
+        if training:
+            return replace(key, sample=numbers)
+        return replace(key, sample=numbers, step=-1, progress=torch.ones((), dtype=torch.float64, device=ids.device))
 
     def tick(self) -> None:
         """Move on after a forward, unless somebody sets the clock."""
@@ -175,9 +237,9 @@ class ViewSource:
         self.of_trainer = False  # put on for one run: the next trainer of the model does not keep it
 
     def bind(self, batch: Batch) -> BoundView:
-        """Draw for a forward; one that continues a cache in inference keeps the draws that filled it."""
+        """Draw for a forward; one that continues a cache keeps the draws that filled it."""
         last = getattr(batch.cache, _DRAWS, None)
-        if batch.cached and not batch.training and last is not None:
+        if batch.cached and last is not None:
             if isinstance(last, BoundTable):
                 raise ValueError(_other_indices("explicit indices (rope_view(index=...))", f"{self.view!r} is"))
             return self._continued(last, batch)
@@ -192,12 +254,15 @@ class ViewSource:
         if self.view.follows_progress and not self.clock.is_set:
             raise ValueError(
                 f"{self.view!r} has a curriculum, and nobody has told its clock how far training is. RopeSFTTrainer "
-                "does; in a loop of your own call rope_patch.patch.view_source(model).clock.set(step, first_sample, "
+                "does, and so does another trainer after trainer.add_callback(rope_patch.RopeViewCallback(trainer)); "
+                "in a loop of your own call rope_patch.patch.view_source(model).clock.set(step, first_sample, "
                 "progress) before each forward, with progress from 0 to 1, or leave out curriculum."
             )
         # a fixed split may lie behind the end of all documents of one batch, if not behind those of every one
         self.view.check_length(max(_longest(documents, batch), self.checked_length))
-        parameters = self.view.draw_for(batch.ids, _in_document(batch, documents), documents, self.clock.key(documents))
+        t = _in_document(batch, documents)
+        key = self.clock.key_of(documents, batch.ids, t, batch.training)
+        parameters = self.view.draw_for(batch.ids, t, documents, key)
         self.clock.tick()
         self.last = BoundView(self.view, documents, parameters)
         return self.last
@@ -417,6 +482,22 @@ def _is_inside(thread: threading.Thread, module: nn.Module) -> bool:
     return False
 
 
+class Leader:
+    """The decoder whose mode another one goes by; a copy of the other goes by none."""
+
+    def __init__(self, decoder: nn.Module | None = None) -> None:
+        self._decoder = None if decoder is None else weakref.ref(decoder)
+
+    def __reduce__(self) -> "tuple[type[Leader], tuple[()]]":
+        return Leader, ()
+
+    @property
+    def training(self) -> bool:
+        """Whether it is in training mode."""
+        decoder = None if self._decoder is None else self._decoder()
+        return decoder is not None and decoder.training
+
+
 @dataclass
 class RopeState:
     """All that was done to a model. Lives at `decoder._rope_patch`.
@@ -430,6 +511,8 @@ class RopeState:
         rescaling: the rescaling that made `current` of `start`, if any.
         source: the view of `patch_model`, if any.
         when: in which forwards that view is sampled.
+        ended: the view of a training that is over, and when it was sampled: what adapters record from then on.
+        leader: of a reference model, the decoder whose training it takes part in.
         overrides: sources of the `rope_view` blocks that are open, innermost last.
         turns: of the threads that call the model.
         bound: indices of the forward in flight.
@@ -448,6 +531,8 @@ class RopeState:
     rescaling: "Rescaling | None" = None
     source: ViewSource | None = None
     when: When = "train"
+    ended: tuple[View, When] | None = None
+    leader: "Leader | None" = None
     overrides: "OpenSources[ViewSource | TableSource]" = field(default_factory=OpenSources)
     turns: Turns = field(default_factory=Turns)
     bound: BoundIndex | None = None
@@ -474,6 +559,10 @@ class RopeState:
     def settle(self) -> None:
         """Let rescalings from now on start from the schedule in force, which the weights were trained with."""
         self.start, self.start_rescalings, self.rescaling = self.current, self.rescalings, None
+
+    def in_training(self, decoder: nn.Module) -> bool:
+        """Whether a forward of `decoder` belongs to training; that of a reference model does if its leader's would."""
+        return decoder.training if self.leader is None else self.leader.training
 
     def active(self, training: bool) -> ViewSource | TableSource | None:
         """The source that decides the next forward's indices; None for true positions."""

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,6 +65,9 @@ class RopeSFTTrainer(SFTTrainer):
     labels. With several ranks, documents that are repeated to fill the last batches count twice in both. In evaluations
     of several datasets the parts are called eval_NAME_ce, as the losses are.
 
+    The view ends with training: it is in force while `train`, `evaluate` or `predict` run, and off the model after the
+    first of them. One that `patch_model` had put on before stays.
+
     Args:
         model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others. The view
             of an earlier trainer ends with it.
@@ -108,6 +111,10 @@ class RopeSFTTrainer(SFTTrainer):
         self._source = view_source(self.model)
         assert self._source is not None  # at the least the standard view
         self._perturbs = self._source.view.perturbs
+        state = state_of(find_decoder(self.model))
+        assert state is not None
+        self._when = state.when
+        self._runs = 0  # of train, evaluate and predict, one inside the other
         self._method = training_method(args, self._source.view, self._source.clock.seed)
         if self._perturbs:
             self._refuse_sharded_sequences()
@@ -191,7 +198,46 @@ class RopeSFTTrainer(SFTTrainer):
             self._total_train_tokens = tokens_until(folder)
         if self.accelerator.is_main_process:
             warn_of_lost_steps(self.model, self.args.learning_rate)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._view_in_force():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """TRL's evaluation; the view of this trainer is in force meanwhile, also after training."""
+        with self._view_in_force():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's prediction; the view of this trainer is in force meanwhile, also after training."""
+        with self._view_in_force():
+            return super().predict(*args, **kwargs)
+
+    @contextmanager
+    def _view_in_force(self) -> Iterator[None]:
+        """The view of this trainer for as long as it runs, then none: what runs the model next sets no clock for it.
+
+        A view that the user put on stays, and its clock goes on by itself again. What the model is saved with later
+        still names the view.
+        """
+        state = state_of(find_decoder(self.model))
+        source = self._source
+        assert source is not None
+        if state is None:
+            raise ValueError(
+                "the model was unpatched after this trainer was made, so that it would train without its rescaling and "
+                "its view: make a new trainer."
+            )
+        before = state.source, state.when
+        state.source, state.when = source, self._when
+        self._runs += 1
+        try:
+            yield
+        finally:
+            self._runs -= 1
+            if not self._runs:
+                source.clock.release()
+                state.ended = source.view, self._when
+                if source.of_trainer:
+                    state.source, state.when = (None, "train") if before[0] is source else before
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's saving, also of checkpoints, with a record of what was trained with."""

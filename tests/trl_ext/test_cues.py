@@ -160,9 +160,10 @@ def test_training_reads_cues_from_afar(placement, batch, tmp_path):
     data, n = append_cue(Dataset.from_dict({"text": texts}), tokenizer(), cue=CUE, max_length=32)
     options = {"target": 256, "cue_tokens": n, "placement": placement}
     run = trainer(tmp_path, train_dataset=data, view="endprompt", view_args=options, **PI4, **batch)
+    source = view_source(run.model)
     run.train()
     assert len(logged(run, "loss")) == 4
-    bound = view_source(run.model).last
+    bound = source.last
     length, skip = bound.documents.length, bound.parameters["skip"]
     assert torch.equal(bound.parameters["split"], length - n)
     assert torch.equal(skip, 256 - length) if placement == "end" else (skip < 256 - length).any()
@@ -293,11 +294,11 @@ def test_cues_of_different_lengths_are_read_from_afar(batch, tmp_path):
         tmp_path, train_dataset=data, view="endprompt", view_args=options, cue_weight=0.5,
         per_device_train_batch_size=6, max_steps=2, learning_rate=0.0, **PI4, **batch,
     )  # fmt: skip
-    seen = []
+    source, seen = view_source(run.model), []
     run.model.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
     run.train()
     assert len(logged(run, "loss")) == 2
-    bound, inputs = view_source(run.model).last, seen[-1]
+    bound, inputs = source.last, seen[-1]
     ids = inputs["input_ids"]
     length = bound.documents.length.expand(ids.shape)
     split, t = bound.parameters["split"].expand(ids.shape), bound.documents.start

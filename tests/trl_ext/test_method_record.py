@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from rope_patch import load_adapter, patch_model
-from rope_patch.patch import view_source
+from rope_patch.rotary import find_decoder
+from rope_patch.state import state_of
 from rope_patch.views import PosAug, View
 from trl_ext import RopeSFTConfig
 from trl_ext.method_record import RECORD_NAME
@@ -187,7 +188,7 @@ def test_a_view_that_the_model_came_with_counts_like_one_of_the_config(tmp_path)
     with pytest.raises(ValueError, match="view='posaug', and this run has view='standard'"):
         resumed(tmp_path)
     run = resumed(tmp_path, view="posaug", view_args={"high": 4}, view_seed=7)
-    assert view_source(run.model).view == PosAug(high=4.0)
+    assert state_of(find_decoder(run.model)).ended == (PosAug(high=4.0), "train")
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ def test_the_kl_by_skip_is_that_of_moved_rows_alone(teacher, passes, tmp_path):
     options |= {"rescale": "pi", "rescale_args": {"factor": factor}}
     run = trainer(tmp_path, **options, self_distill_args={"teacher": teacher, "passes": passes})
     run.model.register_forward_pre_hook(lambda *call: batches.append(call[2]["input_ids"]), with_kwargs=True)
+    source = view_source(run.model)
     run.train()
     model = tiny()
     weights, frequencies = oracle.weights_of(model), oracle.default_frequencies(model.config)
@@ -158,7 +159,7 @@ def test_the_kl_by_skip_is_that_of_moved_rows_alone(teacher, passes, tmp_path):
         return found[0, :-1].log_softmax(-1).detach()
 
     rows = {}
-    drawn = view_source(run.model).last.parameters
+    drawn = source.last.parameters
     splits, skips = drawn["split"].flatten().tolist(), drawn["skip"].flatten().tolist()
     for row, split, skip in zip(batches[0], splits, skips, strict=True):
         ids = row[row > 0]  # without padding
