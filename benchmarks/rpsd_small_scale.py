@@ -131,7 +131,8 @@ def texts(paths: list[str] | None, held_out: bool) -> Iterator[str]:
 
 def lessons(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> Dataset:
     """Rows of the short window, a step of text and a step of exams in turn; of exams the answers have labels."""
-    text = cut_into_rows(Dataset.from_list([{"text": d} for d in documents]), tokenizer, args.short)["input_ids"]
+    rows, _ = cut_into_rows(Dataset.from_list([{"text": d} for d in documents]), tokenizer, args.short)
+    text = rows["input_ids"]
     fields = {**TEACH, **args.teach}
     n_rows = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
 
