@@ -1,5 +1,7 @@
 """Long-context adaptation for any Hugging Face RoPE model: perturb its RoPE indices or rescale its frequencies."""
 
+from typing import TYPE_CHECKING, Any
+
 from .adapters import load_adapter
 from .describe import describe
 from .methods import list_methods
@@ -7,8 +9,10 @@ from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
 from .string_rope import string_positions
 from .version import __version__
-from .view_callback import RopeViewCallback
 from .views import VIEWS
+
+if TYPE_CHECKING:
+    from .view_callback import RopeViewCallback
 
 __all__ = [
     "RESCALINGS",
@@ -24,3 +28,12 @@ __all__ = [
     "string_positions",
     "unpatch_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import Transformers' callbacks, and with them its integrations, only when the callback is asked for."""
+    if name != "RopeViewCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .view_callback import RopeViewCallback
+
+    return RopeViewCallback

@@ -30,8 +30,8 @@ def test_the_trainer_takes_them_from_its_tokenizer(batch, tmp_path):
         tmp_path, model=model, train_dataset=data, processing_class=made, view="longrecipe",
         view_args={"target": 900}, **options,
     )  # fmt: skip
-    run.train()
     view = view_source(run.model).view
+    run.train()
     assert set(view.sentence_ends) == set(sentence_ends(made)) == set(run.args.view_args["sentence_ends"])
     assert [entry["view/offset"] > 30 for entry in logged(run, "view")] == [True, True]
 
