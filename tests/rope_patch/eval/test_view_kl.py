@@ -17,7 +17,7 @@ def test_it_is_the_kl_of_the_logits(family, direction):
     with torch.no_grad():
         standard = model(rows).logits.log_softmax(-1)[:, split:]
         for skip, value in zip([0, 5, 40], found.kl, strict=True):
-            with rope_view(model, Skip(split=split, skip=skip)):
+            with rope_view(model, Skip(split=split, skip=skip) if skip else "standard"):
                 moved = model(rows).logits.log_softmax(-1)[:, split:]
             p, q = (moved, standard) if direction == "reverse" else (standard, moved)
             assert value == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4, abs=1e-7)
