@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from peft import LoraConfig, get_peft_model
 from support.tiny import tiny
 from rope_patch import patch_model
+from rope_patch.patch import view_source
 from rope_patch.distillation import (
     TAPE, CopiedTeacher, HiddenDistiller, HiddenTargets, LogitKL, RelationDistiller, RelationTargets, SharedTeacher,
     ViewConsistency, ViewDistiller,
@@ -32,6 +33,8 @@ def prepared(patches, checkpointing, adapters):
     model = tiny("qwen3").train()
     for method, options in patches:
         patch_model(model, method, **options)
+    if view_source(model) is not None:
+        view_source(model).clock.set(3, 0)  # without it ranks that draw alike are refused
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if adapters:
@@ -66,7 +69,6 @@ def views(one_pass, native=False, **rows):
             teacher = SharedTeacher(model) if hasattr(model, "peft_config") else CopiedTeacher(model)
         consistency = ViewConsistency(view_clm=0.5, **rows)
         distiller = ViewDistiller(model, consistency, teacher=teacher, one_pass=one_pass)
-        distiller.source.clock.set(3, 0)
         labelled = Labelled.of({"input_ids": ids})
         return distiller, lambda: ViewTape(labelled, labelled.n_labels, 2, ids), lambda tape: tape.loss
     return make
