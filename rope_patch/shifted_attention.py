@@ -80,11 +80,17 @@ class ShiftedAttention:
             raise ValueError(
                 "shifted attention trains on whole rows: call the model with keyword arguments and no cache."
             )
+        positions: Any = kwargs.get("position_ids")
+        if positions is not None and positions.ndim != 2:
+            raise ValueError(
+                "shifted attention needs position_ids of shape [batch, seq_len] or None, got "
+                f"{tuple(positions.shape)}: with several axes (mRoPE) they do not say where documents begin."
+            )
         ids: Any = kwargs.get("input_ids")
         if ids is None:
             embeds: Any = kwargs["inputs_embeds"]
             ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
-        batch = {"input_ids": ids, "position_ids": kwargs.get("position_ids")}
+        batch = {"input_ids": ids, "position_ids": positions}
         labelled = Labelled.of({**batch, "attention_mask": kwargs.get("attention_mask")})
         groups = _Groups(labelled, self.group, eager=attention_kernel(self.core) == "eager")
         # a mask of four dimensions keeps Transformers from making one

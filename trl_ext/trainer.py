@@ -349,6 +349,11 @@ class RopeSFTTrainer(SFTTrainer):
                 "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, "
                 "and sharded weights are gathered by all ranks together: use DDP or ZeRO-2, or leave them out."
             )
+        if reads_short and self._is_vision_dataset:
+            raise ValueError(
+                "token_weighting='longce' and kl_longce read short windows of a row's tokens without its images: leave "
+                "them out for a dataset with images."
+            )
         if args.restore_every is not None:
             return AlternatingObjective(self.model, args, self.accelerator)
         kind = NextTokenObjective if args.objective == "clm" else OBJECTIVES[args.objective]

@@ -214,7 +214,11 @@ class ViewDistiller(ConsistencyDistiller):
                 self.state.overrides.pop()
 
     def _first(self, labelled: Labelled) -> torch.Tensor:
-        assert self.source.last is not None
+        if self.source.last is None:  # a standard view passes them through
+            raise ValueError(
+                "objective 'self-distill' looks for the first token that the view moves, and positions with several "
+                "axes (mRoPE, with images) have no view: use 'hidden-distill' or 'relation-distill' without a view."
+            )
         return self.source.last.affected_from(labelled.drawn_at, self.decoder.config.num_hidden_layers)
 
     def _share(self, labelled: Labelled) -> torch.Tensor:

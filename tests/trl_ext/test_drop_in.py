@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 from support import images
 from support.tiny import VOCAB, tiny
 from support.training import documents, logged, tokenizer
@@ -92,6 +94,48 @@ def test_a_view_that_moves_positions_is_refused_on_several_axes(tmp_path):
     )
     with pytest.raises(ValueError, match=r"of positions with several axes \(mRoPE\) no view says what they become"):
         run.train()
+
+
+YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({**YARN, "objective": "self-distill", "self_distill_args": {"teacher": "native"}}, "have no view"),
+        ({"shifted_attention": 0.5, "max_length": 64}, "they do not say where documents begin"),
+        ({"token_weighting": "longce", "longce_args": {"short_context": 8, "stride": 4}}, "without its images"),
+    ],
+    ids=["native", "shifted", "longce"],
+)
+def test_what_reads_no_several_axes_or_images_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        RopeSFTTrainer(
+            images.model("Qwen2VL"),
+            RopeSFTConfig(**settings(tmp_path, **options)),
+            train_dataset=images.conversations(),
+            processing_class=images.processor("Qwen2VL"),
+        ).train()
+
+
+@pytest.mark.parametrize("objective", ["hidden-distill", "relation-distill"])
+def test_distillation_at_true_positions_takes_images(objective, tmp_path):
+    """Teacher and student read the same pictures at the same positions: by the same frequencies they are the same."""
+    losses = []
+    for factor in (1.0, 4.0):
+        run = RopeSFTTrainer(
+            images.model("Qwen3VL"),
+            RopeSFTConfig(
+                **settings(
+                    tmp_path, objective=objective, rescale="pi", rescale_args={"factor": factor}, max_steps=1,
+                )
+            ),
+            train_dataset=images.conversations(),
+            processing_class=images.processor("Qwen3VL"),
+        )  # fmt: skip
+        run.train()
+        losses.append(logged(run, "loss")[0]["loss"])
+    assert losses[0] == pytest.approx(0.0, abs=1e-6) and losses[1] > 1e-3
 
 
 @pytest.mark.parametrize("kind", images.MODELS)
@@ -367,3 +411,100 @@ def test_fp16_that_overflows_goes_on_as_with_trl(tmp_path):
         runs.append(after(run))
     assert [entry["loss"] for entry in runs[0][0]] == [entry["loss"] for entry in runs[1][0]]
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+
+
+def words(n=24):
+    return Dataset.from_dict({"text": [f"w{i} w{i + 3} w{i + 5} w{i + 7}" for i in range(5, 5 + n)]})
+
+
+def total_logits(prediction):
+    return {"total": float(prediction.predictions.sum())}
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+    )
+
+
+def sgd(run_options):
+    optimizer = torch.optim.SGD(run_options["model"].parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+OPTIONS = {
+    "compute_loss_func": lambda _: {"compute_loss_func": own_loss},
+    "metrics": lambda _: {
+        "compute_metrics": total_logits,
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    },
+    "formatting": lambda _: {"train_dataset": words(), "formatting_func": lambda row: row["text"] + " w9"},
+    "optimizers": lambda options: {"optimizers": sgd(options)},
+    "optimizer-class": lambda _: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+    "adapters": lambda _: {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")},
+    "stream": lambda _: {"train_dataset": words().to_iterable_dataset()},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_trls_trainer_takes_besides_does_the_same(name, tmp_path):
+    runs = []
+    for trainer_class, config_class in BOTH:
+        torch.manual_seed(0)
+        options = {
+            "model": tiny(),
+            "args": config_class(**settings(tmp_path)),
+            "train_dataset": documents(),
+            "eval_dataset": {"one": documents(3, seed=1), "two": documents(2, seed=2)},
+            "processing_class": tokenizer(),
+        }
+        run = trainer_class(**{**options, **OPTIONS[name](options)})
+        result = after(run)
+        timed = ("runtime", "per_second")
+        evaluated = {k: v for k, v in run.evaluate().items() if not k.endswith(timed)}
+        runs.append((*result, evaluated, run._signature_columns, type(run.optimizer), run.model_wrapped is run.model))
+    same(*runs)
+    assert runs[0][2:] == runs[1][2:]
+
+
+def test_a_model_by_name_is_loaded_as_trl_loads_it(tmp_path):
+    tiny().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    how = {"dtype": "float32", "attn_implementation": "eager"}
+    runs = [
+        trainer_class(
+            str(tmp_path / "model"),
+            config_class(**settings(tmp_path, model_init_kwargs=dict(how))),
+            train_dataset=documents(),
+        )
+        for trainer_class, config_class in BOTH
+    ]
+    assert runs[0].model.config._attn_implementation == runs[1].model.config._attn_implementation == "eager"
+    same(*map(after, runs))
+
+
+@pytest.mark.parametrize("view", [{}, {"view": "skip", "view_args": {"max_skip": 40}}], ids=["standard", "skip"])
+def test_a_compute_loss_of_ones_own_runs_under_the_view(view, tmp_path):
+    """It gets what TRL's collator makes and nothing else, and forwards draw by step and document all the same."""
+
+    class Own(RopeSFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            assert set(inputs) == {"input_ids", "labels", "attention_mask"}
+            labels = inputs.pop("labels")
+            loss = own_loss(model(**inputs), labels)
+            return (loss, None) if return_outputs else loss
+
+    losses, drawn = [], []
+    for trainer_class in (Own, RopeSFTTrainer):
+        run = trainer_class(
+            tiny(),
+            RopeSFTConfig(**settings(tmp_path, **view)),
+            train_dataset=documents(),
+            eval_dataset=documents(3, seed=1),
+            processing_class=tokenizer(),
+        )
+        run.train()
+        losses.append([*(entry["loss"] for entry in logged(run, "loss")), run.evaluate()["eval_loss"]])
+        drawn.append(logged(run, "view/"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert drawn[0] == drawn[1] and bool(drawn[0][0]) is bool(view)
