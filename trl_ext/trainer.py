@@ -174,6 +174,7 @@ class RopeSFTTrainer(SFTTrainer):
         self._step_counts: dict[str, int] = {}
         self._means = {mode: self._new_means() for mode in ("train", "eval")}
         self._batches_left = 0  # of the optimizer step
+        self._overflowed: int | None = None  # the last optimizer step of which that was told
         self._evaluated = 0  # documents of the evaluation in progress
         try:
             self._check_lengths()
@@ -498,8 +499,12 @@ class RopeSFTTrainer(SFTTrainer):
     ) -> Any:
         """SFTTrainer's loss of a forward whose view is keyed by optimizer step and document."""
         if self._objective is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return self._distil(model, inputs)
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        else:
+            result = self._distil(model, inputs)
+        if self.model.training:  # before backward, in which DeepSpeed takes its step
+            self._require_finite(result[0] if isinstance(result, tuple) else result)
+        return result
 
     def _require_finite(self, loss: torch.Tensor) -> None:
         """Stop at a training loss that is not finite, unless the step is one that loss scaling leaves out."""
@@ -507,6 +512,9 @@ class RopeSFTTrainer(SFTTrainer):
             return
         what = f"the loss became {loss.item()} at optimizer step {self.state.global_step}"
         if skips_overflows(self.accelerator):
+            if self._overflowed == self.state.global_step:
+                return
+            self._overflowed = self.state.global_step
             logger.warning(
                 f"{what}: fp16 has overflowed, and the step is left out as loss scaling does. If this goes on, nothing "
                 "is trained any more: use bf16 or float32."
@@ -544,7 +552,7 @@ class RopeSFTTrainer(SFTTrainer):
                 if part is not None:
                     stack.enter_context(part.active())
             loss = super().training_step(model, inputs, *args, **kwargs)
-        self._require_finite(loss)
+        self._require_finite(loss)  # also of a `compute_loss` of one's own
         if self._perturbs and (self._objective is None or self._objective.draws):
             self._means["train"].add(self._draws())
         self._batches_left -= 1

@@ -373,9 +373,16 @@ def test_a_step_that_loss_scaling_leaves_out_goes_on_as_with_trl(tmp_path, caplo
     assert [f"at optimizer step {step}:" in message for step, message in zip((1, 3), told, strict=True)] == [True, True]
 
 
-def test_a_loss_that_is_not_finite_stops_a_run_without_loss_scaling(tmp_path):
+class OwnLoss(RopeSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        return own_loss(model(**inputs), labels)
+
+
+@pytest.mark.parametrize("trainer_class", [RopeSFTTrainer, OwnLoss])
+def test_a_loss_that_is_not_finite_stops_a_run_without_loss_scaling(trainer_class, tmp_path):
     model = tiny()
-    run = RopeSFTTrainer(
+    run = trainer_class(
         model,
         RopeSFTConfig(**settings(tmp_path)),
         train_dataset=documents(),
