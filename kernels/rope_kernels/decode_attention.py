@@ -16,8 +16,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """out[b, h] = sum_j softmax_j(sm_scale q[b, h] . k[b, g, j]) v[b, g, j] over begin[b] <= j < end[b].
 
-    g is the key head of query head h. On a GPU a kernel reads each visible key and value once, in parts that run side by
-    side, and nothing that it launches depends on the values of `begin` and `end`: a CUDA graph may hold it.
+    g is the key head of query head h. On a GPU a kernel reads each visible key and value once, in parts that run at the
+    same time. What it launches does not depend on the values of `begin` and `end`, so a CUDA graph may hold it.
 
     Args:
         q: [batch, n_heads, head_dim].
