@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,6 +57,43 @@ def greedy_answers(
     Raises:
         ValueError: an empty prompt, or a number below 1.
     """
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    replies = greedy_tokens(
+        model,
+        prompts,
+        pad_token=pad,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        prefill_chunk=prefill_chunk,
+        done=done,
+    )
+    return tokenizer.batch_decode(replies, skip_special_tokens=True)
+
+
+def greedy_tokens(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    pad_token: int | None,
+    max_new_tokens: int,
+    batch_size: int | None = None,
+    prefill_chunk: int | None = None,
+    done: Done = lambda _: None,
+) -> list[list[int]]:
+    """What `greedy_answers` decodes: the new tokens of each prompt, the one that ends it included.
+
+    Args:
+        model: a causal LM.
+        prompts: token ids, of one length or of several.
+        pad_token: may stand behind the end of an answer that a model's own `generate` made in a batch.
+        max_new_tokens: tokens to generate at most.
+        batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
+        prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
+        done: called with the number of prompts that have been read, as they are.
+
+    Raises:
+        ValueError: an empty prompt, or a number below 1.
+    """
     numbers = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "prefill_chunk": prefill_chunk}
     for name, value in numbers.items():
         if value is not None and value < 1:
@@ -68,11 +104,9 @@ def greedy_answers(
     with subject.evaluating():
         kv_bytes = _bytes_per_token(subject.core)
         if kv_bytes is None:
-            replies = _generated(subject, tokenizer, prompts, max_new_tokens, batch_size, prefill_chunk, done)
-        else:
-            reader = Reader(subject.core, kv_bytes, max_new_tokens, batch_size, prefill_chunk)
-            replies = reader.replies(prompts, done)
-    return tokenizer.batch_decode(replies, skip_special_tokens=True)
+            return _generated(subject, pad_token, prompts, max_new_tokens, batch_size, prefill_chunk, done)
+        reader = Reader(subject.core, kv_bytes, max_new_tokens, batch_size, prefill_chunk)
+        return reader.replies(prompts, done)
 
 
 # a model's structure decides, which is checked once: -1 for one that has to be asked by its own `generate`
@@ -137,7 +171,7 @@ def _bytes_if_alike(core: Any) -> int:
 
 def _generated(
     subject: Subject,
-    tokenizer: PreTrainedTokenizerBase,
+    pad_token: int | None,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int | None,
@@ -147,7 +181,6 @@ def _generated(
     """The new tokens of each prompt by the model's own `generate`, in batches of one length."""
     core: Any = subject.core
     eos = core.generation_config.eos_token_id
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     state = state_of(find_decoder(core))
     # a view draws for a whole prompt and refuses parts of it
     in_parts = (state is None or state.active(False) is None) and not _reads_whole_prompts(core)
@@ -155,16 +188,15 @@ def _generated(
     rows = batch_size or _ROWS
     while len(replies) < len(prompts):
         next_ones = prompts[len(replies) : len(replies) + rows]
-        n_tokens = len(next_ones[0])
-        alike = [list(p) for p in takewhile(lambda p, n=n_tokens: len(p) == n, next_ones)]
-        ids = torch.tensor(alike, device=subject.device)
+        differs = (k for k, p in enumerate(next_ones) if len(p) != len(next_ones[0]))
+        ids = torch.tensor([list(p) for p in next_ones[: next(differs, rows)]], device=subject.device)
         chunk = prefill_chunk or max(PREFILL_CHUNK // len(ids), 1)
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             prefill_chunk_size=chunk if in_parts and ids.shape[1] > chunk else None,
             eos_token_id=eos,
-            pad_token_id=pad,
+            pad_token_id=pad_token,
         )
         try:
             with _bare_generation_config(core):

@@ -5,6 +5,7 @@ attention take a mask, which keeps it from its fast kernels and repeats keys for
 """
 
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,8 @@ class KVRows:
         self.first, self.last, self.begin = 0, n_rows, 0
         self.slots: torch.Tensor | None = None  # of the tokens to be decoded, one a row; None while prompts are read
         self.index = torch.arange(n_rows, device=core.get_input_embeddings().weight.device)
-        self.cache = Cache(layers=[_Layer(self) for _ in range(self.config.num_hidden_layers)])
+        self.layers = [_Layer(self) for _ in range(self.config.num_hidden_layers)]
+        self.cache = Cache(layers=list(self.layers))
         self.calls = 0
         self._modules = {id(module) for module in core.modules()}
         self._visible: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -48,7 +50,7 @@ class KVRows:
     @property
     def bytes_per_token(self) -> int:
         """Of keys and values of one token in all layers, once a forward has filled any."""
-        held = sum(x.nbytes for layer in self.cache.layers for x in (layer.keys, layer.values) if x is not None)
+        held = sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
         return math.ceil(held / (self.n_rows * self.capacity))
 
     def read(self, ids: torch.Tensor, first: int, begin: int, chunk: int) -> torch.Tensor:
@@ -83,7 +85,7 @@ class KVRows:
 
     def copy_prefix(self, source: int, first: int, last: int, n_tokens: int) -> None:
         """Give rows first, ..., last - 1 the first tokens of row `source`."""
-        for layer in self.cache.layers:
+        for layer in self.layers:
             for held in (layer.keys, layer.values):
                 if held is not None:
                     for row in range(first, last):
@@ -153,7 +155,7 @@ class _Layer(DynamicLayer):
 
     def __init__(self, rows: KVRows) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows: KVRows = weakref.proxy(rows)  # a cycle would hold gigabytes until the garbage collector comes by
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any

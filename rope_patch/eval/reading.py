@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Reader:
                         first = len(found)
                         held = ids[first - n_rows : first] if rows.calls else []
                         batch = ids[first : first + n_rows]
-                        logits = self._read(rows, batch, held, chunk, lambda n, k=first: done(k + n))
+                        logits = self._read(rows, batch, held, chunk, partial(_add_to, done, first))
                         found += self._decode(rows, logits, [len(p) for p in batch])
             except torch.OutOfMemoryError:
                 if n_rows == 1 and chunk <= _LEAST_CHUNK:
@@ -170,12 +171,10 @@ class _Step:
             self._run()
             return
         with torch.cuda.device(self.token.device):
-            if self.graph is None and self.taken and left > 2:
+            if self.taken == 1 and left > 2:
                 self.graph = self._captured(self.stream)
             if self.graph is not None:
                 self.graph.replay()
-            elif self.stream is None:
-                self._run()
             else:  # beside the default stream, as what a first run sets up there would be set up in the graph again
                 self.stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self.stream):
@@ -194,9 +193,12 @@ class _Step:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._run()
         except RuntimeError:  # a family whose forward looks at values, as of some mixtures of experts
-            self.stream = None
             return None
         return graph
+
+
+def _add_to(done: Callable[[int], None], before: int, n: int) -> None:
+    done(before + n)
 
 
 def _common(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -1,6 +1,8 @@
 """Answers to many prompts at once: those of the model's own greedy `generate` to each prompt alone."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -194,6 +196,19 @@ def test_a_forward_that_rows_do_not_match_is_left_to_generate():
     assert answers(model, prompts, 4) == alone(model, prompts, 4)
 
 
+def test_buffers_are_let_go_of_at_once():
+    rows = KVRows(tiny(), 1, 8)
+    gone = weakref.ref(rows)
+    with torch.no_grad(), rows.attention():
+        rows.read(torch.tensor([[3, 4, 5]]), 0, 0, chunk=2)
+    gc.disable()  # not when the garbage collector comes by
+    try:
+        del rows
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_the_bar_is_told_of_every_prompt():
     told = []
     prompts = family(7)
@@ -207,3 +222,35 @@ def test_arguments_without_sense_are_refused():
             greedy_answers(tiny(), Ids(), [[3]], **{"max_new_tokens": 1, name: 0})
     with pytest.raises(ValueError, match="at least one token each"):
         greedy_answers(tiny(), Ids(), [[3], []], max_new_tokens=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in BY_ITS_OWN])
+@pytest.mark.parametrize("captured", [True, False], ids=["graph", "no graph"])
+def test_a_gpu_in_float32_says_what_the_cpu_says(name, captured, monkeypatch):
+    monkeypatch.setattr("rope_patch.eval.kv_rows._WINDOW_BLOCK", 5)
+    steps, capture = [], reading._Step._captured
+    if captured:
+        monkeypatch.setattr(reading._Step, "_captured", lambda s, x: steps.append(capture(s, x)) or steps[-1])
+    else:
+        monkeypatch.setattr(reading._Step, "_captured", lambda *_: None)
+    model, prompts = MODELS[name](), family(1)
+    wanted = alone(model, prompts, 12)
+    model.to("cuda")
+    assert is_read_in_rows(model)
+    assert answers(model, prompts, 12) == wanted == answers(model, prompts, 12, batch_size=2, prefill_chunk=11)
+    assert all(step is not None for step in steps) and bool(steps) == captured
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_prompts_by_flash_attention():
+    """The parts behind a shared beginning too, whose queries are fewer than their keys."""
+    model = tiny(hidden_size=64, head_dim=16).to("cuda", torch.bfloat16)
+    stem = torch.randint(3, VOCAB, (9000,)).tolist()
+    prompts = [[*stem[:k], 7, *stem[k:], 9] for k in (8000, 100)]
+    assert is_read_in_rows(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        greedy_answers(model, Ids(), prompts, max_new_tokens=2, prefill_chunk=4000)
+    called = {event.key for event in seen.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention" in called
+    assert not {name for name in called if "efficient" in name or "attention_math" in name}
