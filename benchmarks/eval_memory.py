@@ -27,8 +27,8 @@ class Digits:
     pad_token_id = 0
     eos_token_id = 0
 
-    def batch_decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> list[str]:
-        return [str(row.tolist()) for row in ids]
+    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [str(row) for row in ids]
 
 
 def main() -> None:

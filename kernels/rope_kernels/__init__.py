@@ -4,6 +4,7 @@ Importing this package imports torch only; Triton is imported where an op needs 
 """
 
 from .attention_map_kl import attention_map_kl, attention_map_kl_ref
+from .decode_attention import decode_attention, decode_attention_ref
 from .linear_ce import linear_ce_rows, linear_ce_rows_ref
 from .linear_ce_kl import linear_ce_kl, linear_ce_kl_ref
 from .linear_kl import linear_kl_rows
@@ -17,6 +18,8 @@ __all__ = [
     "Visibility",
     "attention_map_kl",
     "attention_map_kl_ref",
+    "decode_attention",
+    "decode_attention_ref",
     "linear_ce_kl",
     "linear_ce_kl_ref",
     "linear_ce_rows",

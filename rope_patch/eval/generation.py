@@ -1,16 +1,27 @@
-"""Greedy answers to long prompts."""
+"""Greedy answers to long prompts: read once where prompts begin alike, and decoded together."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
+from ..attention_calls import attention_kernel, attention_name
+from ..rotary import find_decoder, named_rotary_modules, rope_types
+from ..state import state_of
+from .kv_rows import KVRows
+from .reading import Reader
 from .subject import Subject
 
-# queries read at once: attention scores and MLP activations of a longer chunk gain no speed
+# queries read at once on a CPU, or by a model's own `generate`: a longer chunk gains no speed
 PREFILL_CHUNK = 8192
+_ROWS = 4  # prompts in a batch of a model's own `generate`
+
+Done = Callable[[int], None]
 
 
 def greedy_answers(
@@ -19,31 +30,193 @@ def greedy_answers(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    prefill_chunk: int = PREFILL_CHUNK,
+    batch_size: int | None = None,
+    prefill_chunk: int | None = None,
+    done: Done = lambda _: None,
 ) -> list[str]:
-    """Greedy continuations of `prompts`, which must be of one length, without special tokens.
+    """The most likely continuation of each of `prompts`, token by token, without special tokens.
 
-    The prompt is read in chunks, so memory grows with its KV cache alone. The generation config that comes with a model
-    is not used: sampling and repetition penalties would be measured along with the model.
+    Each answer is that of `model.generate(do_sample=False)` to its prompt alone. Prompts that begin alike are read once
+    up to where they part: give all that are asked about one text in one call. Memory grows with keys and values of the
+    prompts that are held at once. A model whose forward needs more than plain tokens, positions and causal or sliding
+    attention, and one that is called under a RoPE view, is asked by its own `generate` instead; under a view, and where
+    RoPE frequencies go by the length of the prompt, it reads every prompt in one piece.
+
+    The generation config that comes with a model is not used, except for the tokens that end an answer: sampling and
+    repetition penalties would be measured along with the model.
 
     Args:
         model: a causal LM.
         tokenizer: of the model.
-        prompts: token ids, all of one length.
+        prompts: token ids, of one length or of several.
         max_new_tokens: tokens to generate at most.
-        prefill_chunk: tokens of a prompt read at once.
+        batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
+        prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
+        done: called with the number of prompts that have been read, as they are.
+
+    Raises:
+        ValueError: an empty prompt, or a number below 1.
     """
-    subject = Subject(model)
-    ids = torch.tensor([list(p) for p in prompts], device=subject.device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    config = GenerationConfig(
+    replies = greedy_tokens(
+        model,
+        prompts,
+        pad_token=pad,
         max_new_tokens=max_new_tokens,
-        do_sample=False,
-        prefill_chunk_size=prefill_chunk if ids.shape[1] > prefill_chunk else None,
-        eos_token_id=subject.core.generation_config.eos_token_id,
-        pad_token_id=pad,
+        batch_size=batch_size,
+        prefill_chunk=prefill_chunk,
+        done=done,
     )
-    core: Any = subject.core
+    return tokenizer.batch_decode(replies, skip_special_tokens=True)
+
+
+def greedy_tokens(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    pad_token: int | None,
+    max_new_tokens: int,
+    batch_size: int | None = None,
+    prefill_chunk: int | None = None,
+    done: Done = lambda _: None,
+) -> list[list[int]]:
+    """What `greedy_answers` decodes: the new tokens of each prompt, the one that ends it included.
+
+    Args:
+        model: a causal LM.
+        prompts: token ids, of one length or of several.
+        pad_token: may stand behind the end of an answer that a model's own `generate` made in a batch.
+        max_new_tokens: tokens to generate at most.
+        batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
+        prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
+        done: called with the number of prompts that have been read, as they are.
+
+    Raises:
+        ValueError: an empty prompt, or a number below 1.
+    """
+    numbers = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "prefill_chunk": prefill_chunk}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    if not all(len(p) for p in prompts):
+        raise ValueError("prompts must have at least one token each, and one has none.")
+    subject = Subject(model)
     with subject.evaluating():
-        out = core.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        kv_bytes = _bytes_per_token(subject.core)
+        if kv_bytes is None:
+            return _generated(subject, pad_token, prompts, max_new_tokens, batch_size, prefill_chunk, done)
+        reader = Reader(subject.core, kv_bytes, max_new_tokens, batch_size, prefill_chunk)
+        return reader.replies(prompts, done)
+
+
+# a model's structure decides, which is checked once: -1 for one that has to be asked by its own `generate`
+_checked: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
+
+
+def _bytes_per_token(core: Any) -> int | None:
+    """Bytes of keys and values of a token, None for a model that `KVRows` cannot read as it is now."""
+    decoder = find_decoder(core)
+    state = state_of(decoder)
+    if state is not None and state.active(state.in_training(decoder)) is not None:
+        return None
+    if attention_kernel(core) != "sdpa" or "generate" in vars(core):
+        return None
+    if type(core).generate is not GenerationMixin.generate or core.config.is_encoder_decoder:
+        return None
+    if _reads_whole_prompts(core):
+        return None
+    layer_types = getattr(core.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        return None
+    if "logits_to_keep" not in inspect.signature(core.forward).parameters:
+        return None
+    known = _checked.setdefault(core, {})
+    name = attention_name(core)
+    if name not in known:
+        known[name] = _bytes_if_alike(core)
+    return known[name] if known[name] > 0 else None
+
+
+def _reads_whole_prompts(core: Any) -> bool:
+    """Whether RoPE frequencies go by the longest position of a forward: parts of a prompt would get other ones."""
+    types = {t for _, rotary in named_rotary_modules(core) for t in rope_types(rotary)}
+    return any("dynamic" in t or t == "longrope" for t in types)
+
+
+def _bytes_if_alike(core: Any) -> int:
+    """Bytes of keys and values of a token if rows give the logits of a plain forward, else -1."""
+    n, vocab_size = 24, core.get_output_embeddings().weight.shape[0]
+    device = core.get_input_embeddings().weight.device
+    ids = (7919 * torch.arange(1, n + 1, device=device) % vocab_size)[None]
+    plain = core(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    try:
+        rows = KVRows(core, 2, n)
+        with rows.attention():
+            rows.read(ids[:, :20], 0, 0, chunk=12)
+            rows.copy_prefix(0, 1, 2, 20)
+            rows.read(ids[:, 20:22].repeat(2, 1), 0, 20, chunk=8)
+            for k in (22, 23):
+                slots = torch.full((2,), k, device=device)
+                found = rows.decode(ids[0, k].repeat(2), slots)[1].float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever a family does not take: its own `generate` knows how to call it
+        return -1
+    if found.shape != plain.shape or not rows.calls:
+        return -1
+    # what attention does wrongly moves logits as far as they are apart; rounding in half precision, by a few percent
+    off = (found - plain).norm() / (plain - plain.mean()).norm().clamp(min=1e-6)
+    return rows.bytes_per_token if off < 0.1 else -1
+
+
+def _generated(
+    subject: Subject,
+    pad_token: int | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int | None,
+    prefill_chunk: int | None,
+    done: Done,
+) -> list[list[int]]:
+    """The new tokens of each prompt by the model's own `generate`, in batches of one length."""
+    core: Any = subject.core
+    eos = core.generation_config.eos_token_id
+    state = state_of(find_decoder(core))
+    # a view draws for a whole prompt and refuses parts of it
+    in_parts = (state is None or state.active(False) is None) and not _reads_whole_prompts(core)
+    replies: list[list[int]] = []
+    rows = batch_size or _ROWS
+    while len(replies) < len(prompts):
+        next_ones = prompts[len(replies) : len(replies) + rows]
+        differs = (k for k, p in enumerate(next_ones) if len(p) != len(next_ones[0]))
+        ids = torch.tensor([list(p) for p in next_ones[: next(differs, rows)]], device=subject.device)
+        chunk = prefill_chunk or max(PREFILL_CHUNK // len(ids), 1)
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            prefill_chunk_size=chunk if in_parts and ids.shape[1] > chunk else None,
+            eos_token_id=eos,
+            pad_token_id=pad_token,
+        )
+        try:
+            with _bare_generation_config(core):
+                out = core.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise
+            rows = rows // 2
+            continue
+        replies += out[:, ids.shape[1] :].tolist()
+        done(len(replies))
+    return replies
+
+
+@contextmanager
+def _bare_generation_config(core: Any) -> Iterator[None]:
+    """No generation config of the model's own: `generate` takes from it all that its argument leaves open."""
+    before = core.generation_config
+    core.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        core.generation_config = before

@@ -6,13 +6,16 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .asking import TEMPLATE_OPTIONS
+from .generation import greedy_tokens
 from .subject import Subject
 
 Documents = Sequence[Mapping[str, Any]]
+_ALL = 1 << 20  # requests that lm-eval hands over at once: all of a task
 
 
 def local_task(name: str, documents: Documents | None, split: str, **overrides: Any) -> Any:
@@ -48,10 +51,11 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     task: Any,
     *,
-    batch_size: int,
+    batch_size: int | None,
     max_length: int,
     limit: int | None = None,
     chat: bool = False,
+    greedy: bool = False,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run one lm-eval task.
 
@@ -59,11 +63,14 @@ def evaluate(
         model: a causal LM in memory.
         tokenizer: of the model.
         task: from `local_task`.
-        batch_size: prompts in a forward.
+        batch_size: prompts in a forward; with `greedy`, prompts answered at once, at most, and None means as many as
+            memory holds.
         max_length: tokens that a prompt and its answer may have; lm-eval's own default is the window in the config, to
             which it cuts longer prompts without an error.
         limit: samples at most.
         chat: whether prompts are a user's message in the tokenizer's chat template.
+        greedy: whether the task's answers are greedy and end with the model's own end token alone: all of them are
+            then made by `greedy_tokens`.
 
     Returns:
         lm-eval's metrics of the task and its samples.
@@ -74,10 +81,10 @@ def evaluate(
         from lm_eval.models.huggingface import HFLM
 
         with subject.evaluating():
-            lm = HFLM(
+            lm = (_greedy_lm(batch_size) if greedy else HFLM)(
                 pretrained=subject.core,
                 tokenizer=tokenizer,
-                batch_size=batch_size,
+                batch_size=_ALL if greedy else batch_size,
                 max_length=max_length,
                 chat_template_args=TEMPLATE_OPTIONS if chat else None,
             )
@@ -89,6 +96,28 @@ def evaluate(
             )
     assert found is not None  # None is for ranks other than the first
     return found["results"][name], found["samples"][name]
+
+
+def _greedy_lm(at_once: int | None) -> Any:
+    """lm-eval's wrapper of a model, except that answers come from `greedy_tokens`, `at_once` at most at a time."""
+    from lm_eval.models.huggingface import HFLM
+
+    class GreedyLM(HFLM):
+        def _model_generate(self, context: torch.Tensor, max_length: int, stop: Any, **options: Any) -> torch.Tensor:
+            """Prompts with padding on their left, and behind them the answers, padded on their right."""
+            pad = self.tokenizer.pad_token_id
+            replies = greedy_tokens(
+                self.model,
+                [ids[real.bool()].tolist() for ids, real in zip(context, options["attention_mask"], strict=True)],
+                pad_token=pad,
+                max_new_tokens=max_length - context.shape[1],
+                batch_size=at_once,
+            )
+            width = max(map(len, replies))
+            rows = torch.tensor([[*reply, *[pad] * (width - len(reply))] for reply in replies])
+            return torch.cat([context, rows.to(context.device)], dim=1)
+
+    return GreedyLM
 
 
 @cache

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .asking import ChatTemplate, uses_chat_template
 from .cache import Remember, afresh
-from .generation import PREFILL_CHUNK, greedy_answers
+from .generation import greedy_answers
 from .needles import KINDS, PASSKEY_FILLER, Kind, RetrievalPrompt, make_prompt
 from .progress import token_bar
 from .result import Result
@@ -169,7 +169,7 @@ def passkey(
     *,
     depths: Sequence[float] = DEPTHS,
     trials: int = 2,
-    batch_size: int = 4,
+    batch_size: int | None = None,
     seed: int = 0,
     chat_template: ChatTemplate = "auto",
     progress: bool = True,
@@ -183,7 +183,7 @@ def passkey(
         lengths: tokens of prompt and reply together.
         depths: places of the key.
         trials: prompts a cell.
-        batch_size: prompts in a forward.
+        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
         seed: of the keys.
         chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
             there is one. Lengths include it.
@@ -206,7 +206,7 @@ def niah(
     depths: Sequence[float] = DEPTHS,
     trials: int = 2,
     n_needles: int = 4,
-    batch_size: int = 4,
+    batch_size: int | None = None,
     seed: int = 0,
     chat_template: ChatTemplate = "auto",
     progress: bool = True,
@@ -223,7 +223,7 @@ def niah(
         depths: places of the (first) needle asked for; others are drawn.
         trials: prompts a cell.
         n_needles: sentences hidden, for all kinds but "single".
-        batch_size: prompts in a forward.
+        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
         seed: of keys, values and places.
         chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
             there is one. Lengths include it.
@@ -354,7 +354,7 @@ class _Prompts:
 
 
 def _grid(
-    model: nn.Module, asked: _Prompts, haystack: list[int], batch_size: int, progress: bool, remember: Remember
+    model: nn.Module, asked: _Prompts, haystack: list[int], batch_size: int | None, progress: bool, remember: Remember
 ) -> RetrievalGrid:
     accuracy, places, scores = [], [], []
     through, total = 0, asked.cells * sum(asked.lengths)
@@ -363,18 +363,16 @@ def _grid(
 
             def measure(length: int = length, before: int = through) -> dict[str, Any]:
                 prompts = asked.of_length(length, haystack)
-                found: list[float] = []
-                for first in range(0, len(prompts), batch_size):
-                    batch = prompts[first : first + batch_size]
-                    replies = greedy_answers(
-                        model,
-                        asked.tokenizer,
-                        [p.ids for p in batch],
-                        max_new_tokens=asked.new_tokens,
-                        prefill_chunk=max(PREFILL_CHUNK // len(batch), 1),
-                    )
-                    found += [p.score(reply) for p, reply in zip(batch, replies, strict=True)]
-                    done(before + length * len(found))
+                # all in one call: what prompts share is read once
+                replies = greedy_answers(
+                    model,
+                    asked.tokenizer,
+                    [p.ids for p in prompts],
+                    max_new_tokens=asked.new_tokens,
+                    batch_size=batch_size,
+                    done=lambda n: done(before + length * n),
+                )
+                found = [p.score(reply) for p, reply in zip(prompts, replies, strict=True)]
                 return {"scores": found, "places": [p.position / len(p.ids) for p in prompts]}
 
             value = remember({"length": length}, measure)

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from .asking import ChatTemplate, Frame, uses_chat_template
 from .cache import Remember, afresh
-from .generation import PREFILL_CHUNK
 from .harness import evaluate, local_task, quiet, require_lm_eval
 from .result import Result
 from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position
@@ -140,7 +139,7 @@ def ruler(
     haystack: str | None = None,
     squad: str | Path | None = None,
     hotpotqa: str | Path | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     chat_template: ChatTemplate = "auto",
     progress: bool = True,
     remember: Remember = afresh,
@@ -160,7 +159,7 @@ def ruler(
         haystack: text in place of the essays; needed by the five tasks that hide needles in running text.
         squad: SQuAD's own JSON file, or .jsonl(.xz) with `context` and `qas` [question, answers].
         hotpotqa: HotpotQA's own JSON file, or .jsonl(.xz) with `question`, `answer` and `context` [title, sentences].
-        batch_size: prompts in a forward.
+        batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
         chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
             there is one. Lengths include it.
         progress: whether to show a bar over tasks and lengths.
@@ -262,7 +261,7 @@ def _score(
     task: str,
     documents: list[dict[str, Any]],
     length: int,
-    batch_size: int,
+    batch_size: int | None,
     chat: bool,
 ) -> tuple[float, list[dict[str, Any]]]:
     with quiet():
@@ -277,12 +276,12 @@ def _score(
         ours = [{"metric": "score", "aggregation": "mean", "higher_is_better": True}]
         new_tokens = {"ruler_vt": 30, "ruler_cwe": 120, "ruler_fwe": 50}.get(task, 32 if "qa" in task else 128)
         generation = {"do_sample": False, "temperature": 0.0, "max_gen_toks": new_tokens, "until": []}
-        if length > PREFILL_CHUNK:
-            generation["prefill_chunk_size"] = max(PREFILL_CHUNK // batch_size, 1)
         loaded = local_task(
             task, documents, "test", process_results=score, metric_list=ours, generation_kwargs=generation
         )
-    found, logged = evaluate(model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens, chat=chat)
+    found, logged = evaluate(
+        model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens, chat=chat, greedy=True
+    )
     return float(found["score,none"]), logged
 
 

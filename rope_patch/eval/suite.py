@@ -56,7 +56,8 @@ class EvalPlan:
         short_data: folder of short-text benchmarks; None means the hub's.
         benchmarks: short-text benchmarks; None means all that there are.
         limit: samples of each short-text benchmark.
-        batch_size: prompts or short requests in a forward.
+        batch_size: prompts answered at once, at most, and a quarter of the short requests in a forward; None means as
+            many prompts as memory holds, and 16 short requests.
         seed: of retrieval prompts.
         chat_template: whether retrieval, RULER and short text are asked through the tokenizer's chat template: "on",
             "off", or "auto", if there is one.
@@ -76,7 +77,7 @@ class EvalPlan:
     short_data: str | None = None
     benchmarks: tuple[str, ...] | None = None
     limit: int | None = None
-    batch_size: int = 4
+    batch_size: int | None = None
     seed: int = 0
     chat_template: ChatTemplate = "auto"
     window: int | None = None
@@ -209,7 +210,7 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
             data=j.data.plan.short_data,
             benchmarks=j.data.plan.benchmarks,
             limit=j.data.plan.limit,
-            batch_size=4 * j.data.plan.batch_size,
+            batch_size=4 * (j.data.plan.batch_size or 4),
             chat_template=j.data.plan.chat_template,
             remember=j.remember,
         ),

@@ -78,7 +78,9 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument("--short-data", help="folder of short-text benchmarks as .jsonl(.xz); default: from the hub")
     evaluate.add_argument("--benchmarks", nargs="+", help="short-text benchmarks; default: all that there are")
     evaluate.add_argument("--limit", type=int, help="samples of each short-text benchmark at most")
-    evaluate.add_argument("--batch-size", type=int, default=4, help="prompts in a forward; default: %(default)s")
+    evaluate.add_argument(
+        "--batch-size", type=int, help="prompts answered at once, at most; default: as many as memory holds"
+    )
     evaluate.add_argument(
         "--window",
         type=int,

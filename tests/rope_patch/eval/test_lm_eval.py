@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from types import MethodType
 
 import lm_eval
@@ -13,7 +14,7 @@ from support.tiny import tiny
 
 from rope_patch.eval import ruler, short_text
 from rope_patch.eval.cache import afresh
-from rope_patch.eval.harness import quiet
+from rope_patch.eval.harness import evaluate, quiet
 from rope_patch.eval.short_text import BENCHMARKS
 
 pytestmark = pytest.mark.slow
@@ -130,8 +131,8 @@ def test_benchmarks_that_are_not_there_are_refused(model, tmp_path):
 def lookup(core, seen, knows=lambda body, value: True):
     """Let `core` answer RULER's needle tasks with what the prompt says; `seen` collects the prompts."""
 
-    def generate(self, input_ids, max_length, **_):
-        rows = []
+    def generate(self, input_ids, max_length=None, generation_config=None, **_):
+        rows, max_length = [], max_length or input_ids.shape[1] + generation_config.max_new_tokens
         for row in input_ids:
             text = TOKENIZER.decode(row, skip_special_tokens=True)
             seen.append(text)
@@ -188,6 +189,25 @@ def test_ruler_makes_lm_evals_prompts_and_gives_its_score(tmp_path):
     assert 0 < ours.mean(2000) < 1
     by_place = ours.by_answer_position(2000)
     assert all(a == (k < 5) for k, (a, n) in enumerate(zip(by_place.accuracy, by_place.count, strict=True)) if n)
+
+
+@pytest.mark.parametrize("at_once", [None, 2])
+def test_greedy_answers_are_those_of_lm_evals_own_generation(at_once, monkeypatch):
+    """Prompts of several lengths, which lm-eval pads on the left."""
+    logged, own = {}, evaluate
+
+    def watched(model, tokenizer, task, *, greedy, **options):
+        assert greedy
+        for way in (True, False):
+            options["batch_size"] = at_once if way else 1
+            found, samples = own(model, tokenizer, task, greedy=way, **options)
+            logged[way] = [s["resps"] for s in sorted(samples, key=lambda s: s["doc_id"])]
+        return found, samples
+
+    monkeypatch.setattr(sys.modules["rope_patch.eval.ruler"], "evaluate", watched)
+    model = tiny(vocab_size=CHARACTERS, max_position_embeddings=4096)
+    ruler(model, TOKENIZER, [900], tasks=["niah_multikey_2"], samples=4, progress=False)
+    assert logged[True] == logged[False] and len({str(r) for r in logged[True]}) > 1
 
 
 def test_question_answering_reads_the_datasets_own_files(tmp_path):

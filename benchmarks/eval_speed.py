@@ -1,0 +1,284 @@
+"""Time of retrieval answers at length: the model's own `generate` in chunks beside `greedy_answers`, in one run.
+
+Run:   python benchmarks/eval_speed.py [--shapes smollm2-135m llama-3-8b] [--models 3] [--out FILE.jsonl]
+       python benchmarks/eval_speed.py --quick        two kinds at 8192 tokens, a minute on a GPU
+Shape: random weights in bf16, SDPA; every answer has all the tokens that it may have, as no token ends it.
+
+What is timed, each a JSON line as soon as it is there:
+  new     all prompts of one kind at one length (ten depths, --trials prompts each) by `greedy_answers`: seconds in all,
+          for reading prompts and for decoding, prompts' tokens a second, peak memory. The lines of all kinds and of
+          --models models add up to the line `total`.
+  old     --old-prompts of them in one batch by `generate` with prefill_chunk_size 8192 over the batch, as rope-patch
+          did before, and the same ones by `greedy_answers`: `ratio` is old over new seconds. `replies_that_differ`
+          counts replies that are not the same; in bf16 the order of sums decides near ties, so some may.
+  kernel  attention alone at the shape, in milliseconds a layer: all of a prompt by each SDPA kernel that takes it, the
+          last half of it behind the first, and one token of each of 20 rows.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from result_lines import add_line, versions
+from token_text import train_tokenizer
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from view_overhead import LLAMA3_8B, synchronize
+
+from rope_kernels import decode_attention, decode_attention_ref
+from rope_patch.eval import generation
+from rope_patch.eval.generation import greedy_answers
+from rope_patch.eval.needles import KINDS, PASSKEY_FILLER, make_prompt
+from rope_patch.eval.reading import Reader
+from rope_patch.eval.retrieval import DEPTHS
+
+GIB = 1 << 30
+NEW_TOKENS = {"passkey": 10, "single": 24, "multikey": 24, "ordinal": 24, "multivalue": 64, "multiquery": 64}
+SMOLLM2_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+TINY = {**SMOLLM2_135M, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
+SHAPES = {"smollm2-135m": SMOLLM2_135M, "llama-3-8b": LLAMA3_8B, "tiny": TINY}
+LENGTHS = {"smollm2-135m": 65536, "llama-3-8b": 131072, "tiny": 1024}
+# of the larger shape one prompt by the old way takes as long as all of the smaller one's
+OLD_PROMPTS = {"smollm2-135m": 4, "llama-3-8b": 1, "tiny": 4}
+PARTS = {"_read": "read_seconds", "_decode": "decode_seconds"}
+
+
+def build(shape: str, layers: int | None, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    fields = {**SHAPES[shape], **({} if layers is None else {"num_hidden_layers": layers})}
+    config = LlamaConfig(**{**fields, "max_position_embeddings": 131072, "eos_token_id": None, "bos_token_id": None})
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype).eval()
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def language() -> tuple[PreTrainedTokenizerFast, Callable[[int], list[int]]]:
+    """A tokenizer, and running text in its tokens: words that nobody knows, in sentences."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(3000)]
+
+    def sentences(n: int) -> str:
+        return " ".join(" ".join(draw.choices(words, k=draw.randint(5, 20))).capitalize() + "." for _ in range(n))
+
+    core = train_tokenizer([sentences(3000), PASSKEY_FILLER, "0123456789"], 8192)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|endoftext|>")
+
+    def haystack(n: int) -> list[int]:
+        ids: list[int] = []
+        while len(ids) < n:
+            ids += tokenizer(sentences(1000), add_special_tokens=False)["input_ids"]
+        return ids
+
+    return tokenizer, haystack
+
+
+def prompts_of(kind: str, tokenizer: Any, haystack: list[int], length: int, trials: int) -> list[list[int]]:
+    if kind == "passkey":
+        filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
+        haystack = filler * (length // len(filler) + 1)
+    one = kind in ("passkey", "single")
+    return [
+        make_prompt(
+            kind,  # type: ignore[arg-type]
+            tokenizer,
+            haystack,
+            n_tokens=length - NEW_TOKENS[kind],
+            depth=depth,
+            n_needles=1 if one else 4,
+            rng=random.Random(f"{kind} {depth} {trial}"),
+        ).ids
+        for depth in DEPTHS
+        for trial in range(trials)
+    ]
+
+
+@torch.no_grad()
+def old_answers(model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+    """One batch by `generate` with a dynamic cache, its prompts read in chunks."""
+    ids = torch.tensor(prompts, device=model.device)
+    chunk = max(generation.PREFILL_CHUNK // len(prompts), 1)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        prefill_chunk_size=chunk if ids.shape[1] > chunk else None,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+@contextmanager
+def timed_parts() -> Iterator[dict[str, float]]:
+    """Seconds that the parts of `Reader` take; waiting for the GPU between them costs nothing that counts."""
+    seconds = dict.fromkeys(PARTS.values(), 0.0)
+    before = {name: getattr(Reader, name) for name in PARTS}
+
+    def timed(name: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            synchronize()
+            begin = time.perf_counter()
+            out = before[name](*args)
+            synchronize()
+            seconds[PARTS[name]] += time.perf_counter() - begin
+            return out
+
+        return run
+
+    for name in PARTS:
+        setattr(Reader, name, timed(name))
+    try:
+        yield seconds
+    finally:
+        for name, method in before.items():
+            setattr(Reader, name, method)
+
+
+def measured(run: Callable[[], list[str]]) -> tuple[list[str], dict[str, float]]:
+    """What `run` returns, its seconds and its peak of memory."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    begin = time.perf_counter()
+    replies = run()
+    synchronize()
+    facts = {"seconds": time.perf_counter() - begin}
+    if torch.cuda.is_available():
+        facts["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return replies, facts
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
+    run()
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    synchronize()
+    return 1000 * (time.perf_counter() - begin) / repeats
+
+
+def kernels(model: Any, length: int) -> Iterator[dict[str, Any]]:
+    """Attention alone, at the shape of the model."""
+    c = model.config
+    dim = c.hidden_size // c.num_attention_heads
+    options = {"device": model.device, "dtype": model.dtype}
+    q = torch.randn(1, c.num_attention_heads, length, dim, **options)
+    k, v = (torch.randn(1, c.num_key_value_heads, length, dim, **options) for _ in range(2))
+    grouped = q.shape[1] != k.shape[1]
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, None):
+        name = "the default" if backend is None else backend.name
+        try:
+            with sdpa_kernel(backend) if backend is not None else contextmanager(lambda: iter([None]))():
+                ms = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped))
+        except RuntimeError as error:
+            yield {"attention": f"whole prompt, {name}", "error": str(error)[:200]}
+            continue
+        flops = 2 * length**2 * q.shape[1] * dim  # half of the square is seen
+        yield {"attention": f"whole prompt, {name}", "ms": ms, "tflops": flops / ms / 1e9}
+    half = length // 2
+    bias: Any = causal_lower_right(length - half, length)
+    ms = milliseconds(lambda: F.scaled_dot_product_attention(q[:, :, half:], k, v, attn_mask=bias, enable_gqa=grouped))
+    yield {"attention": "last half behind the first", "ms": ms}
+    rows = max(min(20, int(4 * GIB // (k.nbytes + v.nbytes))), 1)
+    q, k, v = q[:, :, 0].repeat(rows, 1, 1), k.repeat(rows, 1, 1, 1), v.repeat(rows, 1, 1, 1)
+    end = torch.full((rows,), length, device=model.device)
+    for name, run in (("kernel", decode_attention), ("masked SDPA", decode_attention_ref)):
+        ms = milliseconds(lambda run=run: run(q, k, v, torch.zeros_like(end), end), 10)
+        yield {"attention": f"one token of {rows} rows, {name}", "ms": ms, "tb_per_s": (k.nbytes + v.nbytes) / ms / 1e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m", "llama-3-8b"])
+    parser.add_argument("--length", type=int, help="default: 65536 for smollm2-135m, 131072 for llama-3-8b")
+    parser.add_argument("--layers", type=int, help="default: those of the shape")
+    parser.add_argument("--models", type=int, default=3, help="of smollm2-135m; of llama-3-8b it is one")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--trials", type=int, default=2, help="prompts of each depth; of llama-3-8b it is one")
+    parser.add_argument("--old-prompts", type=int, help="0 leaves out the old way; default: 4, one of llama-3-8b")
+    parser.add_argument("--quick", action="store_true", help="two kinds at 8192 tokens; 4 layers of llama-3-8b")
+    parser.add_argument("--out", type=Path, help="file that gets the JSON lines as well")
+    args = parser.parse_args()
+    if args.quick:
+        args.kinds, args.models, args.length = ["passkey", "multikey"], 1, args.length or 8192
+
+    def tell(line: dict[str, Any]) -> None:
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+        if args.out:
+            add_line(args.out, line)
+
+    tell({"line": "setting", **versions()})
+    tokenizer, haystack_of = language()
+    for shape in args.shapes:
+        length = args.length or LENGTHS[shape]
+        large = shape == "llama-3-8b"
+        layers = 4 if args.quick and large else args.layers
+        haystack = haystack_of(length)
+        kinds = args.kinds[:2] if large else args.kinds
+        trials = 1 if large else args.trials
+        prompts = {kind: prompts_of(kind, tokenizer, haystack, length, trials) for kind in kinds}
+        about = {"shape": shape, "layers": layers, "length": length}
+        total = 0.0
+        for seed in range(1 if large else args.models):
+            model = build(shape, layers, seed)
+            # the first call of all kernels, and the check of the model, are not of a kind
+            greedy_answers(model, tokenizer, [p[-1000:] for p in prompts[kinds[0]][:2]], max_new_tokens=6)
+            for kind in kinds:
+                asked, n_new = prompts[kind], NEW_TOKENS[kind]
+                with timed_parts() as parts:
+                    _, facts = measured(
+                        lambda m=model, p=asked, n=n_new: greedy_answers(m, tokenizer, p, max_new_tokens=n)
+                    )
+                n_tokens = sum(map(len, asked))
+                total += facts["seconds"]
+                tell(
+                    {
+                        "line": "new", **about, "model": seed, "kind": kind, "prompts": len(asked), **facts,
+                        **parts, "prompt_tokens_per_second": n_tokens / facts["seconds"],
+                    }
+                )  # fmt: skip
+        tell({"line": "total", **about, "models": seed + 1, "kinds": kinds, "seconds": total})
+        if torch.cuda.is_available():
+            for line in kernels(model, length):
+                tell({"line": "kernel", **about, **line})
+        n_old = OLD_PROMPTS[shape] if args.old_prompts is None else args.old_prompts
+        if n_old:
+            kind = kinds[-1]
+            few = prompts[kind][:: max(len(prompts[kind]) // n_old, 1)][:n_old]
+            old, old_facts = measured(lambda m=model, p=few, k=kind: old_answers(m, tokenizer, p, NEW_TOKENS[k]))
+            new, facts = measured(
+                lambda m=model, p=few, k=kind: greedy_answers(m, tokenizer, p, max_new_tokens=NEW_TOKENS[k])
+            )
+            tell(
+                {
+                    "line": "old", **about, "kind": kind, "prompts": len(few),
+                    **{f"old_{name}": value for name, value in old_facts.items()},
+                    **{f"new_{name}": value for name, value in facts.items()},
+                    "ratio": old_facts["seconds"] / facts["seconds"],
+                    "replies_that_differ": sum(a != b for a, b in zip(old, new, strict=True)),
+                }
+            )  # fmt: skip
+        del model
+
+
+if __name__ == "__main__":
+    main()

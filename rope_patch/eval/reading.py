@@ -1,0 +1,218 @@
+"""Prompts read into `KVRows`, each part that several share once, and answered greedily."""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from .kv_rows import KVRows
+
+# tokens of several prompts that are read in one forward rather than for each prompt what it does not share
+_TOGETHER = {"cuda": 8192, "cpu": 256}
+_CHUNK_CPU = 8192
+_LEAST_CHUNK, _MOST_CHUNK = 1024, 131072
+
+
+class Reader:
+    """Answers prompts.
+
+    Args:
+        core: a causal LM that `KVRows` can read.
+        kv_bytes: of keys and values of one token.
+        max_new_tokens: tokens of an answer at most.
+        batch_size: prompts held at once, at most; None means as many as free memory holds.
+        chunk: tokens of a prompt read in one forward; None means by free memory.
+    """
+
+    def __init__(
+        self, core: Any, kv_bytes: int, max_new_tokens: int, batch_size: int | None, chunk: int | None
+    ) -> None:
+        self.core, self.kv_bytes, self.max_new_tokens = core, kv_bytes, max_new_tokens
+        self.batch_size, self.chunk = batch_size, chunk
+        self.device: torch.device = core.get_input_embeddings().weight.device
+        ends = core.generation_config.eos_token_id
+        ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+        self.ends = torch.tensor(ends, dtype=torch.int64, device=self.device)
+
+    def replies(self, prompts: Sequence[Sequence[int]], done: Callable[[int], None]) -> list[list[int]]:
+        """The new tokens of each prompt, up to the one that ends an answer.
+
+        Args:
+            prompts: token ids.
+            done: called with the number of prompts that have been read.
+        """
+        # in this order, no prompt shares more with any before it than with the last one
+        order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
+        ids = [torch.tensor(list(prompts[i]), device=self.device) for i in order]
+        capacity = max((len(p) for p in ids), default=0) + self.max_new_tokens
+        n_rows = self._rows_in_memory(capacity, len(prompts))
+        chunk = self._chunk_in_memory(capacity * n_rows)
+        found: list[list[int]] = []
+        while len(found) < len(ids):
+            out_of_memory = False
+            rows = KVRows(self.core, n_rows, capacity)
+            try:
+                with rows.attention():
+                    while len(found) < len(ids):
+                        first = len(found)
+                        held = ids[first - n_rows : first] if rows.calls else []
+                        batch = ids[first : first + n_rows]
+                        logits = self._read(rows, batch, held, chunk, partial(_add_to, done, first))
+                        found += self._decode(rows, logits, [len(p) for p in batch])
+            except torch.OutOfMemoryError:
+                if n_rows == 1 and chunk <= _LEAST_CHUNK:
+                    raise
+                out_of_memory = True
+            if out_of_memory:  # here, as the exception holds on to tensors
+                n_rows, chunk = max(n_rows // 2, 1), max(chunk // 2, 1)
+                del rows
+                torch.cuda.empty_cache()
+        replies: list[list[int]] = [[] for _ in prompts]
+        for i, reply in zip(order, found, strict=True):
+            replies[i] = reply
+        return replies
+
+    def _read(
+        self,
+        rows: KVRows,
+        batch: list[torch.Tensor],
+        held: list[torch.Tensor],
+        chunk: int,
+        done: Callable[[int], None],
+    ) -> torch.Tensor:
+        """Fill rows with `batch` and return the logits after each prompt, where rows hold `held` so far."""
+        before = [*held[-1:], *batch]
+        shared = [0] * (len(batch) + 1 - len(before)) + [
+            min(_common(a, b), len(b) - 1) for a, b in zip(before, before[1:], strict=False)
+        ]
+        together = _TOGETHER.get(self.device.type, _TOGETHER["cpu"])
+        logits, first = [], 0
+        while first < len(batch):
+            begin, last, n = shared[first], first + 1, len(batch[first])
+            while last < len(batch) and len(batch[last]) == n:
+                if (last + 1 - first) * (n - min(begin, shared[last])) > together:
+                    break
+                begin, last = min(begin, shared[last]), last + 1
+            if begin:
+                rows.copy_prefix(first - 1 if first else len(held) - 1, first, last, begin)
+            tokens = torch.stack([p[begin:] for p in batch[first:last]])
+            logits.append(rows.read(tokens, first, begin, max(chunk // len(tokens), 1)))
+            done(last)
+            first = last
+        return torch.cat(logits)
+
+    def _decode(self, rows: KVRows, logits: torch.Tensor, lengths: list[int]) -> list[list[int]]:
+        """The new tokens of each row."""
+        token = logits.float().argmax(-1)
+        step = _Step(rows, token, torch.tensor(lengths, device=self.device))
+        made, ended = [token.clone()], torch.isin(token, self.ends)
+        while len(made) < self.max_new_tokens and not bool(ended.all()):
+            step.take(self.max_new_tokens - len(made))
+            made.append(token.clone())
+            ended |= torch.isin(token, self.ends)
+        ends = set(self.ends.tolist())
+        replies = []
+        for row in torch.stack(made, 1).tolist():
+            end = next((k for k, i in enumerate(row) if i in ends), len(row) - 1)
+            replies.append(row[: end + 1])
+        return replies
+
+    def _rows_in_memory(self, capacity: int, n_prompts: int) -> int:
+        """Prompts to be held at once."""
+        free = _free_bytes(self.device)
+        # an eighth for what a chunk of a prompt takes, and a tenth for what nobody counts
+        n_rows = int(0.9 * free * 7 / 8) // (self.kv_bytes * capacity)
+        return max(min(n_rows, n_prompts, self.batch_size or n_prompts), 1)
+
+    def _chunk_in_memory(self, held: int) -> int:
+        """Tokens to be read in one forward beside the keys and values of `held` ones."""
+        if self.chunk is not None:
+            return self.chunk
+        if self.device.type != "cuda":
+            return _CHUNK_CPU
+        left = _free_bytes(self.device) - held * self.kv_bytes
+        return min(max(left // 4 // self._activation_bytes(), _LEAST_CHUNK), _MOST_CHUNK)
+
+    def _activation_bytes(self) -> int:
+        """About what one token takes in a layer and between layers."""
+        config = self.core.config.get_text_config(decoder=True)
+        hidden = config.hidden_size
+        inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+        inner = inner if isinstance(inner, int) else 4 * hidden
+        experts = getattr(config, "num_experts_per_tok", None) or 1
+        return self.core.get_input_embeddings().weight.element_size() * (16 * hidden + 6 * inner * experts)
+
+
+class _Step:
+    """One more token of each row: run as it is first, then as a CUDA graph, which a GPU runs without Python.
+
+    Args:
+        rows: filled with prompts.
+        token: last token of each row, [n]; `take` puts the next one in its place.
+        slots: place of that token in its row, [n].
+    """
+
+    def __init__(self, rows: KVRows, token: torch.Tensor, slots: torch.Tensor) -> None:
+        self.rows, self.token, self.slots = rows, token, slots
+        self.graph: torch.cuda.CUDAGraph | None = None
+        devices = {p.device for p in rows.core.parameters()}
+        self.stream = torch.cuda.Stream(token.device) if len(devices) == 1 and token.is_cuda else None
+        self.taken = 0
+
+    def take(self, left: int) -> None:
+        """Replace `token` by the one after it.
+
+        Args:
+            left: steps that may come, this one included: a graph has to pay for its making.
+        """
+        if self.stream is None:
+            self._run()
+            return
+        with torch.cuda.device(self.token.device):
+            if self.taken == 1 and left > 2:
+                self.graph = self._captured(self.stream)
+            if self.graph is not None:
+                self.graph.replay()
+            else:  # beside the default stream, as what a first run sets up there would be set up in the graph again
+                self.stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.stream):
+                    self._run()
+                torch.cuda.current_stream().wait_stream(self.stream)
+        self.taken += 1
+
+    def _run(self) -> None:
+        logits = self.rows.decode(self.token, self.slots)
+        self.token.copy_(logits.float().argmax(-1))
+        self.slots += 1
+
+    def _captured(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._run()
+        except RuntimeError:  # a family whose forward looks at values, as of some mixtures of experts
+            return None
+        return graph
+
+
+def _add_to(done: Callable[[int], None], before: int, n: int) -> None:
+    done(before + n)
+
+
+def _common(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Tokens that two prompts begin with alike."""
+    n = min(len(a), len(b))
+    differ = (a[:n] != b[:n]).nonzero()
+    return int(differ[0]) if len(differ) else n
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, OSError, ValueError):  # not a Linux
+        return 4 << 30

@@ -1,0 +1,67 @@
+"""Attention of one token a row over partly filled buffers: as exact as torch, and blind to what lies outside."""
+
+import pytest
+import torch
+
+from rope_kernels import decode_attention, decode_attention_ref
+from rope_kernels.decode_attention_triton import decode_attention_in_parts
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+# batch, n_heads, n_kv_heads, capacity, head_dim, value_dim, begin, end
+CASES = {
+    "one token": (1, 2, 2, 5, 16, 16, [0], [1]),
+    "groups of three": (2, 9, 3, 1100, 64, 64, [0, 0], [1030, 700]),
+    "a window over two parts": (2, 4, 1, 2100, 20, 24, [1000, 3], [1050, 2100]),
+    "empty parts before and behind": (1, 4, 2, 3100, 8, 8, [1024], [2048]),
+}
+
+
+def inputs(name, dtype=torch.float32):
+    batch, n_heads, n_kv_heads, capacity, head_dim, value_dim, begin, end = CASES[name]
+    q = torch.randn(batch, n_heads, head_dim)
+    k = torch.randn(batch, n_kv_heads, capacity, head_dim)
+    v = torch.randn(batch, n_kv_heads, capacity, value_dim)
+    begin, end = (torch.tensor(x) for x in (begin, end))
+    return tuple(x.to(DEVICE, dtype if x.is_floating_point() else None) for x in (q, k, v, begin, end))
+
+
+def spoiled(k, v, begin, end):
+    """The same with NaN wherever no row looks."""
+    token = torch.arange(k.shape[2], device=k.device)
+    hidden = (token < begin[:, None]) | (token >= end[:, None])
+    return (x.masked_fill(hidden[:, None, :, None], float("nan")) for x in (k, v))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_equals_its_twin_in_double(case):
+    q, k, v, begin, end = inputs(case)
+    exact = decode_attention_ref(q.double(), k.double(), v.double(), begin, end, 0.3)
+    found = decode_attention_in_parts(q, *spoiled(k, v, begin, end), begin, end, 0.3)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_is_as_exact_as_torch(case, dtype):
+    q, k, v, begin, end = inputs(case, dtype)
+    exact = decode_attention_ref(q.double(), k.double(), v.double(), begin, end)
+    torch_error = (decode_attention_ref(q, k, v, begin, end) - exact).abs().max()
+    found = decode_attention(q, *spoiled(k, v, begin, end), begin, end)
+    assert (found - exact).abs().max() <= 2 * torch_error + 1e-2 * exact.abs().max()
+
+
+def test_the_twin_is_softmax_over_what_is_seen():
+    q, k, v, begin, end = inputs("a window over two parts")
+    found = decode_attention(q, k, v, begin, end)
+    scores = torch.einsum("hd,nd->hn", q[0], k[0, 0, 1000:1050]) * q.shape[-1] ** -0.5
+    torch.testing.assert_close(found[0], scores.softmax(-1) @ v[0, 0, 1000:1050], rtol=1e-4, atol=1e-5)
+
+
+def test_tensors_that_do_not_belong_together_are_refused():
+    q, k, v, begin, end = inputs("groups of three")
+    with pytest.raises(ValueError, match=r"q must be \[batch, n_heads, head_dim\]"):
+        decode_attention(q[:, None], k, v, begin, end)
+    with pytest.raises(ValueError, match="multiple of the heads of k"):
+        decode_attention(q[:, :8], k, v, begin, end)
