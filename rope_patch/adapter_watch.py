@@ -7,11 +7,9 @@ before a forward, and whenever the decoder is asked for its state, as in all sav
 import copy
 import json
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .adapter_weights import digest, digest_of_folder
+from .call_stack import frames
 from .one_config import require_saved_schedule
 from .rotary import find_core, find_decoder
 from .sidecar import SIDECAR_NAME, specification
@@ -161,12 +160,10 @@ def _gone() -> None:
 
 def _callers() -> Iterator[nn.Module]:
     """Modules whose methods are being called, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         caller = frame.f_locals.get("self")
         if isinstance(caller, nn.Module):
             yield caller
-        frame = frame.f_back
 
 
 def _holds(module: nn.Module, decoder: nn.Module) -> bool:

@@ -5,7 +5,6 @@ read it, so a recompute in backward never sees a later state. It holds tensors a
 pickled and traced.
 """
 
-import sys
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
+from .call_stack import frames
 from .documents import Documents, document_numbers, locate_documents
 from .draws import DrawKey
 from .open_views import OpenSources
@@ -474,12 +474,7 @@ class Turns:
 
 def _is_inside(thread: threading.Thread, module: nn.Module) -> bool:
     """Whether a call of `module` is on the stack of `thread`."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames(thread))
 
 
 class Leader:

@@ -301,6 +301,36 @@ def test_a_trainer_without_the_callback_is_refused(saved, tmp_path):
             run.train()
 
 
+COMPILED = ["eager", *(pytest.param(backend, marks=pytest.mark.slow) for backend in ("aot_eager", "inductor"))]
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_a_compiled_trainer_without_the_callback_is_refused(backend, tmp_path):
+    """The hooks are traced there, and traced code cannot look for the trainer: Dynamo asks while it traces."""
+    torch._dynamo.reset()
+    options = {"torch_compile": True, "torch_compile_backend": backend, "max_steps": 1, "save_strategy": "no"}
+    seen = []
+    for compiled in ({**options, "torch_compile": False, "torch_compile_backend": None}, options):
+        run, _ = plain_run(tmp_path, **compiled)
+        run.train()
+        seen.append([entry["loss"] for entry in logged(run, "loss")])
+    assert seen[1] == pytest.approx(seen[0], rel=1e-4)
+    model = patch_model(tiny(), "skip", max_skip=64)
+    run, _ = plain_run(tmp_path, model, **options)
+    run.pop_callback(RopeViewCallback)
+    with pytest.raises(ValueError, match="does not tell the view which step"):
+        run.train()
+
+
+def test_a_compiled_policy_whose_reference_lacks_the_rescaling_is_refused(saved, tmp_path):
+    torch._dynamo.reset()
+    model = patch_model(patch_model(load(saved), "yarn", factor=2.0), "standard")
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), **options)
+    with pytest.raises(ValueError, match="ref_model has other RoPE frequencies"):
+        run.train()
+
+
 def test_the_clock_of_a_run_that_broke_off_is_not_taken_for_that_of_the_next(tmp_path):
     class Stop(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
