@@ -81,6 +81,7 @@ class DecoderEntry:
                 training=training,
                 cache=cache,
                 ids=call.get("input_ids"),
+                compresses=self.state.layers_call_rotary,
             )
         )
 
