@@ -185,7 +185,7 @@ def _cover(module: nn.Module, core: nn.Module) -> None:
 def _check_saves(model: nn.Module) -> None:
     """Let `model.save_pretrained` check what it is about to write, unless somebody else stands in for it."""
     if isinstance(model, PreTrainedModel) and "save_pretrained" not in vars(model):
-        model.save_pretrained = _CheckedSave(model)  # type: ignore[assignment]
+        model.save_pretrained = _CheckedSave(model)  # type: ignore[method-assign]
 
 
 def _adapter_configs(module: nn.Module) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def load(folder):
 def made(trainer_class, config_class, model, tmp_path, data, peft=False, extra=(), **options):
     args = config_class(output_dir=str(tmp_path / "run"), **{**COMMON, **options})
     return trainer_class(
-        model=model, args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora() if peft else None,
-        **dict(extra),
+        model=model, args=args, train_dataset=data, processing_class=tokenizer(),
+        peft_config=lora() if peft is True else peft or None, **dict(extra),
     )  # fmt: skip
 
 
@@ -572,7 +572,7 @@ def losses(kind, patches, peft, tmp_path):
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
         run = made(
             RewardTrainer, RewardConfig, model, tmp_path, Dataset.from_list(rows),
-            extra={"peft_config": config} if peft else (), **STEP,
+            peft=config if peft else None, **STEP,
         )  # fmt: skip
     elif kind in PREFERENCES:
         trainer_class, config_class, _ = PREFERENCES[kind]
