@@ -1,24 +1,25 @@
 """Every adapter on a patched model writes `rope_patch.json` when it is saved, however and whenever it came there.
 
 PEFT asks the adapter's config to save itself. The config gets a cover that writes the specification too: at the patch,
-before a forward, and whenever the decoder is asked for its state, as in all saving; by then the wrappers are known.
+before a forward, and whenever the decoder is asked for its state, as in most saving; by then the wrappers are known.
+What is saved with weights that were gathered otherwise, as under DeepSpeed ZeRO-3, goes through the model's own
+`save_pretrained`, which gets a cover too.
 """
 
 import copy
 import json
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from .adapter_weights import digest, digest_of_folder
+from .call_stack import frames
 from .one_config import require_saved_schedule
 from .rotary import find_core, find_decoder
 from .sidecar import SIDECAR_NAME, specification
@@ -67,29 +68,65 @@ class _SaveWithSidecar:
         self.peft_config, self.core = state["peft_config"], _weak(state["core"])
 
 
-class _ForwardWatch:
-    """Forward pre-hook of a decoder: finds adapters that were added after the patch to the model around it.
-
-    For what saves without asking for the state of the model, as DeepSpeed ZeRO-3 does. Not a hook of the model itself,
-    whose `forward` some of PEFT's methods (AdaLoRA) call past its hooks.
-    """
+class _OfModel:
+    """What is kept on a model and knows it. Weakly, as configs do; a copy belongs to the copy of the model."""
 
     def __init__(self, core: nn.Module | None) -> None:
         self.core = _weak(core)
 
-    def __call__(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
-        core = self.core()
-        if core is not None and not torch.compiler.is_compiling():
-            _cover(core, core)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardWatch":
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self)(memo.get(id(self.core()), self.core()))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"core": self.core()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.core = _weak(state["core"])
+        self.__init__(state["core"])  # type: ignore[misc]
+
+
+class _ForwardWatch(_OfModel):
+    """Forward pre-hook of a decoder: finds adapters and models that came around it after the patch.
+
+    For what saves without asking for the state of the model, as DeepSpeed ZeRO-3 does. Not a hook of the model itself,
+    whose `forward` some of PEFT's methods (AdaLoRA) call past its hooks.
+    """
+
+    def __init__(self, core: nn.Module | None) -> None:
+        super().__init__(core)
+        self.has_looked_around = False
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
+        self._look()
+
+    @torch.compiler.assume_constant_result  # Dynamo calls it while it traces, inside the calls of the wrappers
+    def _look(self) -> bool:
+        core = self.core()
+        if core is None:
+            return False
+        _cover(core, core)
+        decoder = find_decoder(core)
+        state = state_of(decoder)
+        if state is not None and state.rescalings and not self.has_looked_around:  # once: it takes a while
+            self.has_looked_around = True
+            for module in _around(decoder):
+                _cover(module, find_core(module))
+                _check_saves(module)
+        return True
+
+
+class _CheckedSave(_OfModel):
+    """Stands in for `save_pretrained` of one model, which may be given weights that nobody asked the decoder for."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.core()
+        if model is None:
+            raise ReferenceError("the model of this save_pretrained is gone: keep the model, and call its own method.")
+        decoder = find_decoder(model)
+        state = state_of(decoder)
+        if state is not None:
+            _cover(model, model)
+            require_saved_schedule(model, decoder, state)
+        return type(model).save_pretrained(model, *args, **kwargs)
 
 
 class _SaveWatch:
@@ -100,7 +137,7 @@ class _SaveWatch:
     """
 
     def __call__(self, decoder: Any, prefix: str, keep_vars: bool) -> None:
-        around = [module for module in _callers() if _holds(module, decoder)]
+        around = _around(decoder)
         for module in around:
             _cover(module, find_core(module))
         outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
@@ -113,6 +150,7 @@ def watch_adapters(model: nn.Module, core: nn.Module) -> None:
     """Let every adapter on `model` write the sidecar when it is saved, also one that is added later."""
     for module in model.modules():
         _cover(module, core)
+    _check_saves(core)
     decoder = find_decoder(core)
     if not any(isinstance(hook, _SaveWatch) for hook in decoder._state_dict_pre_hooks.values()):
         decoder.register_state_dict_pre_hook(_SaveWatch())
@@ -126,6 +164,8 @@ def forget_adapters(model: nn.Module, core: nn.Module) -> None:
         for handle in [h for h, hook in hooks.items() if isinstance(hook, _ForwardWatch | _SaveWatch)]:
             del hooks[handle]
     for module in model.modules():
+        if isinstance(vars(module).get("save_pretrained"), _CheckedSave):
+            del module.save_pretrained
         for peft_config in _adapter_configs(module).values():
             if isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
                 del peft_config.save_pretrained
@@ -140,6 +180,12 @@ def _cover(module: nn.Module, core: nn.Module) -> None:
     for peft_config in _adapter_configs(module).values():
         if not isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
             peft_config.save_pretrained = _SaveWithSidecar(peft_config, core)
+
+
+def _check_saves(model: nn.Module) -> None:
+    """Let `model.save_pretrained` check what it is about to write, unless somebody else stands in for it."""
+    if isinstance(model, PreTrainedModel) and "save_pretrained" not in vars(model):
+        model.save_pretrained = _CheckedSave(model)  # type: ignore[method-assign]
 
 
 def _adapter_configs(module: nn.Module) -> dict[str, Any]:
@@ -161,12 +207,15 @@ def _gone() -> None:
 
 def _callers() -> Iterator[nn.Module]:
     """Modules whose methods are being called, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         caller = frame.f_locals.get("self")
         if isinstance(caller, nn.Module):
             yield caller
-        frame = frame.f_back
+
+
+def _around(decoder: nn.Module) -> list[nn.Module]:
+    """Modules that hold `decoder` and whose methods are being called, innermost first."""
+    return [module for module in _callers() if _holds(module, decoder)]
 
 
 def _holds(module: nn.Module, decoder: nn.Module) -> bool:

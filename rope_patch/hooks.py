@@ -4,14 +4,14 @@ All are picklable objects. Only what a rotary module receives changes: `position
 since Transformers reads a jump in them as the border of a packed document and masks across it.
 """
 
-import sys
-from types import FrameType
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache
 
+from .call_stack import frames
 from .documents import real_tokens_of
 from .layerwise import Embeddings, LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
 from .limits import why_no_checkpointing
@@ -35,7 +35,8 @@ class DecoderEntry:
         training = self.state.in_training(decoder) and not is_generating(cache)
         source = self.state.active(training)
         if training and source is self.state.source:
-            require_driver(self.state, decoder)
+            if not (torch.compiler.is_compiling() and self._is_driven()):
+                require_driver(self.state)
         position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
         axes = 2 if position_ids is None else position_ids.ndim
         if axes != 2 and isinstance(source, ViewSource) and not source.view.perturbs:
@@ -84,8 +85,21 @@ class DecoderEntry:
                 training=training,
                 cache=cache,
                 ids=call.get("input_ids"),
+                compresses=self.state.layers_call_rotary,
             )
         )
+
+    @torch.compiler.assume_constant_result
+    def _is_driven(self) -> bool:
+        """Whether `require_driver` passes. Dynamo calls it while it traces, inside the trainer's step.
+
+        Where it does not pass, the graph breaks and the error is raised outside of it, as what it is.
+        """
+        try:
+            require_driver(self.state)
+        except ValueError:
+            return False
+        return True
 
     def _gives_one_pair(self) -> bool:
         """Whether there is one rotary module, outside of layers, and one schedule in it."""
@@ -226,12 +240,8 @@ def _is_chunk_of_a_prompt(cache: Any) -> bool:
     """Whether `generate` fills the cache by chunks, of which nothing but its own call tells."""
     if cache is None or torch.compiler.is_compiling() or cache.get_seq_length():
         return False
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(40):  # calls of modules and hooks lie between
-        if frame is None:
-            return False
-        frame = frame.f_back
-        if frame is not None and frame.f_code.co_name == "_prefill":
+    for frame in islice(frames(), 41):  # calls of modules and hooks lie between
+        if frame.f_code.co_name == "_prefill":
             return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
     return False
 

@@ -5,7 +5,6 @@ read it, so a recompute in backward never sees a later state. It holds tensors a
 pickled and traced.
 """
 
-import sys
 import threading
 import weakref
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
+from .call_stack import frames
 from .documents import Documents, document_numbers, locate_documents
 from .draws import DrawKey
 from .open_views import OpenSources
@@ -39,6 +39,7 @@ class Batch:
     training: bool
     ids: torch.Tensor | None = None  # [rows, seq_len]; None where the call has embeddings
     cache: Any = None
+    compresses: bool = False  # rotary modules are asked for other positions than those of the tokens
 
 
 class BoundIndex(Protocol):
@@ -85,23 +86,39 @@ class BoundView:
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""
         start = self.documents.start
+        if start.shape[-1] not in (1, position_ids.shape[-1]):
+            raise ValueError(
+                "a rotary module of this model asks for positions of windows of tokens, which may lie across "
+                "documents: a RoPE view there needs one document a row. Leave packing (position_ids that begin anew) "
+                "out."
+            )
         return start + self.view.rope_index(position_ids - start, self.parameters)
 
 
 @dataclass(eq=False)
 class BoundTable:
-    """Explicit indices for the tokens of this forward, [batch, seq_len]."""
+    """Explicit indices for the tokens of this forward, [batch, seq_len]; `table` has those of earlier ones too.
+
+    Compressed keys, as of DeepSeek-V4, stand for windows of tokens and ask at the place of a window's first token,
+    which may lie before this forward: they get the index of that token. A forward of one token asks for both in one
+    shape, so that only the positions themselves tell them apart: `own` are those of the tokens.
+    """
 
     index: torch.Tensor
+    table: torch.Tensor
+    own: torch.Tensor | None = None  # [1 or batch, seq_len]; None where no rotary module is asked for other ones
     continues: bool = False  # a cache that holds keys at earlier ones
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
-        if position_ids.shape[-1] != self.index.shape[-1]:
+        n_asked, n_tokens = position_ids.shape[-1], self.index.shape[-1]
+        if self.own is None and n_asked != n_tokens:
             raise ValueError(
-                f"index holds {self.index.shape[-1]} RoPE indices a row, but a rotary module of this model asked for "
-                f"{position_ids.shape[-1]}. Use a view, which is a function of positions, instead."
+                f"index holds {n_tokens} RoPE indices a row, but a rotary module of this model asked for {n_asked}. "
+                "Use a view, which is a function of positions, instead."
             )
-        return self.index
+        if self.own is None or (n_asked == n_tokens and bool((position_ids == self.own.to(position_ids)).all())):
+            return self.index
+        return self.table.gather(1, position_ids.to(self.table.device).expand(self.table.shape[0], -1))
 
 
 class DrawClock:
@@ -399,8 +416,9 @@ class TableSource:
                 f"index must be [batch, seq_len] for the forward that it is used in, got {tuple(self.index.shape)} "
                 f"for {batch.rows} rows and tokens {batch.cached} to {end}."
             )
-        part = self.index[:, batch.cached : end].to(batch.device)
-        return BoundTable(part.expand(batch.rows, -1), continues=bool(batch.cached))
+        table = self.index.to(batch.device).expand(batch.rows, -1)
+        part = table[:, batch.cached : end]
+        return BoundTable(part, table, _positions(batch) if batch.compresses else None, continues=bool(batch.cached))
 
 
 def _current(attention_mask: torch.Tensor | None, batch: Batch) -> torch.Tensor | None:
@@ -421,11 +439,16 @@ def _cached_tokens(batch: Batch) -> torch.Tensor | int:
     return mask[:, : batch.cached].bool().sum(1, keepdim=True)
 
 
+def _positions(batch: Batch) -> torch.Tensor:
+    """True positions of the tokens of this forward, [1 or rows, seq_len]."""
+    if batch.position_ids is not None:
+        return batch.position_ids
+    return torch.arange(batch.cached, batch.cached + batch.seq_len, device=batch.device)[None]
+
+
 def _in_document(batch: Batch, documents: Documents) -> torch.Tensor:
     """Index of each token in its document, [1 or rows, seq_len], -1 on padding."""
-    positions = batch.position_ids
-    if positions is None:
-        positions = torch.arange(batch.cached, batch.cached + batch.seq_len, device=batch.device)[None]
+    positions = _positions(batch)
     mask = _current(batch.attention_mask, batch)
     t = positions - documents.start
     return t if mask is None else t.masked_fill(~mask.bool(), -1)
@@ -474,12 +497,7 @@ class Turns:
 
 def _is_inside(thread: threading.Thread, module: nn.Module) -> bool:
     """Whether a call of `module` is on the stack of `thread`."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            return True
-        frame = frame.f_back
-    return False
+    return any(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames(thread))
 
 
 class Leader:

@@ -1,12 +1,13 @@
 """Whose forward it is: of `generate`, of a trainer that drives the view, or of one that does not know of it."""
 
 import sys
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .call_stack import frames
 from .rescale import RopeSchedule
 from .rotary import find_decoder
 from .state import RopeState
@@ -63,15 +64,12 @@ def is_generating(cache: Any) -> bool:
         return False
     if torch.compiler.is_compiling():  # the call is out of sight in a graph; `generate` compiles forwards with a cache
         return cache is not None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "generate" and code.co_filename.replace("\\", "/").endswith(
-            "transformers/generation/utils.py"
-        ):
-            return True
-        frame = frame.f_back
-    return False
+    return any(_is_generate(frame.f_code) for frame in frames())
+
+
+def _is_generate(code: CodeType) -> bool:
+    path = code.co_filename.replace("\\", "/")
+    return code.co_name == "generate" and path.endswith("transformers/generation/utils.py")
 
 
 def _driving_trainer() -> Any:
@@ -80,22 +78,18 @@ def _driving_trainer() -> Any:
     if module is None:
         return None
     code = module.Trainer.training_step.__code__  # whose frame holds on to nothing for long, once it is looked into
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return frame.f_locals["self"]
-        frame = frame.f_back
-    return None
+    return next((frame.f_locals["self"] for frame in frames() if frame.f_code is code), None)
 
 
-def require_driver(state: RopeState, decoder: nn.Module) -> None:
+@torch.compiler.disable
+def require_driver(state: RopeState) -> None:
     """Raise if nobody tells a view in training what to draw for, or if a trainer's reference lacks the rescaling.
 
     Raises:
         ValueError: the forward is one of a trainer that does not set the view's clock, or of several ranks whose clocks
             nobody sets, which would all draw alike; or `ref_model` has other frequencies.
     """
-    if torch.compiler.is_compiling() or state.leader is not None:
+    if state.leader is not None:
         return
     source = state.source if state.source is not None and state.source.view.perturbs else None
     if source is not None and source.clock.is_set and source.clock.driver is None:
@@ -119,7 +113,8 @@ def require_driver(state: RopeState, decoder: nn.Module) -> None:
             "trainer.train(), or use trl_ext.RopeSFTTrainer."
         )
     if not getattr(trainer, _VETTED, False):
-        require_same_schedule(trainer, decoder)
+        if reference_of(trainer) is not None:
+            require_same_schedule(trainer, find_decoder(trainer.model))
         if state.rescalings and getattr(trainer.args, "use_vllm", False):
             raise ValueError(
                 "use_vllm=True samples replies from a model that vLLM loads by its name, without the rescaling that "

@@ -40,6 +40,7 @@ from .sentences import sentence_ends
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
 from .training_set import document_lengths, prepare_rows, require_taught, require_text
+from .view_effect import require_effect_on
 from .window_check import check_window, farthest_target
 
 logger = logging.get_logger(__name__)
@@ -223,6 +224,10 @@ class RopeSFTTrainer(SFTTrainer):
         if self._objective is not None:
             self._objective.check_length(longest)
             self._objective.check_documents(lengths)
+        if draws:
+            by_label = self.args.objective in ("clm", "self-distill")
+            n_layers = find_decoder(self.model).config.num_hidden_layers
+            require_effect_on(view, lengths, n_layers, reads_last=not by_label)
 
     def _longest(self) -> int | None:
         """Tokens of the longest document of a row, None where only reading all of them would say."""

@@ -257,3 +257,27 @@ def test_names_do_not_count_among_weights(tmp_path):
     first, second = map(load_file, files)
     assert sorted(t.sum().item() for t in first.values()) == sorted(t.sum().item() for t in second.values())
     require_reload(own, tmp_path / "transformers")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_adapters_that_came_later_and_weights_that_were_gathered_elsewhere(kind, compiled, tmp_path):
+    """As under DeepSpeed ZeRO-3: nobody asks for the state of the model, and its forwards may be compiled."""
+    torch._dynamo.reset()
+    model = wrapped(patched(tiny()), kind)
+    right = logits(torch.compile(model, backend="eager") if compiled else model)
+    gathered = {name: p.detach() for name, p in model.named_parameters()}
+    if kind == "prompt":
+        gathered = {name: p.detach() for name, p in model.prompt_encoder.named_parameters(prefix="prompt_encoder")}
+    model.save_pretrained(tmp_path, state_dict=gathered)
+    assert (tmp_path / "rope_patch.json").is_file()
+    if kind == "lora":
+        require_reload(model, tmp_path, right if not compiled else None)
+
+
+def test_transformers_own_adapters_with_weights_that_were_gathered_elsewhere(tmp_path):
+    model = patched(tiny())
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(**LORA))
+    model.save_pretrained(tmp_path, state_dict={name: p.detach() for name, p in model.named_parameters()})
+    require_reload(model, tmp_path)

@@ -213,3 +213,33 @@ def test_a_head_of_more_than_one_product_is_refused_where_losses_take_hidden_sta
         ViewDistiller(model, ViewConsistency())
     with pytest.raises(ValueError, match="between the decoder and the output head"):
         Subject(model)
+
+
+@torch.no_grad()
+def test_explicit_indices_reach_compressed_keys():
+    """DeepSeek-V4 compresses windows of 4 tokens: their keys get the index of the window's first token."""
+    model, ids = tiny_family("deepseek_v4").eval(), tokens(2, L)
+    plain = model(ids, use_cache=False).logits
+    with rope_view(model, index=torch.arange(L)[None]):
+        assert torch.equal(model(ids, use_cache=False).logits, plain)
+    index = torch.arange(L)
+    index[7:] += 30
+    with rope_view(model, Skip(split=7, skip=30)):
+        wanted = model(ids, use_cache=False).logits
+    assert (wanted - plain).abs().max() > 0.1
+    with rope_view(model, index=index[None]):
+        assert torch.equal(model(ids, use_cache=False).logits, wanted)
+        out = model(ids[:, :9], use_cache=True)
+        parts = [out.logits]
+        for t in range(9, L):  # the token at 11, 15 and 19 ends a window
+            parts.append(model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [4, L])
+def test_compressed_keys_of_packed_documents_are_refused(length):
+    model, half = tiny_family("deepseek_v4").eval(), torch.arange(length // 2)
+    packed = {"position_ids": torch.cat([half, half])[None], "use_cache": False}
+    with rope_view(model, "skip"), pytest.raises(ValueError, match="needs one document a row"):
+        model(tokens(1, length), **packed)

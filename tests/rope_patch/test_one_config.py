@@ -1,6 +1,7 @@
 """The config that is saved, the config of the decoder and the frequencies in force say the same."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -115,3 +116,39 @@ def test_casts_and_frequencies_of_the_last_forward_pass(kind, dtype):
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "modernbert-decoder"])
 def test_families_that_nest_configs_or_have_schedules_by_layer(family):
     patch_model(tiny_family(family), "yarn", factor=2.0).state_dict()
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["whole", "inner"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_were_gathered_elsewhere_are_checked_too(inner, compiled, tmp_path):
+    """DeepSpeed ZeRO-3 collects weights parameter by parameter and hands them to `save_pretrained`."""
+    native = copy.deepcopy(tiny().config)
+    model = tiny()
+    patch_model(model.model if inner else model, "pi", factor=2.0)
+    gathered = {name: p.detach() for name, p in model.named_parameters()}
+    if inner:  # a decoder learns of the model around it when that is called
+        torch._dynamo.reset()
+        logits(torch.compile(model, backend="eager") if compiled else model)
+    else:
+        model.config = native
+    for saved in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(ValueError, match="what is saved would be another model"):
+            saved.save_pretrained(tmp_path, state_dict=gathered)
+    assert not any(tmp_path.iterdir())
+    model.config = model.model.config
+    model.save_pretrained(tmp_path, state_dict=gathered)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    unpatch_model(model)
+    assert "save_pretrained" not in vars(model)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_copy_saves_itself(make, tmp_path):
+    model = patch_model(tiny(), "pi", factor=2.0)
+    other = make(model)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    other.save_pretrained(tmp_path, state_dict=dict(other.named_parameters()))
+    assert not logits(AutoModelForCausalLM.from_pretrained(tmp_path)).any() and logits(model).any()
+    model.config = copy.deepcopy(tiny().config)
+    other.save_pretrained(tmp_path)

@@ -91,8 +91,8 @@ def load(folder):
 def made(trainer_class, config_class, model, tmp_path, data, peft=False, extra=(), **options):
     args = config_class(output_dir=str(tmp_path / "run"), **{**COMMON, **options})
     return trainer_class(
-        model=model, args=args, train_dataset=data, processing_class=tokenizer(), peft_config=lora() if peft else None,
-        **dict(extra),
+        model=model, args=args, train_dataset=data, processing_class=tokenizer(),
+        peft_config=lora() if peft is True else peft or None, **dict(extra),
     )  # fmt: skip
 
 
@@ -299,6 +299,36 @@ def test_a_trainer_without_the_callback_is_refused(saved, tmp_path):
     ):
         with pytest.raises(ValueError, match=r"does not tell the view which step.*add_callback\(rope_patch.RopeViewC"):
             run.train()
+
+
+COMPILED = ["eager", *(pytest.param(backend, marks=pytest.mark.slow) for backend in ("aot_eager", "inductor"))]
+
+
+@pytest.mark.parametrize("backend", COMPILED)
+def test_a_compiled_trainer_without_the_callback_is_refused(backend, tmp_path):
+    """The hooks are traced there, and traced code cannot look for the trainer: Dynamo asks while it traces."""
+    torch._dynamo.reset()
+    options = {"torch_compile": True, "torch_compile_backend": backend, "max_steps": 1, "save_strategy": "no"}
+    seen = []
+    for compiled in ({**options, "torch_compile": False, "torch_compile_backend": None}, options):
+        run, _ = plain_run(tmp_path, **compiled)
+        run.train()
+        seen.append([entry["loss"] for entry in logged(run, "loss")])
+    assert seen[1] == pytest.approx(seen[0], rel=1e-4)
+    model = patch_model(tiny(), "skip", max_skip=64)
+    run, _ = plain_run(tmp_path, model, **options)
+    run.pop_callback(RopeViewCallback)
+    with pytest.raises(ValueError, match="does not tell the view which step"):
+        run.train()
+
+
+def test_a_compiled_policy_whose_reference_lacks_the_rescaling_is_refused(saved, tmp_path):
+    torch._dynamo.reset()
+    model = patch_model(patch_model(load(saved), "yarn", factor=2.0), "standard")
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), **options)
+    with pytest.raises(ValueError, match="ref_model has other RoPE frequencies"):
+        run.train()
 
 
 def test_the_clock_of_a_run_that_broke_off_is_not_taken_for_that_of_the_next(tmp_path):
@@ -514,3 +544,78 @@ def test_two_ranks_draw_as_one_does_for_the_same_documents(tmp_path):
     )
     assert {**first, **second} == alone and len(first) + len(second) == len(alone) == 16
     assert len(set(alone.values())) > 8
+
+
+PATCHES = {
+    "nothing": (),
+    "rescaling": (("yarn", {"factor": 2.0}),),
+    "view": (("skip", {"max_skip": 64}),),
+    "both": (("yarn", {"factor": 2.0}), ("skip", {"max_skip": 32})),
+}
+# two micro-batches a step
+STEP = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+
+
+def with_patches(model, patches):
+    for method, options in PATCHES[patches]:
+        patch_model(model, method, **options)
+    return model
+
+
+def losses(kind, patches, peft, tmp_path):
+    """Loss and, where there is one, KL of each logged step."""
+    if kind == "reward":
+        # equal rows: what a reward model of random weights gives for others goes by positions
+        rows = [{"chosen": words(12, i), "rejected": words(12, i)} for i in range(8)]
+        model = with_patches(reward_model(), patches)
+        config = lora()
+        config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
+        run = made(
+            RewardTrainer, RewardConfig, model, tmp_path, Dataset.from_list(rows),
+            peft=config if peft else None, **STEP,
+        )  # fmt: skip
+    elif kind in PREFERENCES:
+        trainer_class, config_class, _ = PREFERENCES[kind]
+        tiny().save_pretrained(tmp_path / "model")
+        model = with_patches(load(tmp_path / "model"), patches)
+        run = made(trainer_class, config_class, model, tmp_path, preference_data(kind), peft, **STEP)
+    else:
+        trainer_class, config_class = POLICIES[kind]
+        tiny().save_pretrained(tmp_path / "model")
+        model = with_patches(load(tmp_path / "model"), patches)
+        options = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+        args = config_class(output_dir=str(tmp_path / "run"), **{**COMMON, **STEP, **options})
+        prompts = Dataset.from_list([{"prompt": words(6, i)} for i in range(8)])
+        run = trainer_class(
+            model=model, args=args, train_dataset=prompts, processing_class=tokenizer(), reward_funcs=mixed_rewards,
+            peft_config=lora() if peft else None,
+        )  # fmt: skip
+    reference = getattr(run, "ref_model", None)
+    if reference is not None and any(method == "yarn" for method, _ in PATCHES[patches]):
+        patch_model(reference, "yarn", factor=2.0)  # what the error says to do
+    if any(method == "skip" for method, _ in PATCHES[patches]):
+        with_view(run)
+    run.train()
+    return [(e["loss"], e.get("kl", 0.0)) for e in logged(run, "loss", "kl")]
+
+
+BEGINS_AT = {"dpo": math.log(2), "kto": 0.5, "reward": math.log(2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peft", [False, True], ids=["whole model", "adapters"])
+@pytest.mark.parametrize("kind", [*BEGINS_AT, *POLICIES])
+def test_the_loss_begins_where_it_does_without_a_patch(kind, peft, tmp_path):
+    found = {}
+    for patches in PATCHES:
+        torch.manual_seed(0)
+        folder = tmp_path / patches
+        found[patches] = losses(kind, patches, peft, folder)
+    for entries in found.values():
+        for loss, kl in entries:
+            assert kl == pytest.approx(0, abs=1e-5)
+            if kind in BEGINS_AT:
+                assert loss == pytest.approx(BEGINS_AT[kind], abs=1e-4)
+    if kind in POLICIES:  # replies are sampled under the rescaling alone
+        for one, other in (("nothing", "view"), ("rescaling", "both")):
+            assert [e[0] for e in found[other]] == pytest.approx([e[0] for e in found[one]], abs=1e-5)
