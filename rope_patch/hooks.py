@@ -36,6 +36,10 @@ class DecoderEntry:
         source = self.state.active(training)
         if training and source is self.state.source:
             require_driver(self.state, decoder)
+        position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
+        axes = 2 if position_ids is None else position_ids.ndim
+        if axes != 2 and isinstance(source, ViewSource) and not source.view.perturbs:
+            source = None  # which is the same, and reads no documents out of positions of another shape
         if source is None:
             self.state.bound = None
             if not training:
@@ -44,11 +48,11 @@ class DecoderEntry:
         tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if tokens is None:
             return  # the decoder itself raises for this call
-        position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
-        if position_ids is not None and position_ids.ndim != 2:
+        if position_ids is not None and axes != 2:
             raise ValueError(
-                "a RoPE view needs position_ids of shape [batch, seq_len] or None, got "
-                f"{tuple(position_ids.shape)}: positions with several axes (mRoPE) are not supported."
+                "a RoPE view that moves positions needs position_ids of shape [batch, seq_len] or None, got "
+                f"{tuple(position_ids.shape)}: of positions with several axes (mRoPE) no view says what they become. "
+                "Use view 'standard'; rescalings and distillation at true positions go with it."
             )
         if "Paged" in type(call.get("cache")).__name__:
             raise ValueError(

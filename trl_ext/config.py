@@ -1,12 +1,18 @@
 """What `RopeSFTTrainer` adds to TRL's configuration."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from transformers import TrainingArguments
+from transformers.utils import logging
 from trl import SFTConfig
 
 from rope_patch.methods import resolve_rescaling, resolve_view
+
+logger = logging.get_logger(__name__)
+
+_ROWS_OF_TRL: Any = next(own.default for own in fields(SFTConfig) if own.name == "max_length")
 
 
 @dataclass
@@ -21,7 +27,8 @@ class RopeSFTConfig(SFTConfig):
 
     Args:
         max_length: tokens in a row, at most. A longer text gives several rows, each of which begins with the tokens
-            that the tokenizer puts before a text; all of them are read. None: rows of any length.
+            that the tokenizer puts before a text; all of them are read. None: rows of any length; with `packing`,
+            which needs a length, TRL's default, which is told.
         long_documents: without packing, "split" cuts a text longer than `max_length` into rows; prompts and
             completions, messages and documents with masked labels stay whole and are truncated, which is told.
             "truncate" keeps the first `max_length` tokens of every document, as TRL does.
@@ -84,7 +91,7 @@ class RopeSFTConfig(SFTConfig):
         default=None,
         metadata={
             "help": "Most tokens in a row; a longer text gives several rows, see long_documents and packing_strategy. "
-            "None: any."
+            "None: any; with packing, TRL's default."
         },
     )
     packing_strategy: str = field(
@@ -190,7 +197,44 @@ class RopeSFTConfig(SFTConfig):
         self._check_view()
         self._check_objective()
 
+    @classmethod
+    def of(cls, args: TrainingArguments) -> "RopeSFTConfig":
+        """`args` as this class: itself if it is one, else a new one with its fields, as SFTTrainer converts.
+
+        An `SFTConfig` trains as with SFTTrainer: rows are truncated to its `max_length`. Plain `TrainingArguments` say
+        nothing about rows, which are then those of this class's defaults.
+
+        Raises:
+            TypeError: no training arguments, or of a class with fields of its own, which would be lost.
+        """
+        if isinstance(args, cls):
+            return args
+        if not isinstance(args, TrainingArguments):
+            raise TypeError(
+                "args must be a RopeSFTConfig, an SFTConfig or plain TrainingArguments, got "
+                f"{args if isinstance(args, type) else type(args).__name__}."
+            )
+        given = {own.name: getattr(args, own.name) for own in fields(args) if own.init}
+        lost = sorted(set(given) - {own.name for own in fields(cls)})
+        if lost:
+            raise TypeError(
+                f"args is of class {type(args).__name__}, whose fields {', '.join(lost)} RopeSFTConfig lacks: derive "
+                "the class from RopeSFTConfig."
+            )
+        if isinstance(args, SFTConfig) and args.packing and args.max_length is None:
+            raise ValueError("packing=True needs rows of one length, got max_length=None: set it, in tokens.")
+        if isinstance(args, SFTConfig) and not (args.packing and args.eval_packing is not False):
+            given["long_documents"] = "truncate"
+        return cls(**given)
+
     def _check_data(self) -> None:
+        if self.packing and self.max_length is None:
+            self.max_length = _ROWS_OF_TRL
+            if self.process_index == 0:
+                logger.warning(
+                    f"packing=True needs rows of one length: max_length is set to TRL's default of {_ROWS_OF_TRL} "
+                    "tokens. Give max_length to choose another."
+                )
         if self.long_documents not in ("split", "truncate"):
             raise ValueError(f"long_documents must be 'split' or 'truncate', got {self.long_documents!r}.")
         packs_all = self.packing and self.eval_packing is not False
@@ -302,6 +346,17 @@ class RopeSFTConfig(SFTConfig):
     def has_own_loss(self) -> bool:
         """Whether another loss than TRL's is minimised."""
         return self.objective != "clm" or self.token_weighting is not None or self.cue_weight != 1.0
+
+    @property
+    def needs_rope(self) -> bool:
+        """Whether anything is asked of a model's RoPE or attention, or TRL's training is all there is."""
+        return (
+            self.rescale is not None
+            or self.view != "standard"
+            or self.has_own_loss
+            or self.shifted_attention is not None
+            or self.trainable != "all"
+        )
 
     def _check_shifted_attention(self) -> None:
         share = self.shifted_attention

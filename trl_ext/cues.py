@@ -177,14 +177,13 @@ def drawn(n: int, number: int, seed: int) -> int:
 
 
 def with_cue(
-    model: str | nn.Module, args: "RopeSFTConfig", kwargs: dict[str, Any]
-) -> tuple["RopeSFTConfig", dict[str, Any]]:
-    """A trainer's arguments with `args.cue` behind the documents of its training set; those given stay as they are.
+    model: str | nn.Module, args: "RopeSFTConfig", dataset: Any, tokenizer: Any
+) -> tuple["RopeSFTConfig", Dataset]:
+    """A trainer's `args` and training set with `args.cue` behind its documents; those given stay as they are.
 
     Raises:
         ValueError: a training set that is no `datasets.Dataset`, or what `append_cue` refuses.
     """
-    dataset, tokenizer = kwargs.get("train_dataset"), kwargs.get("processing_class")
     if not isinstance(dataset, Dataset):
         raise ValueError(f"cue needs a datasets.Dataset as train_dataset, got {type(dataset).__name__}.")
     if tokenizer is None:
@@ -199,7 +198,7 @@ def with_cue(
     args.view_args = {**args._options("view_args"), "cue_tokens": tokens}
     if "completion_mask" in dataset.column_names and args.completion_only_loss is None:
         args.completion_only_loss = True  # as TRL decides for prompts and completions
-    return args, {**kwargs, "train_dataset": dataset}
+    return args, dataset
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int) -> list[list[int]]:

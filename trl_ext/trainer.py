@@ -5,13 +5,15 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
@@ -26,7 +28,7 @@ from rope_patch.rescalings import ABF, Rescaling
 from rope_patch.rotary import find_core, find_decoder
 from rope_patch.shifted_attention import ShiftedAttention
 from rope_patch.sidecar import require_same_rope
-from rope_patch.state import state_of
+from rope_patch.state import ViewSource, When, state_of
 from rope_patch.views import VIEWS, PoSE, View
 
 from .config import RopeSFTConfig
@@ -70,9 +72,13 @@ class RopeSFTTrainer(SFTTrainer):
 
     Args:
         model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others. The view
-            of an earlier trainer ends with it.
-        args: a [`RopeSFTConfig`].
-        **kwargs: as in TRL: train_dataset, eval_dataset, processing_class, peft_config, callbacks, ...
+            of an earlier trainer ends with it. One without RoPE trains as with SFTTrainer, if `args` asks for nothing
+            that needs RoPE.
+        args: a [`RopeSFTConfig`]; an `SFTConfig` or `TrainingArguments`, which `RopeSFTConfig.of` converts; or None.
+        data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func, compute_metrics, callbacks,
+        optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, peft_config,
+        formatting_func: as in TRL, in its order.
+        **kwargs: what a later TRL takes besides.
     """
 
     _tag_names = ["trl", "sft", "rope-patch"]
@@ -81,51 +87,90 @@ class RopeSFTTrainer(SFTTrainer):
     args: RopeSFTConfig
     model: Any  # TRL allows None for a while; here it is a model once __init__ is through
 
-    def __init__(self, model: Any, args: RopeSFTConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = RopeSFTConfig(output_dir=f"{Path(name).name or 'model'}-RoPE-SFT")
-        if not isinstance(args, RopeSFTConfig):
-            raise TypeError(
-                f"args must be a RopeSFTConfig, which has all fields of SFTConfig, got {type(args).__name__}."
-            )
+        config = RopeSFTConfig.of(args)
         if isinstance(model, nn.Module):
-            find_decoder(model)  # a model without RoPE stops here, before the dataset is prepared
+            if config.needs_rope:
+                find_decoder(model)  # a model without RoPE stops here, before the dataset is prepared
             _forget_earlier_trainer(model)
-        elif kwargs.get("peft_config") is not None and "dtype" not in (args.model_init_kwargs or {}):
+        elif peft_config is not None and "dtype" not in (config.model_init_kwargs or {}):
             logger.warning(
                 "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
                 "model_init_kwargs={'dtype': 'bfloat16'} to halve its memory."
             )
-        args = copy.copy(args)  # what is found in a tokenizer goes into view_args, and the caller may have another one
-        if args.cue is not None:
-            args, kwargs = with_cue(model, args, kwargs)
-        if kwargs.get("formatting_func") is None:
-            for name in ("train_dataset", "eval_dataset"):
-                require_text(kwargs.get(name), name, args)
-        super().__init__(model, args, **kwargs)
+        if config.view == "longrecipe" and "sentence_ends" not in config._options("view_args"):
+            config = copy.copy(config)  # view_args get what is found in a tokenizer, and the caller may have others
+        if config.cue is not None:
+            config, train_dataset = with_cue(model, config, train_dataset, processing_class)
+        if formatting_func is None:
+            require_text(train_dataset, "train_dataset", config)
+            require_text(eval_dataset, "eval_dataset", config)
+        super().__init__(
+            model,
+            config,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+            **kwargs,
+        )
         if self._skip_prepare_dataset and not self._is_vision_dataset:
-            require_taught(self.train_dataset, "train_dataset", args, self._tokenizer)
-        came_patched = state_of(find_decoder(self.model)) is not None
-        self._patch(args)
-        self._source = view_source(self.model)
-        assert self._source is not None  # at the least the standard view
-        self._perturbs = self._source.view.perturbs
-        state = state_of(find_decoder(self.model))
-        assert state is not None
-        self._when = state.when
+            require_taught(self.train_dataset, "train_dataset", config, self._tokenizer)
+        came_patched = _is_patched(self.model)
+        self._source: ViewSource | None = None  # of a model without RoPE, of which nothing is asked
+        self._when: When = "train"
+        if config.needs_rope or has_rope(self.model):
+            self._patch(config)
+            state = state_of(find_decoder(self.model))
+            assert state is not None and state.source is not None  # at the least the standard view
+            self._source, self._when = state.source, state.when
+        self._perturbs = self._source is not None and self._source.view.perturbs
         self._runs = 0  # of train, evaluate and predict, one inside the other
-        self._method = training_method(args, self._source.view, self._source.clock.seed)
+        self._method = (
+            training_method(config, VIEWS["standard"](), config.seed)
+            if self._source is None
+            else training_method(config, self._source.view, self._source.clock.seed)
+        )
         if self._perturbs:
             self._refuse_sharded_sequences()
         self._rate_since: tuple[float, float] | None = None
         _keep_quantised_weights(self.model)
-        if args.trainable == "qkv":
+        if config.trainable == "qkv":
             train_qkv_only(self.model)
-        self._objective = self._make_objective(args)
+        self._objective = self._make_objective(config)
         if self._objective is not None:  # also of a family whose own loss takes no count of the step
             self.model_accepts_loss_kwargs = True
-        self._shifted = self._make_shifted(args)
+        self._shifted = self._make_shifted(config)
         self._step_counts: dict[str, int] = {}
         self._means = {mode: self._new_means() for mode in ("train", "eval")}
         self._batches_left = 0  # of the optimizer step
@@ -133,7 +178,7 @@ class RopeSFTTrainer(SFTTrainer):
         try:
             self._check_lengths()
         except ValueError:
-            if not came_patched:
+            if not came_patched and self._source is not None:
                 unpatch_model(self.model)
             raise
 
@@ -160,7 +205,8 @@ class RopeSFTTrainer(SFTTrainer):
 
     def _check_lengths(self) -> None:
         """Stop here, and not at the step that meets it, if a document is too long for window, view or teacher."""
-        assert self._source is not None
+        if self._source is None:
+            return
         draws = self._perturbs and (self._objective is None or self._objective.draws)
         view = self._source.view if draws else VIEWS["standard"]()
         lengths = document_lengths(self.train_dataset)
@@ -193,7 +239,8 @@ class RopeSFTTrainer(SFTTrainer):
         if folder is True:
             folder = get_last_checkpoint(str(self.args.output_dir))
         if folder:
-            require_same_rope(self.model, folder)
+            if self._source is not None:
+                require_same_rope(self.model, folder)
             require_same_method(self._method, folder)
             self._total_train_tokens = tokens_until(folder)
         if self.accelerator.is_main_process:
@@ -218,9 +265,11 @@ class RopeSFTTrainer(SFTTrainer):
         A view that the user put on stays, and its clock goes on by itself again. What the model is saved with later
         still names the view.
         """
-        state = state_of(find_decoder(self.model))
         source = self._source
-        assert source is not None
+        if source is None:
+            yield
+            return
+        state = state_of(find_decoder(self.model))
         if state is None:
             raise ValueError(
                 "the model was unpatched after this trainer was made, so that it would train without its rescaling and "
@@ -255,7 +304,7 @@ class RopeSFTTrainer(SFTTrainer):
             found = sentence_ends(self.processing_class)
             args.view_args = {**args._options("view_args"), "sentence_ends": found}
         view = resolve_view(args.view, args._options("view_args"))
-        was_patched = state_of(find_decoder(self.model)) is not None
+        was_patched = _is_patched(self.model)
         try:
             if rescaling is not None:
                 _require_new(rescaling, self.model)
@@ -405,12 +454,12 @@ class RopeSFTTrainer(SFTTrainer):
 
     def _counts(self, batch: dict[str, Any]) -> dict[str, int]:
         assert self._objective is not None
-        if self._source is not None:  # what is counted may depend on draws
-            self._set_clock(batch.get(_FIRST_SAMPLE, 0), training=True)
+        self._set_clock(batch.get(_FIRST_SAMPLE, 0), training=True)  # what is counted may depend on draws
         return self._objective.counts(self._objective.read(batch))
 
     def _set_clock(self, first_sample: int, training: bool) -> None:
-        assert self._source is not None
+        if self._source is None:
+            return
         if training:
             progress = self.state.global_step / max(self.state.max_steps, 1)
             self._source.clock.set(self.state.global_step, first_sample, progress)
@@ -443,33 +492,22 @@ class RopeSFTTrainer(SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """SFTTrainer's loss of a forward whose view is keyed by optimizer step and document."""
-        first_sample = inputs.pop(_FIRST_SAMPLE, 0)
-        training = self.model.training
-        if self._source is not None:
-            self._set_clock(first_sample, training)
         if self._objective is None:
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        else:
-            result = self._distil(model, inputs)
-        loss = result[0] if isinstance(result, tuple) else result
-        if not training and not torch.isfinite(loss):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self._distil(model, inputs)
+
+    def _require_finite(self, loss: torch.Tensor) -> None:
+        """Stop at a training loss that is not finite, unless the step is one that loss scaling leaves out."""
+        if torch.isfinite(loss):
+            return
+        what = f"the loss became {loss.item()} at optimizer step {self.state.global_step}"
+        if skips_overflows(self.accelerator):
             logger.warning(
-                f"the loss of an evaluation batch is {loss.item()}, and Trainer may leave it out of its mean: the "
-                "weights are not finite, or none of the batch's tokens has a label."
+                f"{what}: fp16 has overflowed, and the step is left out as loss scaling does. If this goes on, nothing "
+                "is trained any more: use bf16 or float32."
             )
-        if training and not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss became {loss.item()} at optimizer step {self.state.global_step}. Lower the learning rate, "
-                "use bf16 or float32 instead of fp16, or look for bad rows in the dataset."
-            )
-        if training and self._perturbs and (self._objective is None or self._objective.draws):
-            self._means["train"].add(self._draws())
-        if training:
-            self._batches_left -= 1
-            if self._batches_left == 0:
-                for name, mean in self._means["train"].take().items():
-                    self._metrics["train"][name].append(mean)
-        return result
+            return
+        raise FloatingPointError(f"{what}. Lower the learning rate, use float32, or look for bad rows in the dataset.")
 
     def _distil(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         assert self._objective is not None
@@ -489,29 +527,51 @@ class RopeSFTTrainer(SFTTrainer):
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         return loss
 
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's step; forward and backward of an objective run while it watches the model's attention."""
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's step, keyed by optimizer step and document, also of a `compute_loss` of one's own.
+
+        Forward and backward of an objective run while it watches the model's attention.
+        """
         model.train()  # Trainer does so later: what an objective puts in place differs between training and evaluation
+        self._set_clock(inputs.pop(_FIRST_SAMPLE, 0), training=True)
         with ExitStack() as stack:
             for part in (self._objective, self._shifted):
                 if part is not None:
                     stack.enter_context(part.active())
-            return super().training_step(model, *args, **kwargs)
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        self._require_finite(loss)
+        if self._perturbs and (self._objective is None or self._objective.draws):
+            self._means["train"].add(self._draws())
+        self._batches_left -= 1
+        if self._batches_left == 0:
+            for name, mean in self._means["train"].take().items():
+                self._metrics["train"][name].append(mean)
+        return loss
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
         """TRL's step; an objective that distils gives a loss and no logits."""
         inputs = self._prepare_inputs(inputs)
+        first_sample = 0
         if self._perturbs or self._objective is not None:
             (before,), n_documents = self._number_documents([inputs], self.args.device)
-            inputs = {**inputs, _FIRST_SAMPLE: self._evaluated + before}
+            first_sample = self._evaluated + before
             self._evaluated += n_documents
+        self._set_clock(first_sample, training=False)
         if self._objective is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._objective.begin(None, inputs[_FIRST_SAMPLE])
-        with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
-            return self.compute_loss(model, inputs), None, None
+            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        else:
+            self._objective.begin(None, first_sample)
+            with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
+                result = self.compute_loss(model, inputs), None, None
+        loss = result[0]
+        if loss is not None and not torch.isfinite(loss).all():
+            logger.warning(
+                f"the loss of an evaluation batch is {loss.mean().item()}, and Trainer may leave it out of its mean: "
+                "the weights are not finite, or none of the batch's tokens has a label."
+            )
+        return result
 
     def evaluation_loop(
         self,
@@ -549,6 +609,24 @@ class RopeSFTTrainer(SFTTrainer):
                 self._metrics["train"]["tokens_per_second"].append(rate)
             self._rate_since = tokens, now
         super().log(logs, start_time)
+
+
+def has_rope(model: nn.Module) -> bool:
+    """Whether `patch_model` takes the model."""
+    try:
+        find_decoder(model)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_patched(model: nn.Module) -> bool:
+    return has_rope(model) and state_of(find_decoder(model)) is not None
+
+
+def skips_overflows(accelerator: Accelerator) -> bool:
+    """Whether gradients that are not finite are left out by loss scaling, of torch or of DeepSpeed."""
+    return accelerator.scaler is not None or accelerator.mixed_precision == "fp16"
 
 
 def _require_new(rescaling: Rescaling, model: nn.Module) -> None:

@@ -267,13 +267,6 @@ def test_a_patch_that_fails_leaves_the_model_as_it_came(tmp_path):
     assert model.config.rope_parameters == before and not describe(model).patched
 
 
-def test_plain_sft_arguments_are_refused_with_the_way_out(tmp_path):
-    with pytest.raises(
-        TypeError, match="args must be a RopeSFTConfig, which has all fields of SFTConfig, got SFTConfig"
-    ):
-        RopeSFTTrainer(tiny(), SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
-
-
 def test_a_collator_that_drops_document_borders_is_refused(tmp_path):
     run = trainer(tmp_path, view="skip", packing=True)
     inner = run.data_collator

@@ -1,0 +1,369 @@
+"""With view "standard" and nothing else asked, RopeSFTTrainer is SFTTrainer: what that takes, and its numbers."""
+
+import inspect
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+from support import images
+from support.tiny import VOCAB, tiny
+from support.training import documents, logged, tokenizer
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+from rope_patch import patch_model, rope_view
+from trl_ext import RopeSFTConfig, RopeSFTTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own, of what it takes until its version 2
+
+SETTINGS = {
+    "max_steps": 3, "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no",
+    "disable_tqdm": True, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
+    "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+}  # fmt: skip
+METRICS = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
+STOCK, OURS = (SFTTrainer, SFTConfig), (RopeSFTTrainer, RopeSFTConfig)
+BOTH = (STOCK, OURS)
+
+
+def settings(folder, **options):
+    return {"output_dir": str(folder), **SETTINGS, **options}
+
+
+def after(run):
+    """What a run logs, and the weights that it ends with."""
+    run.train()
+    return logged(run, *METRICS), {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+
+
+def same(one, other):
+    assert one[0] == other[0] and len(one[0]) > 1
+    assert one[1].keys() == other[1].keys() and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=2))
+
+
+def nemotron():
+    torch.manual_seed(0)
+    return NemotronHForCausalLM(
+        NemotronHConfig(
+            vocab_size=VOCAB, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+            layers_block_type=["mamba", "attention"], mamba_num_heads=4, mamba_head_dim=8, mamba_n_groups=1,
+            ssm_state_size=8, use_mamba_kernels=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+NO_ROPE = {"gpt2": gpt2, "nemotron": nemotron}
+
+
+@pytest.mark.parametrize("kind", images.MODELS)
+def test_models_with_several_axes_train_on_images_as_with_trl(kind, tmp_path):
+    runs = [
+        after(
+            trainer_class(
+                images.model(kind),
+                config_class(**settings(tmp_path, max_steps=2)),
+                train_dataset=images.conversations(),
+                processing_class=images.processor(kind),
+            )
+        )
+        for trainer_class, config_class in BOTH
+    ]
+    same(*runs)
+
+
+def test_a_view_that_moves_positions_is_refused_on_several_axes(tmp_path):
+    run = RopeSFTTrainer(
+        images.model("Qwen2VL"),
+        RopeSFTConfig(**settings(tmp_path, view="skip", view_args={"max_skip": 8})),
+        train_dataset=images.conversations(),
+        processing_class=images.processor("Qwen2VL"),
+    )
+    with pytest.raises(ValueError, match=r"of positions with several axes \(mRoPE\) no view says what they become"):
+        run.train()
+
+
+@pytest.mark.parametrize("kind", images.MODELS)
+def test_the_standard_view_is_no_view_on_several_axes(kind):
+    model, ids = images.model(kind).eval(), torch.randint(8, 60, (2, 9))
+    plain = model(ids).logits
+    with rope_view(model, "standard"):
+        assert torch.equal(model(ids).logits, plain)
+        assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False)[:, :9], ids)
+    patch_model(model, "standard", when="always")
+    assert torch.equal(model(ids).logits, plain)
+    index = torch.arange(9).repeat(2, 1)
+    with pytest.raises(ValueError, match="several axes"), rope_view(model, index=index):
+        model(ids, position_ids=index.expand(3, 2, 9))
+
+
+@pytest.mark.parametrize("kind", NO_ROPE)
+def test_models_without_rope_train_as_with_trl(kind, tmp_path):
+    runs = []
+    for trainer_class, config_class in BOTH:
+        run = trainer_class(
+            NO_ROPE[kind](),
+            config_class(**settings(tmp_path / trainer_class.__name__, save_strategy="steps", save_steps=2)),
+            train_dataset=documents(),
+            eval_dataset=documents(3, seed=9),
+            processing_class=tokenizer(),
+        )
+        before = {id(module) for module in run.model.modules() if module._forward_pre_hooks or module._forward_hooks}
+        assert not before, "nothing is put on the model"
+        runs.append((*after(run), run.evaluate()["eval_loss"]))
+        assert run.predict(documents(2, seed=3)).metrics["test_loss"] > 0
+    same(*runs)
+    assert runs[0][2] == runs[1][2]
+
+
+def test_models_without_rope_resume(tmp_path):
+    def run(steps, **resume):
+        made = RopeSFTTrainer(
+            gpt2(),
+            RopeSFTConfig(**settings(tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)),
+            train_dataset=documents(),
+            processing_class=tokenizer(),
+        )
+        made.train(**resume)
+        return logged(made, "loss")
+
+    whole = run(4)
+    assert run(4, resume_from_checkpoint=str(tmp_path / "checkpoint-2")) == whole
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"view": "skip"},
+        {"rescale": "yarn", "rescale_args": {"factor": 2.0}},
+        {"objective": "self-distill", "view": "skip"},
+        {"objective": "hidden-distill"},
+        {"shifted_attention": 0.25, "max_length": 32},
+        {"trainable": "qkv"},
+        {"token_weighting": "longce"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_what_needs_rope_is_refused_without_it(options, tmp_path):
+    with pytest.raises(ValueError, match="model type 'gpt2' has no RoPE that can be patched"):
+        RopeSFTTrainer(
+            gpt2(),
+            RopeSFTConfig(**settings(tmp_path, **options)),
+            train_dataset=documents(),
+            processing_class=tokenizer(),
+        )
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, SFTConfig])
+@pytest.mark.parametrize("batch", [{}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}])
+def test_plain_arguments_train_as_with_trl(kind, batch, tmp_path):
+    def run(trainer_class):
+        given = kind(**settings(tmp_path, hub_token="secret", **batch))
+        made = trainer_class(tiny(), given, None, documents(), documents(3), tokenizer())
+        for own in fields(SFTConfig):
+            values = getattr(made.args, own.name), getattr(given, own.name, None)
+            if hasattr(given, own.name):
+                assert values[0] == values[1], own.name
+        return after(made)
+
+    same(run(SFTTrainer), run(RopeSFTTrainer))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"max_length": 10},
+        {"max_length": 10, "truncation_mode": "keep_end"},
+        {"packing": True},
+        {"packing": True, "max_length": 20, "packing_strategy": "wrapped"},
+        {"packing": True, "max_length": 20, "eval_packing": False},
+    ],
+    ids=str,
+)
+def test_an_sft_config_makes_the_rows_that_it_makes_with_trl(rows, tmp_path):
+    stock, ours = (
+        trainer_class(
+            tiny(),
+            SFTConfig(**settings(tmp_path, **rows)),
+            train_dataset=documents(),
+            eval_dataset=documents(4, seed=9),
+            processing_class=tokenizer(),
+        )
+        for trainer_class in (SFTTrainer, RopeSFTTrainer)
+    )
+    for name in ("train_dataset", "eval_dataset"):
+        assert getattr(stock, name)["input_ids"] == getattr(ours, name)["input_ids"]
+        assert getattr(stock, name)["labels"] == getattr(ours, name)["labels"]
+
+
+def test_arguments_of_another_class_are_refused_where_fields_would_be_lost(tmp_path):
+    @dataclass
+    class Own(SFTConfig):
+        mine: int = 3
+
+    @dataclass
+    class Renamed(SFTConfig):
+        pass
+
+    assert RopeSFTConfig.of(Renamed(**settings(tmp_path))).learning_rate == SETTINGS["learning_rate"]
+    with pytest.raises(TypeError, match="is of class Own, whose fields mine RopeSFTConfig lacks: derive the class"):
+        RopeSFTTrainer(tiny(), Own(**settings(tmp_path)), train_dataset=documents(), processing_class=tokenizer())
+    with pytest.raises(TypeError, match="must be a RopeSFTConfig, an SFTConfig or plain TrainingArguments, got dict"):
+        RopeSFTTrainer(tiny(), settings(tmp_path), train_dataset=documents(), processing_class=tokenizer())
+
+
+def test_the_signature_is_that_of_trl():
+    stock, ours = (inspect.signature(kind.__init__).parameters for kind in (SFTTrainer, RopeSFTTrainer))
+    assert list(ours)[: len(stock)] == list(stock)
+    assert [ours[name].default for name in stock] == [stock[name].default for name in stock]
+
+
+def test_arguments_come_by_place_as_with_trl(tmp_path):
+    seen, runs = [], []
+
+    class Told(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.append(args)
+
+    for trainer_class, config_class in BOTH:
+        model = tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = config_class(**settings(tmp_path))
+        evaluated = {"one": documents(3, seed=1), "two": documents(3, seed=2)}
+        run = trainer_class(
+            model, given, None, documents(), evaluated, tokenizer(), None, None, [Told()], (optimizer, None)
+        )
+        assert run.args is given
+        runs.append((*after(run), run.evaluate()))
+        assert seen[-1] is given
+    same(*runs)
+    for name in ("eval_one_loss", "eval_two_loss"):
+        assert runs[0][2][name] == runs[1][2][name]
+
+
+@pytest.mark.parametrize("data", ["rows", "stream"])
+def test_the_users_arguments_change_as_with_trl_and_no_more(data, tmp_path):
+    changed = []
+    for trainer_class, config_class in BOTH:
+        given = config_class(**settings(tmp_path, accelerator_config={"dispatch_batches": True}))
+        before = dict(vars(given))
+        rows = documents() if data == "rows" else documents().to_iterable_dataset()
+        run = trainer_class(tiny(), given, train_dataset=rows, processing_class=tokenizer())
+        assert run.args is given
+        names = {name for name, value in vars(given).items() if name not in before or before[name] != value}
+        changed.append((names, given.accelerator_config.dispatch_batches))
+    assert changed[0] == changed[1] and changed[0][1] is (data == "rows")
+
+
+def test_what_a_tokenizer_adds_to_a_view_stays_out_of_the_users_arguments(tmp_path):
+    given = RopeSFTConfig(**settings(tmp_path, view="endprompt", view_args={"target": 64}, cue="w3 w4", max_length=32))
+    run = RopeSFTTrainer(tiny(), given, train_dataset=documents(), processing_class=tokenizer())
+    assert given.view_args == {"target": 64} and run.args.view_args == {"target": 64, "cue_tokens": 2}
+
+
+def test_packing_without_a_length_takes_trls_and_says_so(tmp_path, caplog):
+    rows = []
+    for trainer_class, config_class in BOTH:
+        given = config_class(**settings(tmp_path, packing=True))
+        run = trainer_class(tiny(), given, train_dataset=documents(80), processing_class=tokenizer())
+        assert given.max_length == run.args.max_length == 1024
+        rows.append([sorted(row) for row in run.train_dataset["seq_lengths"]])
+    assert rows[0] == rows[1] and len(rows[0]) > 1
+    assert "max_length is set to TRL's default of 1024 tokens" in caplog.text
+    with pytest.raises(ValueError, match="max_length"):
+        SFTTrainer(
+            tiny(),
+            SFTConfig(**settings(tmp_path, packing=True, max_length=None)),
+            train_dataset=documents(),
+            processing_class=tokenizer(),
+        )
+    with pytest.raises(ValueError, match="needs rows of one length, got max_length=None"):
+        RopeSFTConfig.of(SFTConfig(**settings(tmp_path, packing=True, max_length=None)))
+
+
+class Overflow(TrainerCallback):
+    """Makes the loss of some optimizer steps infinite, as fp16 does where an activation overflows."""
+
+    def __init__(self, model, *steps):
+        self.steps, self.now = steps, False
+        model.model.norm.register_forward_hook(self.hook)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.now = state.global_step in self.steps
+
+    def hook(self, module, args, output=None):
+        return output * float("inf") if self.now else None
+
+
+def scaled(trainer_class, config_class, folder, **options):
+    """A run whose gradients are scaled by torch's own scaler, which works on a CPU too."""
+    model = tiny()
+    run = trainer_class(
+        model,
+        config_class(**settings(folder, max_steps=5, **options)),
+        train_dataset=documents(),
+        processing_class=tokenizer(),
+        callbacks=[Overflow(model, 1, 3)],
+    )
+    run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    return run
+
+
+def test_a_step_that_loss_scaling_leaves_out_goes_on_as_with_trl(tmp_path, caplog):
+    stock, ours = (after(scaled(*kind, tmp_path)) for kind in BOTH)
+    assert [entry["loss"] for entry in stock[0]] == [entry["loss"] for entry in ours[0]]
+    assert all(torch.equal(stock[1][name], ours[1][name]) for name in stock[1])
+    assert all(weight.isfinite().all() for weight in ours[1].values())
+    told = [record.message for record in caplog.records if "fp16 has overflowed" in record.message]
+    assert [f"at optimizer step {step}:" in message for step, message in zip((1, 3), told, strict=True)] == [True, True]
+
+
+def test_a_loss_that_is_not_finite_stops_a_run_without_loss_scaling(tmp_path):
+    model = tiny()
+    run = RopeSFTTrainer(
+        model,
+        RopeSFTConfig(**settings(tmp_path)),
+        train_dataset=documents(),
+        processing_class=tokenizer(),
+        callbacks=[Overflow(model, 1)],
+    )
+    before = None
+
+    class Weights(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            nonlocal before
+            before = [weight.detach().clone() for weight in model.parameters()]
+
+    run.add_callback(Weights())
+    with pytest.raises(FloatingPointError, match="the loss became nan at optimizer step 1"):
+        run.train()
+    assert all(torch.equal(was, is_) for was, is_ in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+def test_fp16_that_overflows_goes_on_as_with_trl(tmp_path):
+    runs = []
+    for trainer_class, config_class in BOTH:
+        model = tiny()
+        run = trainer_class(
+            model,
+            config_class(**settings(tmp_path, max_steps=5, use_cpu=False, fp16=True)),
+            train_dataset=documents(),
+            processing_class=tokenizer(),
+            callbacks=[Overflow(model, 1, 3)],
+        )
+        assert run.accelerator.scaler is not None
+        runs.append(after(run))
+    assert [entry["loss"] for entry in runs[0][0]] == [entry["loss"] for entry in runs[1][0]]
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
