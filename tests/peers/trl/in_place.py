@@ -49,6 +49,7 @@ def put_ours_in_place(options: dict[str, Any]) -> None:
         for name, value in options.items()
     ]
     config = dataclasses.make_dataclass("ConfigInPlace", defaults, bases=(RopeSFTConfig,))
+    config.__module__, globals()["ConfigInPlace"] = __name__, config  # checkpoints hold it, by this name
     trl_ext.trainer.RopeSFTConfig = config  # what a trainer without args makes
     trl.SFTTrainer, trl.SFTConfig = RopeSFTTrainer, config
 
