@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from peers.outcomes import Outcome, count, differences, run_python, run_tests
 from peers.trl.refusals import OF_EVERY_VIEW, OF_SELF_DISTILLATION
 

@@ -61,9 +61,7 @@ class Vocabulary:
             core.post_processor = processors.TemplateProcessing(
                 single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, core.token_to_id(bos))]
             )
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=core, eos_token=eos, pad_token=pad, bos_token=bos, **named
-        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token=pad, bos_token=bos, **named)
         if template is not None:
             tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
         return tokenizer
