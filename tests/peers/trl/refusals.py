@@ -2,11 +2,39 @@
 
 from peers.outcomes import Refusal
 
+OF_EVERY_TRAINING = [
+    Refusal(
+        error="the loss became nan",
+        reason="weights in float16 at learning rate 0.1 overflow: TRL trains on with NaN, ours stops",
+        tests=("test_train_model_dtype",),
+    ),
+]
+
 OF_EVERY_VIEW = [
+    *OF_EVERY_TRAINING,
     Refusal(
         error="has no RoPE that can be patched",
         reason="a view moves RoPE indices, and this model has none",
         tests=("test_train[trl-internal-testing/tiny-NemotronHForCausalLM-nano]",),
+    ),
+    Refusal(
+        error="of positions with several axes (mRoPE) no view says what they become",
+        reason="positions of images have three axes, and a view is a rule for one",
+        tests=(
+            *(
+                f"{test}[trl-internal-testing/tiny-{model}]"
+                for test in ("test_train_nll_loss_vlm", "test_train_vlm")
+                for model in (
+                    "Qwen2VLForConditionalGeneration",
+                    "Qwen2_5_VLForConditionalGeneration",
+                    "Qwen3VLForConditionalGeneration",
+                    "Qwen3_5ForConditionalGeneration-NoThink",
+                    "Qwen3_5MoeForConditionalGeneration-3.6",
+                )
+            ),
+            "test_train_vlm_multi_image[trl-internal-testing/tiny-Qwen2_5_VLForConditionalGeneration]",
+            "test_train_vlm_prompt_completion[trl-internal-testing/tiny-Qwen2_5_VLForConditionalGeneration]",
+        ),
     ),
 ]
 
@@ -51,10 +79,5 @@ OF_SELF_DISTILLATION = [
             "test_train_with_peft_config_and_gradient_checkpointing_reentrant[True]",
             "test_train_with_gradient_checkpointing_reentrant[True]",
         ),
-    ),
-    Refusal(
-        error="the loss became nan",
-        reason="weights in float16 at learning rate 0.1 overflow: TRL trains on with NaN, ours stops",
-        tests=("test_train_model_dtype",),
     ),
 ]

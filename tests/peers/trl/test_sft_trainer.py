@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from peers.outcomes import Outcome, count, differences, run_python, run_tests
-from peers.trl.refusals import OF_EVERY_VIEW, OF_SELF_DISTILLATION
+from peers.trl.refusals import OF_EVERY_TRAINING, OF_EVERY_VIEW, OF_SELF_DISTILLATION
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def stock(checkout: Path, hub: Path) -> dict[str, Outcome]:
 @pytest.mark.parametrize(
     ("name", "options", "refusals"),
     [
-        ("standard", {}, []),
+        ("standard", {}, OF_EVERY_TRAINING),
         ("skip", VIEW, OF_EVERY_VIEW),
         ("self-distill", {"objective": "self-distill", **VIEW}, OF_SELF_DISTILLATION),
     ],
