@@ -1,0 +1,72 @@
+"""Transformers' own modelling tests on patched models: whatever passes unpatched passes patched."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from peers.counts import Counts, read_counts, surprises
+from peers.outcomes import Outcome, count, differences, run_tests
+from peers.patch_every_model import COUNTS, MODE, MODES
+from peers.transformers_models.refusals import REFUSALS, REFUSED_MODELS
+
+NEEDED = ("httpx", "parameterized")  # by Transformers' tests
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(find_spec, NEEDED)), reason=f"Transformers' tests import {NEEDED}: pip install {' '.join(NEEDED)}"
+    ),
+]
+
+# folder of Transformers' tests -> prefix of the names of its classes
+FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
+}
+# Compiling takes half of the time, and tests/rope_patch has tests of it. The 24 comparisons of eager attention and SDPA
+# and the two others, which train and load for seconds, say the same of each family.
+LEFT_OUT = "not (compil or eager_matches_sdpa_inference or training_overfit or bc_torch_dtype)"
+
+
+@pytest.fixture(scope="module")
+def run(
+    peer_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], tuple[dict[str, Outcome], Counts]]:
+    """Run the tests of a family once in a mode, "" for unpatched: what came out, and how many models were patched."""
+    checkout = peer_folder("transformers")
+    folder = tmp_path_factory.mktemp("transformers")
+
+    @cache
+    def run(family: str, mode: str) -> tuple[dict[str, Outcome], Counts]:
+        counts = folder / f"{family}-{mode}.json"
+        outcomes = run_tests(
+            [str(checkout / f"tests/models/{family}/test_modeling_{family}.py"), "-k", LEFT_OUT],
+            checkout=checkout,
+            folder=folder,
+            report=folder / f"{family}-{mode}.xml",
+            plugin="peers.patch_every_model",
+            CUDA_VISIBLE_DEVICES="",
+            **{MODE: mode, COUNTS: str(counts)},
+        )
+        print(family, mode, count(outcomes))
+        return outcomes, read_counts(counts)
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_passes_unpatched_passes_patched(run, family, mode):
+    stock, unpatched = run(family, "")
+    assert count(stock)["passed"] > 80, [each for each in stock.items() if each[1].kind == "failed"]
+    assert not unpatched.patched
+    outcomes, counts = run(family, mode)
+    assert not differences(stock, outcomes, REFUSALS[mode])
+    assert not surprises(counts, [f"{FAMILIES[family]}ForCausalLM"], REFUSED_MODELS[mode])
