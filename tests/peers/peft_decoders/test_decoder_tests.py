@@ -13,11 +13,12 @@ from peers.peft_decoders.stand_ins import fill_cache
 
 pytestmark = pytest.mark.slow
 
-# One model of the three, and of its 1,500 tests those that build, train, run, merge, save and load adapters, each in one
-# dtype: about five minutes on a core.
+# One model of the three, and of its 1,500 tests those that build, train, run, merge, save and load adapters, each in
+# one dtype: about five minutes on a core.
 SELECTED = (
-    "LlamaForCausalLM and (save_pretrained or merge_layers or unload or disable or gradient_checkpointing or generate or "
-    "input_embeds or weighted) and not (pickle or nan or fp16 or mixed or dtype or half_prec or pos_args or prepare_for)"
+    "LlamaForCausalLM and (save_pretrained or merge_layers or unload or disable or gradient_checkpointing or generate "
+    "or input_embeds or weighted) "
+    "and not (pickle or nan or fp16 or mixed or dtype or half_prec or pos_args or prepare_for)"
 )
 
 

@@ -20,15 +20,15 @@ pytestmark = [
     ),
 ]
 
-# folder of Transformers' tests -> prefix of the names of its classes
+# folder of Transformers' tests -> the class in it that tests models of text, and a class of models that it builds
 FAMILIES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral",
-    "gemma3": "Gemma3",
-    "phi3": "Phi3",
-    "olmo2": "Olmo2",
+    "llama": ("LlamaModelTest", "LlamaForCausalLM"),
+    "qwen2": ("Qwen2ModelTest", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3ModelTest", "Qwen3ForCausalLM"),
+    "mistral": ("MistralModelTest", "MistralForCausalLM"),
+    "gemma3": ("Gemma3TextModelTest", "Gemma3ForCausalLM"),
+    "phi3": ("Phi3ModelTest", "Phi3ForCausalLM"),
+    "olmo2": ("Olmo2ModelTest", "Olmo2ForCausalLM"),
 }
 # Compiling takes half of the time, and tests/rope_patch has tests of it. The 24 comparisons of eager attention and SDPA
 # and the two others, which train and load for seconds, say the same of each family.
@@ -46,8 +46,9 @@ def run(
     @cache
     def run(family: str, mode: str) -> tuple[dict[str, Outcome], Counts]:
         counts = folder / f"{family}-{mode}.json"
+        tests = checkout / f"tests/models/{family}/test_modeling_{family}.py"
         outcomes = run_tests(
-            [str(checkout / f"tests/models/{family}/test_modeling_{family}.py"), "-k", LEFT_OUT],
+            [f"{tests}::{FAMILIES[family][0]}", "-k", LEFT_OUT],
             checkout=checkout,
             folder=folder,
             report=folder / f"{family}-{mode}.xml",
@@ -69,4 +70,4 @@ def test_what_passes_unpatched_passes_patched(run, family, mode):
     assert not unpatched.patched
     outcomes, counts = run(family, mode)
     assert not differences(stock, outcomes, REFUSALS[mode])
-    assert not surprises(counts, [f"{FAMILIES[family]}ForCausalLM"], REFUSED_MODELS[mode])
+    assert not surprises(counts, [FAMILIES[family][1]], REFUSED_MODELS[mode])
