@@ -31,8 +31,11 @@ FAMILIES = {
     "olmo2": ("Olmo2ModelTest", "Olmo2ForCausalLM"),
 }
 # Compiling takes half of the time, and tests/rope_patch has tests of it. The 24 comparisons of eager attention and SDPA
-# and the two others, which train and load for seconds, say the same of each family.
-LEFT_OUT = "not (compil or eager_matches_sdpa_inference or training_overfit or bc_torch_dtype)"
+# and the two others, which train and load for seconds, say the same of each family. Tests of several processes (tp,
+# fsdp, ep) start some in which nothing is patched.
+LEFT_OUT = (
+    "not (compil or eager_matches_sdpa_inference or training_overfit or bc_torch_dtype or test_tp_ or fsdp or test_ep_)"
+)
 
 
 @pytest.fixture(scope="module")
