@@ -65,8 +65,11 @@ def run(
     return run
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+# Transformers takes no linear schedule for Phi-3, which "same-places" would write
+CASES = [(family, mode) for family in FAMILIES for mode in MODES if (family, mode) != ("phi3", "same-places")]
+
+
+@pytest.mark.parametrize(("family", "mode"), CASES)
 def test_what_passes_unpatched_passes_patched(run, family, mode):
     stock, unpatched = run(family, "")
     assert count(stock)["passed"] > 80, [each for each in stock.items() if each[1].kind == "failed"]
