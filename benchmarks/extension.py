@@ -46,8 +46,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, passkey, short_text
-from rope_patch.eval.needles import PASSKEY_FILLER
 from rope_patch.eval.retrieval import DEPTHS
+from rope_patch.eval.wordings import PASSKEY_FILLER
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.cues import cue_ids
 
@@ -318,7 +318,10 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         curve = loss_by_position(model, args.val_rows, progress=False)
         lengths = lengths_within(args, target)
-        keys = passkey(model, tokenizer, lengths, trials=args.trials, chat_template="off", progress=False)
+        # the wording that all lines of the results were asked in
+        keys = passkey(
+            model, tokenizer, lengths, trials=args.trials, wordings=(0,), chat_template="off", progress=False
+        )
         digits = {
             kind: {
                 str(n): statistics.mean(right for exam in by_length[n] for _, right in accuracy(model, exam))

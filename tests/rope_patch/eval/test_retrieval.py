@@ -30,13 +30,15 @@ def lookup(knows=lambda text, values: values):
         replies = []
         for row in input_ids:
             text = TOKENIZER.decode(row)
-            body, _, question = text.rpartition("\nWhat")
-            keys = re.findall(r"[a-z]+-[a-z]+", question.partition("mentioned")[0])
-            if "pass key" in question:
-                values = re.findall(r"The pass key is (\d{5})", body)
+            body, _, question = text.rpartition("\n")
+            keys = dict.fromkeys(re.findall(r"[a-z]+-[a-z]+", question))
+            if not keys:
+                values = list(dict.fromkeys(re.findall(r"\d{5}", body)))
             else:
-                values = [v for k in keys for v in re.findall(rf"for {k} is: (\d{{7}})", body)]
-            ordinal = re.search(r"the (first|second|third|fourth|last) special", question)
+                # a needle is a sentence with a key and a number, in either order
+                found = {k: re.findall(rf"{k}[^.]*?(\d{{7}})|(\d{{7}})[^.]*? {k}\b", body) for k in keys}
+                values = [a or b for k in keys for a, b in found[k]]
+            ordinal = re.search(r"the (first|second|third|fourth|last) [a-z]", question)
             if ordinal:
                 values = [values[["first", "second", "third", "fourth", "last"].index(ordinal[1]) if ordinal[1] != "last" else -1]]  # fmt: skip  # noqa: E501
             reply = ", ".join(knows(text, values))[: generation_config.max_new_tokens]
