@@ -14,7 +14,7 @@ COLORS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 2)))
 HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--")
 # from dark to light, also in grey; no red beside green
-SHADES = "cividis"
+SHADES = "viridis"
 
 
 def require_matplotlib() -> None:
@@ -55,7 +55,7 @@ def new_figure(
 
 def ink_on(value: float) -> str:
     """The colour of text on the shade of a value from 0, dark, to 1, light."""
-    return "black" if value > 0.5 else "white"
+    return "black" if value > 0.6 else "white"
 
 
 def add_legend(figure: "Figure", axes: Any, columns: int = 5) -> None:

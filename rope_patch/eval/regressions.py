@@ -16,7 +16,7 @@ from .short_text import ShortText
 
 _PARTS = 8  # of a row's span, where there are few rows
 _ENOUGH_ROWS = 20  # from here on whole rows are resampled
-_TOLD = 4  # cells of a kind that the verdict names
+_TOLD = 3  # scores that the verdict names of those lost or won
 
 
 @dataclass(frozen=True)
@@ -314,5 +314,8 @@ def _cell(
 
 
 def _listed(cells: Sequence[Cell]) -> str:
-    told = "; ".join(cell.said() for cell in cells[:_TOLD])
-    return told + (f"; and {len(cells) - _TOLD} more" if len(cells) > _TOLD else "")
+    """The largest differences of scores and the largest of losses, and how many more there are."""
+    scores = [cell for cell in cells if cell.higher_is_better][:_TOLD]
+    losses = [cell for cell in cells if not cell.higher_is_better][: max(1, _TOLD - len(scores))]
+    more = len(cells) - len(scores) - len(losses)
+    return "; ".join(cell.said() for cell in [*scores, *losses]) + (f"; and {more} more" if more else "")

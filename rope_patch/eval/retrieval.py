@@ -135,19 +135,20 @@ class RetrievalGrid(Result):
             cells = [[row[j] for row in grid.accuracy] for j in range(len(grid.depths))]
             image = axes.imshow(cells, vmin=0, vmax=1, cmap=SHADES, aspect="auto")
             ticks = [compact(n) for n in grid.lengths]
+            size = 7 if len(ticks) * len(results) <= 24 else 5
             axes.set_xticks(range(len(ticks)), ticks, rotation=90 if len(ticks) * len(results) > 16 else 0)
             axes.set_yticks(range(len(grid.depths)), [f"{100 * d:.0f} %" for d in grid.depths])
             axes.set(title=label)
             for i, row in enumerate(grid.accuracy):
                 for j, value in enumerate(row):
                     text = f"{100 * value:.0f}"
-                    axes.text(i, j, text, ha="center", va="center", fontsize=7, color=ink_on(value))
+                    axes.text(i, j, text, ha="center", va="center", fontsize=size, color=ink_on(value))
             for i, n in enumerate(grid.lengths):
                 means = list(grid.by_wording(n).values())
                 if means:
-                    below.plot([i, i], [100 * min(means), 100 * max(means)], color="0.6", linewidth=5)
+                    below.plot([i, i], [100 * min(means), 100 * max(means)], color="0.65", linestyle="-", linewidth=5)
             middle = [100 * a for a in grid.by_length]
-            below.plot(range(len(ticks)), middle, color="black", marker="o", markersize=4, linewidth=1)
+            below.plot(range(len(ticks)), middle, color="black", linestyle="-", marker="o", markersize=4)
             below.set_xticks(range(len(ticks)), ticks, rotation=90 if len(ticks) * len(results) > 16 else 0)
             below.set(xlabel="length (tokens)", ylim=(-4, 104), xlim=(-0.5, len(ticks) - 0.5))
             below.grid(axis="y", alpha=0.25)
@@ -166,8 +167,8 @@ class RetrievalGrid(Result):
             for n, a in zip(grid.lengths, grid.by_length, strict=True):
                 means = grid.by_wording(n).values()
                 spread = "" if len(means) < 2 else f" ({100 * min(means):.0f} to {100 * max(means):.0f} by wording)"
-                parts.append(f"{100 * a:.0f} % at {n}{spread}")
-            said.append(f"{label}: {', '.join(parts)} tokens.")
+                parts.append(f"{100 * a:.0f} % at {n} tokens{spread}")
+            said.append(f"{label}: {', '.join(parts)}.")
         return [*said, "Each cell is the share of hidden values that the model writes in its answer."]
 
 
