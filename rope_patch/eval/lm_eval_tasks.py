@@ -288,10 +288,11 @@ def _built(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
     """
     try:
         if source.file is None:
-            sizes = [f"{k}k" for k in _BABILONG if 1024 * k <= length] if "babilong" in leaf else []
-            return local_task(
-                leaf, None, "test", shots=None, **({"metadata": {"max_seq_lengths": sizes[-1]}} if sizes else {})
-            )
+            overrides: dict[str, Any] = {}
+            if "babilong" in leaf:
+                longest = max(k for k in _BABILONG if 1024 * k <= length)
+                overrides["metadata"] = {"max_seq_lengths": f"{longest}k"}
+            return local_task(leaf, None, "test", shots=None, **overrides)
         documents = list(islice(_rows(source.file, source.group, leaf), limit))
         examples = None if source.examples is None else _rows(source.examples, source.group, leaf)
         return local_task(leaf, documents, "test", examples=examples, shots=None)

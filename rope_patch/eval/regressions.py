@@ -254,13 +254,13 @@ def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosit
     for start, end in zip(edges, edges[1:], strict=False):
         parts = 1 if first.n_rows >= _ENOUGH_ROWS else min(_PARTS, end - start)
         cuts = [start + (end - start) * k // parts for k in range(parts + 1)]
-        units = [
+        one, other = (
             [fmean(row[a:b]) for row in curve.blocks for a, b in zip(cuts, cuts[1:], strict=False)]
             for curve in (first, second)
-        ]
+        )
         unit = "rows" if parts == 1 else f"parts of {first.n_rows} rows"
         name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
-        found += _cell(label, measure, BLOCK * end, name, *units, unit, higher_is_better=False)
+        found += _cell(label, measure, BLOCK * end, name, one, other, unit, higher_is_better=False)
     return found
 
 

@@ -202,7 +202,7 @@ def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
         for row in result.table():
             beside = of_first.get(place(row))
             known = beside is not None and row[column] is not None
-            difference = row[column] - beside if known else None  # type: ignore[operator]
+            difference = row[column] - beside if known else None
             rows.append({"model": label, **row, f"{column} of {first}": beside, "difference": difference})
     _write_rows(rows, file)
 

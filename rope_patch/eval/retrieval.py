@@ -450,7 +450,7 @@ class _Prompts:
         They do not depend on the model, only on its tokenizer: the k-th prompt of two models is the same.
         """
         seen: set[tuple[int, ...]] = set()
-        prompts = []
+        prompts: list[RetrievalPrompt] = []
         for depth in self.depths:
             for trial in range(self.trials):
                 # in turn through depths and trials: each wording is asked at all depths

@@ -271,6 +271,7 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
 
     Without a known window, from a sixteenth of the longest row on.
     """
+    from rope_patch.eval.needles import KINDS
     from rope_patch.eval.retrieval import shortest_prompt
     from rope_patch.eval.ruler import SHORTEST_LENGTH
 
@@ -283,7 +284,7 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
             print(f"Prompts of {left_out} tokens are left out: {measures} needs {needed}. --lengths names others.")
         return tuple(length for length in lengths if length >= needed) or (plan.length,)
 
-    kinds = [name.removeprefix("niah-") for name in plan.measures if name == "passkey" or name.startswith("niah-")]
+    kinds = [kind for kind in KINDS if {kind, f"niah-{kind}"} & set(plan.measures)]
     needed = max((shortest_prompt(kind, tokenizer, plan.chat_template) for kind in kinds), default=0)
     return replace(
         plan,
