@@ -12,8 +12,8 @@ Every run rescales the model by target / window, under PI or YaRN, and trains al
 rate, on rows cut from the same documents. A cue counts as tokens, and of PoSE those of the window. `none` is the
 rescaled model without training, `native` the model as it is. --methods also takes the forms of skip distillation and
 the combinations of methods, which are left out by default. Measured: loss by position; passkey by length up to the
-target, as the model writes it; passkey and one of four needles in held-out text with the digits of the answer graded
-alone; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what is in it
+target, as the model writes it; passkey and one of four needles in held-out text with the digits of the answer
+teacher-forced; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what is in it
 is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would not be
 through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs among
 processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
@@ -294,7 +294,7 @@ def lengths_within(args: argparse.Namespace, target: int) -> list[int]:
 
 
 def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, list[Exam]]]:
-    """The prompts whose digits are graded, over ten depths, the same for every model."""
+    """The prompts whose digits are graded under teacher forcing, over ten depths, the same for every model."""
     filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
     lengths = lengths_within(args, max(args.targets))
     passkey_text = filler * (max(lengths) // len(filler) + 1)
@@ -312,7 +312,7 @@ def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, 
 
 
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -> dict[str, Any]:
-    """Loss by position, passkey and digits up to the target, and short text, under autocast as in training."""
+    """Loss by position, passkey as written, teacher-forced digits up to the target, and short text, under autocast as in training."""
     begin = time.perf_counter()
     model.eval()  # a view that is sampled in training is not in force
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
@@ -322,7 +322,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
         keys = passkey(
             model, tokenizer, lengths, trials=args.trials, wordings=(0,), chat_template="off", progress=False
         )
-        digits = {
+        teacher_forced = {
             kind: {
                 str(n): statistics.mean(right for exam in by_length[n] for _, right in accuracy(model, exam))
                 for n in lengths
@@ -336,7 +336,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
     return {
         "loss_by_position": curve.bins(edges),
         "passkey": {str(n): a for n, a in zip(lengths, keys.by_length, strict=True)},
-        "digits": digits,
+        "teacher_forced": teacher_forced,
         "short": None if short is None else short.accuracy,
         "short_mean": None if short is None else short.mean,
         "measure_seconds": time.perf_counter() - begin,

@@ -78,10 +78,10 @@ def test_lengths_go_from_a_sixteenth_of_the_window_on(folder, monkeypatch, capsy
     assert "left out" not in capsys.readouterr().out
     narrow = ["--model", f"native={folder / 'tiny'}"]
     _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--ruler", "--length", "5000")
-    assert plan.lengths == (256, 512, 1024, 2048, 4096, 5000) and plan.ruler_lengths == (4096, 5000)
+    assert plan.lengths == (512, 1024, 2048, 4096, 5000) and plan.ruler_lengths == (4096, 5000)
     out = capsys.readouterr().out
-    assert "Prompts of 4, 8, 16, 32, 64, 128 tokens are left out: retrieval needs" in out
-    assert "1024, 2048 tokens are left out: RULER needs 4096. --lengths names others." in out
+    assert "Prompts of 4, 8, 16, 32, 64, 128, 256 tokens are left out: retrieval needs" in out
+    assert "512, 1024, 2048 tokens are left out: RULER needs 4096. --lengths names others." in out
     _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--lengths", "300", "400", "--ruler")
     assert plan.lengths == (300, 400) and plan.ruler_lengths is None
 
