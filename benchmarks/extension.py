@@ -13,8 +13,8 @@ rate, on rows cut from the same documents. A cue counts as tokens, and of PoSE t
 rescaled model without training, `native` the model as it is. --methods also takes the forms of skip distillation and
 the combinations of methods, which are left out by default. Measured: loss by position; passkey by length up to the
 target, as the model writes it; passkey and one of four needles in held-out text with the digits of the answer
-teacher-forced; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what is in it
-is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would not be
+teacher-forced; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what
+is in it is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would not be
 through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs among
 processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
 
@@ -312,7 +312,7 @@ def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, 
 
 
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -> dict[str, Any]:
-    """Loss by position, passkey as written, teacher-forced digits up to the target, and short text, under autocast as in training."""
+    """Loss by position, passkey as written, teacher-forced digits, and short text, under autocast as in training."""
     begin = time.perf_counter()
     model.eval()  # a view that is sampled in training is not in force
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
