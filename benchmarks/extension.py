@@ -15,8 +15,8 @@ the combinations of methods, which are left out by default. Measured: loss by po
 target, as the model writes it; passkey and one of four needles in held-out text with the digits of the answer
 teacher-forced; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what
 is in it is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would
-not be through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs among
-processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
+not be through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs
+among processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
 
 --cost trains every method for that many steps after two that warm up, measures nothing else, and is for a GPU without
 other work: seconds and peak memory, first with one row at a time and then with as many as make --at-once tokens. The

@@ -15,6 +15,7 @@ from .asking import TEMPLATE_OPTIONS, ChatTemplate, uses_chat_template
 from .cache import Remember, afresh
 from .generation import PREFILL_CHUNK
 from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
+from .progress import token_bar
 from .result import Result
 from .text import read_json_lines
 
@@ -108,11 +109,11 @@ class LmEval(Result):
 
 
 class _Part(NamedTuple):
-    """One of lm-eval's tasks, built, and which of its documents are asked."""
+    """Which documents of a task are asked."""
 
-    task: Any
     documents: list[int]
     left_out: int
+    tokens: int  # of all prompts and answers together
 
 
 def lm_eval_tasks(
@@ -125,6 +126,7 @@ def lm_eval_tasks(
     limit: int | None = None,
     batch_size: int = 1,
     chat_template: ChatTemplate = "auto",
+    progress: bool = True,
     remember: Remember = afresh,
 ) -> LmEval:
     """Score lm-eval's own tasks, with its prompts and metrics and as many examples as it shows by itself.
@@ -146,6 +148,7 @@ def lm_eval_tasks(
         batch_size: prompts in a forward.
         chat_template: whether prompts are put through the tokenizer's chat template: "on", "off", or "auto", if there
             is one.
+        progress: whether to show a bar over the tokens of each task.
         remember: keeps each task as soon as it is done.
 
     Raises:
@@ -165,7 +168,7 @@ def lm_eval_tasks(
         for leaf, source in files.items():
 
             def measure(leaf: str = leaf, source: "_Source" = source) -> dict[str, Any]:
-                return _measure(model, tokenizer, leaf, source, length, limit, batch_size, chat)
+                return _measure(model, tokenizer, leaf, source, length, limit, batch_size, chat, progress)
 
             value = remember({"task": leaf}, measure)
             left_out[name] += value["left_out"]
@@ -317,6 +320,7 @@ def _measure(
     limit: int | None,
     batch_size: int,
     chat: bool,
+    progress: bool,
 ) -> dict[str, Any]:
     task = _built(leaf, source, limit, length)
     generates = task.config.output_type == "generate_until"
@@ -326,9 +330,10 @@ def _measure(
     if generates and length > PREFILL_CHUNK:
         chunk = max(PREFILL_CHUNK // batch_size, 1)
         task.set_config("generation_kwargs", {"prefill_chunk_size": chunk}, update=True)
-    found, logged = evaluate(
-        model, tokenizer, task, batch_size=batch_size, max_length=length, samples=part.documents, chat=chat
-    )
+    with token_bar(model, part.tokens, leaf, show=progress):
+        found, logged = evaluate(
+            model, tokenizer, task, batch_size=batch_size, max_length=length, samples=part.documents, chat=chat
+        )
     metric = task.config.metric_list[0]["metric"]
     floats = {k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k}
     first = min(logged, key=lambda s: s["doc_id"])
@@ -364,11 +369,11 @@ def _fitting(task: Any, tokenizer: PreTrainedTokenizerBase, length: int, limit: 
     count = partial(_tokens, tokenizer, task)
     with quiet():
         task.build_all_requests(limit=limit, apply_chat_template=chat, chat_template=through_template if chat else None)
-    longest: dict[int, int] = {}
+    tokens: dict[int, list[int]] = {}
     for request in task.instances:
-        longest[request.doc_id] = max(longest.get(request.doc_id, 0), count(request))
-    documents = [doc for doc in sorted(longest) if longest[doc] <= length]
-    return _Part(task, documents, len(longest) - len(documents))
+        tokens.setdefault(request.doc_id, []).append(count(request))
+    documents = [doc for doc in sorted(tokens) if max(tokens[doc]) <= length]
+    return _Part(documents, len(tokens) - len(documents), sum(sum(tokens[doc]) for doc in documents))
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, task: Any, request: Any) -> int:

@@ -146,7 +146,14 @@ class RetrievalGrid(Result):
             for i, n in enumerate(grid.lengths):
                 means = list(grid.by_wording(n).values())
                 if means:
-                    below.plot([i, i], [100 * min(means), 100 * max(means)], color="0.65", linestyle="-", linewidth=5)
+                    below.plot(
+                        [i, i],
+                        [100 * min(means), 100 * max(means)],
+                        color="0.65",
+                        linestyle="-",
+                        linewidth=5,
+                        solid_capstyle="butt",
+                    )
             middle = [100 * a for a in grid.by_length]
             below.plot(range(len(ticks)), middle, color="black", linestyle="-", marker="o", markersize=4)
             below.set_xticks(range(len(ticks)), ticks, rotation=90 if len(ticks) * len(results) > 16 else 0)
