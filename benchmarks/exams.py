@@ -114,7 +114,7 @@ def needle_exam(
     depth: float,
     rng: random.Random,
 ) -> Exam:
-    """A retrieval prompt of `rope_patch.eval` with its answer behind it, of which the digits alone are graded.
+    """A retrieval prompt of `rope_patch.eval` with its answer behind it, whose digits are graded teacher-forced.
 
     A model that would rather begin its answer otherwise ("The pass key is a ...") shows so whether it finds the number.
 

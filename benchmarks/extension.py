@@ -12,11 +12,11 @@ Every run rescales the model by target / window, under PI or YaRN, and trains al
 rate, on rows cut from the same documents. A cue counts as tokens, and of PoSE those of the window. `none` is the
 rescaled model without training, `native` the model as it is. --methods also takes the forms of skip distillation and
 the combinations of methods, which are left out by default. Measured: loss by position; passkey by length up to the
-target, as the model writes it; passkey and one of four needles in held-out text with the digits of the answer graded
-alone; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what is in it
-is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would not be
-through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs among
-processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
+target, as the model writes it; passkey and one of four needles in held-out text with the digits of the answer
+teacher-forced; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what
+is in it is not done again. Seeds are outermost, so a slice leaves whole comparisons. --minutes begins no run that would
+not be through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs
+among processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
 
 --cost trains every method for that many steps after two that warm up, measures nothing else, and is for a GPU without
 other work: seconds and peak memory, first with one row at a time and then with as many as make --at-once tokens. The
@@ -46,8 +46,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, passkey, short_text
-from rope_patch.eval.needles import PASSKEY_FILLER
 from rope_patch.eval.retrieval import DEPTHS
+from rope_patch.eval.wordings import PASSKEY_FILLER
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.cues import cue_ids
 
@@ -294,7 +294,7 @@ def lengths_within(args: argparse.Namespace, target: int) -> list[int]:
 
 
 def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, list[Exam]]]:
-    """The prompts whose digits are graded, over ten depths, the same for every model."""
+    """The prompts whose digits are graded under teacher forcing, over ten depths, the same for every model."""
     filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
     lengths = lengths_within(args, max(args.targets))
     passkey_text = filler * (max(lengths) // len(filler) + 1)
@@ -312,14 +312,17 @@ def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, 
 
 
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -> dict[str, Any]:
-    """Loss by position, passkey and digits up to the target, and short text, under autocast as in training."""
+    """Loss by position, passkey as written, teacher-forced digits, and short text, under autocast as in training."""
     begin = time.perf_counter()
     model.eval()  # a view that is sampled in training is not in force
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
         curve = loss_by_position(model, args.val_rows, progress=False)
         lengths = lengths_within(args, target)
-        keys = passkey(model, tokenizer, lengths, trials=args.trials, chat_template="off", progress=False)
-        digits = {
+        # the wording that all lines of the results were asked in
+        keys = passkey(
+            model, tokenizer, lengths, trials=args.trials, wordings=(0,), chat_template="off", progress=False
+        )
+        teacher_forced = {
             kind: {
                 str(n): statistics.mean(right for exam in by_length[n] for _, right in accuracy(model, exam))
                 for n in lengths
@@ -333,7 +336,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
     return {
         "loss_by_position": curve.bins(edges),
         "passkey": {str(n): a for n, a in zip(lengths, keys.by_length, strict=True)},
-        "digits": digits,
+        "teacher_forced": teacher_forced,
         "short": None if short is None else short.accuracy,
         "short_mean": None if short is None else short.mean,
         "measure_seconds": time.perf_counter() - begin,

@@ -31,7 +31,10 @@ def summary(lines: list[dict[str, Any]]) -> str:
         bins = here[0]["loss_by_position"]
         lengths = list(here[0]["passkey"])
         head = ["method", "M tokens", "rate", "seeds", *(f"loss {b['first']}-{b['end']}" for b in bins)]
-        head += [*(f"passkey {n}" for n in lengths), *(f"{kind} digits {n}" for kind in NEEDLES for n in lengths)]
+        head += [
+            *(f"passkey {n}" for n in lengths),
+            *(f"{kind} teacher-forced {n}" for kind in NEEDLES for n in lengths),
+        ]
         head += ["short text", "recovery %"]
         table = [
             f"{target} by {schedule}, {here[0]['gpu']}",
@@ -44,8 +47,8 @@ def summary(lines: list[dict[str, Any]]) -> str:
             cells += [spread([mean_of(r["loss_by_position"], b["first"], b["end"]) for r in group], 3) for b in bins]
             # the native model is measured once, perhaps for a nearer target
             cells += [shown([r["passkey"][n] for r in group if n in r["passkey"]], 2) for n in lengths]
-            digits = [r["digits"] for r in group]
-            cells += [shown([d[kind][n] for d in digits if n in d[kind]], 2) for kind in NEEDLES for n in lengths]
+            forced = [r["teacher_forced"] for r in group]
+            cells += [shown([d[kind][n] for d in forced if n in d[kind]], 2) for kind in NEEDLES for n in lengths]
             measured = [r for r in group if r["short_mean"] is not None]
             cells.append(shown([r["short_mean"] for r in measured], 3))
             kept = [recovery_ratio(r["short"], native["short"]) for r in measured if native and native["short"]]

@@ -87,7 +87,7 @@ def test_the_table_of_the_readme_is_that_of_the_report():
 
 
 def test_passkeys_as_written_are_those_of_the_file():
-    """In choosing.md and in the results, beside the digits graded alone."""
+    """In choosing.md and in the results, beside the teacher-forced digits."""
     groups = {}
     for run in lines_of("extension-h200.jsonl"):
         groups.setdefault((run["target"], run["schedule"], run["method"]), []).append(run)
@@ -95,27 +95,27 @@ def test_passkeys_as_written_are_those_of_the_file():
     def written(key, *lengths):
         return [share(mean(run["passkey"][str(n)] for run in groups[key])) for n in lengths]
 
-    def digits(key, n):
-        return share(mean(run["digits"]["passkey"][str(n)] for run in groups[key]))
+    def forced(key, n):
+        return share(mean(run["teacher_forced"]["passkey"][str(n)] for run in groups[key]))
 
     lengths = {32768: (8192, 16384, 32768), 65536: (8192, 16384, 32768, 65536)}
     results, choosing = text_of("docs/results/README.md"), text_of("docs/choosing.md")
     for method in {method for target, schedule, method in groups if (target, schedule) == (65536, "yarn")}:
         keys = {target: (target, "yarn", method) for target in lengths}
         cells = [
-            cell for target, key in keys.items() for cell in [*written(key, *lengths[target]), digits(key, target)]
+            cell for target, key in keys.items() for cell in [*written(key, *lengths[target]), forced(key, target)]
         ]
         assert f"| {' | '.join(cells)} |" in results, method
     for method in ("none", "skip distil"):
         key = (32768, "ntk", method)
-        assert f"| {' | '.join([*written(key, *lengths[32768]), digits(key, 32768)])} | - |" in results
+        assert f"| {' | '.join([*written(key, *lengths[32768]), forced(key, 32768)])} | - |" in results
         for schedule in ("yarn", "ntk"):
             shares = [cell if cell != "0" else ".00" for cell in written((32768, schedule, method), *lengths[32768])]
             assert f"| {' | '.join(shares)} |" in choosing.replace("| 0 |", "| .00 |")
     native, full = (65536, None, "native"), (65536, "yarn", "full length")
     for n in (8192, 65536):
         cells = [*written(native, n), *written((65536, "yarn", "none"), n), *written((65536, "yarn", "pose"), n)]
-        cells += [digits((65536, "yarn", "pose"), n), *written(full, n), digits(full, n)]
+        cells += [forced((65536, "yarn", "pose"), n), *written(full, n), forced(full, n)]
         assert f"| {n} | {' | '.join('.00' if cell == '0' else cell for cell in cells)} |" in choosing
 
 

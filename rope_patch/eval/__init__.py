@@ -3,8 +3,11 @@
 from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
 from .comparisons import in_distribution_penalty, recovery_ratio
 from .context_gain import ContextGain, context_gain
+from .lm_eval_tasks import LmEval, lm_eval_tasks
 from .loss_by_position import LossByPosition, loss_by_position
+from .paired import mcnemar, paired_interval
 from .probe import ProbeResult, probe
+from .regressions import Cell, Regressions, regressions
 from .report import write_report
 from .result import Result
 from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position, niah, passkey
@@ -18,11 +21,14 @@ __all__ = [
     "MEASURES",
     "AnswerPositionAccuracy",
     "AttentionDistance",
+    "Cell",
     "ContextGain",
     "EntropyRatio",
     "EvalPlan",
+    "LmEval",
     "LossByPosition",
     "ProbeResult",
+    "Regressions",
     "Result",
     "RetrievalGrid",
     "Ruler",
@@ -33,12 +39,16 @@ __all__ = [
     "context_gain",
     "entropy_ratio",
     "in_distribution_penalty",
+    "lm_eval_tasks",
     "loss_by_position",
+    "mcnemar",
     "niah",
+    "paired_interval",
     "passkey",
     "probe",
     "read_texts",
     "recovery_ratio",
+    "regressions",
     "ruler",
     "run_suite",
     "short_text",

@@ -36,6 +36,7 @@ class AttentionDistance(Result):
     """
 
     title: ClassVar[str] = "Attention distance"
+    column: ClassVar[str] = "mass"
 
     seq_len: int
     last: int
@@ -109,6 +110,7 @@ class EntropyRatio(Result):
     """
 
     title: ClassVar[str] = "Attention entropy"
+    column: ClassVar[str] = "entropy_ratio"
 
     window: int
     inside: float

@@ -13,6 +13,7 @@ from .. import __version__
 from ..rotary import find_core
 
 _CHUNK = 1 << 24  # values hashed at once
+_LAYOUT = 2  # of what measures keep; another number where an earlier value could no longer be read
 
 
 def model_hash(model: nn.Module) -> str:
@@ -85,7 +86,7 @@ class ResultCache:
             key: everything that the value depends on; the version of rope-patch is added.
             make: measures it.
         """
-        key = {**key, "rope_patch": __version__}
+        key = {**key, "rope_patch": __version__, "layout": _LAYOUT}
         file = self.folder / f"{data_hash(key)}.json"
         if file.is_file():
             return json.loads(file.read_text(encoding="utf-8"))["value"]

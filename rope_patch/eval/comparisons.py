@@ -1,9 +1,26 @@
 """Figures that hold for two models at once: what adaptation cost within the window, and what it gave back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from .loss_by_position import LossByPosition
+
+T = TypeVar("T")
+
+
+def baseline_label(labels: Iterable[str]) -> str:
+    """The model that the others are compared with: the one named "native", or else the first."""
+    named = list(labels)
+    return "native" if "native" in named else named[0]
+
+
+def baseline_first(by_label: Mapping[str, T]) -> dict[str, T]:
+    """The same, with the model that the others are compared with in front."""
+    if not by_label:
+        return {}
+    first = baseline_label(by_label)
+    return {first: by_label[first], **by_label}
 
 
 def over_one_window(curves: Mapping[str, LossByPosition], window: int | None = None) -> dict[str, LossByPosition]:

@@ -33,6 +33,7 @@ class ContextGain(Result):
     """
 
     title: ClassVar[str] = "Context gain"
+    column: ClassVar[str] = "gain"
 
     kind: Kind
     short: int

@@ -8,6 +8,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 8.0, 4.5  # inches; at 150 dots an inch 1200 x 675
+# Okabe and Ito's colours, which colour-blind readers can tell apart; yellow is left out, as white paper hides it
+COLORS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
+# for readers without any colour: every curve has dashes of its own, every bar a pattern
+DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (2, 2)))
+HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--")
+# from dark to light, also in grey; no red beside green
+SHADES = "viridis"
 
 
 def require_matplotlib() -> None:
@@ -18,17 +25,37 @@ def require_matplotlib() -> None:
         raise ImportError("plots need matplotlib: pip install 'rope-patch[plots]'.") from error
 
 
-def new_figure(columns: int = 1, height: float = HEIGHT, *, share_y: bool = True) -> "tuple[Figure, list[Any]]":
-    """An empty figure and its axes, from left to right. Never touches pyplot, so no window and no global state.
+def new_figure(
+    columns: int = 1, height: float = HEIGHT, *, share_y: bool = True, row_heights: Sequence[float] = (1,)
+) -> "tuple[Figure, list[Any]]":
+    """An empty figure and its axes, row by row. Never touches pyplot, so no window and no global state.
+
+    Args:
+        columns: axes side by side.
+        height: of the figure, in inches.
+        share_y: whether the axes of a row have one scale.
+        row_heights: of the rows, to each other.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     require_matplotlib()
+    from cycler import cycler
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False, sharey=share_y)[0])
+    found = figure.subplots(
+        len(row_heights), columns, squeeze=False, sharey="row" if share_y else False, height_ratios=list(row_heights)
+    )
+    all_axes = [axes for row in found for axes in row]
+    for axes in all_axes:
+        axes.set_prop_cycle(cycler(color=COLORS) + cycler(linestyle=DASHES))
+    return figure, all_axes
+
+
+def ink_on(value: float) -> str:
+    """The colour of text on the shade of a value from 0, dark, to 1, light."""
+    return "black" if value > 0.6 else "white"
 
 
 def add_legend(figure: "Figure", axes: Any, columns: int = 5) -> None:
@@ -57,7 +84,9 @@ def draw_bars(axes: Any, groups: Sequence[str], series: Mapping[str, Iterable[fl
     """Bars side by side: one group a name in `groups`, one colour a label in `series`."""
     width = 0.8 / max(len(series), 1)
     for k, (label, values) in enumerate(series.items()):
-        axes.bar([i - 0.4 + width * (k + 0.5) for i in range(len(groups))], list(values), width, label=label)
+        places = [i - 0.4 + width * (k + 0.5) for i in range(len(groups))]
+        color, hatch = COLORS[k % len(COLORS)], HATCHES[k % len(HATCHES)]
+        axes.bar(places, list(values), width, label=label, color=color, hatch=hatch, edgecolor="white", linewidth=0.5)
     axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right")
     axes.grid(axis="y", alpha=0.25)
 

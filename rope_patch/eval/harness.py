@@ -18,13 +18,24 @@ Documents = Sequence[Mapping[str, Any]]
 _ALL = 1 << 20  # requests that lm-eval hands over at once: all of a task
 
 
-def local_task(name: str, documents: Documents | None, split: str, **overrides: Any) -> Any:
+def local_task(
+    name: str,
+    documents: Documents | None,
+    split: str,
+    *,
+    examples: Documents | None = None,
+    shots: int | None = 0,
+    **overrides: Any,
+) -> Any:
     """lm-eval's own task `name`, its prompts and metrics, on `documents` instead of the hub's.
 
     Args:
         name: of a task that lm-eval knows.
         documents: rows with the fields of the hub's dataset; None means the hub's own.
         split: the split that the task evaluates, e.g. "validation".
+        examples: rows to be shown before a question, for a task that has no examples of its own.
+        shots: examples before a question; None means as many as the task shows by itself, and none where `documents`
+            are given without the examples that it would take from the hub.
         **overrides: fields of the task's config to replace.
 
     Raises:
@@ -34,15 +45,22 @@ def local_task(name: str, documents: Documents | None, split: str, **overrides: 
 
     with quiet():
         if documents is not None:
-            rows = list(documents)
+            rows, shown = list(documents), list(examples or ())
 
             def data(**_: Any) -> Any:
-                return {split: datasets.Dataset.from_list(rows)}
+                found = {split: datasets.Dataset.from_list(rows)}
+                return {**found, "fewshot": datasets.Dataset.from_list(shown)} if shown else found
 
-            # prompts have no examples, so the other splits that a task names are not needed
+            # the other splits that a task names are not needed
             splits = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
+            if shown:
+                splits["fewshot_split"] = "fewshot"
+            elif shots is None and "samples" not in (_config(name).get("fewshot_config") or {}):
+                shots = 0
             overrides = {"custom_dataset": data, **splits, f"{split}_split": split, **overrides}
-        group = {"group": "rope_patch", "task": [{"task": name, "num_fewshot": 0, **overrides}]}
+        if shots is not None:
+            overrides = {"num_fewshot": shots, **overrides}
+        group = {"group": "rope_patch", "task": [{"task": name, **overrides}]}
         return next(iter(_task_manager().load([group])["tasks"].values()))
 
 
@@ -54,6 +72,7 @@ def evaluate(
     batch_size: int | None,
     max_length: int,
     limit: int | None = None,
+    samples: list[int] | None = None,
     chat: bool = False,
     greedy: bool = False,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -68,6 +87,7 @@ def evaluate(
         max_length: tokens that a prompt and its answer may have; lm-eval's own default is the window in the config, to
             which it cuts longer prompts without an error.
         limit: samples at most.
+        samples: places of the documents that are asked, in place of `limit`; None means all.
         chat: whether prompts are a user's message in the tokenizer's chat template.
         greedy: whether the task's answers are greedy and end with the model's own end token alone: all of them are
             then made by `greedy_tokens`.
@@ -92,7 +112,13 @@ def evaluate(
             tasks = {"tasks": {name: task}, "groups": {}, "group_map": {}}
             # not simple_evaluate: it seeds every generator of the process and calls git
             found = lm_eval.evaluate(
-                lm, tasks, limit=limit, bootstrap_iters=0, log_samples=True, apply_chat_template=chat
+                lm,
+                tasks,
+                limit=limit,
+                samples=None if samples is None else {name: samples},
+                bootstrap_iters=0,
+                log_samples=True,
+                apply_chat_template=chat,
             )
     assert found is not None  # None is for ranks other than the first
     return found["results"][name], found["samples"][name]
@@ -120,12 +146,30 @@ def _greedy_lm(at_once: int | None) -> Any:
     return GreedyLM
 
 
+def sample_scores(logged: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
+    """`metric` of each sample that lm-eval logged, in the order of the data; by the first filter of several."""
+    found: dict[int, float] = {}
+    for sample in logged:
+        found.setdefault(sample["doc_id"], float(sample[metric]))
+    return [found[doc] for doc in sorted(found)]
+
+
 @cache
 def _task_manager() -> Any:
     """lm-eval's index of tasks, which takes ten seconds to read."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
+
+
+def task_index() -> Mapping[str, Any]:
+    """Every task, group and tag that the installed lm-eval knows, by name."""
+    with quiet():
+        return _task_manager().task_index
+
+
+def _config(name: str) -> Mapping[str, Any]:
+    return task_index()[name].cfg or {}
 
 
 def require_lm_eval() -> None:

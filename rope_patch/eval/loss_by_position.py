@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
+from .cache import data_hash
 from .progress import token_bar
 from .result import Result
 from .subject import Subject
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 # positions that every window holds: left out of means, since their short contexts make the loss large in any model
 FIRST_POSITION = 64
+# tokens of the parts that the mean loss of each row is kept of
+BLOCK = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +32,19 @@ class LossByPosition(Result):
         n_rows: rows that the means are over.
         window: positions that the loss within and beyond is told by: those that the model was trained on, or, where
             models are compared, the first one's; None if its config names none.
+        blocks: [n_rows][seq_len // 64], the mean loss of each row over target positions 64 k..64 k + 63, in nats, with
+            0 in place of the first token's; empty where it was not kept. Two models are compared by these.
+        rows_hash: of the token ids, "" where it was not kept: where it is equal, two models read the same rows.
     """
 
     title: ClassVar[str] = "Loss by position"
+    column: ClassVar[str] = "loss"
 
     loss: torch.Tensor
     n_rows: int
     window: int | None = None
+    blocks: tuple[tuple[float, ...], ...] = ()
+    rows_hash: str = ""
 
     @property
     def seq_len(self) -> int:
@@ -112,12 +122,15 @@ class LossByPosition(Result):
             "n_rows": self.n_rows,
             "window": self.window,
             "loss": [None, *self.loss[1:].tolist()],
+            "blocks": [list(row) for row in self.blocks],
+            "rows_hash": self.rows_hash,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         loss = torch.tensor([torch.nan, *values["loss"][1:]], dtype=torch.float64)
-        return cls(loss, values["n_rows"], values["window"])
+        blocks = tuple(tuple(row) for row in values.get("blocks", ()))
+        return cls(loss, values["n_rows"], values["window"], blocks, values.get("rows_hash", ""))
 
     def binned(self, bin_size: int | None = None) -> list[dict[str, float]]:
         """Means of `bin_size` tokens from position 64 on; None means 1/64 of the row."""
@@ -198,10 +211,15 @@ def loss_by_position(
     subject = Subject(model)
     subject.check_rows(rows)
     total = torch.zeros(rows.shape[1] - 1, dtype=torch.float64)
+    blocks: list[tuple[float, ...]] = []
     with subject.evaluating(), token_bar(model, rows.numel(), title, show=progress) as done:
         for k, batch in enumerate(rows.split(batch_size), 1):
             ids = batch.to(subject.device)
-            total += subject.losses(subject.hidden(ids)[:, :-1], ids[:, 1:]).double().sum(0).cpu()
+            losses = F.pad(subject.losses(subject.hidden(ids)[:, :-1], ids[:, 1:]).double().cpu(), (1, 0))
+            total += losses[:, 1:].sum(0)
+            whole = losses[:, : losses.shape[1] // BLOCK * BLOCK]
+            blocks += map(tuple, whole.unflatten(1, (-1, BLOCK)).mean(-1).tolist())
             done(k * batch_size * rows.shape[1])
     unknown = torch.full((1,), torch.nan, dtype=torch.float64)
-    return LossByPosition(torch.cat([unknown, total / len(rows)]), len(rows), subject.trained_window)
+    loss = torch.cat([unknown, total / len(rows)])
+    return LossByPosition(loss, len(rows), subject.trained_window, tuple(blocks), data_hash(rows))

@@ -8,13 +8,11 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from .asking import Frame
+from .wordings import N_WORDINGS, NEEDLE_WORDINGS, PASSKEY_WORDINGS
 
 Kind = Literal["passkey", "single", "multikey", "multivalue", "multiquery", "ordinal"]
 
 KINDS: tuple[Kind, ...] = ("passkey", "single", "multikey", "multivalue", "multiquery", "ordinal")
-
-# the haystack of Landmark Attention's passkey task, as PoSE, LongLoRA and PosAug use it
-PASSKEY_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
 _ADJECTIVES = (
     "amber brave calm dusty eager faint gentle hollow ivory jolly keen lively mellow narrow olden proud quiet rapid "
@@ -37,12 +35,16 @@ class RetrievalPrompt:
         position: token index at which the needle of the first answer starts.
         first_number_only: whether only the first number of the reply counts, because other values of the same key are
             in the text as well.
+        wording: number of its phrasing in `rope_patch.eval.wordings`.
+        question: what is asked, up to where the model goes on.
     """
 
     ids: list[int]
     answers: list[str]
     position: int
     first_number_only: bool
+    wording: int = 0
+    question: str = ""
 
     def score(self, reply: str) -> float:
         """Share of `answers` in `reply`."""
@@ -57,11 +59,12 @@ def make_prompt(
     tokenizer: PreTrainedTokenizerBase,
     haystack: Sequence[int],
     *,
-    n_tokens: int,
+    n_tokens: int | None,
     depth: float,
     n_needles: int,
     rng: random.Random,
     chat: bool = False,
+    wording: int = 0,
 ) -> RetrievalPrompt:
     """Hide needles in the first tokens of `haystack` so that the prompt has exactly `n_tokens`.
 
@@ -73,18 +76,23 @@ def make_prompt(
             the first, second, ... or last is asked. "passkey": Landmark Attention's own sentences.
         tokenizer: of the model.
         haystack: token ids, at least `n_tokens`.
-        n_tokens: tokens of the prompt, question and template included.
+        n_tokens: tokens of the prompt, question and template included; None takes the whole haystack.
         depth: place of the (first) needle asked for, from 0, the start, to 1, right before the question.
         n_needles: sentences hidden, at least 2 except for "single" and "passkey", where it is 1.
         rng: draws keys, values and places.
         chat: whether haystack and question are a user's message in the tokenizer's chat template, and the model's
             answer begins with the words that otherwise end the question.
+        wording: number of the phrasing in `rope_patch.eval.wordings`; the same draws are told in other words. The
+            filler of a passkey's haystack belongs to it.
 
     Raises:
-        ValueError: the prompt is too short for needles and question, or the haystack for the prompt.
+        ValueError: an unknown wording, or the prompt is too short for needles and question, or the haystack for the
+            prompt.
     """
+    if not 0 <= wording < N_WORDINGS:
+        raise ValueError(f"wording must be from 0 to {N_WORDINGS - 1}, got {wording}.")
     frame = Frame.of(tokenizer, chat)
-    needles, question, beginning, answers = _sentences(kind, n_needles, rng)
+    needles, question, beginning, answers = _sentences(kind, n_needles, rng, wording)
     asked = next(i for i, needle in enumerate(needles) if answers[0] in needle)
     if kind == "ordinal":  # their order in the text is what is asked
         before = sorted(rng.uniform(0, depth) for _ in range(asked))
@@ -95,11 +103,12 @@ def make_prompt(
     pieces = [tokenizer(" " + needle, add_special_tokens=False)["input_ids"] for needle in needles]
     endings = [question, frame.turn + beginning] if chat else [f"{question} {beginning}"]
     tail: list[int] = [i for ending in endings for i in tokenizer(ending, add_special_tokens=False)["input_ids"]]
-    budget = n_tokens - len(frame.begin) - len(tail) - sum(map(len, pieces))
+    taken = len(frame.begin) + len(tail) + sum(map(len, pieces))
+    budget = len(haystack) if n_tokens is None else n_tokens - taken
     if budget < 1:
         raise ValueError(
             f"{n_tokens} tokens are too few for {len(needles)} needle(s) and the question of {kind!r}, which take "
-            f"{n_tokens - budget}: use a longer length."
+            f"{taken}: use a longer length."
         )
     if len(haystack) < budget:
         raise ValueError(f"the haystack has {len(haystack)} tokens, {budget} are needed: give more text.")
@@ -113,15 +122,16 @@ def make_prompt(
             position = len(ids)
         ids += pieces[i]
     ids += [*haystack[used:budget], *tail]
-    return RetrievalPrompt(ids, answers, position, kind == "ordinal")
+    shown = f"{question} {beginning}".strip()
+    return RetrievalPrompt(ids, answers, position, kind == "ordinal", wording, shown)
 
 
-def _sentences(kind: Kind, n_needles: int, rng: random.Random) -> tuple[list[str], str, str, list[str]]:
+def _sentences(kind: Kind, n_needles: int, rng: random.Random, wording: int) -> tuple[list[str], str, str, list[str]]:
     """Needles, question, the beginning of the sentence that answers it, and the answers."""
     if kind == "passkey":
         key = str(rng.randint(10000, 99999))
-        needle = f"The pass key is {key}. Remember it. {key} is the pass key."
-        return [needle], "\nWhat is the pass key?", "The pass key is", [key]
+        passkey = PASSKEY_WORDINGS[wording]
+        return [passkey.needle.format(key=key)], passkey.question, passkey.beginning, [key]
     n = 1 if kind == "single" else n_needles
     if kind != "single" and n < 2:
         raise ValueError(f"{kind!r} needs n_needles >= 2, got {n_needles}.")
@@ -129,23 +139,27 @@ def _sentences(kind: Kind, n_needles: int, rng: random.Random) -> tuple[list[str
     pairs = rng.sample([f"{a}-{b}" for a in _ADJECTIVES for b in _NOUNS], 1 if one_key else n)
     keys = pairs * n if one_key else pairs
     values = [str(v) for v in rng.sample(range(1_000_000, 10_000_000), n)]
-    needles = [f"One of the special magic numbers for {k} is: {v}." for k, v in zip(keys, values, strict=True)]
+    words = NEEDLE_WORDINGS[wording]
+    needle = words.only if kind in ("single", "multikey") else words.one_of
+    needles = [needle.format(key=k, value=v) for k, v in zip(keys, values, strict=True)]
+    every, be, of_keys = "", "is", keys[0]
     if kind in ("single", "multikey"):
-        needles = [f"The special magic number for {k} is: {v}." for k, v in zip(keys, values, strict=True)]
-        ask = f"the special magic number for {keys[0]}"
-        return needles, f"\nWhat is {ask} mentioned in the text above?", f"{ask.capitalize()} is:", values[:1]
-    if kind == "multivalue":
-        ask = f"the special magic numbers for {keys[0]}"
-        return needles, f"\nWhat are all {ask} mentioned in the text above?", f"{ask.capitalize()} are:", values
-    if kind == "multiquery":
-        ask = f"the special magic numbers for {', '.join(keys[:-1])} and {keys[-1]}"
-        return needles, f"\nWhat are {ask} mentioned in the text above?", f"{ask.capitalize()} are:", values
-    if n > len(_ORDINALS):
-        raise ValueError(f"'ordinal' needs n_needles <= {len(_ORDINALS)}, got {n_needles}.")
-    which = rng.randrange(n)
-    name = "last" if which == n - 1 else _ORDINALS[which]
-    ask = f"the {name} special magic number for {keys[0]}"
-    return needles, f"\nWhat is {ask} mentioned in the text above?", f"{ask.capitalize()} is:", [values[which]]
+        number, answers = words.number, values[:1]
+    elif kind == "ordinal":
+        if n > len(_ORDINALS):
+            raise ValueError(f"'ordinal' needs n_needles <= {len(_ORDINALS)}, got {n_needles}.")
+        which = rng.randrange(n)
+        number = f"{'last' if which == n - 1 else _ORDINALS[which]} {words.number}"
+        answers = [values[which]]
+    else:
+        number, be, answers = words.numbers, "are", values
+        if kind == "multivalue":
+            every = "all "
+        else:
+            of_keys = f"{', '.join(keys[:-1])} and {keys[-1]}"
+    asked = f"the {number} {words.of} {of_keys}"
+    question = words.question.format(be=be, asked=every + asked)
+    return needles, question, words.beginning.format(be=be, asked=asked, Asked=asked.capitalize()), answers
 
 
 def _sentence_end(tokenizer: PreTrainedTokenizerBase, haystack: Sequence[int], place: int, at_least: int) -> int:

@@ -49,6 +49,11 @@ def token_bar(model: nn.Module, tokens: int, title: str, *, show: bool) -> Itera
         yield lambda through: bar.update(max(min(through, tokens) - bar.n, 0))
 
 
+def tell(line: str) -> None:
+    """Print a line above the bars that are shown."""
+    tqdm.write(line)
+
+
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The decoder's layers; the decoder itself where a family keeps them in another way."""
     decoder = find_decoder(model)

@@ -13,26 +13,33 @@ from typing import Any
 import torch
 
 from ..environment import device_name, installed_versions
-from .comparisons import in_distribution_penalty, over_one_window, recovery_ratio
+from .comparisons import baseline_first, in_distribution_penalty, over_one_window, recovery_ratio
 from .figures import require_matplotlib, save_figure
 from .loss_by_position import LossByPosition
+from .regressions import Cell, regressions
+from .replies import shown_replies
 from .result import Result
 from .retrieval import RetrievalGrid
 from .short_text import ShortText
 from .suite import Results
 
 
-def write_report(results: Results, folder: str | Path, *, title: str, settings: Mapping[str, Any]) -> Path:
+def write_report(
+    results: Results, folder: str | Path, *, title: str, settings: Mapping[str, Any], window: int | None = None
+) -> Path:
     """Write everything about `results` to `folder`.
 
-    `report.html` needs no other file: pictures are inside it. Beside it are `results.json`, and for each measure
-    `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`.
+    `report.html` needs no other file: pictures are inside it. It opens with what each model lost and won beside the
+    first one, the cells where it lost, and some of the models' own answers. Beside it are `results.json`,
+    `tables/regressions.csv`, and for each measure `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`.
 
     Args:
-        results: measure -> label -> result; the first label is what the others are compared with.
+        results: measure -> label -> result; the label "native", or else the first, is what the others are compared
+            with.
         folder: made if it is not there.
         title: of the page.
         settings: how it was measured, shown at the end of the page.
+        window: positions within which a cell counts as inside; None means that of the loss by position.
 
     Returns:
         The page.
@@ -40,12 +47,15 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
     Raises:
         ImportError: Jinja2 or matplotlib is not installed.
         OSError: the folder cannot be written to.
+        ValueError: models were asked different prompts.
     """
     require_report(folder)
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     folder = Path(folder)
     results = _comparable(results)
+    compared = regressions(results, window=window)
+    replies = shown_replies(results, compared)
     sections = []
     for name, by_label in results.items():
         if not by_label:
@@ -67,7 +77,14 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
     facts = {**settings, **packages, "device": device_name(torch.cuda.is_available())}
     figures = summary(results)
     values = {measure: {k: r.to_dict() for k, r in by_label.items()} for measure, by_label in results.items()}
-    stored = {"title": title, "settings": facts, "summary": figures, "results": values}
+    _write_rows([_cell_row(cell) for cell in compared.cells], folder / "tables" / "regressions.csv")
+    stored = {
+        "title": title,
+        "settings": facts,
+        "summary": figures,
+        "regressions": compared.to_dict(),
+        "results": values,
+    }
     (folder / "results.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     environment = Environment(
         loader=PackageLoader("rope_patch.eval", "templates"), autoescape=True, undefined=StrictUndefined
@@ -79,6 +96,10 @@ def write_report(results: Results, folder: str | Path, *, title: str, settings: 
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             style=(files("rope_patch.eval") / "templates" / "report.css").read_text(encoding="utf-8"),
             labels=labels,
+            verdict=compared.verdict(),
+            below=[_cell_row(cell) for cell in compared.below],
+            above=[_cell_row(cell) for cell in compared.above],
+            replies=replies,
             summary=figures,
             sections=sections,
             facts=facts,
@@ -114,7 +135,8 @@ def require_writable(folder: str | Path) -> None:
 
 
 def _comparable(results: Results) -> Results:
-    """The same, with all losses by position told over the first one's window."""
+    """The same, the model that others are compared with in front, all losses told over its window."""
+    results = {name: baseline_first(by_label) for name, by_label in results.items()}
     curves = {
         name: {k: r for k, r in by_label.items() if isinstance(r, LossByPosition)} for name, by_label in results.items()
     }
@@ -142,8 +164,52 @@ def _compared(result: Result, first: Result | None) -> dict[str, float]:
     return {}
 
 
+def _cell_row(cell: Cell) -> dict[str, Any]:
+    """A cell as people read it: shares in percent, losses in nats."""
+    scale, unit = (100, "%") if cell.higher_is_better else (1, "nats")
+    digits = 1 if cell.higher_is_better else 3
+    figures = {
+        "first": cell.first,
+        "model's": cell.mean,
+        "difference": cell.difference,
+        "95 % from": cell.low,
+        "to": cell.high,
+    }
+    return {
+        "model": cell.label,
+        "cell": cell.name,
+        "outcome": cell.outcome,
+        "in": unit,
+        **{name: round(scale * value, digits) for name, value in figures.items()},
+        "McNemar's p": "" if cell.p is None else f"{cell.p:.2g}",
+        "pairs": cell.n,
+        "of": cell.unit,
+    }
+
+
 def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
-    rows = [{"model": label, **row} for label, result in by_label.items() for row in result.table()]
+    """One row a figure, with the first model's figure and the difference from it beside it."""
+    (first, one), *_ = by_label.items()
+    column = one.column
+    counted = {column, "count", "prompts", "samples", "left_out"}
+
+    def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(value for name, value in row.items() if name not in counted)
+
+    of_first = {place(row): row[column] for row in one.table()}
+    rows = []
+    for label, result in by_label.items():
+        for row in result.table():
+            beside = of_first.get(place(row))
+            known = beside is not None and row[column] is not None
+            difference = row[column] - beside if known else None
+            rows.append({"model": label, **row, f"{column} of {first}": beside, "difference": difference})
+    _write_rows(rows, file)
+
+
+def _write_rows(rows: list[dict[str, Any]], file: Path) -> None:
+    if not rows:
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w", encoding="utf-8", newline="") as out:
         writer = csv.DictWriter(out, list(rows[0]))

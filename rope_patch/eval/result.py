@@ -18,6 +18,8 @@ class Result(ABC):
 
     title: ClassVar[str]
     """Heading of the measurement."""
+    column: ClassVar[str]
+    """The column of `table` that models are compared by."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values; `from_dict` takes it back."""

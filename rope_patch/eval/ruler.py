@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .asking import ChatTemplate, Frame, uses_chat_template
 from .cache import Remember, afresh
-from .harness import evaluate, local_task, quiet, require_lm_eval
+from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores
+from .progress import token_bar
 from .result import Result
 from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position
 from .text import read_json_lines
@@ -53,6 +54,8 @@ _NEEDLES: dict[str, dict[str, Any]] = {
     },
 }
 _SEED = 42  # lm-eval's own
+SHORTEST_LENGTH = 4096  # tokens that RULER begins at; its generators do not fill much shorter prompts
+_SHOWN = 200  # characters of a prompt that are kept with its reply: its question
 TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
 _NEEDS_TEXT = tuple(name for name, options in _NEEDLES.items() if options["type_haystack"] == "essay")
 
@@ -66,14 +69,19 @@ class Ruler(Result):
         scores: task -> score at each length, 0 to 1.
         samples: prompts of each task and length.
         answer_positions: length -> accuracy of multi-key tasks by where the answer stands.
+        prompt_scores: task -> at each length the score of each prompt; empty where it was not kept.
+        replies: one of each task and length, as {task, length, question, expected, reply, score}.
     """
 
     title: ClassVar[str] = "RULER"
+    column: ClassVar[str] = "score"
 
     lengths: list[int]
     scores: dict[str, list[float]]
     samples: int
     answer_positions: dict[str, dict[str, Any]]
+    prompt_scores: dict[str, list[list[float]]] = field(default_factory=dict)
+    replies: list[dict[str, Any]] = field(default_factory=list)
 
     def mean(self, length: int) -> float:
         """Unweighted mean over tasks at one length."""
@@ -178,6 +186,8 @@ def ruler(
     if samples < 1 or not lengths or not chosen:
         raise ValueError(f"samples must be at least 1 and lengths not empty, got {samples} and {list(lengths)}.")
     scores: dict[str, list[float]] = {task: [] for task in chosen}
+    prompt_scores: dict[str, list[list[float]]] = {task: [] for task in chosen}
+    replies: list[dict[str, Any]] = []
     positions: dict[str, dict[str, Any]] = {}
     cells = [(length, task) for length in lengths for task in chosen]
     # all prompts first: what cannot be made at some length shows before anything is measured
@@ -188,15 +198,20 @@ def ruler(
     for n, task in tqdm(cells, desc="RULER", unit="task", disable=not progress):
 
         def score(n: int = n, task: str = task) -> dict[str, Any]:
-            mean, logged = _score(model, tokenizer, task, documents[n, task], n, batch_size, chat)
+            tokens = n * len(documents[n, task])
+            with token_bar(model, tokens, f"{task} at {n}", show=progress):
+                mean, logged = _score(model, tokenizer, task, documents[n, task], n, batch_size, chat)
             places = _by_position(logged).to_dict() if task == "niah_multikey_2" else None
-            return {"score": mean, "answer_positions": places}
+            of_each = sample_scores(logged, "score")
+            return {"score": mean, "answer_positions": places, "scores": of_each, "reply": _example(task, n, logged)}
 
         found = remember({"task": task, "length": n}, score)
         scores[task].append(found["score"])
+        prompt_scores[task].append(found["scores"])
+        replies.append(found["reply"])
         if found["answer_positions"] is not None:
             positions[str(n)] = found["answer_positions"]
-    return Ruler(list(lengths), scores, samples, positions)
+    return Ruler(list(lengths), scores, samples, positions, prompt_scores, replies)
 
 
 def chosen_tasks(tasks: Sequence[str] | None, *, haystack: object, squad: object, hotpotqa: object) -> list[str]:
@@ -283,6 +298,19 @@ def _score(
         model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens, chat=chat, greedy=True
     )
     return float(found["score,none"]), logged
+
+
+def _example(task: str, length: int, logged: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first sample that was asked."""
+    sample = min(logged, key=lambda s: s["doc_id"])
+    return {
+        "task": task,
+        "length": length,
+        "question": sample["doc"]["input"][-_SHOWN:],
+        "expected": ", ".join(map(str, sample["doc"]["outputs"])),
+        "reply": sample["resps"][0][0],
+        "score": float(sample["score"]),
+    }
 
 
 def _by_position(logged: list[dict[str, Any]], n_bins: int = 10) -> AnswerPositionAccuracy:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .asking import ChatTemplate, uses_chat_template
 from .cache import Remember, afresh
-from .harness import evaluate, local_task, require_lm_eval
+from .harness import evaluate, local_task, require_lm_eval, sample_scores
 from .result import Result
 from .text import read_json_lines
 
@@ -95,13 +95,16 @@ class ShortText(Result):
         accuracy: benchmark -> the metric that is quoted for it (length-normalised where that is the custom), 0 to 1.
         metrics: benchmark -> every metric that lm-eval gave.
         samples: benchmark -> samples measured.
+        scores: benchmark -> the quoted metric of each sample, in the order of the data; empty where it was not kept.
     """
 
     title: ClassVar[str] = "Short text"
+    column: ClassVar[str] = "accuracy"
 
     accuracy: dict[str, float]
     metrics: dict[str, dict[str, float]]
     samples: dict[str, int]
+    scores: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def mean(self) -> float:
@@ -172,7 +175,7 @@ def short_text(
     require_lm_eval()
     chat = uses_chat_template(tokenizer, chat_template)
     names, files = chosen_benchmarks(data, benchmarks)
-    accuracy, metrics, samples = {}, {}, {}
+    accuracy, metrics, samples, scores = {}, {}, {}, {}
     for name in names:
 
         def measure(name: str = name) -> dict[str, Any]:
@@ -188,12 +191,13 @@ def short_text(
             floats = {
                 k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k
             }
-            return {"metrics": floats, "samples": len({sample["doc_id"] for sample in logged})}
+            of_each = sample_scores(logged, benchmark.metric)
+            return {"metrics": floats, "samples": len(of_each), "scores": of_each}
 
         value = remember({"benchmark": name}, measure)
         metrics[name], samples[name] = value["metrics"], value["samples"]
-        accuracy[name] = metrics[name][BENCHMARKS[name].metric]
-    return ShortText(accuracy, metrics, samples)
+        accuracy[name], scores[name] = metrics[name][BENCHMARKS[name].metric], value["scores"]
+    return ShortText(accuracy, metrics, samples, scores)
 
 
 def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None) -> tuple[list[str], dict[str, Path]]:

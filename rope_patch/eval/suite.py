@@ -16,10 +16,13 @@ from ..special_tokens import SpecialTokens
 from .asking import ChatTemplate, uses_chat_template
 from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
 from .cache import Remember, ResultCache, afresh, data_hash, files_hash, model_hash
+from .comparisons import baseline_first
 from .context_gain import ContextGain, context_gain
 from .harness import require_lm_eval
+from .lm_eval_tasks import LmEval, check_tasks, lm_eval_tasks
 from .loss_by_position import LossByPosition, loss_by_position
 from .needles import KINDS
+from .progress import tell
 from .result import Result
 from .retrieval import (
     AnswerPositionAccuracy,
@@ -47,7 +50,8 @@ class EvalPlan:
         measures: names out of `MEASURES`, in this order.
         length: tokens in the longest row.
         n_rows: held-out rows for loss by position.
-        lengths: prompt lengths for retrieval and RULER.
+        lengths: prompt lengths for retrieval.
+        ruler_lengths: the same for RULER; None means `lengths`.
         trials: retrieval prompts a cell.
         ruler_tasks: None means all whose data are given.
         ruler_samples: prompts of each RULER task and length.
@@ -55,12 +59,14 @@ class EvalPlan:
         hotpotqa: file for RULER's second QA task.
         short_data: folder of short-text benchmarks; None means the hub's.
         benchmarks: short-text benchmarks; None means all that there are.
-        limit: samples of each short-text benchmark.
+        limit: samples of each short-text benchmark and of each of lm-eval's tasks.
+        lm_eval: lm-eval's tasks, by its names.
+        lm_eval_data: folder of their data; None means the hub.
         batch_size: prompts answered at once, at most, and a quarter of the short requests in a forward; None means as
-            many prompts as memory holds, and 16 short requests.
+            many prompts as memory holds, 4 of lm-eval's tasks, and 16 short requests.
         seed: of retrieval prompts.
-        chat_template: whether retrieval, RULER and short text are asked through the tokenizer's chat template: "on",
-            "off", or "auto", if there is one.
+        chat_template: whether retrieval, RULER, short text and lm-eval's tasks are asked through the tokenizer's chat
+            template: "on", "off", or "auto", if there is one.
         window: positions over which all models are compared, within and beyond; None means the trained window of the
             first model.
     """
@@ -69,6 +75,7 @@ class EvalPlan:
     length: int
     n_rows: int = 4
     lengths: tuple[int, ...] = ()
+    ruler_lengths: tuple[int, ...] | None = None
     trials: int = 2
     ruler_tasks: tuple[str, ...] | None = None
     ruler_samples: int = 20
@@ -77,6 +84,8 @@ class EvalPlan:
     short_data: str | None = None
     benchmarks: tuple[str, ...] | None = None
     limit: int | None = None
+    lm_eval: tuple[str, ...] = ()
+    lm_eval_data: str | None = None
     batch_size: int | None = None
     seed: int = 0
     chat_template: ChatTemplate = "auto"
@@ -98,6 +107,8 @@ class EvalPlan:
             chosen_tasks(self.ruler_tasks, haystack="given", squad=self.squad, hotpotqa=self.hotpotqa)
         if "short" in self.measures:
             chosen_benchmarks(self.short_data, self.benchmarks)
+        if "lm-eval" in self.measures:
+            check_tasks(self.lm_eval, self.lm_eval_data, self.length)
         for name in self.measures:
             kind: Any = name.removeprefix("niah-")
             if kind in KINDS:
@@ -191,7 +202,7 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
         lambda j: ruler(
             j.model,
             j.data.tokenizer,
-            j.data.plan.lengths,
+            j.data.plan.ruler_lengths or j.data.plan.lengths,
             tasks=j.data.plan.ruler_tasks,
             samples=j.data.plan.ruler_samples,
             haystack="\n".join(j.data.texts),
@@ -216,6 +227,20 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
         ),
         ShortText,
     ),
+    "lm-eval": (
+        lambda j: lm_eval_tasks(
+            j.model,
+            j.data.tokenizer,
+            j.data.plan.lm_eval,
+            length=j.data.plan.length,
+            data=j.data.plan.lm_eval_data,
+            limit=j.data.plan.limit,
+            batch_size=j.data.plan.batch_size or 4,
+            chat_template=j.data.plan.chat_template,
+            remember=j.remember,
+        ),
+        LmEval,
+    ),
     "attention": (lambda j: attention_distance(j.model, j.data.few_rows), AttentionDistance),
     "entropy": (lambda j: entropy_ratio(j.model, j.data.few_rows, window=j.window), EntropyRatio),
     "view-kl": (lambda j: view_kl(j.model, _view_kl_rows(j), _skips(j)), ViewKL),
@@ -225,21 +250,22 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
 _DEPENDS = {
     "cliff": ("length", "n_rows"),
     "passkey": ("lengths", "trials", "seed", "chat_template"),
-    "ruler": ("lengths", "ruler_tasks", "ruler_samples", "squad", "hotpotqa", "chat_template"),
+    "ruler": ("lengths", "ruler_lengths", "ruler_tasks", "ruler_samples", "squad", "hotpotqa", "chat_template"),
     "short": ("short_data", "benchmarks", "limit", "chat_template"),
+    "lm-eval": ("lm_eval", "lm_eval_data", "limit", "length", "chat_template"),
     "position": ("lengths", "trials", "seed", "chat_template", "measures"),
     "entropy": ("length", "n_rows", "window"),
     "view-kl": ("length", "n_rows", "window"),
 }
 
 # settings that name files: results depend on what is in them, not on where they lie
-_FILES = ("squad", "hotpotqa", "short_data")
+_FILES = ("squad", "hotpotqa", "short_data", "lm_eval_data")
 
 # measures on rows of text
 _READS_ROWS = {"cliff", "gain", "attention", "entropy", "view-kl"}
 
 # settings that only say which parts there are
-_SPLIT = ("lengths", "ruler_tasks", "benchmarks")
+_SPLIT = ("lengths", "ruler_lengths", "ruler_tasks", "benchmarks", "lm_eval")
 
 
 def run_suite(
@@ -249,10 +275,11 @@ def run_suite(
     plan: EvalPlan,
     cache: str | Path,
 ) -> Results:
-    """Measure every model by `plan`, one model in memory at a time.
+    """Measure every model by `plan`, one model in memory at a time, and print each figure as soon as it is there.
 
     What is missing, a package, a file or enough text, shows before the first model is loaded. Losses within and beyond
-    the window are told of all models over one window, the first one's if the plan names none.
+    the window are told of all models over one window, the first one's if the plan names none. A model labelled "native"
+    counts as the first.
 
     Args:
         models: label -> a function that loads the model.
@@ -276,7 +303,7 @@ def run_suite(
         _ = data.rows  # too little text shows before a model is loaded
     text = {"text": data_hash(*texts), "special": [data.special.begin, data.special.end]}
     window = plan.window
-    for label, load in models.items():
+    for label, load in baseline_first(models).items():
         print(f"{label}:", flush=True)
         model = load()
         if window is None:
@@ -293,14 +320,40 @@ def run_suite(
             key: dict[str, Any] = {**subject, **text, "measure": name, "settings": settings}
             # what is asked for beside a part does not change it
             parts = {**key, "settings": {k: v for k, v in settings.items() if k not in _SPLIT}}
-            job.remember = lambda part, make, parts=parts: kept.get({**parts, "part": part}, make)  # type: ignore[misc]
+            told: list[str] = []
+
+            def remember(
+                part: dict[str, Any],
+                make: Callable[[], dict[str, Any]],
+                name: str = name,
+                parts: dict[str, Any] = parts,
+                told: list[str] = told,
+            ) -> dict[str, Any]:
+                value = kept.get({**parts, "part": part}, make)
+                told.append(_part_said(name, part, value))
+                tell(f"  {told[-1]}")
+                return value
+
+            job.remember = remember
             value = kept.get(key, lambda measure=measure, job=job: measure(job).to_dict())  # type: ignore[misc]
             result = kind.from_dict(value)
             if isinstance(result, LossByPosition):
                 result = replace(result, window=window)
+            if not told:
+                for figure, number in result.headline().items():
+                    tell(f"  {figure}: {number:.3f}")
             job.done[name] = results[name][label] = result
         del job
         gc.collect()  # a model with hooks is a cycle
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return results
+
+
+def _part_said(name: str, part: dict[str, Any], value: dict[str, Any]) -> str:
+    """A figure of one length, task or benchmark, in words."""
+    scores = value.get("scores", [])
+    what = " at ".join(str(part[k]) for k in ("task", "benchmark", "length") if k in part)
+    if not scores:
+        return f"{name}, {what}: nothing that is short enough"
+    return f"{name}, {what}: {sum(scores) / len(scores):.3f} over {len(scores)} prompts"

@@ -35,6 +35,7 @@ class ViewKL(Result):
     """
 
     title: ClassVar[str] = "View KL by skip length"
+    column: ClassVar[str] = "kl"
 
     direction: Direction
     seq_len: int

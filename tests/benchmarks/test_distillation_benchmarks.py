@@ -112,7 +112,7 @@ def test_documented_figures_of_the_extension_are_those_of_the_file():
 
     def means(same, spans, needles):
         losses = [f"{mean(r['loss_by_position'][k]['loss'] for r in same):.3f}" for k in range(spans)]
-        found = [f"{mean(r['digits'][kind][n] for r in same):.2f}" for kind, n in needles]
+        found = [f"{mean(r['teacher_forced'][kind][n] for r in same):.2f}" for kind, n in needles]
         short = f"{mean(recovery_ratio(r['short'], native['short']) for r in same):.1f}"
         return " | ".join([*losses, *(share.removeprefix("0") for share in found), short])
 

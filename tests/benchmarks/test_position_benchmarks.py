@@ -185,9 +185,9 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     curves = {r["method"]: json.dumps(r["loss_by_position"]) for r in here}
     assert len(set(curves.values())) == len(methods), curves
     assert {r["method"] for r in runs if r["kind"] == "cost"} == {"endprompt", "full length"}
-    assert all(set(r["digits"]["multikey"]) == {"1024", "2048"} for r in here)
+    assert all(set(r["teacher_forced"]["multikey"]) == {"1024", "2048"} for r in here)
     assert "2048 by pi" in extension.summary(runs)
-    assert "| passkey digits 2048 | multikey digits 1024 |" in extension.summary(runs)
+    assert "| passkey teacher-forced 2048 | multikey teacher-forced 1024 |" in extension.summary(runs)
     files = extension.plot(runs, 1024, tmp_path / "figure.png")
     assert all(file.stat().st_size > 10_000 for file in files)
 
@@ -199,7 +199,7 @@ def test_what_the_native_model_was_not_asked_at_is_a_dash():
 
     def line(method, schedule, lengths):
         shares = dict.fromkeys(lengths, 1.0)
-        asked = {"passkey": shares, "digits": {"passkey": shares, "multikey": shares}}
+        asked = {"passkey": shares, "teacher_forced": {"passkey": shares, "multikey": shares}}
         return {**shared, "method": method, "schedule": schedule, "target": 2048, "tokens": 0, **asked}
 
     table = extension.summary([line("native", None, ["1024"]), line("none", "pi", ["1024", "2048"])])

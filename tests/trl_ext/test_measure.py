@@ -40,11 +40,59 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, capsys):
     assert run(folder, "eval", *models, *arguments, "--cliff", "--passkey", "--view-kl") == 0
     out = capsys.readouterr().out
     assert "native" in out and "cliff" in out and f"Report: {report}/report.html" in out
+    assert "passkey, 400: 0.000 over 10 prompts" in out and "pi is worse than native in" in out
     stored = json.loads((report / "results.json").read_text())
     assert list(stored["results"]) == ["cliff", "passkey", "view-kl"]
     assert stored["settings"]["model pi"].endswith("@pi:factor=4")
     windows = {k: r["window"] for k, r in stored["results"]["cliff"].items()}
     assert windows == {"native": WINDOW, "pi": WINDOW}, "the trained window, not the promised one"
+
+
+def plan_of(monkeypatch, folder, *arguments):
+    """What `eval` would measure."""
+    import rope_patch.eval as evaluation
+
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def measure(models, tokenizer, texts, plan, cache):
+        seen.append((list(models), plan))
+        raise Stop
+
+    monkeypatch.setattr(evaluation, "run_suite", measure)
+    with pytest.raises(Stop):
+        run(folder, "eval", "--report", str(folder / "report"), *arguments)
+    return seen[0]
+
+
+def test_lengths_go_from_a_sixteenth_of_the_window_on(folder, monkeypatch, capsys):
+    wide = tiny(vocab_size=CHARACTERS, max_position_embeddings=16384)
+    wide.save_pretrained(folder / "wide")
+    character_tokenizer().save_pretrained(folder / "wide")
+    models = ["--model", f"mine={folder / 'tiny'}", "--model", f"native={folder / 'wide'}"]
+    labels, plan = plan_of(monkeypatch, folder, *models, "--passkey", "--length", "50000")
+    assert plan.lengths == (1024, 2048, 4096, 8192, 16384, 32768, 50000) and plan.window == 16384
+    assert labels == ["native", "mine"], "the others are compared with native, wherever it stands"
+    assert "left out" not in capsys.readouterr().out
+    narrow = ["--model", f"native={folder / 'tiny'}"]
+    _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--ruler", "--length", "5000")
+    assert plan.lengths == (512, 1024, 2048, 4096, 5000) and plan.ruler_lengths == (4096, 5000)
+    out = capsys.readouterr().out
+    assert "Prompts of 4, 8, 16, 32, 64, 128, 256 tokens are left out: retrieval needs" in out
+    assert "512, 1024, 2048 tokens are left out: RULER needs 4096. --lengths names others." in out
+    _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--lengths", "300", "400", "--ruler")
+    assert plan.lengths == (300, 400) and plan.ruler_lengths is None
+
+
+def test_tasks_of_lm_eval_are_named_with_commas(folder, monkeypatch, capsys):
+    models = ["--model", f"native={folder / 'tiny'}", "--lengths", "400"]
+    _, plan = plan_of(monkeypatch, folder, *models, "--lm-eval", "mmlu,niah_single_1,gsm8k", "--lm-eval-data", "x")
+    assert plan.measures == ("ruler", "lm-eval") and plan.lm_eval == ("mmlu", "gsm8k")
+    assert plan.ruler_tasks == ("niah_single_1",) and plan.lm_eval_data == "x"
+    assert run(folder, "eval", *models, "--cliff", "--lm-eval-data", "x") == 1
+    assert "--lm-eval-data x needs --lm-eval TASK, which reads it." in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_declares_a_longer_window_is_compared_over_the_first_ones(folder, capsys):

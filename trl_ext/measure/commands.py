@@ -24,6 +24,8 @@ FLAGS = {
     "attention": ("attention", "entropy"),
     "view-kl": ("view-kl",),
 }
+# the shortest default length is the window over this: what was lost shows within the window, and most on short prompts
+SHORTEST = 16
 # --flag -> what it measures, for somebody who has never heard of it
 HELP = {
     "cliff": "loss at every position of a text (cross-entropy of the next token, in nats). The cliff is how much "
@@ -54,20 +56,40 @@ def add_commands(commands: Any) -> None:
         action="append",
         required=True,
         metavar="[LABEL=]PATH[@METHOD:OPTION=VALUE,...]",
-        help="hub id, checkpoint or adapter, rescaled or not; may be repeated, and others are compared with the first",
+        help="hub id, checkpoint or adapter, rescaled or not; may be repeated. The others are compared with the one "
+        "labelled native, or else with the first",
     )
     evaluate.add_argument(
         "--report", type=Path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
     )
-    measures = evaluate.add_argument_group("measures", "without any: all but --ruler and --short, and two of --niah")
+    measures = evaluate.add_argument_group(
+        "measures", "without any: all but --ruler, --short and --lm-eval, and two of --niah"
+    )
     for flag in FLAGS:
         measures.add_argument(f"--{flag}", action="store_true", help=HELP[flag])
+    measures.add_argument(
+        "--lm-eval",
+        metavar="TASK[,TASK]",
+        type=_names,
+        default=(),
+        help="tasks, groups or tags of the installed lm-eval by name: long ones such as longbench2, infinitebench, "
+        "babilong, graphwalks, and short ones such as mmlu, gsm8k, ifeval. niah_... and ruler_... are RULER's, at "
+        "--lengths. Documents longer than --length are left out",
+    )
     _add_data(evaluate, rows=4)
     evaluate.add_argument(
-        "--lengths", type=int, nargs="+", help="prompt lengths for retrieval; default: a quarter, half, whole --length"
+        "--lengths",
+        type=int,
+        nargs="+",
+        help="prompt lengths for retrieval and RULER; default: from a sixteenth of the window on in powers of two to "
+        "--length, as far as needles and question fit in",
     )
     evaluate.add_argument(
-        "--trials", type=int, default=2, help="retrieval prompts of each length and depth; default: %(default)s"
+        "--trials",
+        type=int,
+        default=2,
+        help="retrieval prompts of each length and depth, in four wordings in turn; default: %(default)s. There are "
+        "ten depths: 20 gives 200 prompts a length",
     )
     evaluate.add_argument("--ruler-tasks", nargs="+", help="default: all whose data are given")
     evaluate.add_argument(
@@ -77,7 +99,12 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument("--hotpotqa", help="HotpotQA's JSON file for RULER's second QA task")
     evaluate.add_argument("--short-data", help="folder of short-text benchmarks as .jsonl(.xz); default: from the hub")
     evaluate.add_argument("--benchmarks", nargs="+", help="short-text benchmarks; default: all that there are")
-    evaluate.add_argument("--limit", type=int, help="samples of each short-text benchmark at most")
+    evaluate.add_argument(
+        "--lm-eval-data", help="folder with the data of --lm-eval as TASK.jsonl(.xz); default: from the hub"
+    )
+    evaluate.add_argument(
+        "--limit", type=int, help="samples of each short-text benchmark and of each task of --lm-eval at most"
+    )
     evaluate.add_argument(
         "--batch-size", type=int, help="prompts answered at once, at most; default: as many as memory holds"
     )
@@ -91,8 +118,8 @@ def add_commands(commands: Any) -> None:
         "--chat-template",
         choices=["auto", "on", "off"],
         default="auto",
-        help="whether retrieval, RULER and short text are asked through the tokenizer's chat template; auto: if it has "
-        "one. Loss by position reads raw text in any case",
+        help="whether retrieval, RULER, short text and lm-eval's tasks are asked through the tokenizer's chat "
+        "template; auto: if it has one. Loss by position reads raw text in any case",
     )
     probe = commands.add_parser(
         "probe",
@@ -128,16 +155,23 @@ def run_eval(args: argparse.Namespace) -> int:
         spec.check()
     device, dtype = _device(args)
 
-    from rope_patch.eval import run_suite, write_report
+    from rope_patch.eval import regressions, run_suite, write_report
     from rope_patch.eval.asking import uses_chat_template
+    from rope_patch.eval.comparisons import baseline_label
     from rope_patch.eval.report import require_report, summary
+    from rope_patch.eval.retrieval import DEPTHS
+    from rope_patch.eval.wordings import N_WORDINGS
 
     require_report(args.output_dir)
-    tokenizer = specs[0].load_tokenizer()
-    length = args.length or _default_length(specs[0])
+    first = specs[labels.index(baseline_label(labels))]
+    specs = [first, *(spec for spec in specs if spec is not first)]
+    tokenizer = first.load_tokenizer()
+    length = args.length or _default_length(first)
     plan = _plan(args, length)
     if plan.window is None:
-        plan = replace(plan, window=specs[0].trained_window())
+        plan = replace(plan, window=first.trained_window())
+    if not plan.lengths:
+        plan = _with_lengths(plan, tokenizer)
     chat = uses_chat_template(tokenizer, plan.chat_template)
     results = run_suite(
         {spec.label: lambda spec=spec: spec.load(device, dtype) for spec in specs},  # type: ignore[misc]
@@ -147,19 +181,25 @@ def run_eval(args: argparse.Namespace) -> int:
         args.output_dir / "cache",
     )
     settings = {
-        **{f"model {spec.label}": text for spec, text in zip(specs, args.model, strict=True)},
+        **{f"model {label}": text for label, text in zip(labels, args.model, strict=True)},
         "text": ", ".join(args.text) if args.text else "Python's standard library",
         "dtype": str(dtype).removeprefix("torch."),
         "held-out rows": f"{args.rows} of {length} tokens",
         "prompt lengths": ", ".join(map(str, plan.lengths)),
-        "prompts a cell": plan.trials,
+        "prompts": f"{len(DEPTHS) * plan.trials} of each length: {plan.trials} at each of {len(DEPTHS)} depths, in "
+        f"{N_WORDINGS} wordings",
         "prompts are": "in the tokenizer's chat template" if chat else "raw text",
-        "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {labels[0]}"),
+        "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {first.label}"),
         "seed": plan.seed,
     }
-    page = write_report(results, args.output_dir, title="Long-context evaluation", settings=settings)
+    page = write_report(
+        results, args.output_dir, title="Long-context evaluation", settings=settings, window=plan.window
+    )
     print(f"\nAll models are compared over one window: {settings['window']}. Prompts are {settings['prompts are']}.")
-    _print_summary(summary(results), labels)
+    _print_summary(summary(results), [spec.label for spec in specs])
+    print()
+    for sentence in regressions(results, window=plan.window).verdict():
+        print(sentence)
     print(f"\nReport: {page}")
     return 0
 
@@ -196,26 +236,68 @@ def run_probe(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     from rope_patch.eval import MEASURES, EvalPlan
+    from rope_patch.eval.ruler import TASKS
 
     named = {name for flag, names in FLAGS.items() if getattr(args, flag.replace("-", "_")) for name in names}
+    # lm-eval by itself would cut RULER's prompts to the window in the config, and measure lengths of its own
+    of_ruler = [task for task in args.lm_eval if task in (*TASKS, "ruler")]
+    others = tuple(task for task in args.lm_eval if task not in of_ruler)
+    named |= ({"ruler"} if of_ruler else set()) | ({"lm-eval"} if others else set())
+    ruler_tasks = tuple(dict.fromkeys([*(args.ruler_tasks or ()), *(task for task in of_ruler if task != "ruler")]))
+    if args.lm_eval_data and not others:
+        raise ValueError(f"--lm-eval-data {args.lm_eval_data} needs --lm-eval TASK, which reads it.")
     chosen = named or set(DEFAULT)
     return EvalPlan(
         measures=tuple(name for name in MEASURES if name in chosen),
         length=length,
         n_rows=args.rows,
-        lengths=tuple(args.lengths or (length // 4, length // 2, length)),
+        lengths=tuple(args.lengths or ()),
         trials=args.trials,
-        ruler_tasks=tuple(args.ruler_tasks) if args.ruler_tasks else None,
+        ruler_tasks=ruler_tasks or None,
         ruler_samples=args.ruler_samples,
         squad=args.squad,
         hotpotqa=args.hotpotqa,
         short_data=args.short_data,
         benchmarks=tuple(args.benchmarks) if args.benchmarks else None,
         limit=args.limit,
+        lm_eval=others,
+        lm_eval_data=args.lm_eval_data,
         batch_size=args.batch_size,
         chat_template=args.chat_template,
         window=args.window,
     )
+
+
+def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
+    """Lengths from a sixteenth of the window on in powers of two to the longest row; those that are too short are told.
+
+    Without a known window, from a sixteenth of the longest row on.
+    """
+    from rope_patch.eval.needles import KINDS
+    from rope_patch.eval.retrieval import shortest_prompt
+    from rope_patch.eval.ruler import SHORTEST_LENGTH
+
+    shortest = max(1, min(plan.window or plan.length, plan.length) // SHORTEST)
+    lengths = [shortest << k for k in range(40) if shortest << k < plan.length] + [plan.length]
+
+    def at_least(needed: int, measures: str) -> tuple[int, ...]:
+        left_out = ", ".join(str(length) for length in lengths if length < needed)
+        if left_out:
+            print(f"Prompts of {left_out} tokens are left out: {measures} needs {needed}. --lengths names others.")
+        return tuple(length for length in lengths if length >= needed) or (plan.length,)
+
+    kinds = [kind for kind in KINDS if {kind, f"niah-{kind}"} & set(plan.measures)]
+    needed = max((shortest_prompt(kind, tokenizer, plan.chat_template) for kind in kinds), default=0)
+    return replace(
+        plan,
+        lengths=at_least(needed, "retrieval"),
+        ruler_lengths=at_least(SHORTEST_LENGTH, "RULER") if "ruler" in plan.measures else None,
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _require_positive(args: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ def test_every_python_block_runs(tmp_path, monkeypatch, capsys):
     documents = ["It was a dark night. The wind blew! Who was there? " * 40] * 8
     known = {
         "model": tiny(vocab_size=CHARACTERS),
+        "tuned": tiny(vocab_size=CHARACTERS),
         "tokenizer": character_tokenizer(),
         "documents": documents,
     }

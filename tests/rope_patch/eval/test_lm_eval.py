@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
-from rope_patch.eval import ruler, short_text
+from rope_patch.eval import lm_eval_tasks, ruler, short_text
 from rope_patch.eval.cache import afresh
 from rope_patch.eval.harness import evaluate, quiet
 from rope_patch.eval.short_text import BENCHMARKS
@@ -255,3 +255,155 @@ def test_ruler_refuses_what_it_cannot_measure(model):
     for arguments, message in refused:
         with pytest.raises(ValueError, match=message):
             ruler(model, TOKENIZER, [1500], progress=False, **arguments)
+
+
+GSM = [{"question": f"What is {k} plus 1?", "answer": f"It is one more.\n#### {k + 1}"} for k in range(6)]
+MMLU = [
+    {"subject": subject, "question": f"Is {k} even?", "choices": ["yes", "no", "3", "4"], "answer": k % 2}
+    for subject in ("anatomy", "virology")
+    for k in range(5)
+]
+
+
+def test_tasks_by_name_give_lm_evals_own_numbers(model, tmp_path):
+    """Of a group in one file, one task in a file of its own, and a task that shows examples."""
+    write_lines(tmp_path / "mmlu.jsonl", MMLU)
+    write_lines(tmp_path / "mmlu_anatomy_hub.jsonl", MMLU[:5])
+    write_lines(tmp_path / "mmlu_virology_hub.jsonl", MMLU[5:])
+    ours = lm_eval_tasks(model, TOKENIZER, ["mmlu"], length=2000, data=tmp_path)
+    tasks = [
+        {
+            "task": f"mmlu_{subject}",
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {"test": str(tmp_path / f"mmlu_{subject}_hub.jsonl")}},
+            "fewshot_split": "test",
+        }
+        for subject in ("anatomy", "virology")
+    ]
+    with quiet():
+        lm = HFLM(pretrained=model, tokenizer=TOKENIZER, max_length=2000)
+        theirs = lm_eval.simple_evaluate(lm, tasks=[{"group": "shared", "task": tasks}], bootstrap_iters=0)
+    wanted = {name: theirs["results"][name]["acc,none"] for name in ("mmlu_anatomy", "mmlu_virology")}
+    assert ours.parts["mmlu"] == pytest.approx(wanted) and len(ours.scores["mmlu"]) == 10
+    assert ours.accuracy["mmlu"] == pytest.approx(sum(wanted.values()) / 2) and ours.left_out == {"mmlu": 0}
+    assert type(ours).from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
+
+
+def answering(core, seen):
+    """Let `core` answer sums; `seen` collects the prompts."""
+
+    def generate(self, input_ids, max_length, **_):
+        rows = []
+        for row in input_ids:
+            text = TOKENIZER.decode(row, skip_special_tokens=True)
+            seen.append(text)
+            k = int(re.findall(r"What is (\d+) plus", text)[-1])
+            reply = f"I say #### {k + (k != 3)}"
+            rows.append(TOKENIZER(reply.ljust(max_length - len(row)))["input_ids"][: max_length - len(row)])
+        return torch.cat([input_ids, torch.tensor(rows)], dim=1)
+
+    core.generate = MethodType(generate, core)
+    return core
+
+
+def test_examples_long_documents_and_replies(tmp_path):
+    core, seen = tiny(vocab_size=CHARACTERS), []
+    long = {"question": "word " * 400 + "What is 9 plus 1?", "answer": "#### 10"}
+    write_lines(tmp_path / "gsm8k.jsonl", [*GSM, long])
+    found = lm_eval_tasks(answering(core, seen), TOKENIZER, ["gsm8k"], length=1000, data=tmp_path)
+    assert found.scores["gsm8k"] == [1, 1, 1, 0, 1, 1] and found.left_out == {"gsm8k": 1}
+    assert "Left out, because prompt and answer are longer than the longest length: 1 of gsm8k." in found.reading()
+    assert len(seen) == 6 and all(text.count("Question:") == 1 for text in seen), "no example without their file"
+    (reply,) = found.replies
+    assert "#### 1" in reply["reply"] and "#### 1" in reply["expected"] and "What is 0 plus 1?" in reply["question"]
+    seen.clear()
+    write_lines(tmp_path / "gsm8k.fewshot.jsonl", [{"question": f"E{k}", "answer": f"#### {k}"} for k in range(6)])
+    shown = lm_eval_tasks(core, TOKENIZER, ["gsm8k"], length=1500, data=tmp_path, limit=4)
+    assert shown.scores["gsm8k"] == [1, 1, 1, 0] and all(text.count("Question:") == 6 for text in seen)
+    with pytest.raises(ValueError, match="lm-eval's gsm8k has no document of up to 100 tokens"):
+        lm_eval_tasks(core, TOKENIZER, ["gsm8k"], length=100, data=tmp_path)
+
+
+def test_long_tasks_are_read_from_local_files(tmp_path):
+    """LongBench v2, InfiniteBench, BABILong and GraphWalks, each with the fields of its data set, and read whole."""
+    core, seen = tiny(vocab_size=CHARACTERS), []
+
+    def generate(self, input_ids, max_length, **_):
+        rows = []
+        for row in input_ids:
+            seen.append(TOKENIZER.decode(row, skip_special_tokens=True))
+            reply = " Final Answer: [ab] 12345 hallway"[: max_length - len(row)]
+            rows.append(TOKENIZER(reply.ljust(max_length - len(row)))["input_ids"])
+        return torch.cat([input_ids, torch.tensor(rows)], dim=1)
+
+    core.generate = MethodType(generate, core)
+    book = "A man walks on. " * 200
+    write_lines(
+        tmp_path / "longbench2.jsonl",
+        [{"task": "longbench2_graph", "context": book, "question": "Who?", "choices": list("wxyz"), "answer": 1}],
+    )
+    write_lines(
+        tmp_path / "infinitebench_passkey.jsonl",
+        [{"id": 0, "context": book, "input": "Which key?", "answer": [" Fina"], "options": []}],
+    )
+    write_lines(
+        tmp_path / "babilong.jsonl",
+        [{"task": "babilong_qa1", "input": book, "question": "Where is Al?", "target": "hallway"}],
+    )
+    write_lines(tmp_path / "graphwalks_128k.jsonl", [{"prompt": book, "answer_nodes": ["ab"]}])
+    names = ["longbench2", "infinitebench", "babilong", "graphwalks"]
+    found = lm_eval_tasks(core, TOKENIZER, names, length=30_000, data=tmp_path)
+    assert {name: list(parts) for name, parts in found.parts.items()} == {
+        "longbench2": ["longbench2_graph"],
+        "infinitebench": ["infinitebench_passkey"],
+        "babilong": ["babilong_qa1"],
+        "graphwalks": ["graphwalks_128k"],
+    }
+    assert len(seen) == 3 and all(text.count("A man walks on.") == 200 for text in seen), "nothing was cut"
+    assert sum("Charlie went to the hallway" in text for text in seen) == 1, "BABILong's own examples"
+    assert found.accuracy["babilong"] == 0 or found.accuracy["babilong"] == 1
+
+
+def test_tasks_that_are_not_there_are_refused_with_the_list(model, tmp_path):
+    from rope_patch.eval.lm_eval_tasks import check_tasks
+
+    refused = [
+        (["mmul"], None, ValueError, "lm-eval has no task 'mmul'. Near to it: mmlu.* among them longbench2, infinite"),
+        ([], None, ValueError, "name at least one of lm-eval's tasks"),
+        (["gsm8k"], tmp_path / "no", FileNotFoundError, "there is no folder"),
+        (["gsm8k"], tmp_path, FileNotFoundError, "has no gsm8k.jsonl as .jsonl or .jsonl.xz, for lm-eval's 'gsm8k'"),
+        (["graphwalks"], tmp_path, FileNotFoundError, "has no graphwalks.jsonl, nor any of graphwalks_128k, graph"),
+    ]
+    for tasks, data, error, message in refused:
+        with pytest.raises(error, match=message):
+            check_tasks(tasks, data, 1000)
+
+
+def test_a_package_that_a_task_needs_is_named(tmp_path, monkeypatch):
+    import sys
+
+    from rope_patch.eval.lm_eval_tasks import check_tasks
+
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    for name in [name for name in sys.modules if "ifeval" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    write_lines(tmp_path / "ifeval.jsonl", [{"prompt": "Say no.", "instruction_id_list": [], "kwargs": []}])
+    with pytest.raises(ImportError, match="lm-eval's ifeval needs the package langdetect"):
+        check_tasks(["ifeval"], tmp_path, 1000)
+
+
+def test_babilong_of_the_hub_comes_in_texts_of_the_length(monkeypatch):
+    import datasets
+
+    from rope_patch.eval.lm_eval_tasks import check_tasks
+
+    asked = []
+
+    def load(path, name=None, split=None, **_):
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list([{"input": "a", "question": "b", "target": "c"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    check_tasks(["babilong_qa1"], None, 40_000)
+    assert asked == [("RMT-team/babilong-1k-samples", "32k", "qa1")]

@@ -24,6 +24,10 @@ class Bar:
     def __exit__(self, *_):
         return False
 
+    @staticmethod
+    def write(line):
+        print(line)
+
     def update(self, n):
         self.n += n
         self.places.append(self.n)

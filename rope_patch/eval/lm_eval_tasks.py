@@ -1,0 +1,385 @@
+"""Any of lm-eval's tasks by name, long or short, from the hub or from local files, with no prompt cut."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from .asking import TEMPLATE_OPTIONS, ChatTemplate, uses_chat_template
+from .cache import Remember, afresh
+from .generation import PREFILL_CHUNK
+from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
+from .progress import token_bar
+from .result import Result
+from .text import read_json_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# what long-context papers quote, and what short training may cost; RULER's tasks have a measure of their own
+SUGGESTED = (
+    "longbench2",
+    "infinitebench",
+    "babilong_longctx",
+    "babilong",
+    "graphwalks",
+    "longbench",
+    "longproc",
+    "mmlu",
+    "gsm8k",
+    "ifeval",
+)
+_SHOWN = 300  # characters at the end of a prompt that are kept with its reply
+_BABILONG = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # units of 1024 tokens that the hub has texts of
+_NEW_TOKENS = 256  # lm-eval's own, where a task names none
+
+
+@dataclass(frozen=True)
+class LmEval(Result):
+    """Scores of lm-eval's tasks.
+
+    Args:
+        accuracy: task or group as it was named -> mean over its samples of its first metric, mostly 0 to 1.
+        parts: task or group -> each of its tasks -> that metric.
+        metrics: each task -> every metric that lm-eval gave.
+        scores: task or group -> the first metric of each sample, in the order of the data.
+        left_out: task or group -> samples that were left out because prompt and answer are longer than the length.
+        replies: one of each task, as {task, question, expected, reply, score}; of multiple choice none.
+    """
+
+    title: ClassVar[str] = "lm-eval's tasks"
+    column: ClassVar[str] = "accuracy"
+
+    accuracy: dict[str, float]
+    parts: dict[str, dict[str, float]]
+    metrics: dict[str, dict[str, float]]
+    scores: dict[str, list[float]]
+    left_out: dict[str, int]
+    replies: list[dict[str, Any]] = field(default_factory=list)
+
+    def headline(self) -> dict[str, float]:
+        return dict(self.accuracy)
+
+    def table(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "task": name,
+                "part": part,
+                "accuracy": accuracy,
+                "samples": len(self.scores[name]),
+                "left_out": self.left_out[name],
+            }
+            for name, parts in self.parts.items()
+            for part, accuracy in {**parts, "all": self.accuracy[name]}.items()
+        ]
+
+    @classmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        from .figures import add_legend, draw_bars, new_figure
+
+        figure, (axes,) = new_figure()
+        names = list(next(iter(results.values())).accuracy)
+        draw_bars(axes, names, {label: [r.accuracy[n] for n in names] for label, r in results.items()})
+        axes.set(title="lm-eval's tasks", ylabel="score")
+        axes.set_ylim(0, 1)
+        add_legend(figure, axes)
+        return figure
+
+    @classmethod
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
+        said = []
+        for label, result in results.items():
+            figures = ", ".join(
+                f"{name} {100 * a:.1f} over {len(result.scores[name])} samples" for name, a in result.accuracy.items()
+            )
+            said.append(f"{label}: {figures}.")
+        one = next(iter(results.values()))
+        left_out = [f"{n} of {name}" for name, n in one.left_out.items() if n]
+        if left_out:
+            said.append(
+                f"Left out, because prompt and answer are longer than the longest length: {', '.join(left_out)}."
+            )
+        return said
+
+
+class _Part(NamedTuple):
+    """Which documents of a task are asked."""
+
+    documents: list[int]
+    left_out: int
+    tokens: int  # of all prompts and answers together
+
+
+def lm_eval_tasks(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    *,
+    length: int,
+    data: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 1,
+    chat_template: ChatTemplate = "auto",
+    progress: bool = True,
+    remember: Remember = afresh,
+) -> LmEval:
+    """Score lm-eval's own tasks, with its prompts and metrics and as many examples as it shows by itself.
+
+    A document whose prompt and answer are longer than `length` is left out and counted; lm-eval would cut it to the
+    window in the config without a word.
+
+    Args:
+        model: a causal LM.
+        tokenizer: of the model.
+        tasks: names of tasks, groups or tags that the installed lm-eval knows: `mmlu`, `gsm8k`, `ifeval`, `longbench2`,
+            `infinitebench`, `babilong`, `graphwalks` and so on.
+        length: tokens that a prompt and its answer may have together.
+        data: a folder with the data as files, rows with the fields of the hub's data set: TASK.jsonl(.xz), and
+            TASK.fewshot.jsonl(.xz) for the examples of a task that takes them from the hub, which otherwise shows none.
+            A group may have one file GROUP.jsonl(.xz) whose rows name their task in `task`, or as GROUP_SUBJECT in
+            `subject`. None means the hub.
+        limit: documents of each task at most.
+        batch_size: prompts in a forward.
+        chat_template: whether prompts are put through the tokenizer's chat template: "on", "off", or "auto", if there
+            is one.
+        progress: whether to show a bar over the tokens of each task.
+        remember: keeps each task as soon as it is done.
+
+    Raises:
+        ImportError: lm-eval, or a package that one of the tasks needs, is not installed.
+        ValueError: an unknown task, or one without a document that is short enough.
+        FileNotFoundError: the folder lacks the file of a task.
+    """
+    chat = uses_chat_template(tokenizer, chat_template)
+    accuracy: dict[str, float] = {}
+    parts: dict[str, dict[str, float]] = {}
+    metrics: dict[str, dict[str, float]] = {}
+    scores: dict[str, list[float]] = {}
+    left_out: dict[str, int] = {}
+    replies: list[dict[str, Any]] = []
+    for name, files in chosen_files(tasks, data).items():
+        scores[name], left_out[name], parts[name] = [], 0, {}
+        for leaf, source in files.items():
+
+            def measure(leaf: str = leaf, source: "_Source" = source) -> dict[str, Any]:
+                return _measure(model, tokenizer, leaf, source, length, limit, batch_size, chat, progress)
+
+            value = remember({"task": leaf}, measure)
+            left_out[name] += value["left_out"]
+            if not value["scores"]:
+                continue
+            metrics[leaf] = value["metrics"]
+            scores[name] += value["scores"]
+            parts[name][leaf] = sum(value["scores"]) / len(value["scores"])
+            replies += value["replies"]
+        if not scores[name]:
+            raise ValueError(
+                f"lm-eval's {name} has no document of up to {length} tokens with its answer: use a longer length."
+            )
+        accuracy[name] = sum(scores[name]) / len(scores[name])
+    return LmEval(accuracy, parts, metrics, scores, left_out, replies)
+
+
+class _Source(NamedTuple):
+    """Where a task's rows are; `file` None means the hub."""
+
+    file: Path | None
+    examples: Path | None
+    group: str | None
+
+
+def check_tasks(tasks: Sequence[str], data: str | Path | None, length: int) -> None:
+    """Raise what `lm_eval_tasks` would raise for want of a package, a name or a file, without a model.
+
+    Raises:
+        ImportError: lm-eval, or a package that one of the tasks needs, is not installed.
+        ValueError: an unknown task.
+        FileNotFoundError: the folder lacks the file of a task.
+        OSError: data of the hub cannot be had.
+    """
+    for files in chosen_files(tasks, data).values():
+        for leaf, source in files.items():
+            _built(leaf, source, 1, length)
+
+
+def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dict[str, _Source]]:
+    """Task, group or tag as it was named -> each of its tasks -> where its rows are; arguments as in `lm_eval_tasks`.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+        ValueError: an unknown task, or none.
+        FileNotFoundError: the folder lacks the file of a task.
+    """
+    require_lm_eval()
+    if not tasks:
+        raise ValueError(f"name at least one of lm-eval's tasks, e.g. {', '.join(SUGGESTED)}.")
+    folder = None if data is None else Path(data)
+    if folder is not None and not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder} with data for lm-eval's tasks.")
+    found: dict[str, dict[str, _Source]] = {}
+    for name in tasks:
+        leaves = _leaves(name)
+        if folder is None:
+            found[name] = dict.fromkeys(leaves, _Source(None, None, None))
+            continue
+        found[name] = {}
+        for leaf in leaves:
+            of_leaf, of_group = _file(folder, leaf), _file(folder, name) if leaf != name else None
+            if of_leaf is not None:
+                found[name][leaf] = _Source(of_leaf, _file(folder, f"{leaf}.fewshot"), None)
+            elif of_group is not None and _has_rows(of_group, name, leaf):
+                found[name][leaf] = _Source(of_group, _file(folder, f"{name}.fewshot"), name)
+        if not found[name]:
+            wanted = f"{name}.jsonl" if leaves == [name] else f"{name}.jsonl, nor any of {', '.join(leaves[:6])}, ..."
+            raise FileNotFoundError(f"{folder} has no {wanted} as .jsonl or .jsonl.xz, for lm-eval's {name!r}.")
+    return found
+
+
+def _leaves(name: str) -> list[str]:
+    """The tasks that a name stands for.
+
+    Raises:
+        ValueError: lm-eval knows no such name.
+    """
+    index = task_index()
+    entry = index.get(name)
+    if entry is None:
+        near = difflib.get_close_matches(name, [*SUGGESTED, *index], n=5)
+        raise ValueError(
+            f"lm-eval has no task {name!r}."
+            + (f" Near to it: {', '.join(dict.fromkeys(near))}." if near else "")
+            + f" It knows {len(index)} names, among them {', '.join(s for s in SUGGESTED if s in index)}; "
+            "`lm-eval ls tasks` shows all."
+        )
+    kind = entry.kind.name
+    if kind == "GROUP":
+        members = [m if isinstance(m, str) else m.get("task", m.get("group")) for m in entry.cfg["task"]]
+    elif kind == "TAG":
+        members = sorted(entry.tags)
+    else:
+        return [name]
+    return list(dict.fromkeys(leaf for member in members for leaf in _leaves(member)))
+
+
+def _file(folder: Path, stem: str) -> Path | None:
+    return next((f for f in (folder / f"{stem}{e}" for e in (".jsonl", ".jsonl.xz")) if f.is_file()), None)
+
+
+def _has_rows(file: Path, group: str, leaf: str) -> bool:
+    return next(iter(_rows(file, group, leaf)), None) is not None
+
+
+def _rows(file: Path, group: str | None, leaf: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = list(read_json_lines(file))
+    if group is None:
+        return rows
+    return [row for row in rows if row.get("task", f"{group}_{row.get('subject')}") == leaf]
+
+
+def _built(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
+    """lm-eval's task; BABILong's from the hub with texts of up to `length`, since lm-eval takes its shortest by itself.
+
+    Raises:
+        ImportError: it needs a package that is not installed.
+        OSError: data of the hub cannot be had.
+    """
+    try:
+        if source.file is None:
+            overrides: dict[str, Any] = {}
+            if "babilong" in leaf:
+                longest = max(k for k in _BABILONG if 1024 * k <= length)
+                overrides["metadata"] = {"max_seq_lengths": f"{longest}k"}
+            return local_task(leaf, None, "test", shots=None, **overrides)
+        documents = list(islice(_rows(source.file, source.group, leaf), limit))
+        examples = None if source.examples is None else _rows(source.examples, source.group, leaf)
+        return local_task(leaf, documents, "test", examples=examples, shots=None)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"lm-eval's {leaf} needs the package {error.name}, which is not installed: pip install {error.name}, or "
+            "lm-eval with the extra for this task."
+        ) from error
+    except (ConnectionError, OSError) as error:
+        raise OSError(
+            f"the data of lm-eval's {leaf} cannot be had from the hub ({type(error).__name__}: {error}): give them as "
+            "files."
+        ) from error
+
+
+def _measure(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    leaf: str,
+    source: _Source,
+    length: int,
+    limit: int | None,
+    batch_size: int,
+    chat: bool,
+    progress: bool,
+) -> dict[str, Any]:
+    task = _built(leaf, source, limit, length)
+    generates = task.config.output_type == "generate_until"
+    part = _fitting(task, tokenizer, length, limit, chat)
+    if not part.documents:
+        return {"scores": [], "left_out": part.left_out, "metrics": {}, "replies": []}
+    if generates and length > PREFILL_CHUNK:
+        chunk = max(PREFILL_CHUNK // batch_size, 1)
+        task.set_config("generation_kwargs", {"prefill_chunk_size": chunk}, update=True)
+    with token_bar(model, part.tokens, leaf, show=progress):
+        found, logged = evaluate(
+            model, tokenizer, task, batch_size=batch_size, max_length=length, samples=part.documents, chat=chat
+        )
+    metric = task.config.metric_list[0]["metric"]
+    floats = {k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k}
+    first = min(logged, key=lambda s: s["doc_id"])
+    reply = {
+        "task": leaf,
+        "question": str(first["arguments"][0][0])[-_SHOWN:],
+        "expected": str(first["target"]),
+        "reply": str(first["resps"][0][0]),
+        "score": float(first[metric]),
+    }
+    return {
+        "scores": sample_scores(logged, metric),
+        "left_out": part.left_out,
+        "metrics": floats,
+        "replies": [reply] if generates else [],
+    }
+
+
+def _fitting(task: Any, tokenizer: PreTrainedTokenizerBase, length: int, limit: int | None, chat: bool) -> _Part:
+    """The documents whose prompts, as lm-eval makes them, have up to `length` tokens with their answers."""
+
+    def through_template(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                **TEMPLATE_OPTIONS,
+            )
+        )
+
+    count = partial(_tokens, tokenizer, task)
+    with quiet():
+        task.build_all_requests(limit=limit, apply_chat_template=chat, chat_template=through_template if chat else None)
+    tokens: dict[int, list[int]] = {}
+    for request in task.instances:
+        tokens.setdefault(request.doc_id, []).append(count(request))
+    documents = [doc for doc in sorted(tokens) if max(tokens[doc]) <= length]
+    return _Part(documents, len(tokens) - len(documents), sum(sum(tokens[doc]) for doc in documents))
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, task: Any, request: Any) -> int:
+    """Of a prompt and its answer, with one for a token that begins any text."""
+    prompt, answer = request.args
+    if isinstance(answer, str):
+        return 1 + len(tokenizer(prompt + answer, add_special_tokens=False, verbose=False)["input_ids"])
+    new = answer.get("max_gen_toks", _NEW_TOKENS)
+    return 1 + new + len(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])

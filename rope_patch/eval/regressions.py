@@ -1,0 +1,321 @@
+"""What a model lost and won beside another one, cell by cell, beyond noise."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any, Literal
+
+from .comparisons import baseline_first
+from .lm_eval_tasks import LmEval
+from .loss_by_position import BLOCK, LossByPosition
+from .paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, mean_difference, paired_interval
+from .result import Result
+from .retrieval import RetrievalGrid
+from .ruler import Ruler
+from .short_text import ShortText
+
+_PARTS = 8  # of a row's span, where there are few rows
+_ENOUGH_ROWS = 20  # from here on whole rows are resampled
+_TOLD = 3  # scores that the verdict names of those lost or won
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measure at one length, of a model and of the one that it is compared with.
+
+    Args:
+        label: the model.
+        measure: what was measured.
+        length: tokens of a prompt, or the end of a span of positions; None for short text.
+        name: measure and length or span in words.
+        first: mean of the model that this one is compared with.
+        mean: of this model.
+        low: end of the 95 % interval of mean - first, by a paired bootstrap.
+        high: the other end.
+        n: pairs.
+        unit: what a pair is.
+        p: of McNemar's exact test; None where scores are not 0 and 1.
+        different: pairs in which the two differ.
+        higher_is_better: False for losses.
+    """
+
+    label: str
+    measure: str
+    length: int | None
+    name: str
+    first: float
+    mean: float
+    low: float
+    high: float
+    n: int
+    unit: str
+    p: float | None
+    different: int
+    higher_is_better: bool
+
+    @property
+    def difference(self) -> float:
+        """How much more than the other model's mean this one's is."""
+        return self.mean - self.first
+
+    @property
+    def outcome(self) -> Literal["below", "above", "same"]:
+        """Whether the model is worse or better than the other one beyond noise.
+
+        That is: the interval does not hold 0, at least six pairs differ, and McNemar's p, if there is one, is below
+        0.05. A bootstrap of a few pairs that differ is too sure of itself.
+        """
+        beyond = (self.low > 0 or self.high < 0) and self.different >= MIN_DIFFERENT
+        if not beyond or (self.p is not None and self.p >= 1 - CONFIDENCE):
+            return "same"
+        return "above" if (self.difference > 0) == self.higher_is_better else "below"
+
+    @property
+    def effect(self) -> float:
+        """How much better the model is: its difference, in points of 100 or in nats, with a sign that means better."""
+        return self.difference if self.higher_is_better else -self.difference
+
+    def said(self) -> str:
+        """In words, with figures."""
+        if not self.higher_is_better:
+            change = f"{self.first:.3f} to {self.mean:.3f} nats, {self.difference:+.3f}"
+            return f"{self.name} ({change}, 95 % from {self.low:+.3f} to {self.high:+.3f})"
+        change = f"{100 * self.first:.0f} to {100 * self.mean:.0f} %, {100 * self.difference:+.0f} points"
+        return f"{self.name} ({change}, 95 % from {100 * self.low:+.0f} to {100 * self.high:+.0f})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "difference": self.difference, "outcome": self.outcome}
+
+
+@dataclass(frozen=True)
+class Regressions:
+    """All models beside the one that they are compared with.
+
+    Args:
+        baseline: label of that one.
+        labels: of the others.
+        cells: of all of them that could be compared.
+        window: positions within which a cell counts as inside; None where it is not known.
+    """
+
+    baseline: str
+    labels: list[str]
+    cells: list[Cell]
+    window: int | None
+
+    @property
+    def below(self) -> list[Cell]:
+        """Cells in which a model is worse beyond noise, model by model, the largest losses first."""
+        return self._with("below")
+
+    @property
+    def above(self) -> list[Cell]:
+        """Cells in which a model is better beyond noise, model by model, the largest gains first."""
+        return self._with("above")
+
+    def _with(self, outcome: str) -> list[Cell]:
+        found = [cell for cell in self.cells if cell.outcome == outcome]
+        return sorted(found, key=lambda c: (self.labels.index(c.label), not c.higher_is_better, -abs(c.effect)))
+
+    def verdict(self) -> list[str]:
+        """What was won, what was lost, by how much and over how many pairs, in sentences."""
+        if not self.labels:
+            return [f"Only {self.baseline} was measured, so there is nothing to compare it with."]
+        said = [sentence for label in self.labels for sentence in self._about(label)]
+        n_cells = len(self.cells)
+        if n_cells:
+            said.append(
+                "A cell counts as lost or won if the 95 % interval of the difference leaves out 0, at least "
+                f"{MIN_DIFFERENT} pairs differ, and McNemar's exact p is below 0.05 where answers are right or wrong. "
+                f"Of {n_cells} cells without any true difference, up to {max(round(n_cells / 40), 1)} would be called "
+                "lost by chance, and as many won."
+            )
+        return said
+
+    def _about(self, label: str) -> list[str]:
+        cells = [cell for cell in self.cells if cell.label == label]
+        if not cells:
+            return [f"{label} has no cell that can be compared with {self.baseline}, prompt by prompt."]
+        below = [c for c in self.below if c.label == label]
+        above = [c for c in self.above if c.label == label]
+        said = [
+            f"{label} is worse than {self.baseline} in {len(below)} of {len(cells)} cells, better in {len(above)}, and "
+            f"in {len(cells) - len(below) - len(above)} no difference shows beyond noise."
+        ]
+        said += [f"{label} lost{self._where(below)}: {_listed(below)}."] if below else []
+        said += [f"{label} won{self._where(above)}: {_listed(above)}."] if above else []
+        widths = {
+            unit: median((c.high - c.low) / 2 for c in cells if c.unit == unit and c.higher_is_better)
+            for unit in {c.unit for c in cells if c.higher_is_better}
+        }
+        for unit, width in sorted(widths.items()):
+            n = sorted({c.n for c in cells if c.unit == unit and c.higher_is_better})
+            over = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
+            said.append(
+                f"Over {over} {unit} a cell, a difference of less than about {100 * width:.0f} points would not show."
+            )
+        return said
+
+    def _where(self, cells: Sequence[Cell]) -> str:
+        if self.window is None:
+            return ""
+        inside = sum(c.length is None or c.length <= self.window for c in cells)
+        if inside == len(cells):
+            return f", all within the window of {self.window}"
+        return f", {inside} of them within the window of {self.window}" if inside else ", all beyond the window"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, with the verdict."""
+        return {
+            "baseline": self.baseline,
+            "window": self.window,
+            "verdict": self.verdict(),
+            "cells": [cell.to_dict() for cell in self.cells],
+        }
+
+
+def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | None = None) -> Regressions:
+    """Compare each model with the one named "native", or else the first, in each measure and at each length.
+
+    Retrieval, RULER, short text and lm-eval's tasks are compared prompt by prompt, losses by parts of rows: each row of
+    a span of positions is cut into up to eight parts, or, from 20 rows on, is one. Spans go from a sixteenth of the
+    window on in powers of two. Other measures, and results that keep no scores of single prompts, are left out.
+
+    Args:
+        results: measure -> label -> result, as `run_suite` returns it.
+        window: positions; None means that of the first loss by position.
+
+    Raises:
+        ValueError: two models were asked different prompts or read different rows.
+    """
+    labels: list[str] = []
+    cells: list[Cell] = []
+    curves = [r for by_label in results.values() for r in by_label.values() if isinstance(r, LossByPosition)]
+    window = window or next((curve.window for curve in curves if curve.window), None)
+    for measure, by_label in results.items():
+        ordered = baseline_first(by_label)
+        labels += [label for label in ordered if label not in labels]
+        pairs = list(ordered.items())
+        for label, result in pairs[1:]:
+            cells += _compared(measure, label, pairs[0][1], result, window)
+    order = list(baseline_first(dict.fromkeys(labels)))
+    return Regressions(order[0] if order else "", order[1:], cells, window)
+
+
+def _compared(measure: str, label: str, first: Result, second: Result, window: int | None) -> list[Cell]:
+    if isinstance(first, RetrievalGrid) and isinstance(second, RetrievalGrid):
+        return _retrieval(measure, label, first, second)
+    if isinstance(first, LossByPosition) and isinstance(second, LossByPosition):
+        return _losses(measure, label, first, second, window)
+    if isinstance(first, Ruler) and isinstance(second, Ruler):
+        return [
+            cell
+            for task in first.prompt_scores
+            for n, a, b in _both(first.lengths, first.prompt_scores, second.lengths, second.prompt_scores, task)
+            for cell in _cell(label, f"{measure} {task}", n, f"{task} at {n}", a, b, "prompts")
+        ]
+    if isinstance(first, ShortText | LmEval) and isinstance(second, ShortText | LmEval):
+        return [
+            cell
+            for name, scores in first.scores.items()
+            if name in second.scores
+            for cell in _cell(label, f"{measure} {name}", None, name, scores, second.scores[name], "samples")
+        ]
+    return []
+
+
+def _both(
+    n_first: list[int], first: dict[str, list[list[float]]], n_second: list[int], second: dict[str, Any], task: str
+) -> list[tuple[int, list[float], list[float]]]:
+    other = dict(zip(n_second, second.get(task, []), strict=False))
+    return [(n, scores, other[n]) for n, scores in zip(n_first, first[task], strict=False) if n in other]
+
+
+def _retrieval(measure: str, label: str, first: RetrievalGrid, second: RetrievalGrid) -> list[Cell]:
+    found: list[Cell] = []
+    for n in first.lengths:
+        if n in second.lengths:
+            hashes = [grid.prompt_hashes[grid.lengths.index(n)] for grid in (first, second) if grid.prompt_hashes]
+            if len(set(hashes)) > 1:
+                raise ValueError(f"{label} was asked other {measure} prompts of {n} tokens: nothing can be paired.")
+            found += _cell(label, measure, n, f"{measure} at {n}", first.at(n), second.at(n), "prompts")
+    return found
+
+
+def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosition, window: int | None) -> list[Cell]:
+    if not first.blocks or not second.blocks:
+        return []
+    if first.rows_hash != second.rows_hash:
+        raise ValueError(f"{label} read other rows: nothing can be paired.")
+    found: list[Cell] = []
+    end_of_all = len(first.blocks[0])
+    edges = _edges(window, end_of_all)
+    for start, end in zip(edges, edges[1:], strict=False):
+        parts = 1 if first.n_rows >= _ENOUGH_ROWS else min(_PARTS, end - start)
+        cuts = [start + (end - start) * k // parts for k in range(parts + 1)]
+        one, other = (
+            [fmean(row[a:b]) for row in curve.blocks for a, b in zip(cuts, cuts[1:], strict=False)]
+            for curve in (first, second)
+        )
+        unit = "rows" if parts == 1 else f"parts of {first.n_rows} rows"
+        name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
+        found += _cell(label, measure, BLOCK * end, name, one, other, unit, higher_is_better=False)
+    return found
+
+
+def _edges(window: int | None, n_blocks: int) -> list[int]:
+    """Ends of the spans, in blocks: the first block is left out, as in all means of losses."""
+    if window is None:
+        return [1, n_blocks] if n_blocks > 1 else []
+    inner = [window >> k for k in range(4, -1, -1)]
+    outer = [window << k for k in range(1, 30)]
+    edges = sorted({1, n_blocks, *(e // BLOCK for e in [*inner, *outer] if BLOCK < e < BLOCK * n_blocks)})
+    return [e for e in edges if 1 <= e <= n_blocks] if n_blocks > 1 else []
+
+
+def _cell(
+    label: str,
+    measure: str,
+    length: int | None,
+    name: str,
+    first: Sequence[float],
+    second: Sequence[float],
+    unit: str,
+    *,
+    higher_is_better: bool = True,
+) -> list[Cell]:
+    """The cell; none where there are too few pairs to say anything."""
+    if len(first) != len(second):
+        raise ValueError(f"{name}: {label} has {len(second)} {unit}, the first model {len(first)}: nothing is paired.")
+    if len(first) < 2:
+        return []
+    differences = [b - a for a, b in zip(first, second, strict=True)]
+    low, high = paired_interval(differences)
+    right_or_wrong = higher_is_better and {*first, *second} <= {0, 1}
+    mean = fmean(first)
+    return [
+        Cell(
+            label,
+            measure,
+            length,
+            name,
+            mean,
+            mean + mean_difference(first, second),
+            low,
+            high,
+            len(first),
+            unit,
+            mcnemar(first, second) if right_or_wrong else None,
+            sum(d != 0 for d in differences),
+            higher_is_better,
+        )
+    ]
+
+
+def _listed(cells: Sequence[Cell]) -> str:
+    """The largest differences of scores and the largest of losses, and how many more there are."""
+    scores = [cell for cell in cells if cell.higher_is_better][:_TOLD]
+    losses = [cell for cell in cells if not cell.higher_is_better][: max(1, _TOLD - len(scores))]
+    more = len(cells) - len(scores) - len(losses)
+    return "; ".join(cell.said() for cell in [*scores, *losses]) + (f"; and {more} more" if more else "")

@@ -1,0 +1,248 @@
+"""What is called lost or won: intervals that hold the truth as often as they say, an exact test, and no invention."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import WINDOW, tiny
+
+from rope_patch import patch_model
+from rope_patch.eval import (
+    EvalPlan,
+    LossByPosition,
+    RetrievalGrid,
+    ShortText,
+    mcnemar,
+    paired_interval,
+    regressions,
+    run_suite,
+    write_report,
+)
+from rope_patch.eval.paired import _student_t
+from rope_patch.eval.replies import shown_replies
+
+DEPTHS = [0.25, 0.75]
+
+
+def grid(at, kind="passkey", hashes=None):
+    """A grid of given scores: length -> score of each prompt, half of them at either depth."""
+    trials = len(next(iter(at.values()))) // 2
+    halves = {n: [s[:trials], s[trials:]] for n, s in at.items()}
+    accuracy = [[sum(half) / trials for half in halves[n]] for n in at]
+    scores = [s for values in at.values() for s in values]
+    words = [k % 4 for values in at.values() for k in range(len(values))]
+    replies = [
+        {
+            "length": n,
+            "wording": w,
+            "question": f"{kind} {n} {w}?",
+            "expected": "77",
+            "reply": f"{values[w]:g}",
+            "score": values[w],
+        }
+        for n, values in at.items()
+        for w in range(4)
+    ]
+    hashes = hashes or [f"{n}" for n in at]
+    return RetrievalGrid(kind, list(at), DEPTHS, accuracy, trials, [0.5] * len(scores), scores, words, hashes, replies)
+
+
+@pytest.mark.parametrize("n", [12, 40])
+@pytest.mark.parametrize("kind", ["right or wrong", "losses"])
+def test_intervals_hold_the_true_difference_about_as_often_as_they_say(n, kind):
+    rng, hits, runs = random.Random(n), 0, 300
+    for run in range(runs):
+        if kind == "losses":
+            # pairs share a hard or an easy prompt, so each model alone scatters far more than the difference
+            differences = [rng.gauss(0.1, 0.3) for _ in range(n)]
+            truth = 0.1
+        else:
+            differences = [float(rng.random() < 0.7) - float(rng.random() < 0.4) for _ in range(n)]
+            truth = 0.3
+        low, high = paired_interval(differences, draws=1000, seed=run)
+        hits += low <= truth <= high
+    # 95 % of 300 is 285 with a standard deviation of 3.8; a plain percentile interval of 12 pairs holds about 92 %
+    assert 275 <= hits <= 297, hits / runs
+
+
+def test_intervals_are_those_of_all_resamples():
+    """Of 0 and 1 with equal chance: how many ones a resample has is binomial."""
+    n = 30
+    low, high = paired_interval([0.0] * 15 + [1.0] * 15, draws=40_000)
+    tail = 0.5 * math.erfc(math.sqrt(n / (n - 1)) * 2.0452 / math.sqrt(2))  # t of 29 degrees of freedom, from a table
+    cumulative, k = 0.0, -1
+    while cumulative < tail:
+        k += 1
+        cumulative += math.comb(n, k) / 2**n
+    assert low == pytest.approx(k / n, abs=1e-9) and high == pytest.approx(1 - k / n, abs=1e-9)
+    assert paired_interval([0.0, 1.0] * 15, seed=3) == paired_interval([0.0, 1.0] * 15, seed=3)
+    with pytest.raises(ValueError, match="at least 2 pairs, got 1"):
+        paired_interval([1.0])
+
+
+def test_students_t_is_that_of_the_tables():
+    table = {5: 2.5706, 10: 2.2281, 30: 2.0423, 199: 1.9720}
+    assert {n: _student_t(0.975, n) for n in table} == pytest.approx(table, rel=1e-3)
+
+
+@pytest.mark.parametrize(("b", "c"), [(0, 0), (5, 0), (6, 0), (1, 9), (12, 3), (40, 25)])
+def test_mcnemar_counts_the_ways_that_are_at_least_as_uneven(b, c):
+    first = [1.0] * b + [0.0] * c + [1.0] * 4 + [0.0] * 3
+    second = [0.0] * b + [1.0] * c + [1.0] * 4 + [0.0] * 3
+    n = b + c
+    uneven = sum(math.comb(n, k) for k in range(n + 1) if abs(2 * k - n) >= abs(b - c))
+    assert mcnemar(first, second) == pytest.approx(float(Fraction(uneven, 2**n)), rel=1e-12)
+    assert mcnemar(first, second) == mcnemar(second, first)
+    with pytest.raises(ValueError, match="must hold 0 and 1 for the same prompts"):
+        mcnemar([0.5], [1.0])
+
+
+def test_cells_below_and_above_are_told_with_their_figures():
+    native = grid({512: [1.0] * 20, 1024: [1.0] * 10 + [0.0] * 10, 4096: [0.0] * 20})
+    long = grid({512: [0.0] * 9 + [1.0] * 11, 1024: [1.0] * 11 + [0.0] * 9, 4096: [1.0] * 16 + [0.0] * 4})
+    found = regressions({"passkey": {"native": native, "long": long}}, window=1024)
+    (lost,), (won,) = found.below, found.above
+    assert (lost.label, lost.measure, lost.length, lost.n) == ("long", "passkey", 512, 20)
+    assert (lost.first, lost.mean) == (1.0, pytest.approx(0.55)) and lost.low < lost.difference < lost.high < 0
+    assert lost.p == pytest.approx(2 / 2**9) and won.length == 4096 and won.low > 0
+    assert [c.outcome for c in found.cells] == ["below", "same", "above"]
+    words = " ".join(found.verdict())
+    assert "long is worse than native in 1 of 3 cells, better in 1, and in 1 no difference shows" in words
+    assert "long lost, all within the window of 1024: passkey at 512 (100 to 55 %, -45 points" in words
+    assert "long won, all beyond the window: passkey at 4096 (0 to 80 %, +80 points" in words
+    assert "Over 20 prompts a cell" in words
+    assert json.loads(json.dumps(found.to_dict()))["cells"][0]["outcome"] == "below"
+
+
+def test_a_few_pairs_that_differ_are_noise():
+    """Four of four lost: the bootstrap interval leaves out 0, and the exact test says one in eight."""
+    native, other = grid({512: [1.0] * 20}), grid({512: [0.0] * 4 + [1.0] * 16})
+    (cell,) = regressions({"passkey": {"native": native, "other": other}}).cells
+    assert cell.high < 0 and cell.p == 0.125 and cell.outcome == "same"
+    # shares of values found have no such test; that five pairs differ is not enough either
+    half = grid({512: [0.5] * 5 + [1.0] * 15})
+    (cell,) = regressions({"passkey": {"native": native, "other": half}}).cells
+    assert cell.p is None and cell.high < 0 and cell.outcome == "same"
+
+
+def test_equal_models_lose_and_win_nothing():
+    rng = random.Random(0)
+    scores = {n: [float(rng.random() < 0.5) for _ in range(40)] for n in (512, 1024)}
+    found = regressions({"passkey": {"a": grid(scores), "b": grid(scores)}})
+    assert not found.below and not found.above and len(found.cells) == 2
+    assert regressions({"passkey": {"a": grid(scores)}}).verdict() == [
+        "Only a was measured, so there is nothing to compare it with."
+    ]
+
+
+def test_the_model_labelled_native_is_the_one_that_others_stand_beside():
+    low, high = grid({512: [0.0] * 20}), grid({512: [1.0] * 20})
+    found = regressions({"passkey": {"mine": low, "native": high}})
+    assert found.baseline == "native" and [c.label for c in found.below] == ["mine"]
+
+
+def test_other_prompts_are_not_paired():
+    one = grid({512: [1.0] * 20})
+    other = replace(one, prompt_hashes=["another"])
+    with pytest.raises(ValueError, match="b was asked other passkey prompts of 512 tokens"):
+        regressions({"passkey": {"a": one, "b": other}})
+
+
+def curve(per_block, window=1024, rows_hash="same"):
+    blocks = torch.tensor(per_block, dtype=torch.float64)
+    loss = blocks.mean(0).repeat_interleave(64)
+    return LossByPosition(loss, len(blocks), window, tuple(map(tuple, per_block)), rows_hash)
+
+
+def test_losses_are_compared_by_spans_of_the_window():
+    generator = torch.Generator().manual_seed(0)
+    base = 3 + 0.5 * torch.randn(4, 32, generator=generator)
+    moved = base.clone()
+    moved[:, 4:8] += 0.2 + 0.05 * torch.randn(4, 4, generator=generator)  # 256..511
+    moved[:, 16:] -= 1.0 + 0.05 * torch.randn(4, 16, generator=generator)  # beyond the window
+    moved[:, 8:16] += 0.01 * torch.randn(4, 8, generator=generator)
+    found = regressions({"cliff": {"native": curve(base.tolist()), "other": curve(moved.tolist())}})
+    names = {c.name: c.outcome for c in found.cells}
+    assert names == {
+        "loss 64..127": "same",
+        "loss 128..255": "same",
+        "loss 256..511": "below",
+        "loss 512..1023": "same",
+        "loss 1024..2047": "above",
+    }
+    lost = found.below[0]
+    wanted = (moved - base)[:, 4:8].mean().item()
+    assert lost.difference == pytest.approx(wanted) and lost.low < wanted < lost.high and lost.n == 16
+    assert "loss 256..511 (" in " ".join(found.verdict()) and "parts of 4 rows" in lost.unit
+    with pytest.raises(ValueError, match="other read other rows"):
+        regressions({"cliff": {"native": curve(base.tolist()), "other": curve(base.tolist(), rows_hash="x")}})
+    many = base.repeat(5, 1).tolist()
+    assert {c.unit for c in regressions({"cliff": {"a": curve(many), "b": curve(many)}}).cells} == {"rows"}
+
+
+def test_short_text_is_compared_sample_by_sample():
+    native = ShortText({"piqa": 1.0}, {}, {"piqa": 20}, {"piqa": [1.0] * 20})
+    worse = ShortText({"piqa": 0.5}, {}, {"piqa": 20}, {"piqa": [1.0, 0.0] * 10})
+    (cell,) = regressions({"short": {"native": native, "worse": worse}}).below
+    assert cell.name == "piqa" and cell.unit == "samples" and cell.p == pytest.approx(2 / 2**10)
+    unknown = ShortText({"piqa": 0.5}, {}, {"piqa": 20})
+    assert regressions({"short": {"native": unknown, "worse": worse}}).cells == []
+
+
+def test_the_page_opens_with_the_verdict_then_what_was_lost_then_answers(tmp_path):
+    native = grid({512: [1.0] * 20, 1024: [1.0] * 20, 4096: [0.0] * 20})
+    long = grid({512: [0.0] * 12 + [1.0] * 8, 1024: [1.0] * 20, 4096: [1.0] * 20})
+    results = {"passkey": {"long": long, "native": native}}
+    page = write_report(results, tmp_path, title="t", settings={}, window=1024).read_text()
+    places = [page.index(f'id="{name}"') for name in ("verdict", "regressions", "answers", "gains", "passkey")]
+    assert places == sorted(places) and places[0] < page.index("<h2>Summary")
+    lost = page[places[1] : places[2]]
+    assert "passkey at 512" in lost and "passkey at 4096" not in lost and "-60" in lost
+    answers = page[places[2] : places[3]]
+    assert answers.count("<h3>") == 3 and answers.count("<th>native</th>") == answers.count("<th>long</th>") == 3
+    assert "passkey, 512 tokens, wording" in answers and answers.count("<b>77</b>") == 3
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert [c["name"] for c in stored["regressions"]["cells"] if c["outcome"] == "below"] == ["passkey at 512"]
+    table = (tmp_path / "tables" / "passkey.csv").read_text().splitlines()
+    assert table[0].endswith("accuracy,prompts,accuracy of native,difference")
+    # 2 depths, 4 wordings and all, at 3 lengths, of 2 models
+    assert len(table) == 1 + 2 * 3 * (2 + 4 + 1)
+    row = next(line for line in table if line.startswith("long,passkey,512,all,all"))
+    assert row.split(",")[5:] == ["0.4", "20", "1.0", "-0.6"]
+
+
+def test_answers_shown_are_to_the_same_prompt():
+    native, other = grid({512: [1.0] * 20}), grid({512: [1.0] * 20})
+    for reply in other.replies[:2]:
+        reply["question"] = "another?"
+    results = {"passkey": {"native": native, "other": other}}
+    shown = shown_replies(results, regressions(results))
+    assert len(shown) == 1 and shown[0]["wording"] in (2, 3)
+    assert {a["label"] for a in shown[0]["answers"]} == {"native", "other"}
+
+
+def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys):
+    texts = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
+    plan = EvalPlan(("cliff", "passkey"), length=600, n_rows=2, lengths=(400, 600), trials=1)
+    models = {
+        "pi": lambda: patch_model(tiny(vocab_size=CHARACTERS), "pi", factor=4.0),
+        "native": lambda: tiny(vocab_size=CHARACTERS),
+    }
+    found = run_suite(models, character_tokenizer(), texts, plan, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line in ("native:", "pi:")] == ["native:", "pi:"]
+    assert [line for line in lines if "passkey, 400: " in line or "passkey, 600: " in line] == [
+        f"  passkey, {n}: 0.000 over 10 prompts" for n in (400, 600)
+    ] * 2
+    assert sum("loss beyond" in line for line in lines) == 2
+    compared = regressions(found)
+    assert compared.baseline == "native" and compared.window == WINDOW
+    assert {c.name for c in compared.cells} >= {"passkey at 400", "passkey at 600", "loss 128..255"}
+    assert all(len(r["reply"]) > 0 and r["expected"].isdigit() for r in found["passkey"]["pi"].replies)
+    first, again = (found["passkey"][label].prompt_hashes for label in ("native", "pi"))
+    assert first == again and len(set(first)) == 2
