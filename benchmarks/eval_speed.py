@@ -36,9 +36,10 @@ from view_overhead import LLAMA3_8B, synchronize
 from rope_kernels import decode_attention, decode_attention_ref
 from rope_patch.eval import generation
 from rope_patch.eval.generation import greedy_answers
-from rope_patch.eval.needles import KINDS, PASSKEY_FILLER, make_prompt
+from rope_patch.eval.needles import KINDS, make_prompt
 from rope_patch.eval.reading import Reader
 from rope_patch.eval.retrieval import DEPTHS
+from rope_patch.eval.wordings import PASSKEY_FILLER
 
 GIB = 1 << 30
 NEW_TOKENS = {"passkey": 10, "single": 24, "multikey": 24, "ordinal": 24, "multivalue": 64, "multiquery": 64}

@@ -225,9 +225,14 @@ class RopeSFTTrainer(SFTTrainer):
             self._objective.check_length(longest)
             self._objective.check_documents(lengths)
         if draws:
-            by_label = self.args.objective in ("clm", "self-distill")
-            n_layers = find_decoder(self.model).config.num_hidden_layers
-            require_effect_on(view, lengths, n_layers, reads_last=not by_label)
+            objective = self.args.objective
+            require_effect_on(
+                view,
+                lengths,
+                find_decoder(self.model).config.num_hidden_layers,
+                reads_last=objective not in ("clm", "self-distill"),
+                controls=objective == "clm",
+            )
 
     def _longest(self) -> int | None:
         """Tokens of the longest document of a row, None where only reading all of them would say."""

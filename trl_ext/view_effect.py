@@ -1,30 +1,39 @@
 """Whether a view changes anything that is learned from the documents of a run, told before it starts."""
 
 import torch
+from transformers.utils import logging
 
 from rope_patch.documents import locate_documents
 from rope_patch.draws import DrawKey
 from rope_patch.state import BoundView
 from rope_patch.views import Compose, EndPrompt, PerLayer, View
 
+logger = logging.get_logger(__name__)
+
 _LENGTHS, _DRAWS = 16, 4
 
 
-def require_effect_on(view: View, lengths: torch.Tensor, n_layers: int, *, reads_last: bool) -> None:
+def require_effect_on(view: View, lengths: torch.Tensor, n_layers: int, *, reads_last: bool, controls: bool) -> None:
     """Draw for documents of a run's lengths, and raise if no draw changes a distance that the loss depends on.
-
-    The control of EndPrompt, `cue_tokens=0`, passes: it is there to change nothing.
 
     Args:
         view: that is drawn in training.
         lengths: tokens of each document, int64 [documents].
         n_layers: of the model.
         reads_last: whether the loss depends on what the last token of a document sees, which has no next token.
+        controls: whether EndPrompt's own controls pass, cues of no token and of one, which are there to change
+            nothing: the first token of a cue is predicted from the body, and behind the last nothing is. It is told.
 
     Raises:
         ValueError: nothing changes.
     """
-    if not view.perturbs or (isinstance(view, EndPrompt) and view.cue_tokens == 0):
+    if not view.perturbs:
+        return
+    if controls and isinstance(view, EndPrompt) and view.cue_tokens in (0, 1):
+        logger.warning(
+            f"view 'endprompt' with cue_tokens={view.cue_tokens} is a control: no token is predicted from far, so this "
+            "trains as view='standard' does."
+        )
         return
     distinct = lengths.unique()
     changed = distinct[view.can_change(distinct)]

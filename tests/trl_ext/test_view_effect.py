@@ -24,7 +24,6 @@ NOTHING = {
 }
 SOMETHING = {
     "one token of cue, which the loss reads": (EndPrompt(target=64, cue_tokens=1), [12, 20], True),
-    "the control": (EndPrompt(target=64, cue_tokens=0), [12], False),
     "cues as tokens": (EndPrompt(target=64, cue_tokens=[[5], [6, 7]]), [12], False),
     "a few documents": (Skip(split=5000, skip=1), [12] * 99 + [5002], False),
     "short ones": (EndPrompt(target=1000, cue_tokens=2), [1000] * 99 + [12], False),
@@ -38,17 +37,33 @@ SOMETHING = {
 def test_a_view_without_effect_is_refused(case):
     view, lengths, reads_last = NOTHING[case]
     with pytest.raises(ValueError, match="changes no distance between tokens in documents of"):
-        require_effect_on(view, torch.tensor(lengths), 2, reads_last=reads_last)
+        require_effect_on(view, torch.tensor(lengths), 2, reads_last=reads_last, controls=False)
 
 
 @pytest.mark.parametrize("case", SOMETHING)
 def test_a_view_with_an_effect_passes(case):
     view, lengths, reads_last = SOMETHING[case]
-    require_effect_on(view, torch.tensor(lengths), 2, reads_last=reads_last)
+    require_effect_on(view, torch.tensor(lengths), 2, reads_last=reads_last, controls=False)
 
 
-@pytest.mark.parametrize("objective", ["clm", "self-distill"])
-@pytest.mark.parametrize("options", [{"target": 64, "cue_tokens": 1}, {"target": 12, "cue_tokens": 3}], ids=str)
+@pytest.mark.parametrize("cue_tokens", [0, 1])
+def test_a_control_of_endprompt_passes_and_is_told(cue_tokens, caplog):
+    view = EndPrompt(target=64, cue_tokens=cue_tokens)
+    require_effect_on(view, torch.tensor([12]), 2, reads_last=False, controls=True)
+    assert "trains as view='standard'" in caplog.text
+    with pytest.raises(ValueError, match="changes no distance"):
+        require_effect_on(view, torch.tensor([12]), 2, reads_last=False, controls=False)
+
+
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        ("clm", {"target": 12, "cue_tokens": 3}),
+        ("self-distill", {"target": 12, "cue_tokens": 3}),
+        ("self-distill", {"target": 64, "cue_tokens": 1}),
+    ],
+    ids=str,
+)
 def test_the_trainer_refuses_it(objective, options, tmp_path):
     settings = {"view": "endprompt", "view_args": options, "objective": objective, "max_length": 12}
     if options["target"] > 32:
