@@ -1,7 +1,10 @@
 """README's Python blocks run, links of the pages lead somewhere, and figures in sentences are those of their files."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from statistics import mean, median, stdev
 
@@ -117,6 +120,30 @@ def test_passkeys_as_written_are_those_of_the_file():
         cells = [*written(native, n), *written((65536, "yarn", "none"), n), *written((65536, "yarn", "pose"), n)]
         cells += [forced((65536, "yarn", "pose"), n), *written(full, n), forced(full, n)]
         assert f"| {n} | {' | '.join('.00' if cell == '0' else cell for cell in cells)} |" in choosing
+
+
+def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
+    run = subprocess.run(
+        [sys.executable, "benchmarks/keeping_results.py", "docs/results/keeping-h200.jsonl"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    tables = run.stdout.strip().split("\n\n")
+    page = (RESULTS / "keeping.md").read_text()
+    assert len(tables) == 4 and all(table in page for table in tables)
+    cells = {row.split(" | ")[0].removeprefix("| "): row for row in tables[0].splitlines() if " / " in row}
+    readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
+    at_7900 = {
+        arm: row.split(" | ")[5].split(" / ")[2].rstrip("*").removeprefix("0")
+        for arm, row in cells.items()
+        if arm != "arm"
+    }
+    assert f"({at_7900['ntk8']} and {at_7900['yarn8']} at 7900 tokens, as it came {at_7900['native']})" in readme
+    assert f"{at_7900['ntk8']} at 7900" in choosing
 
 
 def test_errors_of_the_restorations_are_those_over_benchmarks():

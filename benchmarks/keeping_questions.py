@@ -1,0 +1,127 @@
+"""Questions about far text, which every model is asked alike and answers as it writes.
+
+Two tests. "passkey": Landmark Attention's five digits in its repeated filler. "keys": eight sentences with a key and a
+number each in a book, of which each is asked in turn, so that eight prompts share one reading of the book. Each in raw
+text and in the chat template, in several wordings; training rows (keeping_rows.py) have others.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Test = Literal["passkey", "keys"]
+NEW_TOKENS = {"passkey": 10, "keys": 12}
+KEYS = 8  # sentences in a book
+TAIL = 64  # tokens kept for the question and the beginning of its answer, at most: all prompts of a length read alike
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+# needle, question, beginning of the answer
+PASSKEY = [
+    ("The pass key is {v}. Remember it. {v} is the pass key.", "What is the pass key?", "The pass key is"),
+    ("The secret code is {v}. Keep it in mind, {v}.", "What is the secret code?", "The secret code is"),
+    ("My locker number is {v}. Do not forget it: {v}.", "What is my locker number?", "Your locker number is"),
+    ("The safe opens with {v}. I repeat, with {v}.", "Which number opens the safe?", "The safe opens with"),
+]
+KEYED = [
+    (
+        "The special magic number for {k} is: {v}.",
+        "What is the special magic number for {k} mentioned in the text above?",
+        "The special magic number for {k} is:",
+    ),
+    (
+        "The access code of {k} is {v}.",
+        "Which access code does {k} have, as the text above says?",
+        "The access code of {k} is",
+    ),
+]
+_ADJECTIVES = "amber brave calm dusty eager faint gentle hollow ivory jolly keen lively mellow narrow olden".split()
+_NOUNS = "anchor basket candle dragon engine feather garden hammer island jacket kettle ladder marble orchard".split()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Questions that share their beginning.
+
+    Args:
+        shared: token ids that all begin with.
+        tails: token ids that follow, one list a question.
+        answers: of the questions.
+        wording: which one.
+    """
+
+    shared: list[int]
+    tails: list[list[int]]
+    answers: list[str]
+    wording: int
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Token ids before a text, and the text between question and answer."""
+
+    begin: list[int]
+    turn: str
+
+    @classmethod
+    def of(cls, tokenizer: Any, chat: bool) -> "Frame":
+        if not chat:
+            return cls([], " ")
+        shown = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "=text="}], tokenize=False, add_generation_prompt=True
+        )
+        before, after = shown.split("=text=")
+        return cls(tokenizer(before, add_special_tokens=False)["input_ids"], after)
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def passkeys(tokenizer: Any, length: int, count: int, chat: bool, seed: int) -> list[Asked]:
+    """`count` prompts of `length` tokens with their answers, wordings in turn, depths spread evenly."""
+    frame, filler, found = Frame.of(tokenizer, chat), ids_of(tokenizer, FILLER), []
+    for n in range(count):
+        rng = random.Random(f"passkey {seed} {length} {n}")
+        wording = n % len(PASSKEY)
+        needle, question, beginning = PASSKEY[wording]
+        key = str(rng.randint(10000, 99999))
+        needle_ids = ids_of(tokenizer, needle.format(v=key) + " ")
+        tail = ids_of(tokenizer, f"\n{question}{frame.turn}{beginning}")
+        room = length - NEW_TOKENS["passkey"] - TAIL - len(frame.begin) - len(needle_ids)
+        # between two rounds of the filler
+        place = round((n + 0.5) / count * room / len(filler)) * len(filler)
+        hay = filler * (room // len(filler) + 1)
+        ids = [*frame.begin, *hay[:place], *needle_ids, *hay[place:room]]
+        found.append(Asked(ids, [tail], [key], wording))
+    return found
+
+
+def keys(tokenizer: Any, books: Sequence[Sequence[int]], length: int, count: int, chat: bool, seed: int) -> list[Asked]:
+    """`count` books of `length` tokens with their questions, each with KEYS sentences in it."""
+    frame, found = Frame.of(tokenizer, chat), []
+    for n in range(count):
+        rng = random.Random(f"keys {seed} {length} {n}")
+        wording = n % len(KEYED)
+        needle, question, beginning = KEYED[wording]
+        names = rng.sample([f"{a}-{b}" for a in _ADJECTIVES for b in _NOUNS], KEYS)
+        values = [str(v) for v in rng.sample(range(100_000, 1_000_000), KEYS)]
+        needles = [ids_of(tokenizer, " " + needle.format(k=k, v=v)) for k, v in zip(names, values, strict=True)]
+        tails = [ids_of(tokenizer, f"\n{question.format(k=k)}{frame.turn}{beginning.format(k=k)}") for k in names]
+        room = length - NEW_TOKENS["keys"] - TAIL - len(frame.begin) - sum(map(len, needles))
+        book = books[n % len(books)]
+        offset = rng.randrange(max(len(book) - room, 1))
+        hay = list(book[offset : offset + room])
+        assert len(hay) == room, f"a book has {len(book)} tokens, {room} are needed"
+        ids, used = list(frame.begin), 0
+        for k, piece in enumerate(needles):
+            place = round((k + rng.random()) / KEYS * room)
+            ids += hay[used:place] + piece
+            used = place
+        found.append(Asked(ids + hay[used:], tails, values, wording))
+    return found
+
+
+def right(asked: list[Asked], said: list[str]) -> list[int]:
+    """1 for each reply that has its answer in it."""
+    answers = [answer for a in asked for answer in a.answers]
+    return [int(answer in reply) for answer, reply in zip(answers, said, strict=True)]
