@@ -118,7 +118,7 @@ def test_what_reads_no_several_axes_or_images_is_refused(options, message, tmp_p
         ).train()
 
 
-@pytest.mark.parametrize("objective", ["hidden-distill", "relation-distill"])
+@pytest.mark.parametrize("objective", ["hidden-distill", "relation-distill", "native-distill"])
 def test_distillation_at_true_positions_takes_images(objective, tmp_path):
     """Teacher and student read the same pictures at the same positions: by the same frequencies they are the same."""
     losses = []
@@ -128,6 +128,7 @@ def test_distillation_at_true_positions_takes_images(objective, tmp_path):
             RopeSFTConfig(
                 **settings(
                     tmp_path, objective=objective, rescale="pi", rescale_args={"factor": factor}, max_steps=1,
+                    native_args={"clm_weight": 0.0} if objective == "native-distill" else None,
                 )
             ),
             train_dataset=images.conversations(),
