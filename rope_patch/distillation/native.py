@@ -79,13 +79,21 @@ class NativeDistiller(Distiller):
         model: the student, patched, bare or wrapped.
         targets: what counts.
         teacher: the same weights with adapters off, or a frozen copy.
+        offload: whether the teacher's hidden states wait on the CPU while the student runs.
 
     Raises:
         ValueError: without a cross-entropy, the student's RoPE is the teacher's; or its head has an adapter.
     """
 
-    def __init__(self, model: nn.Module, targets: NativeTargets, teacher: SharedTeacher | CopiedTeacher) -> None:
-        self.targets = targets
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: NativeTargets,
+        teacher: SharedTeacher | CopiedTeacher,
+        *,
+        offload: bool = False,
+    ) -> None:
+        self.targets, self.offload = targets, offload
         super().__init__(model, teacher)
         require(why_no_losses(self.core, self.decoder))
 
@@ -110,7 +118,8 @@ class NativeDistiller(Distiller):
         return super()._before_student(decoder, args, kwargs)
 
     def _keep_teacher(self, tape: NativeTape, output: Any) -> None:
-        tape.teacher = output.last_hidden_state.flatten(0, 1)[tape.queries]
+        states = output.last_hidden_state.flatten(0, 1)[tape.queries]
+        tape.teacher = states.to("cpu") if self.offload else states
 
     def _compare_student(self, tape: NativeTape, output: Any) -> None:
         hidden = output.last_hidden_state.flatten(0, 1)[tape.queries]
@@ -120,7 +129,7 @@ class NativeDistiller(Distiller):
             labels = none
         ce_weight = torch.full(labels.shape, self.targets.clm_weight / tape.ce_divisor, device=labels.device)
         kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.kl_divisor)
-        teacher = self.teacher.head, tape.teacher
+        teacher = self.teacher.head, tape.teacher.to(hidden.device)
         del tape.teacher
         options = {"direction": self.targets.direction, "temperature": self.targets.temperature}
         if self.targets.temperature == 1:

@@ -90,11 +90,18 @@ def test_training_brings_the_rescaled_model_to_the_native_one(view, peft, tmp_pa
     assert sum(e["loss"] for e in steps[-8:]) < 0.7 * sum(e["loss"] for e in steps[:8])
 
 
-def test_rows_without_labels_are_read_for_their_kl(tmp_path):
-    """Prompts are masked; a step may have no answer at all."""
+@pytest.mark.filterwarnings("ignore:.*keep_end")
+@pytest.mark.parametrize("way", [{"max_length": 64}, {"max_length": 16}, {"packing": True, "max_length": 96}], ids=str)
+def test_rows_without_labels_are_read_for_their_kl(way, tmp_path, caplog):
+    """Prompts are masked, and a step may have no answer at all: TRL itself drops such rows as it truncates."""
     rows = documents(4)["input_ids"]
     data = Dataset.from_list([{"input_ids": row, "labels": [-100] * len(row)} for row in rows])
-    run = trainer(tmp_path, train_dataset=data, max_steps=1, learning_rate=0.0, per_device_train_batch_size=4, **NATIVE)
+    options = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 4, "truncation_mode": "keep_end"}
+    run = trainer(tmp_path, train_dataset=data, **options, **NATIVE, **way)
+    if way["max_length"] == 16:
+        lost = sum(max(len(row) - 16, 0) for row in rows)
+        assert f"in 4 rows of at most 16. Left out: {lost} tokens behind max_length" in caplog.text and lost
+        rows = [row[-16:] for row in rows]
     run.train()
     (entry,) = logged(run, "loss", "kl", "ce")
     assert set(entry) == {"loss", "kl"} and entry["loss"] == pytest.approx(by_hand(rows)[0], rel=1e-4)

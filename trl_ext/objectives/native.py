@@ -25,7 +25,8 @@ class NativeObjective(Objective):
     distiller: NativeDistiller
 
     def _make_distiller(self, model: nn.Module) -> NativeDistiller:
-        return NativeDistiller(model, native_options(self.args._options("native_args")), self._native(model))
+        targets = native_options(self.args._options("native_args"))
+        return NativeDistiller(model, targets, self._native(model), offload=self.args.teacher_offload)
 
     def check_length(self, length: int) -> None:
         self.distiller.check_length(length)
