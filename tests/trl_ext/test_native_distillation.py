@@ -9,6 +9,7 @@ from support.training import WAYS, documents, logged, trainer
 
 from rope_patch import patch_model
 from trl_ext import RopeSFTConfig
+from trl_ext.long_documents import cut_ids
 
 PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 NATIVE = {"objective": "native-distill", **PI}
@@ -96,15 +97,32 @@ def test_rows_without_labels_are_read_for_their_kl(way, tmp_path, caplog):
     """Prompts are masked, and a step may have no answer at all: TRL itself drops such rows as it truncates."""
     rows = documents(4)["input_ids"]
     data = Dataset.from_list([{"input_ids": row, "labels": [-100] * len(row)} for row in rows])
-    options = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 4, "truncation_mode": "keep_end"}
+    options = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 8, "truncation_mode": "keep_end"}
     run = trainer(tmp_path, train_dataset=data, **options, **NATIVE, **way)
     if way["max_length"] == 16:
-        lost = sum(max(len(row) - 16, 0) for row in rows)
-        assert f"in 4 rows of at most 16. Left out: {lost} tokens behind max_length" in caplog.text and lost
-        rows = [row[-16:] for row in rows]
+        assert "4 documents longer than max_length cut into rows that are all read. Left out: nothing" in caplog.text
+        rows = [part for row in rows for part in cut_ids(row, 16, ())]
     run.train()
     (entry,) = logged(run, "loss", "kl", "ce")
     assert set(entry) == {"loss", "kl"} and entry["loss"] == pytest.approx(by_hand(rows)[0], rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*keep_end")
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("objective", ["native-distill", "hidden-distill"])
+def test_documents_that_labels_are_a_part_of_stay_whole_and_what_truncation_takes_is_told(
+    objective, mode, tmp_path, caplog
+):
+    rows = documents(4)["input_ids"]
+    data = Dataset.from_list(
+        [{"input_ids": row, "labels": [-100] * 7 + row[7:8] + [-100] * len(row[8:])} for row in rows]
+    )
+    options = {**NATIVE, "objective": objective, "max_length": 10, "truncation_mode": mode, "shuffle_dataset": False}
+    run = trainer(tmp_path, train_dataset=data, **options)
+    lost = sum(max(len(row) - 10, 0) for row in rows)
+    assert f"in 4 rows of at most 10. Left out: {lost} tokens behind max_length in 4 documents" in caplog.text
+    part = slice(10) if mode == "keep_start" else slice(-10, None)
+    assert run.train_dataset["input_ids"] == [row[part] for row in rows]
 
 
 def test_resuming_and_offloading_give_the_same_run(tmp_path):
