@@ -131,7 +131,7 @@ class NativeDistiller(Distiller):
         kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.kl_divisor)
         teacher = self.teacher.head, tape.teacher.to(hidden.device)
         del tape.teacher
-        options = {"direction": self.targets.direction, "temperature": self.targets.temperature}
+        options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
         if self.targets.temperature == 1:
             tape.loss, tape.rows = head_losses(
                 self.core, hidden, hidden, labels, ce_weight, kl_weight, teacher, **options

@@ -101,8 +101,9 @@ class Mix(View):
         """Whether each document takes view i, as `taken_i`, whose mean in a log is the share that did."""
         assert self.shares is not None
         u, n = key.uniform(slot=0), len(self.shares)
-        # the last one takes what rounding leaves below 1
-        which = sum((u >= math.fsum(self.shares[:i])).long() for i in range(1, n))
+        which = torch.zeros_like(u, dtype=torch.int64)
+        for i in range(1, n):  # the last one takes what rounding leaves below 1
+            which = which + (u >= math.fsum(self.shares[:i]))
         return {f"taken_{i}": which == i for i in range(n)}
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
