@@ -36,6 +36,8 @@ def head_losses(
     ce_weight: torch.Tensor,
     kl_weight: torch.Tensor | None,
     teacher: tuple[Any, torch.Tensor] | None = None,
+    *,
+    temperature: float = 1.0,
     **options: Any,
 ) -> tuple[torch.Tensor, RowMetrics]:
     """`rope_kernels.linear_ce_kl` through the head of a causal LM, with what its family does to logits.
@@ -49,6 +51,7 @@ def head_losses(
         kl_weight: [N] or None.
         teacher: output head and last hidden states of another model, [N, H_t], which the KL is to; None takes the
             standard view's.
+        temperature: divides the logits of all, of the cross-entropy too.
         **options: of `linear_ce_kl`.
 
     Raises:
@@ -58,6 +61,8 @@ def head_losses(
     other: Any = None if teacher is None else teacher[0]
     _require_floating(head, other)
     scale, softcap = logit_transform(core.config.get_text_config())
+    # z / T is z of these: softcap / T tanh(scale / T product / (softcap / T))
+    scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
     metrics: list[RowMetrics] = []
 
     def loss(
@@ -65,7 +70,7 @@ def head_losses(
     ) -> torch.Tensor:
         if hidden_teacher is not None:
             options["teacher_hidden"] = hidden_teacher.to(other.weight.dtype)
-            options["teacher_weight"], options["teacher_bias"] = other.weight, getattr(other, "bias", None)
+            options["teacher_weight"], options["teacher_bias"] = _beside(hidden_teacher, other)
         total, of_rows = linear_ce_kl(
             hidden_std.to(head.weight.dtype),
             None if hidden_view is None else hidden_view.to(head.weight.dtype),
@@ -108,19 +113,26 @@ def head_kl(
     scale, softcap = logit_transform(core.config.get_text_config())
 
     def rows(hidden: torch.Tensor, teacher_hidden: torch.Tensor) -> torch.Tensor:
+        teacher_weight, teacher_bias = _beside(teacher_hidden, teacher_head)
         return linear_kl_rows(
             hidden.to(head.weight.dtype),
-            teacher_hidden.to(teacher_head.weight.dtype),
+            teacher_hidden.to(teacher_weight.dtype),
             head.weight,
-            teacher_head.weight,
+            teacher_weight,
             student_bias=getattr(head, "bias", None),
-            teacher_bias=getattr(teacher_head, "bias", None),
+            teacher_bias=teacher_bias,
             logit_scale=scale,
             softcap=softcap,
             **options,
         )
 
     return _reading([head, teacher_head], rows, hidden, teacher_hidden)
+
+
+def _beside(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of a teacher's head where its hidden states are: a copy may wait on the CPU between steps."""
+    bias = getattr(head, "bias", None)
+    return head.weight.to(hidden.device), None if bias is None else bias.to(hidden.device)
 
 
 def _require_floating(*heads: Any) -> None:

@@ -47,7 +47,8 @@ class RopeSFTConfig(SFTConfig):
     Args:
         objective: "clm" is the next-token loss on the sampled view; "self-distill" that under true positions plus the
             KL of the sampled view's predictions to those (RPSD); "relation-distill" makes the rescaled model's
-            relations those of the model as it was pretrained (LinearARD); "hidden-distill" its hidden states (LongReD).
+            relations those of the model as it was pretrained (LinearARD); "hidden-distill" its hidden states (LongReD);
+            "native-distill" its predictions, under the sampled view, with a next-token loss beside.
         view: view to sample in every training forward, by name; "standard" changes nothing.
         view_args: its options, e.g. `{"max_skip": 32768}`.
         view_seed: seed of the view's draws; None takes `seed`.
@@ -56,6 +57,7 @@ class RopeSFTConfig(SFTConfig):
         logit_kl_args: of "relation-distill", a KL of next-token distributions beside it, fields of
             `rope_patch.distillation.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
         hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
+        native_args: of "native-distill", fields of `rope_patch.distillation.NativeTargets`, e.g. `{"clm_weight": 0.0}`.
         kl_weight: of "self-distill", lambda. 0 without `view_clm` trains under true positions alone, without a second
             view: the KL is then measured in evaluation only.
         self_distill_args: of "self-distill", fields of `rope_patch.distillation.ViewConsistency` but its weight, e.g.
@@ -82,6 +84,7 @@ class RopeSFTConfig(SFTConfig):
         "relation_args",
         "logit_kl_args",
         "hidden_args",
+        "native_args",
         "self_distill_args",
         "longce_args",
     ]
@@ -116,12 +119,12 @@ class RopeSFTConfig(SFTConfig):
     rescale_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rescaling as a JSON object, e.g. '{\"factor\": 4.0}'."}
     )
-    objective: Literal["clm", "self-distill", "relation-distill", "hidden-distill"] = field(
+    objective: Literal["clm", "self-distill", "relation-distill", "hidden-distill", "native-distill"] = field(
         default="clm",
         metadata={
             "help": "Loss: 'clm' is next-token cross-entropy on the sampled view, 'self-distill' that under true "
             "positions plus the KL of the view to those, 'relation-distill' and 'hidden-distill' distil the model as "
-            "it was pretrained into the rescaled one."
+            "it was pretrained into the rescaled one, 'native-distill' its predictions into the sampled view."
         },
     )
     view: str = field(
@@ -146,6 +149,9 @@ class RopeSFTConfig(SFTConfig):
     )
     hidden_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'hidden-distill' as a JSON object, e.g. '{\"weight\": 5.0}'."}
+    )
+    native_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of 'native-distill' as a JSON object, e.g. '{\"clm_weight\": 0.0}'."}
     )
     kl_weight: float = field(default=1.0, metadata={"help": "Weight of the KL between views in 'self-distill'."})
     self_distill_args: dict[str, Any] | str | None = field(
@@ -281,6 +287,7 @@ class RopeSFTConfig(SFTConfig):
     def _check_objective(self) -> None:
         from .objectives import OBJECTIVES
         from .objectives.hidden import hidden_options
+        from .objectives.native import native_options
         from .objectives.next_token import cue_options, longce_options
         from .objectives.relation import relation_options
         from .objectives.self_distill import self_distill_options
@@ -295,6 +302,7 @@ class RopeSFTConfig(SFTConfig):
             "relation_args": "relation-distill",
             "logit_kl_args": "relation-distill",
             "hidden_args": "hidden-distill",
+            "native_args": "native-distill",
             "self_distill_args": "self-distill",
         }
         if self.restore_every is not None:
@@ -309,6 +317,7 @@ class RopeSFTConfig(SFTConfig):
                 raise ValueError(f"{name} belongs to objective={objective!r}, got objective={self.objective!r}.")
         relation_options(self._options("relation_args"), self._options("logit_kl_args"))
         hidden_options(self._options("hidden_args"))
+        native_options(self._options("native_args"))
         self_distill_options(self.kl_weight, self._options("self_distill_args"))
         longce = longce_options(self)
         if longce is not None and self.objective not in ("clm", "self-distill"):
@@ -325,8 +334,8 @@ class RopeSFTConfig(SFTConfig):
         native = self._options("self_distill_args").get("teacher") == "native" or self.restore_every is not None
         if self.teacher_offload and (self.objective == "clm" or (self.objective == "self-distill" and not native)):
             raise ValueError(
-                "teacher_offload needs a teacher: objective 'relation-distill' or 'hidden-distill', or 'self-distill' "
-                f"with teacher='native' or restore_every; got objective={self.objective!r}."
+                "teacher_offload needs a teacher: objective 'relation-distill', 'hidden-distill', 'native-distill', "
+                f"or 'self-distill' with teacher='native' or restore_every; got objective={self.objective!r}."
             )
         if self.neftune_noise_alpha and (self.objective != "clm" or self.token_weighting is not None):
             raise ValueError(

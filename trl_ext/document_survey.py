@@ -17,7 +17,7 @@ class Survey:
         lengths: tokens of each, int64 [documents].
         teaches: whether it has a token to predict: one with a label that is not its first, in a document that holds
             more than special tokens. [documents] bool.
-        masked: whether a token behind its first has no label, [documents] bool.
+        masked: whether of the tokens behind its first some have a label and some have none, [documents] bool.
         teaches_kept: `teaches` for what truncation to `limit` keeps.
     """
 
@@ -55,7 +55,8 @@ class Survey:
         parts = []
         for batch in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
             ids, lengths = _flat(batch["input_ids"])
-            labels = _flat(batch["labels"])[0] if labelled else ids
+            own = _flat(batch["labels"])[0]
+            labels = own if labelled else ids
             ends = np.cumsum(lengths)
             place = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
             predicted, has_label, is_text = place >= (0 if joined else 1), labels != -100, ~np.isin(ids, special)
@@ -74,7 +75,7 @@ class Survey:
                 (
                     lengths,
                     has_text & rows_with(predicted & has_label),
-                    rows_with(predicted & ~has_label),
+                    rows_with(predicted & (own == -100)) & rows_with(predicted & (own != -100)),
                     has_text & rows_with(kept & predicted & has_label),
                 )
             )

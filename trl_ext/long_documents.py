@@ -43,7 +43,7 @@ def cut_batch(
         batch: columns of a dataset.
         max_length: tokens of a row, at most.
         begin: token ids that the tokenizer puts before a text.
-        whole: whether documents with masked labels, prompts for example, stay as they are.
+        whole: whether documents of which a part has labels, prompts with answers for example, stay as they are.
         others: whether each row repeats the document's other columns.
     """
     made: dict[str, list[Any]] = {name: [] for name in (batch if others else ("input_ids", "labels"))}
@@ -62,5 +62,5 @@ def cut_batch(
 
 
 def is_masked(labels: Sequence[int]) -> bool:
-    """Whether a token that could be predicted has no label: the first of a document cannot."""
-    return -100 in labels[1:]
+    """Whether of the tokens that could be predicted, all but the first, some have a label and some have none."""
+    return -100 in labels[1:] and any(label != -100 for label in labels[1:])

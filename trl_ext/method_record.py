@@ -14,6 +14,7 @@ from rope_patch.views import View
 from .config import RopeSFTConfig
 from .cues import CUES
 from .objectives.hidden import hidden_options
+from .objectives.native import native_options
 from .objectives.next_token import longce_options
 from .objectives.relation import relation_options
 from .objectives.self_distill import self_distill_options
@@ -66,6 +67,8 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
         method |= {"relation_args": targets, "logit_kl_args": logit_kl if logit_kl and logit_kl.weight else None}
     if args.objective == "hidden-distill":
         method["hidden_args"] = hidden_options(args._options("hidden_args"))
+    if args.objective == "native-distill":
+        method["native_args"] = native_options(args._options("native_args"))
     return json.loads(json.dumps(method, default=_as_json))
 
 

@@ -94,7 +94,7 @@ def prepare_rows(
     tokenized = prepare(dataset, as_it_is, False)
     way = _Way.of(args, tokenizer, packing, columns)
     if isinstance(tokenized, IterableDataset):
-        return _prepare_stream(tokenized, name, args, way, lambda rows: prepare(rows, args, packing))
+        return _prepare_stream(tokenized, name, args, way, lambda rows: prepare(*way.truncated(rows), packing))
     if not all(isinstance(tokenized.features[column], List | LargeList) for column in ("input_ids", "labels")):
         return prepare(tokenized, args, packing)
     limit = args.max_length if way.truncates else None
@@ -140,7 +140,7 @@ def prepare_rows(
         left_out.append(
             f"{_count(tokens, 'token')} behind max_length in {_count(truncated.sum(), 'document')} ({way.remedy()})"
         )
-    rows = prepare(tokenized, args, packing)
+    rows = prepare(*way.truncated(tokenized), packing)
     if way.wraps and (single := int((survey(rows).lengths == 1).sum())):
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
     if args.process_index == 0:
@@ -225,6 +225,22 @@ class _Way:
                 desc="Cutting documents longer than max_length",
             )
         return made.with_format(style)
+
+    def truncated(self, tokenized: Any) -> tuple[Any, RopeSFTConfig]:
+        """What TRL is to prepare, and with which config: documents already truncated, where their labels do not matter.
+
+        TRL drops documents without any label as it truncates, and objectives that distil learn from these too.
+        """
+        if self.labelled or self.packing or self.args.max_length is None:
+            return tokenized, self.args
+        n, keeps_end = self.args.max_length, self.args.truncation_mode == "keep_end"
+        part = slice(-n, None) if keeps_end else slice(n)
+        columns = ("input_ids", "labels")
+        args = copy.copy(self.args)
+        args.max_length = None
+        options: dict[str, Any] = {} if isinstance(tokenized, IterableDataset) else {"desc": "Truncating documents"}
+        with self.args.main_process_first(desc="truncating documents"):
+            return tokenized.map(lambda row: {name: row[name][part] for name in columns}, **options), args
 
     def remedy(self) -> str:
         """How to lose less."""

@@ -6,7 +6,7 @@ from transformers.utils import logging
 from rope_patch.documents import locate_documents
 from rope_patch.draws import DrawKey
 from rope_patch.state import BoundView
-from rope_patch.views import Compose, EndPrompt, PerLayer, View
+from rope_patch.views import Compose, EndPrompt, Mix, PerLayer, View
 
 logger = logging.get_logger(__name__)
 
@@ -28,6 +28,10 @@ def require_effect_on(view: View, lengths: torch.Tensor, n_layers: int, *, reads
         ValueError: nothing changes.
     """
     if not view.perturbs:
+        return
+    if isinstance(view, Mix):  # a few draws may all be of one view: each is looked at by itself
+        for part in view.views:
+            require_effect_on(part, lengths, n_layers, reads_last=reads_last, controls=controls)
         return
     if controls and isinstance(view, EndPrompt) and view.cue_tokens in (0, 1):
         logger.warning(

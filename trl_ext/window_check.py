@@ -10,7 +10,7 @@ from transformers.utils import logging
 from rope_patch.rescalings import ABF, Rescaling
 from rope_patch.rotary import find_decoder
 from rope_patch.state import state_of
-from rope_patch.views import Compose, PerLayer, View
+from rope_patch.views import Compose, Mix, PerLayer, View
 
 logger = logging.get_logger(__name__)
 
@@ -20,7 +20,7 @@ def targets(view: View) -> Iterator[tuple[str, int]]:
 
     Such a view trains a window; others ("skip", "posaug", "rpe", ...) show positions that need not be of any.
     """
-    if isinstance(view, Compose):
+    if isinstance(view, Compose | Mix):
         for part in view.views:
             yield from targets(part)
     elif isinstance(view, PerLayer):

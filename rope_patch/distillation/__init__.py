@@ -6,6 +6,7 @@ from .cue import CueWeight
 from .distiller import TAPE
 from .hidden import HiddenDistiller, HiddenTargets
 from .longce import LongCE
+from .native import NativeDistiller, NativeTargets
 from .relations import LogitKL, RelationDistiller
 from .sequential import SequentialDistiller
 from .targets import RelationTargets
@@ -23,6 +24,8 @@ __all__ = [
     "HiddenTargets",
     "LogitKL",
     "LongCE",
+    "NativeDistiller",
+    "NativeTargets",
     "RelationDistiller",
     "RelationTargets",
     "SequentialDistiller",

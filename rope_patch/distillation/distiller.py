@@ -89,6 +89,15 @@ class Distiller:
                 "rescale='yarn', or give it a view."
             )
 
+    def require_taught_length(self, teacher: str, length: int) -> None:
+        """Raise ValueError, of a `teacher` called so, if documents of `length` tokens are beyond its native window."""
+        window = None if self.state is None else self.state.native.max_position_embeddings
+        if window is not None and length > window:
+            raise ValueError(
+                f"{teacher} reads documents of at most {window} tokens, its window, got one of {length}. Lower "
+                "max_length; views reach further positions than rows have tokens."
+            )
+
     def tape(
         self,
         input_ids: torch.Tensor,

@@ -81,13 +81,8 @@ class ViewDistiller(ConsistencyDistiller):
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if documents of `length` tokens are more than the native teacher's window, if it teaches."""
-        assert self.state is not None
-        window = self.state.native.max_position_embeddings
-        if self.teacher is not None and window is not None and length > window:
-            raise ValueError(
-                f"teacher='native' reads documents of at most {window} tokens, its window, got one of {length}. Lower "
-                "max_length; views reach further positions than rows have tokens."
-            )
+        if self.teacher is not None:
+            self.require_taught_length("teacher='native'", length)
 
     def can_differ(self, last: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         if self.teacher is not None:

@@ -8,6 +8,7 @@ from .cyclic import Cyclic
 from .dilation import Dilation
 from .endprompt import EndPrompt
 from .longrecipe import LongRecipe
+from .mix import Mix
 from .nope import NoPE
 from .per_layer import PerLayer
 from .posaug import PosAug
@@ -27,6 +28,7 @@ __all__ = [
     "Dilation",
     "EndPrompt",
     "LongRecipe",
+    "Mix",
     "NoPE",
     "PerLayer",
     "PoSE",

@@ -132,6 +132,11 @@ class View:
         """Whether `frequencies` differ from the schedule's."""
         return False
 
+    @property
+    def stands_alone(self) -> bool:
+        """Whether the view cannot be a part of another one."""
+        return self.layerwise or self.rescales
+
     def frequencies(self, inv_freq: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         """Frequencies of a forward, radians per position, given those of the schedule in force, [head_dim / 2]."""
         return inv_freq

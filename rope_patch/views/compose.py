@@ -22,7 +22,7 @@ class Compose(View):
 
     Args:
         views: the views in the order in which they act, at least one; in a recipe `{view: skip, max_skip: 4096}` stands
-            for `Skip(max_skip=4096)`.
+            for `Skip(max_skip=4096)` and `skip` for `Skip()`.
     """
 
     views: Sequence[View]
@@ -32,8 +32,11 @@ class Compose(View):
             raise ValueError(f"view 'compose': views must be a list of at least one view, got {self.views!r}.")
         # a tuple is hashable, and safe from later changes by the caller
         object.__setattr__(self, "views", tuple(as_view(entry, "compose") for entry in self.views))
-        if any(view.layerwise or view.rescales for view in self.views):
-            raise ValueError("view 'compose': a view that differs by layer or rescales frequencies stands alone.")
+        if any(view.stands_alone for view in self.views):
+            raise ValueError(
+                "view 'compose': a view that differs by layer or rescales frequencies stands alone, and so does 'mix', "
+                "whose views may be compositions."
+            )
         for view in self.views:
             require_effect(self, view.perturbs, f"{view!r} changes nothing: leave it out.")
         require_effect(
@@ -78,24 +81,26 @@ class Compose(View):
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         for i, view in enumerate(self.views):
-            t = view.rope_index(t, _own(parameters, i))
+            t = view.rope_index(t, parameters_of(parameters, i))
         return t
 
 
-def _own(parameters: Parameters, i: int) -> Parameters:
+def parameters_of(parameters: Parameters, i: int) -> Parameters:
     """Those of the i-th view."""
     return {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
 
 
 def as_view(entry: object, owner: str) -> View:
-    """The view itself, or the one that a recipe's dictionary stands for."""
+    """The view itself, or the one that a name or a recipe's dictionary stands for."""
     from ..methods import resolve_view  # which imports the views
 
+    if isinstance(entry, str):
+        return resolve_view(entry)
     if isinstance(entry, dict) and "view" in entry:
         return resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
     if not isinstance(entry, View):
         raise ValueError(
-            f"view {owner!r} takes views such as Skip(max_skip=4096), in a recipe {{view: skip, max_skip: 4096}}, got "
-            f"{entry!r}."
+            f"view {owner!r} takes views such as Skip(max_skip=4096), in a recipe {{view: skip, max_skip: 4096}} or a "
+            f"name, got {entry!r}."
         )
     return entry

@@ -33,8 +33,11 @@ class PerLayer(View):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "view", as_view(self.view, "per-layer"))
-        if self.view.layerwise or self.view.rescales:
-            raise ValueError("view 'per-layer': a view that differs by layer or rescales frequencies stands alone.")
+        if self.view.stands_alone:
+            raise ValueError(
+                "view 'per-layer': a view that differs by layer or rescales frequencies stands alone, and so does "
+                "'mix'."
+            )
         require_effect(self, self.view.perturbs, f"{self.view!r} changes nothing in any layer: give another view.")
         if isinstance(self.layers, Sequence) and not isinstance(self.layers, str):
             object.__setattr__(self, "layers", tuple(self.layers))

@@ -18,6 +18,9 @@ class Standard(View):
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {}
 
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(t, dtype=torch.float64)
+
     def reach(self, length: int, last: int | None = None) -> int:
         return length - 1 if last is None else last
 

@@ -7,10 +7,20 @@ from support.flash import require
 from support.tiny import MIXED, tiny
 
 from rope_patch import patch_model
-from rope_patch.distillation import TAPE, CopiedTeacher, RelationDistiller, RelationTargets, ViewConsistency
+from rope_patch.distillation import (
+    TAPE,
+    CopiedTeacher,
+    LogitKL,
+    NativeDistiller,
+    NativeTargets,
+    RelationDistiller,
+    RelationTargets,
+    ViewConsistency,
+)
 from rope_patch.distillation import ViewDistiller as Views
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation.native import NativeTape
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 256}
@@ -69,3 +79,40 @@ def test_relations_through_flex_attention_are_those_of_sdpa(kind):
     (loss, grad), (wanted, wanted_grad) = found
     torch.testing.assert_close(loss, wanted, rtol=1e-3, atol=0)
     assert (grad - wanted_grad).norm() < 5e-3 * wanted_grad.norm()
+
+
+def offloaded(objective, offload, data, dtype):
+    """Loss and gradients with a copy that does or does not wait on the CPU between steps."""
+    model = patch_model(tiny("llama", "sdpa", dtype, **SHAPE).cuda(), "pi", factor=4.0)
+    model = patch_model(model, "skip" if objective != "relations" else "standard").train()
+    teacher, labelled = CopiedTeacher(model, offload=offload), Labelled.of(data)
+    divisors = labelled.n_labels, int(labelled.valid.sum())
+    if objective == "native":
+        distiller = NativeDistiller(model, NativeTargets(clm_weight=0.3), teacher, offload=offload)
+        tape = NativeTape(labelled, *divisors)
+    elif objective == "relations":
+        targets = RelationTargets(k=0.0, v=0.0)
+        distiller = RelationDistiller(model, targets, teacher, logit_kl=LogitKL(weight=1.0), offload=offload)
+        tape = distiller.tape(data["input_ids"], data.get("attention_mask"), data.get("position_ids"))
+    else:
+        distiller = Views(model, ViewConsistency(), teacher=teacher)
+        tape = ViewTape(labelled, *divisors, data["input_ids"])
+    model.model._rope_patch.source.clock.set(3, 0)
+    inputs = {name: value for name, value in data.items() if name != "labels"}
+    with distiller.active():
+        model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        loss = tape.logit_kl / divisors[1] if objective == "relations" else tape.loss
+        loss.backward()
+    assert {p.device.type for p in teacher.copy.parameters()} == {"cpu" if offload else "cuda"}
+    return loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("objective", ["native", "relations", "self-distill"])
+def test_a_teacher_that_waits_on_the_cpu_teaches_the_same(objective, dtype):
+    torch.manual_seed(0)
+    data = {name: value.cuda() for name, value in batch("packed").items()}
+    (loss, grad), (wanted, wanted_grad) = (offloaded(objective, offload, data, dtype) for offload in (True, False))
+    assert wanted > 0
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    assert (grad - wanted_grad).norm() < 1e-3 * wanted_grad.norm()

@@ -180,6 +180,7 @@ VIEWS = {
     "posaug": {"law": "log-uniform", "granularity": "sample"},
     "pose": {"target": 300, "chunks": 4},
     "cream": {"target": 300},
+    "mix": {"views": ["standard", {"view": "skip", "max_skip": 40}, "cyclic"]},
 }
 
 

@@ -21,6 +21,7 @@ from rope_patch.views import (
     Dilation,
     EndPrompt,
     LongRecipe,
+    Mix,
     NoPE,
     PerLayer,
     PosAug,
@@ -101,8 +102,14 @@ def strategies(farthest):
         ),
     }
     composed = built(Compose, views=st.lists(st.one_of(*plain.values()), min_size=1, max_size=3))
+    part = st.one_of(st.just(Standard()), st.just(NoPE()), composed, *plain.values())
     return {
         **plain,
+        "mix": built(
+            Mix,
+            views=st.lists(part, min_size=2, max_size=3),
+            shares=maybe(st.sampled_from([(0.25, 0.75), (0.5, 0.5), (0.2, 0.3, 0.5)])),
+        ),
         "standard": st.just(Standard()),
         "nope": st.just(NoPE()),
         "random-base": built(RandomBase, low=maybe(positive)),
@@ -255,7 +262,7 @@ def test_a_document_that_no_draw_can_change_is_known(name, data):
     draws = [moved(view, [[PAD] * length] * 10, "packed", step)[1] for step in range(10)]
     some = any(s < length for first in draws for s in first)
     assert not some or can.item()
-    if view.name not in ("compose", "per-layer", "endprompt"):  # which may cancel, or look for another cue
+    if view.name not in ("compose", "per-layer", "endprompt", "mix"):  # which may cancel, or look for another cue
         assert some == can.item()
 
 
@@ -270,6 +277,7 @@ def test_a_document_that_no_draw_can_change_is_known(name, data):
         (EndPrompt(target=40, cue_tokens=0), None),
         (Compose([Skip(split=20), Skip(split=9)]), 10),
         (PerLayer(Skip(split=20), "top"), 21),
+        (Mix([Skip(split=20), Skip(split=9), Standard()]), 10),
         (Standard(), None),
     ],
     ids=str,
@@ -333,6 +341,7 @@ def test_every_option_that_is_accepted_changes_what_is_drawn(name, data):
         RandomBase(),
         RPE(max_index=11),
         RPE(max_index=14, granularity="sample"),
+        Mix([Standard(), Skip(), Skip(split=4)], [0.2, 0.5, 0.3]),
     ],
     ids=str,
 )

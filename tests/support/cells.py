@@ -22,6 +22,7 @@ from rope_patch.views import (
     Dilation,
     EndPrompt,
     LongRecipe,
+    Mix,
     NoPE,
     PerLayer,
     PosAug,
@@ -185,6 +186,13 @@ def _each_layer(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
     return torch.stack([_skip(t, split, skip) for split, skip in zip(drawn["split"], drawn["skip"], strict=True)])
 
 
+def _mixed(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
+    assert drawn["taken_0"] + drawn["taken_1"].int() + drawn["taken_2"] == 1
+    if drawn["taken_0"]:
+        return t
+    return _skip(t, drawn["1.split"], drawn["1.skip"]) if drawn["taken_1"] else drawn["2.alpha"] * t
+
+
 CASES = {
     "standard": Case(Standard(), lambda t, n, drawn: t),
     "skip": Case(Skip(split=4, skip=23), lambda t, n, drawn: _skip(t, 4, 23)),
@@ -208,6 +216,11 @@ CASES = {
     "longrecipe": Case(LongRecipe(target=200, sentence_ends=range(30)), _by_sentence),
     "compose": Case(
         Compose([Skip(split=4), PosAug(low=0.5, high=0.5)]), lambda t, n, drawn: 0.5 * _skip(t, 4, drawn["0.skip"])
+    ),
+    "mix": Case(Mix([Standard(), Skip(max_skip=90), PosAug(low=2.0)]), _mixed),
+    "mix-endprompt": Case(
+        Mix([EndPrompt(target=200, cue_tokens=4), Skip(split=4, skip=23)], [0.4, 0.6]),
+        lambda t, n, drawn: _skip(t, n - 4, 200 - n) if drawn["taken_0"] else _skip(t, 4, 23),
     ),
     "per-layer-top": Case(
         PerLayer(Skip(split=4, skip=23), "top"), lambda t, n, drawn: torch.stack([t, _skip(t, 4, 23), _skip(t, 4, 23)])

@@ -12,6 +12,8 @@ from rope_patch.distillation import (
     HiddenDistiller,
     HiddenTargets,
     LogitKL,
+    NativeDistiller,
+    NativeTargets,
     RelationDistiller,
     RelationTargets,
     SequentialDistiller,
@@ -20,6 +22,7 @@ from rope_patch.distillation import (
 )
 from rope_patch.distillation.consistency import ViewTape
 from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation.native import NativeTape
 from rope_patch.distillation.sequential import SequentialTape
 from rope_patch.patch import view_source
 
@@ -32,7 +35,8 @@ RELATIONS = {
     "relation-distill ATTN+V": RelationTargets(q=0.0, k=0.0, attention=1.0),
     "relation-distill mse": RelationTargets(divergence="mse"),
 }
-OBJECTIVES = ("clm", "self-distill", "self-distill two passes", "self-distill sequential", *RELATIONS, "hidden-distill")
+SELF = ("self-distill", "self-distill two passes", "self-distill sequential")
+OBJECTIVES = ("clm", *SELF, *RELATIONS, "hidden-distill", "native-distill")
 
 
 def loss_and_gradients(
@@ -54,6 +58,10 @@ def loss_and_gradients(
         run = _next_token if objective == "clm" else _self_distill
         return run(objective, model, inputs, divisors)
     patch_model(model, "yarn", factor=4.0)
+    if objective == "native-distill":
+        patch_model(model, **VIEW)
+        view_source(model).clock.set(3, first_sample)
+        return _keep_native(model, inputs, divisors)
     return _teach(objective, model, inputs, divisors)
 
 
@@ -95,6 +103,15 @@ def _self_distill(objective: str, model: Any, inputs: dict[str, Any], divisors: 
         with rope_view(model, "standard"):
             first = call()
         return first + call()
+
+
+def _keep_native(model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
+    distiller = NativeDistiller(model, NativeTargets(clm_weight=0.5), CopiedTeacher(model))
+    # every document has a token more than labels
+    tape = NativeTape(_labelled(inputs), divisors[0], sum(divisors))
+    with distiller.active():
+        model(**inputs, use_cache=False, logits_to_keep=1, **{TAPE: tape})
+        return _backward(tape.loss)
 
 
 def _teach(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:

@@ -192,7 +192,8 @@ def test_a_logit_kl_of_weight_0_is_logged_and_changes_no_bit(way, tmp_path):
     [
         (
             {"objective": "distill"},
-            "objective must be one of 'clm', 'self-distill', 'relation-distill', 'hidden-distill', got 'distill'",
+            "objective must be one of 'clm', 'self-distill', 'relation-distill', 'hidden-distill', 'native-distill', "
+            "got 'distill'",
         ),
         ({"relation_args": {"v": 0.0}}, "relation_args belongs to objective='relation-distill', got objective='clm'"),
         ({**RELATION, "relation_args": {"w": 1.0}}, "Unknown option 'w' of relation_args. Known: attention"),

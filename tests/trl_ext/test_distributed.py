@@ -36,6 +36,10 @@ for name, options in {
         "objective": "self-distill", "view": "skip", "self_distill_args": {"max_copies": 0.6},
     },
     "relation": {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}},
+    "native": {
+        "objective": "native-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}, "view": "mix",
+        "view_args": {"views": ["standard", "skip"]}, "native_args": {"clm_weight": 0.5},
+    },
     "relation-checkpointed": {
         "objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}, "trainable": "qkv",
         "gradient_checkpointing": True, "logit_kl_args": {"weight": 0.5, "last": 5},

@@ -94,6 +94,12 @@ OTHERS = [
         "hidden_args.weight=5.0",
         "hidden_args.weight=2.0",
     ),
+    (
+        {**RELATION, "objective": "native-distill"},
+        {**RELATION, "objective": "native-distill", "native_args": {"clm_weight": 0.0}},
+        "native_args.clm_weight=0.1",
+        "native_args.clm_weight=0.0",
+    ),
     (SKIP, {**SKIP, **LONGCE}, "token_weighting=None", "token_weighting='longce'"),
     (
         LONGCE,
@@ -256,7 +262,8 @@ def test_every_field_of_ours_is_compared_or_may_change(tmp_path):
     by_schedule = {"rescale", "rescale_args"}  # require_same_rope
     found = set()
     restore = {**SELF, **RELATION, "objective": "self-distill", "restore_every": 2}
-    for options in ({**restore, **LONGCE}, {**RELATION, "objective": "hidden-distill"}):
+    distil = [{**RELATION, "objective": name} for name in ("hidden-distill", "native-distill")]
+    for options in ({**restore, **LONGCE}, *distil):
         found |= trainer(tmp_path, **options)._method.keys()
     ours = {f.name for f in fields(RopeSFTConfig)} - {f.name for f in fields(SFTConfig)}
     assert found == ours - may_change - by_schedule

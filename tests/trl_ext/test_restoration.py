@@ -178,7 +178,7 @@ def test_rows_beyond_the_window_of_the_teacher_are_refused_before_a_model_is_loa
     monkeypatch.setattr(module.AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
     longer = {**STAGES["distil"], "max_length": WINDOW + 1}
     native = {"objective": "self-distill", "self_distill_args": {"teacher": "native"}}
-    for objective in ({}, {"objective": "hidden-distill"}, native):
+    for objective in ({}, {"objective": "hidden-distill"}, {"objective": "native-distill"}, native):
         with pytest.raises(ValueError, match=r"window of 64 positions .* got 65. Give distil={'max_length': 64}"):
             run(folder, distil={**longer, **objective})
     assert not (folder / "out").exists()

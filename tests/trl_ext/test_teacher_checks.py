@@ -10,6 +10,7 @@ PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 NATIVE = {
     "relation": {**PI, "objective": "relation-distill"},
     "hidden": {**PI, "objective": "hidden-distill"},
+    "native": {**PI, "objective": "native-distill"},
     "self-distill": {**PI, "objective": "self-distill", "view": "skip", "self_distill_args": {"teacher": "native"}},
     "restore_every": {**PI, "objective": "self-distill", "view": "skip", "restore_every": 2},
 }

@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from support.training import documents, trainer
 
-from rope_patch.views import Compose, Cyclic, EndPrompt, PerLayer, PosAug, PoSE, Skip
+from rope_patch.views import Compose, Cyclic, EndPrompt, Mix, PerLayer, PosAug, PoSE, Skip, Standard
 from trl_ext.view_effect import require_effect_on
 
 SAME = Dataset.from_list([{"input_ids": row["input_ids"][:12]} for row in documents(8)])  # 12 tokens each
@@ -21,6 +21,7 @@ NOTHING = {
     "turns that cancel": (Compose([Cyclic(shift=6), Cyclic(shift=6)]), [12], True),
     "by layer": (PerLayer(EndPrompt(target=12, cue_tokens=3), "top"), [12], True),
     "one token": (Skip(), [1], True),
+    "one view of a mix": (Mix([Skip(max_skip=9), EndPrompt(target=12, cue_tokens=3)]), [12], True),
 }
 SOMETHING = {
     "one token of cue, which the loss reads": (EndPrompt(target=64, cue_tokens=1), [12, 20], True),
@@ -30,6 +31,7 @@ SOMETHING = {
     "turns that do not": (Compose([Cyclic(shift=6), Cyclic(shift=6)]), [12, 13], True),
     "drawn": (Skip(), [3], False),
     "pose": (PoSE(target=64), [12], False),
+    "a mix that rarely moves": (Mix([Standard(), Skip(split=5, skip=9)], [0.999, 0.001]), [12], False),
 }  # fmt: skip
 
 

@@ -54,8 +54,9 @@ def test_a_target_beyond_the_window_of_a_model_without_rescaling_is_refused(name
     [
         {"view": "compose", "view_args": {"views": [{"view": "pose", "target": 65}, {"view": "posaug"}]}},
         {"view": "per-layer", "view_args": {"view": {"view": "cream", "target": 65}, "layers": "top"}},
+        {"view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": 65}]}},
     ],
-    ids=["compose", "per-layer"],
+    ids=["compose", "per-layer", "mix"],
 )
 def test_a_target_within_another_view_is_found(view, tmp_path):
     with pytest.raises(ValueError, match="got target=65"):
@@ -134,6 +135,7 @@ VIEW_OPTIONS = {
     "rpe": {"max_index": 70, "granularity": "sample"},
     "nope": {},
     "standard": {},
+    "mix": {"views": ["standard", {"view": "skip", "max_skip": 37}, {"view": "pose", "target": 90}]},
 }
 
 
@@ -151,7 +153,7 @@ def largest_index(view, n, seed):
 def test_no_draw_goes_beyond_the_reach_of_a_view(name, n, seed):
     view = VIEWS[name](**VIEW_OPTIONS[name])
     assert largest_index(view, n, seed) <= view.reach(n)
-    if not view.rescales and name not in ("nope", "standard"):  # which stand alone
+    if not view.rescales and name not in ("nope", "standard", "mix"):  # which stand alone
         both = Compose([view, Skip(max_skip=9)])
         assert largest_index(both, n, seed) <= both.reach(n)
 

@@ -91,6 +91,11 @@ CASES = {
         "objective": "hidden-distill", **PI, **lora(), "view": "skip", "hidden_args": {"short_to_long": 2.0},
         "gradient_checkpointing": True,
     },
+    "native": {"objective": "native-distill", **PI, "view": "skip"},
+    "native, adapters and a head": {
+        "objective": "native-distill", **PI, **lora(modules_to_save=["lm_head"]), "view": "skip",
+        "native_args": {"temperature": 1.5},
+    },
     "alternating": {**SELF, **PI, "restore_every": 2},
 }
 

@@ -3,6 +3,7 @@
 from .alternating import AlternatingObjective
 from .base import Objective
 from .hidden import HiddenObjective
+from .native import NativeObjective
 from .next_token import NextTokenObjective
 from .relation import RelationObjective
 from .self_distill import SelfDistillObjective
@@ -11,12 +12,14 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "self-distill": SelfDistillObjective,
     "relation-distill": RelationObjective,
     "hidden-distill": HiddenObjective,
+    "native-distill": NativeObjective,
 }
 
 __all__ = [
     "OBJECTIVES",
     "AlternatingObjective",
     "HiddenObjective",
+    "NativeObjective",
     "NextTokenObjective",
     "Objective",
     "RelationObjective",

@@ -1,0 +1,142 @@
+"""The model as it was pretrained, at true positions, teaches all predictions of the model under a view, in one pass."""
+
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from rope_kernels import RowMetrics
+from rope_kernels.linear_ce import IGNORE_INDEX
+
+from ..checked_numbers import require_number
+from ..heads import head_losses
+from ..limits import why_no_losses
+from .consistency import Direction
+from .distiller import TAPE, Distiller, Tape, require
+from .labelled import Labelled
+from .teacher import CopiedTeacher, SharedTeacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeTargets:
+    """loss = weight mean over tokens of KL(q_t || p_t) + clm_weight mean over labels of -ln p(label).
+
+    p is the student's next-token distribution under the view in force, q that of the model as it was pretrained:
+    adapters off or a frozen copy, native RoPE, true positions. The KL counts every token that is not padding, those
+    whose labels are masked and the last one of a document too: short documents and prompts hold what is to be kept.
+    Evaluation has the same loss at true positions, without draws.
+
+    Args:
+        weight: of the KL, above 0.
+        clm_weight: of the cross-entropy under the view, which labels alone count in: with prompts masked, answers. It
+            is what teaches more than the teacher knows, such as an answer whose key is far away. 0 leaves it out of
+            training; evaluation then measures it.
+        temperature: divides the logits of both sides of the KL, which is not multiplied by its square.
+        direction: "forward" KL(q || p), "reverse" KL(p || q), or their Jensen-Shannon divergence "jsd".
+
+    Source: ours. LongReD's short-to-long distillation (arXiv:2502.07365) compares last hidden states of the same two
+        passes by cosine, PoSE (arXiv:2309.10400) has the views; the cross-entropy beside a KL to the start is that of
+        fine-tuning held to its start.
+    """
+
+    weight: float = 1.0
+    clm_weight: float = 0.1
+    temperature: float = 1.0
+    direction: Direction = "forward"
+
+    def __post_init__(self) -> None:
+        require_number("weight", self.weight)
+        require_number("clm_weight", self.clm_weight, least=0)
+        require_number("temperature", self.temperature)
+        if self.direction not in get_args(Direction):
+            raise ValueError(f"direction must be one of {get_args(Direction)}, got {self.direction!r}.")
+
+
+class NativeTape(Tape):
+    """Hidden states of the teacher, and the loss and metrics of the student.
+
+    Args:
+        labelled: the batch.
+        ce_divisor: what the sum of cross-entropies is divided by.
+        kl_divisor: what the sum of the KL is divided by.
+    """
+
+    teacher: torch.Tensor  # [N, H], of `queries`
+    loss: torch.Tensor
+    rows: RowMetrics  # of `queries`
+
+    def __init__(self, labelled: Labelled, ce_divisor: int, kl_divisor: int) -> None:
+        super().__init__(labelled.valid, labelled.ordinal)
+        self.labelled, self.ce_divisor, self.kl_divisor = labelled, ce_divisor, kl_divisor
+        self.queries = labelled.valid.flatten().nonzero().squeeze(1)  # [N] indices among the flattened tokens
+
+
+class NativeDistiller(Distiller):
+    """Distils predictions of a teacher into a student under its view, while the student's one forward runs.
+
+    Args:
+        model: the student, patched, bare or wrapped.
+        targets: what counts.
+        teacher: the same weights with adapters off, or a frozen copy.
+        offload: whether the teacher's hidden states wait on the CPU while the student runs.
+
+    Raises:
+        ValueError: without a cross-entropy, the student's RoPE is the teacher's; or its head has an adapter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: NativeTargets,
+        teacher: SharedTeacher | CopiedTeacher,
+        *,
+        offload: bool = False,
+    ) -> None:
+        self.targets, self.offload = targets, offload
+        super().__init__(model, teacher)
+        require(why_no_losses(self.core, self.decoder))
+
+    def _require_difference(self) -> None:
+        # with a cross-entropy the KL holds the student to its start, by whatever RoPE
+        if not self.targets.clm_weight:
+            super()._require_difference()
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether a forward gives cross-entropies."""
+        return bool(self.targets.clm_weight) or not self.decoder.training
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if documents of `length` tokens are more than the teacher's window."""
+        self.require_taught_length("the teacher, the model as it was pretrained,", length)
+
+    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = kwargs.get(TAPE)
+        if tape is not None and not tape.teaching and not tape.taught:
+            self.check_length(int(tape.labelled.documents.length.max()))
+        return super()._before_student(decoder, args, kwargs)
+
+    def _keep_teacher(self, tape: NativeTape, output: Any) -> None:
+        states = output.last_hidden_state.flatten(0, 1)[tape.queries]
+        tape.teacher = states.to("cpu") if self.offload else states
+
+    def _compare_student(self, tape: NativeTape, output: Any) -> None:
+        hidden = output.last_hidden_state.flatten(0, 1)[tape.queries]
+        labels = tape.labelled.next_label.flatten()[tape.queries]
+        none = torch.full_like(labels, IGNORE_INDEX)
+        if not self.reads_labels:
+            labels = none
+        ce_weight = torch.full(labels.shape, self.targets.clm_weight / tape.ce_divisor, device=labels.device)
+        kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.kl_divisor)
+        teacher = self.teacher.head, tape.teacher.to(hidden.device)
+        del tape.teacher
+        options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
+        if self.targets.temperature == 1:
+            tape.loss, tape.rows = head_losses(
+                self.core, hidden, hidden, labels, ce_weight, kl_weight, teacher, **options
+            )
+            return
+        ce, rows = head_losses(self.core, hidden, None, labels, ce_weight, None)
+        kl, of_kl = head_losses(self.core, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
+        tape.loss, tape.rows = ce + kl, replace(rows, kl=of_kl.kl)

@@ -1,0 +1,113 @@
+"""One of several views for each document."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..documents import Documents
+from ..draws import DrawKey
+from .base import VIEWS, Parameters, View
+from .compose import as_view, parameters_of
+from .options import require_effect, require_share
+
+_SHARES_MAY_MISS = 1e-6  # of 1, by rounding
+
+
+@VIEWS.register("mix")
+@dataclass(frozen=True)
+class Mix(View):
+    """r(t) = v_k(t), with k drawn for each document, P(k = i) = shares[i].
+
+    Example: `Mix([Standard(), PoSE(target=65536, chunks=4)])` reads half of the documents at true positions and half
+    with gaps, so that one run holds what the model does near by and trains what it is to do far away.
+
+    Which view a document takes is a draw of its own, independent of what the views draw.
+
+    Args:
+        views: at least two different views, "standard" among them if some documents are to stay as they are; in a
+            recipe a name, or `{view: pose, target: 65536}` for `PoSE(target=65536)`.
+        shares: probability of each, above 0, 1 in all; None gives all the same.
+
+    Source: ours. LongReD (arXiv:2502.07365) and LongRoPE2 (arXiv:2502.20082) have rows of both kinds in one training,
+        as rows of two data sets.
+    """
+
+    views: Sequence[View]
+    shares: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.views, str | View) or not isinstance(self.views, Sequence) or len(self.views) < 2:
+            raise ValueError(f"view 'mix': views must be a list of at least two views, got {self.views!r}.")
+        # tuples are hashable, and safe from later changes by the caller
+        object.__setattr__(self, "views", tuple(as_view(entry, "mix") for entry in self.views))
+        if any(view.stands_alone for view in self.views):
+            raise ValueError(
+                "view 'mix': a view that differs by layer or rescales frequencies stands alone, as another mix does, "
+                "whose views this one may hold."
+            )
+        for i, view in enumerate(self.views):
+            require_effect(self, view not in self.views[:i], f"{view!r} is given twice: give it once, its share added.")
+        n = len(self.views)
+        shares: object = (1 / n,) * n if self.shares is None else self.shares
+        if isinstance(shares, str) or not isinstance(shares, Sequence) or len(shares) != n:
+            raise ValueError(f"view 'mix': shares must be a list of {n} numbers, one a view, or None, got {shares!r}.")
+        for share in shares:
+            require_share(self, "each of shares", share)
+        if not math.isclose(sum(shares), 1, rel_tol=0, abs_tol=_SHARES_MAY_MISS):
+            raise ValueError(f"view 'mix': shares must be 1 in all, got {tuple(shares)}, which are {sum(shares):g}.")
+        object.__setattr__(self, "shares", tuple(shares))
+
+    @property
+    def follows_progress(self) -> bool:
+        return any(view.follows_progress for view in self.views)
+
+    @property
+    def stands_alone(self) -> bool:
+        return True
+
+    def check_length(self, length: int) -> None:
+        for view in self.views:
+            view.check_length(length)
+
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return torch.stack([view.can_change(length) for view in self.views]).any(0)
+
+    def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        assert self.shares is not None
+        each = zip(self.shares, self.views, strict=True)
+        return sum((share * view.affected_share(t, length) for share, view in each), torch.zeros((), device=t.device))
+
+    def reach(self, length: int, last: int | None = None) -> int | None:
+        farthest = [view.reach(length, last) for view in self.views]
+        known = [index for index in farthest if index is not None]
+        return max(known) if len(known) == len(farthest) else None
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        found = self._taken(key)
+        for i, view in enumerate(self.views):
+            found |= {f"{i}.{name}": value for name, value in view.draw(length, key.substream(i)).items()}
+        return found
+
+    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
+        found = self._taken(key)
+        for i, view in enumerate(self.views):
+            own = view.draw_for(ids, t, documents, key.substream(i))
+            found |= {f"{i}.{name}": value for name, value in own.items()}
+        return found
+
+    def _taken(self, key: DrawKey) -> Parameters:
+        """Whether each document takes view i, as `taken_i`, whose mean in a log is the share that did."""
+        assert self.shares is not None
+        u, n = key.uniform(slot=0), len(self.shares)
+        which = torch.zeros_like(u, dtype=torch.int64)
+        for i in range(1, n):  # the last one takes what rounding leaves below 1
+            which = which + (u >= math.fsum(self.shares[:i]))
+        return {f"taken_{i}": which == i for i in range(n)}
+
+    def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        index = self.views[0].rope_index(t, parameters_of(parameters, 0))
+        for i, view in enumerate(self.views[1:], 1):
+            index = torch.where(parameters[f"taken_{i}"], view.rope_index(t, parameters_of(parameters, i)), index)
+        return index

@@ -1,0 +1,159 @@
+"""RopeSFTTrainer with objective="native-distill": normalisation, batches, what is logged, what is learned."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from support.tiny import tiny
+from support.training import WAYS, documents, logged, trainer
+
+from rope_patch import patch_model
+from trl_ext import RopeSFTConfig
+from trl_ext.long_documents import cut_ids
+
+PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
+NATIVE = {"objective": "native-distill", **PI}
+MIX = {"view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": 256, "chunks": 3}]}}
+
+
+def by_hand(rows):
+    """(mean KL over tokens, mean cross-entropy) of the untrained student at true positions, a document at a time."""
+    kl = ce = tokens = labels = 0
+    student, native = patch_model(tiny(), "pi", factor=4.0), tiny()
+    for row in rows:
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            p, q = (model(ids).logits[0].double().log_softmax(-1) for model in (student, native))
+        kl += (q.exp() * (q - p)).sum().item()
+        ce -= p[:-1].gather(1, ids[0, 1:, None]).sum().item()
+        tokens, labels = tokens + len(row), labels + len(row) - 1
+    return kl / tokens, ce / labels
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_the_mean_over_its_tokens_and_its_labels_however_it_is_batched(way, tmp_path):
+    data = documents(4)
+    options = {"train_dataset": data, "eval_dataset": data, "max_steps": 1, "learning_rate": 0.0}
+    run = trainer(tmp_path, native_args={"clm_weight": 0.3}, **options, **NATIVE, **WAYS[way])
+    run.train()
+    (entry,) = logged(run, "loss", "kl", "ce", "num_tokens")
+    kl, ce = by_hand(data["input_ids"])
+    assert entry["kl"] == pytest.approx(kl, rel=1e-4) and entry["ce"] == pytest.approx(ce, rel=1e-4)
+    assert entry["loss"] == pytest.approx(kl + 0.3 * ce, rel=1e-4)
+    assert entry["num_tokens"] == sum(map(len, data["input_ids"]))
+    found = run.evaluate()
+    assert found["eval_kl"] == pytest.approx(kl, rel=1e-4) and found["eval_ce"] == pytest.approx(ce, rel=1e-4)
+
+
+@pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])
+@pytest.mark.parametrize("way", ["accumulated", "checkpointed", "padding-free"])
+def test_a_mix_of_views_trains_alike_however_a_step_is_batched(way, adapters, tmp_path):
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {"train_dataset": documents(4), "max_steps": 2, "learning_rate": 0.0, "shuffle_dataset": False}
+    options |= {"peft_config": config if adapters else None, **NATIVE, **MIX}
+    found = []
+    for each in ("padded", way):
+        torch.manual_seed(0)  # of the adapters
+        run = trainer(tmp_path, **options, **WAYS[each])
+        run.train()
+        found.append(logged(run, "loss", "kl", "ce", "grad_norm"))
+    assert found[0][0]["kl"] != found[0][1]["kl"], "steps draw anew"
+    for one, other in zip(*found, strict=True):
+        for name in one:
+            assert one[name] == pytest.approx(other[name], rel=1e-4)
+
+
+def test_the_native_model_at_true_positions_has_nothing_to_learn_from_itself(tmp_path):
+    run = trainer(
+        tmp_path, objective="native-distill", native_args={"clm_weight": 1e-9}, max_steps=1, eval_dataset=documents(2)
+    )
+    assert abs(run.evaluate()["eval_kl"]) < 1e-6
+    run.train()
+    (entry,) = logged(run, "loss", "grad_norm", "kl")
+    assert abs(entry["kl"]) < 1e-6 and entry["grad_norm"] < 1e-5
+    with pytest.raises(ValueError, match="have the same RoPE"):
+        trainer(tmp_path, objective="native-distill", native_args={"clm_weight": 0.0})
+
+
+@pytest.mark.parametrize("view", [{}, MIX], ids=["standard", "mix"])
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_training_brings_the_rescaled_model_to_the_native_one(view, peft, tmp_path):
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM") if peft else None
+    data = documents(2)
+    options = {"peft_config": config, "train_dataset": data, "eval_dataset": data, "learning_rate": 3e-3}
+    run = trainer(tmp_path, max_steps=40, native_args={"clm_weight": 0.0}, **NATIVE, **view, **options)
+    before = run.evaluate()
+    run.train()
+    after = run.evaluate()
+    assert after["eval_kl"] < 0.7 * before["eval_kl"] and after["eval_loss"] == pytest.approx(after["eval_kl"])
+    steps = logged(run, "loss", "ce")
+    assert not any("ce" in entry for entry in steps) and "eval_ce" in after
+    assert sum(e["loss"] for e in steps[-8:]) < 0.7 * sum(e["loss"] for e in steps[:8])
+
+
+@pytest.mark.filterwarnings("ignore:.*keep_end")
+@pytest.mark.parametrize("way", [{"max_length": 64}, {"max_length": 16}, {"packing": True, "max_length": 96}], ids=str)
+def test_rows_without_labels_are_read_for_their_kl(way, tmp_path, caplog):
+    """Prompts are masked, and a step may have no answer at all: TRL itself drops such rows as it truncates."""
+    rows = documents(4)["input_ids"]
+    data = Dataset.from_list([{"input_ids": row, "labels": [-100] * len(row)} for row in rows])
+    options = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 8, "truncation_mode": "keep_end"}
+    run = trainer(tmp_path, train_dataset=data, **options, **NATIVE, **way)
+    if way["max_length"] == 16:
+        assert "4 documents longer than max_length cut into rows that are all read. Left out: nothing" in caplog.text
+        rows = [part for row in rows for part in cut_ids(row, 16, ())]
+    run.train()
+    (entry,) = logged(run, "loss", "kl", "ce")
+    assert set(entry) == {"loss", "kl"} and entry["loss"] == pytest.approx(by_hand(rows)[0], rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*keep_end")
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("objective", ["native-distill", "hidden-distill"])
+def test_documents_that_labels_are_a_part_of_stay_whole_and_what_truncation_takes_is_told(
+    objective, mode, tmp_path, caplog
+):
+    rows = documents(4)["input_ids"]
+    data = Dataset.from_list(
+        [{"input_ids": row, "labels": [-100] * 7 + row[7:8] + [-100] * len(row[8:])} for row in rows]
+    )
+    options = {**NATIVE, "objective": objective, "max_length": 10, "truncation_mode": mode, "shuffle_dataset": False}
+    run = trainer(tmp_path, train_dataset=data, **options)
+    lost = sum(max(len(row) - 10, 0) for row in rows)
+    assert f"in 4 rows of at most 10. Left out: {lost} tokens behind max_length in 4 documents" in caplog.text
+    part = slice(10) if mode == "keep_start" else slice(-10, None)
+    assert run.train_dataset["input_ids"] == [row[part] for row in rows]
+
+
+def test_resuming_and_offloading_give_the_same_run(tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **NATIVE, **MIX}
+    whole = trainer(tmp_path / "a", **options)
+    whole.train()
+    again = trainer(tmp_path / "b", teacher_offload=True, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    names = ("loss", "kl", "grad_norm", "view")
+    assert logged(again, *names)[-2:] == logged(whole, *names)[-2:]
+    taken = [entry["view/taken_0"] + entry["view/taken_1"] for entry in logged(whole, "view")]
+    assert taken == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"native_args": {"weight": 2.0}}, "native_args belongs to objective='native-distill', got objective='clm'"),
+        ({**NATIVE, "native_args": {"kl_weight": 1.0}}, "Unknown option 'kl_weight' of native_args"),
+        ({**NATIVE, "native_args": {"weight": -1}}, "native_args: weight must be a number above 0, got -1"),
+        ({**NATIVE, "kl_weight": 2.0}, "kl_weight belongs to objective='self-distill', got objective='native-distill'"),
+        ({**NATIVE, "token_weighting": "longce"}, "token_weighting weighs the cross-entropy of 'clm' and"),
+    ],
+    ids=str,
+)
+def test_wrong_options_stop_before_a_model_is_loaded(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+def test_documents_beyond_the_window_of_the_teacher_stop_a_run_before_its_first_step(tmp_path):
+    data = Dataset.from_list([{"input_ids": [*range(3, 3 + n)]} for n in [12] * 4 + [24]])
+    with pytest.raises(ValueError, match="documents of at most 23 tokens, its window, got one of 24"):
+        trainer(tmp_path, model=tiny(max_position_embeddings=23), train_dataset=data, **NATIVE)

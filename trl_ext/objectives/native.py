@@ -1,0 +1,62 @@
+"""objective="native-distill": predictions of the model as it was pretrained, kept under a view."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_patch.distillation import NativeDistiller, NativeTargets
+from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation.native import NativeTape
+
+from ..step_means import Part
+from .base import Objective, from_fields
+
+
+class NativeObjective(Objective):
+    """KL of the model under its view to the model as it was pretrained at true positions, and a cross-entropy beside.
+
+    loss = weight (sum over tokens of KL) / tokens of the step + clm_weight (sum of cross-entropies) / labels of the
+    step. Evaluation has the same at true positions. What is logged as `kl` and `ce` makes up the loss.
+
+    Source: ours, see `rope_patch.distillation.NativeTargets`.
+    """
+
+    distiller: NativeDistiller
+
+    def _make_distiller(self, model: nn.Module) -> NativeDistiller:
+        targets = native_options(self.args._options("native_args"))
+        return NativeDistiller(model, targets, self._native(model), offload=self.args.teacher_offload)
+
+    def check_length(self, length: int) -> None:
+        self.distiller.check_length(length)
+
+    def read(self, batch: dict[str, Any]) -> Labelled:
+        """Labels and documents."""
+        return Labelled.of(batch)
+
+    def counts(self, read: Labelled) -> dict[str, int]:
+        """Real tokens, and queries with a label, of which a step may have none."""
+        return {"tokens": int(read.valid.sum()), "labelled": read.n_labels}
+
+    def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NativeTape:
+        return NativeTape(read, counts["labelled"], counts["tokens"])
+
+    def _combine(
+        self, tape: NativeTape, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
+        rows = tape.rows
+        parts: dict[str, Part] = {"kl": (rows.kl.double().sum(), own["tokens"])}
+        if self.distiller.reads_labels:
+            sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
+            parts |= {name: (values.double().sum(), own["labelled"]) for name, values in sums.items()}
+        return tape.loss, parts
+
+
+def native_options(native_args: dict[str, Any]) -> NativeTargets:
+    """The options of the objective, checked.
+
+    Raises:
+        ValueError: an unknown option, or one out of its range.
+    """
+    return from_fields(NativeTargets, "native_args", native_args)
