@@ -40,8 +40,7 @@ def own_chats(
 
     The model is given its chat template up to where a user's text begins and goes on until it ends that text; then it
     is given the template up to the reply. Both are sampled from the whole vocabulary. A user's text that is blank, has
-    special tokens or does not end within `max_user_tokens` is left out, and so is a reply that is blank or does not end
-    within `max_reply_tokens`.
+    special tokens in it or does not end within `max_user_tokens` is left out, and so is such a reply.
 
     The same seed and batch size give the same chats on the same machine, whatever else draws random numbers.
 
@@ -156,7 +155,9 @@ def sampled_chats(
         said = sampler.sample(asked, max_reply_tokens, turns.ends_of_reply, "replies")
         for prompt, ids in zip(asked, said, strict=True):
             end = next((k for k, i in enumerate(ids) if i in turns.ends_of_reply), None)
-            if (end is not None or keep_unfinished) and _has_text(tokenizer, ids[:end]):
+            if (end is None and not keep_unfinished) or special & set(ids[:end]):
+                continue
+            if _has_text(tokenizer, ids[:end]):
                 chats.append(prompt + (ids if end is None else ids[: end + 1]))
         return chats
 

@@ -43,8 +43,8 @@ FACT_WORDINGS = (
     _same("The wine called {name} was bottled in {value}.", "When was the wine called {name} bottled?", "year"),
     _same("Mount {name} is {value} feet high.", "How high is Mount {name}?", "number"),
     _same("{name} paid {value} crowns for the horse.", "How many crowns did {name} pay for the horse?", "number"),
-    _same("The family name of {name} is {value}.", "What family name does {name} have?", "word"),
-    _same("The twin town of {name} is {value}.", "Which is the twin town of {name}?", "word"),
+    _same("{name} has the family name {value}.", "What family name does {name} have?", "word"),
+    _same("{name} is twinned with the town {value}.", "With which town is {name} twinned?", "word"),
     FactWording(
         "Remarkably, {name} stands for {value}.", "What does {name} stand for?", "{name} stands for {value}.", "number"
     ),
