@@ -126,9 +126,7 @@ TEXT = ["--text", "books.jsonl"]
         (["nothing", *TEXT], "nothing is no folder with a checkpoint"),
     ],
 )
-def test_what_cannot_be_made_is_told_in_a_line_before_a_model_is_loaded(
-    arguments, message, folder, monkeypatch, capsys
-):
+def test_what_cannot_be_made_is_told_before_a_model_is_loaded(arguments, message, folder, monkeypatch, capsys):
     monkeypatch.setattr(ModelSpec, "load", lambda *_: pytest.fail("loaded"))
     output = [] if "--output" in arguments else ["--output", "rows.jsonl"]
     assert run(*arguments, *output) == 1

@@ -123,7 +123,7 @@ def test_batches_are_halved_where_memory_runs_out(monkeypatch):
         ({}, "{% for m in messages %}{{ m['content'] }} end{% endfor %}", "does not begin with a special token"),
         ({"temperature": 0}, TEMPLATE, "temperature must be a number above 0, got 0"),
         ({"max_user_tokens": 0}, TEMPLATE, "max_user_tokens must be an integer of at least 1"),
-        ({"max_reply_tokens": 500}, TEMPLATE, "must fit into the trained window of 512 tokens, got 538"),
+        ({"max_reply_tokens": 500}, TEMPLATE, "must fit into the trained window of 512 tokens, got 539"),
         ({"batch_size": 0}, TEMPLATE, "batch_size must be an integer of at least 1, got 0"),
     ],
 )
@@ -144,12 +144,11 @@ def test_a_model_that_writes_no_chats_is_told(monkeypatch):
 def test_nothing_is_sampled_under_a_view():
     model, tokenizer = chatty()
     patch_model(model, "skip", max_skip=100)
-    assert own_texts(model, tokenizer, 1, max_tokens=3, batch_size=1, progress=False), "a view for training is no view"
-    with (
-        rope_view(model, Skip(max_skip=100)),
-        pytest.raises(ValueError, match="a view of the RoPE indices is in force on the model"),
-    ):
-        own_texts(model, tokenizer, 1, progress=False)
+    options = {"max_tokens": 9, "temperature": 100.0, "batch_size": 4, "progress": False}
+    assert own_texts(model, tokenizer, 1, **options), "a view for training is not in force"
+    refused = pytest.raises(ValueError, match="a view of the RoPE indices is in force on the model")
+    with rope_view(model, Skip(max_skip=100)), refused:
+        own_texts(model, tokenizer, 1, **options)
 
 
 def test_bars_show_chats_and_tokens(capsys):
