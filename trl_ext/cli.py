@@ -12,6 +12,7 @@ from typing import Any
 from .demo.settings import CPU, GPU, DemoSettings
 from .device import choose_device
 from .measure.commands import add_commands
+from .rows.commands import add_commands as add_rows
 from .user_errors import run_command
 
 
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also train without the view on the same text; default: yes, on a CPU no",
     )
     add_commands(commands)
+    add_rows(commands)
     return parser
 
 

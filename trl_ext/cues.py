@@ -196,8 +196,6 @@ def with_cue(
     )
     args = copy.copy(args)
     args.view_args = {**args._options("view_args"), "cue_tokens": tokens}
-    if "completion_mask" in dataset.column_names and args.completion_only_loss is None:
-        args.completion_only_loss = True  # as TRL decides for prompts and completions
     return args, dataset
 
 

@@ -39,7 +39,7 @@ from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Ob
 from .sentences import sentence_ends
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
-from .training_set import document_lengths, prepare_rows, require_taught, require_text
+from .training_set import document_lengths, prepare_rows, require_taught, require_text, with_masked_loss
 from .view_effect import require_effect_on
 from .window_check import check_window, farthest_target
 
@@ -124,6 +124,7 @@ class RopeSFTTrainer(SFTTrainer):
             config = copy.copy(config)  # view_args get what is found in a tokenizer, and the caller may have others
         if config.cue is not None:
             config, train_dataset = with_cue(model, config, train_dataset, processing_class)
+        config = with_masked_loss(config, train_dataset)
         if formatting_func is None:
             require_text(train_dataset, "train_dataset", config)
             require_text(eval_dataset, "eval_dataset", config)

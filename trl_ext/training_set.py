@@ -44,6 +44,18 @@ def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
         )
 
 
+def with_masked_loss(args: RopeSFTConfig, dataset: Any) -> RopeSFTConfig:
+    """`args`, or a copy in which the loss is of completions, where the rows of `dataset` say what those are.
+
+    TRL decides so by itself for prompts and completions, and would not read the mask of rows of token ids.
+    """
+    columns = getattr(dataset, "column_names", None) or ()
+    if args.completion_only_loss is None and {"input_ids", "completion_mask"} <= set(columns):
+        args = copy.copy(args)
+        args.completion_only_loss = True
+    return args
+
+
 def document_lengths(dataset: Any) -> torch.Tensor | None:
     """Tokens of each document of a set that TRL has prepared, int64 [documents]; None where only reading all would say.
 

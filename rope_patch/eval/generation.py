@@ -199,7 +199,7 @@ def _generated(
             pad_token_id=pad_token,
         )
         try:
-            with _bare_generation_config(core):
+            with bare_generation_config(core):
                 out = core.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
         except torch.OutOfMemoryError:
             if rows == 1:
@@ -212,7 +212,7 @@ def _generated(
 
 
 @contextmanager
-def _bare_generation_config(core: Any) -> Iterator[None]:
+def bare_generation_config(core: Any) -> Iterator[None]:
     """No generation config of the model's own: `generate` takes from it all that its argument leaves open."""
     before = core.generation_config
     core.generation_config = GenerationConfig()

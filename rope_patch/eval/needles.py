@@ -164,6 +164,11 @@ def _sentences(kind: Kind, n_needles: int, rng: random.Random, wording: int) -> 
 
 def _sentence_end(tokenizer: PreTrainedTokenizerBase, haystack: Sequence[int], place: int, at_least: int) -> int:
     for end in range(place, max(at_least, place - 32, 0), -1):
-        if str(tokenizer.decode([haystack[end - 1]])).rstrip(" ").endswith((".", "!", "?", "\n")):
+        if ends_sentence(tokenizer, haystack[end - 1]):
             return end
     return max(place, at_least)
+
+
+def ends_sentence(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether a token ends with a closing mark or a line break, behind which another sentence can stand."""
+    return str(tokenizer.decode([token])).rstrip(" ").endswith((".", "!", "?", "\n"))

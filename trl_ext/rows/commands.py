@@ -1,0 +1,164 @@
+"""`rope-patch rows`: what it takes from the command line, and what it prints."""
+
+import argparse
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..device import choose_device
+from .row import KINDS
+from .row_file import contents, require_row_file, write_rows
+
+
+def add_commands(commands: Any) -> None:
+    """Add `rows` to the subparsers."""
+    rows = commands.add_parser(
+        "rows",
+        help="make training rows that keep what a model can do: text, its own chats, questions about hidden facts",
+        description="Make training rows of the native window and write them as JSON lines, with input_ids and "
+        "completion_mask (1 on tokens that are labels). The model itself writes the chats.",
+    )
+    rows.set_defaults(run=run_rows, output_dir=None)
+    rows.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint or an adapter, not extended")
+    rows.add_argument("--output", type=Path, required=True, help="file to write, .jsonl or .jsonl.xz")
+    rows.add_argument(
+        "--text", nargs="+", help="text for rows of text and questions: files, or .jsonl(.xz) with `text`"
+    )
+    rows.add_argument("--length", type=int, help="tokens in a row; default: the trained window")
+    rows.add_argument("--rows", type=int, default=320, help="rows of that length; default: %(default)s")
+    rows.add_argument(
+        "--shares",
+        type=_shares,
+        default={"text": 1.0, "chats": 1.0, "questions": 1.0},
+        metavar="KIND=WEIGHT,...",
+        help=f"how much of each kind, of {', '.join(KINDS)}; own_texts are for base models, which write no chats. "
+        "default: text=1,chats=1,questions=1",
+    )
+    rows.add_argument(
+        "--short",
+        type=float,
+        default=0.25,
+        help="share of the rows made as eight rows of an eighth of the length; default: %(default)s",
+    )
+    rows.add_argument("--facts", type=int, default=8, help="facts hidden in a row of questions; default: %(default)s")
+    rows.add_argument(
+        "--chat",
+        type=float,
+        help="share of question rows in the chat template; default: 0.5, of a model without a template 0",
+    )
+    rows.add_argument(
+        "--label-all", action="store_true", help="label all tokens of rows other than questions; default: none of them"
+    )
+    sampling = rows.add_argument_group("what the model writes")
+    sampling.add_argument("--max-user-tokens", type=int, default=96, help="of a user's text; default: %(default)s")
+    sampling.add_argument("--max-reply-tokens", type=int, default=512, help="of a reply; default: %(default)s")
+    sampling.add_argument("--max-text-tokens", type=int, default=1024, help="of own_texts; default: %(default)s")
+    sampling.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    sampling.add_argument(
+        "--keep-unfinished", action="store_true", help="keep replies that do not end, cut; default: leave them out"
+    )
+    sampling.add_argument("--batch-size", type=int, help="written at once; default: 256, on a CPU 8")
+    rows.add_argument("--seed", type=int, default=0, help="of everything; default: %(default)s")
+    rows.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+
+
+def run_rows(args: argparse.Namespace) -> int:
+    """`rope-patch rows`."""
+    require_row_file(args.output)
+    import torch
+
+    from rope_patch.eval import read_texts
+
+    from ..measure.model_spec import ModelSpec
+    from .mix import make_rows, rows_by_kind
+    from .turns import require_template
+
+    device = choose_device(args.device, torch.cuda.is_available())
+    for name in ("length", "rows"):
+        given = getattr(args, name)
+        if given is not None and given < 1:
+            raise ValueError(f"--{name} must be at least 1, got {given}.")
+    counts = rows_by_kind(args.rows, args.shares)
+    if {"text", "questions"} & counts.keys() and not args.text:
+        raise ValueError("--text must name files, as --shares asks for text or questions.")
+    spec = ModelSpec(Path(args.model).name, args.model, None, {})
+    spec.check()
+    length = args.length or spec.trained_window()
+    if length is None:
+        raise ValueError(f"the config of {args.model} names no window: give --length.")
+    tokenizer = spec.load_tokenizer()
+    if "chats" in counts:
+        require_template(tokenizer, "it writes no chats. Use --shares text=1,own_texts=1,questions=1")
+
+    @cache
+    def model() -> Any:
+        return spec.load(device, torch.float32 if device == "cpu" else torch.bfloat16)
+
+    written: dict[str, list[list[int]]] = {}
+
+    def write(kind: str) -> list[list[int]]:
+        written[kind] = _written(kind, args, model(), tokenizer, counts[kind] * length)  # type: ignore[index]
+        return written[kind]
+
+    made = make_rows(
+        tokenizer,
+        args.rows,
+        length=length,
+        texts=read_texts(args.text or ()),
+        chats=lambda: write("chats"),
+        own_texts=lambda: write("own_texts"),
+        shares=args.shares,
+        short=args.short,
+        facts=args.facts,
+        chat=args.chat,
+        label_all=args.label_all,
+        seed=args.seed,
+    )
+    write_rows(args.output, made)
+    for kind, several in written.items():
+        print(f"The model wrote {len(several):,} {kind} of {sum(map(len, several)):,} tokens.")
+    for line in contents(made):
+        print(line)
+    print(f"Rows: {args.output}")
+    return 0
+
+
+def _written(kind: str, args: argparse.Namespace, model: Any, tokenizer: Any, tokens: int) -> list[list[int]]:
+    """As many chats or texts of the model as rows of `tokens` tokens have room for, so that few are repeated."""
+    from tqdm.auto import tqdm
+
+    from .sampling import sampled_chats, sampled_texts
+
+    options = {"temperature": args.temperature, "seed": args.seed, "batch_size": args.batch_size, "progress": True}
+    if kind == "chats":
+        texts = sampled_chats(
+            model,
+            tokenizer,
+            max_user_tokens=args.max_user_tokens,
+            max_reply_tokens=args.max_reply_tokens,
+            keep_unfinished=args.keep_unfinished,
+            **options,
+        )
+    else:
+        texts = sampled_texts(model, tokenizer, max_tokens=args.max_text_tokens, **options)
+    found: list[list[int]] = []
+    with tqdm(total=tokens, desc=f"{kind} of the model", unit="token", unit_scale=True) as bar:
+        while bar.n < tokens:
+            found.append(next(texts))
+            bar.update(min(len(found[-1]), tokens - bar.n))
+    return found
+
+
+def _shares(text: str) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for item in text.split(","):
+        kind, equals, weight = item.strip().partition("=")
+        try:
+            shares[kind] = float(weight)
+        except ValueError:
+            equals = ""
+        if not equals or kind not in KINDS:
+            raise argparse.ArgumentTypeError(
+                f"must be KIND=WEIGHT,... of {', '.join(KINDS)}, e.g. text=1,chats=1,questions=1, got {text!r}"
+            )
+    return shares

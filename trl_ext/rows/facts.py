@@ -1,0 +1,66 @@
+"""Facts that no text holds: drawn names with drawn values."""
+
+import random
+from dataclasses import dataclass
+
+from .wordings import FACT_WORDINGS, FactWording, ValueKind
+
+SYLLABLES = "ba cor del fin gra hol jun kas lem mor nor pel qui ras sol tur ven wil yor zan".split()
+_LETTERS = "BCDFGHJKLMNPRSTVWXZ"  # without vowels: no words
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence to be hidden, the question about it, and its answer.
+
+    Args:
+        sentence: what is hidden.
+        question: what is asked.
+        lead: how the reply begins, up to the answer, without a space at its end.
+        answer: the rest of the reply, with the space before it.
+    """
+
+    sentence: str
+    question: str
+    lead: str
+    answer: str
+
+    @classmethod
+    def of(cls, wording: FactWording, name: str, value: str) -> "Fact":
+        """A fact in one wording."""
+        lead, rest = wording.reply.split("{value}")
+        return cls(
+            wording.fact.format(name=name, value=value),
+            wording.question.format(name=name),
+            lead.format(name=name).rstrip(" "),
+            f" {value}{rest}",
+        )
+
+
+def draw_facts(n: int, rng: random.Random) -> list[Fact]:
+    """`n` facts of one wording, with different names and values: only the name tells which one is asked."""
+    wording = rng.choice(FACT_WORDINGS)
+    names: list[str] = []
+    values: list[str] = []
+    while len(names) < n:
+        name, value = _name(rng), _value(wording.value, rng)
+        if name not in (*names, *values) and value not in (*names, *values, name):
+            names.append(name)
+            values.append(value)
+    return [Fact.of(wording, name, value) for name, value in zip(names, values, strict=True)]
+
+
+def _name(rng: random.Random) -> str:
+    return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).capitalize()
+
+
+def _value(kind: ValueKind, rng: random.Random) -> str:
+    if kind == "number":
+        return str(rng.randrange(10 ** rng.choice((2, 3, 4, 5)), 10**6))
+    if kind == "year":
+        return str(rng.randrange(1200, 2000))
+    if kind == "code":
+        return f"{rng.choice(_LETTERS)}{rng.choice(_LETTERS)}{rng.randrange(10, 10_000)}"
+    if kind == "time":
+        return f"{rng.randrange(24):02}:{rng.randrange(60):02}"
+    return _name(rng)

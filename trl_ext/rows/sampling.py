@@ -1,0 +1,313 @@
+"""Texts that a model writes itself: what it says is what a trained model must still say."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from rope_patch.checked_numbers import require_integer, require_number
+from rope_patch.eval.generation import bare_generation_config
+from rope_patch.eval.subject import Subject
+from rope_patch.rotary import find_decoder
+from rope_patch.special_tokens import SpecialTokens
+from rope_patch.state import state_of
+
+from .turns import SampledTurns
+
+_ROWS = {"cuda": 256, "cpu": 8}  # fixed, not by free memory: a seed gives the same texts each time
+_FRUITLESS = 10  # batches without one text after which a model counts as one that writes none
+
+
+def own_chats(
+    model: nn.Module,
+    tokenizer: Any,
+    n: int,
+    *,
+    max_user_tokens: int = 96,
+    max_reply_tokens: int = 512,
+    temperature: float = 1.0,
+    seed: int = 0,
+    keep_unfinished: bool = False,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> list[list[int]]:
+    """`n` chats of which the model writes both turns, each the token ids of the whole chat.
+
+    The model is given its chat template up to where a user's text begins and goes on until it ends that text; then it
+    is given the template up to the reply. Both are sampled from the whole vocabulary. A user's text that is blank, has
+    special tokens in it or does not end within `max_user_tokens` is left out, and so is such a reply.
+
+    The same seed and batch size give the same chats on the same machine, whatever else draws random numbers.
+
+    Args:
+        model: a causal LM, native or patched, not under a view. Its mode is restored.
+        tokenizer: of the model, with a chat template.
+        n: chats.
+        max_user_tokens: tokens of a user's text at most.
+        max_reply_tokens: tokens of a reply at most.
+        temperature: of both turns, above 0.
+        seed: of what is sampled.
+        keep_unfinished: whether replies that do not end are kept, cut at `max_reply_tokens`.
+        batch_size: chats sampled at once; None means 256 on a GPU and 8 on a CPU, half of it each time memory runs out.
+        progress: whether a bar is shown.
+
+    Raises:
+        ValueError: a number out of range; a tokenizer without a chat template, or with one that ends a user's text with
+            no special token; more tokens than the trained window; a view in force; or a model that writes no chats.
+
+    Source: Magpie, arXiv:2406.08464, section 2.1.
+    """
+    require_integer("n", n, least=0)
+    found = sampled_chats(
+        model,
+        tokenizer,
+        max_user_tokens=max_user_tokens,
+        max_reply_tokens=max_reply_tokens,
+        temperature=temperature,
+        seed=seed,
+        keep_unfinished=keep_unfinished,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    return _first(found, n, "chats of the model", progress)
+
+
+def own_texts(
+    model: nn.Module,
+    tokenizer: Any,
+    n: int,
+    *,
+    max_tokens: int = 1024,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> list[list[int]]:
+    """`n` texts that a model writes from the tokens that begin any text: for base models, in place of `own_chats`.
+
+    A text ends with an end-of-sequence token or at `max_tokens`. Blank ones are left out.
+
+    Args:
+        model: a causal LM, native or patched, not under a view. Its mode is restored.
+        tokenizer: of the model.
+        n: texts.
+        max_tokens: tokens of a text at most.
+        temperature: above 0.
+        seed: of what is sampled.
+        batch_size: texts sampled at once; None means 256 on a GPU and 8 on a CPU, half of it each time memory runs out.
+        progress: whether a bar is shown.
+
+    Raises:
+        ValueError: a number out of range; a tokenizer that has neither a beginning- nor an end-of-sequence token; more
+            tokens than the trained window; a view in force; or a model that writes nothing.
+    """
+    require_integer("n", n, least=0)
+    found = sampled_texts(
+        model,
+        tokenizer,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    return _first(found, n, "texts of the model", progress)
+
+
+def sampled_chats(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    max_user_tokens: int,
+    max_reply_tokens: int,
+    temperature: float,
+    seed: int,
+    keep_unfinished: bool,
+    batch_size: int | None,
+    progress: bool,
+) -> Iterator[list[int]]:
+    """The chats of `own_chats` without end."""
+    require_integer("max_user_tokens", max_user_tokens, least=1)
+    require_integer("max_reply_tokens", max_reply_tokens, least=1)
+    sampler = _Sampler(model, tokenizer, temperature, seed, batch_size, progress)
+    turns = SampledTurns.of(tokenizer, sampler.ends)
+    sampler.require_room(len(turns.begin) + max_user_tokens + len(turns.turn) + max_reply_tokens)
+    special = set(tokenizer.all_special_ids)
+
+    def batch(rows: int) -> list[list[int]]:
+        ends = (turns.end_of_user, *sampler.ends)
+        said = sampler.sample([list(turns.begin)] * rows, max_user_tokens, ends, "user's turns")
+        asked = []
+        for ids in said:
+            end = next((k for k, i in enumerate(ids) if i in ends), None)
+            if end is None or ids[end] != turns.end_of_user or special & set(ids[:end]):
+                continue
+            if _has_text(tokenizer, ids[:end]):
+                asked.append([*turns.begin, *ids[:end], *turns.turn])
+        if not asked:
+            return []
+        chats = []
+        said = sampler.sample(asked, max_reply_tokens, turns.ends_of_reply, "replies")
+        for prompt, ids in zip(asked, said, strict=True):
+            end = next((k for k, i in enumerate(ids) if i in turns.ends_of_reply), None)
+            if (end is None and not keep_unfinished) or special & set(ids[:end]):
+                continue
+            if _has_text(tokenizer, ids[:end]):
+                chats.append(prompt + (ids if end is None else ids[: end + 1]))
+        return chats
+
+    why = f"within {max_user_tokens} and {max_reply_tokens} tokens: allow more, or leave chats out"
+    return sampler.batches(batch, f"no user's text and reply that both end {why}")
+
+
+def sampled_texts(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    batch_size: int | None,
+    progress: bool,
+) -> Iterator[list[int]]:
+    """The texts of `own_texts` without end."""
+    require_integer("max_tokens", max_tokens, least=1)
+    sampler = _Sampler(model, tokenizer, temperature, seed, batch_size, progress)
+    begin = (
+        list(SpecialTokens.of(tokenizer).begin)
+        or [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]
+    )
+    if not begin:
+        raise ValueError(
+            "own_texts needs a token that texts begin with, and the tokenizer has neither a beginning- nor an "
+            "end-of-sequence token: leave own_texts out."
+        )
+    sampler.require_room(len(begin) + max_tokens)
+
+    def batch(rows: int) -> list[list[int]]:
+        texts = []
+        for ids in sampler.sample([begin] * rows, max_tokens, sampler.ends, "texts"):
+            end = next((k for k, i in enumerate(ids) if i in sampler.ends), None)
+            if _has_text(tokenizer, ids[:end]):
+                texts.append(begin + (ids if end is None else ids[: end + 1]))
+        return texts
+
+    return sampler.batches(batch, "nothing but blank texts: leave own_texts out")
+
+
+class _Sampler:
+    """Batches of sampled tokens, each with draws of its own number."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, temperature: float, seed: int, batch_size: int | None, progress: bool
+    ) -> None:
+        require_number("temperature", temperature)
+        require_integer("seed", seed, least=0)
+        if batch_size is not None:
+            require_integer("batch_size", batch_size, least=1)
+        self.subject = Subject(model)
+        self.core = self.subject.core
+        state = state_of(find_decoder(self.core))
+        if state is not None and state.active(False) is not None:
+            raise ValueError(
+                "a view of the RoPE indices is in force on the model, and what it writes under a view is not what it "
+                "writes: sample outside rope_view, before a view is set for evaluation."
+            )
+        config_ends = self.core.generation_config.eos_token_id
+        ends = config_ends if isinstance(config_ends, list) else [config_ends]
+        self.ends = tuple(dict.fromkeys(i for i in (*ends, tokenizer.eos_token_id) if i is not None))
+        self.pad = next((i for i in (tokenizer.pad_token_id, *self.ends) if i is not None), 0)
+        self.temperature, self.seed, self.progress = temperature, seed, progress
+        device = self.subject.device.type
+        self.rows = _ROWS.get(device, _ROWS["cuda"]) if batch_size is None else batch_size
+        self.calls = 0
+
+    def require_room(self, tokens: int) -> None:
+        window = self.subject.trained_window
+        if window is not None and tokens > window:
+            raise ValueError(
+                f"what is sampled must fit into the trained window of {window} tokens, got {tokens} with what the "
+                "template adds: allow fewer tokens."
+            )
+
+    def batches(self, batch: Callable[[int], list[list[int]]], nothing: str) -> Iterator[list[int]]:
+        """Texts of one batch after another, halved where memory runs out."""
+        fruitless = 0
+        while True:
+            calls = self.calls
+            try:
+                found = batch(self.rows)
+            except torch.OutOfMemoryError:
+                if self.rows == 1:
+                    raise
+                self.rows, self.calls = self.rows // 2, calls
+                continue
+            fruitless = 0 if found else fruitless + 1
+            if fruitless == _FRUITLESS:
+                raise ValueError(f"in {_FRUITLESS} batches of {self.rows} the model wrote {nothing}.")
+            yield from found
+
+    def sample(self, prompts: list[list[int]], n_tokens: int, ends: tuple[int, ...], what: str) -> list[list[int]]:
+        """What the model writes behind each of `prompts`, at most `n_tokens`, with anything behind the first end."""
+        longest = max(map(len, prompts))
+        device = self.subject.device
+        ids = torch.tensor([[self.pad] * (longest - len(p)) + p for p in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+        config = GenerationConfig(
+            max_new_tokens=n_tokens,
+            do_sample=True,
+            temperature=float(self.temperature),
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=list(ends),
+            pad_token_id=self.pad,
+        )
+        self.calls += 1
+        with self._draws(self.calls), self.subject.evaluating(), bare_generation_config(self.core):
+            with _Steps(what, len(prompts), n_tokens, self.progress) as steps:
+                out = self.core.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=config,
+                    stopping_criteria=StoppingCriteriaList([steps]),
+                )
+        return out[:, longest:].tolist()
+
+    @contextmanager
+    def _draws(self, call: int) -> Iterator[None]:
+        """Torch's generators seeded by the number of the call; outside they are as if nothing had been drawn."""
+        device = self.subject.device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(((self.seed << 24) + call) % 2**63)
+            yield
+
+
+class _Steps(StoppingCriteria):
+    """A bar over the tokens of one batch, which takes long on a CPU; it never stops anything."""
+
+    def __init__(self, what: str, n: int, n_tokens: int, show: bool) -> None:
+        self.bar = tqdm(total=n_tokens, desc=f"{n} {what}, at most", unit="token", leave=False, disable=not show)
+
+    def __enter__(self) -> "_Steps":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.bar.update()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _has_text(tokenizer: Any, ids: list[int]) -> bool:
+    return bool(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
+
+
+def _first(found: Iterator[list[int]], n: int, what: str, progress: bool) -> list[list[int]]:
+    return list(tqdm(islice(found, n), total=n, desc=what, unit="text", disable=not progress))
