@@ -124,8 +124,8 @@ class RopeSFTTrainer(SFTTrainer):
             config = copy.copy(config)  # view_args get what is found in a tokenizer, and the caller may have others
         if config.cue is not None:
             config, train_dataset = with_cue(model, config, train_dataset, processing_class)
-        config = with_masked_loss(config, train_dataset)
         if formatting_func is None:
+            config = with_masked_loss(config, train_dataset)
             require_text(train_dataset, "train_dataset", config)
             require_text(eval_dataset, "eval_dataset", config)
         super().__init__(
