@@ -23,7 +23,7 @@ from .call_stack import frames
 from .one_config import require_saved_schedule
 from .rotary import find_core, find_decoder
 from .sidecar import SIDECAR_NAME, specification
-from .state import state_of
+from .state import RopeState, state_of
 
 
 class _SaveWithSidecar:
@@ -44,7 +44,7 @@ class _SaveWithSidecar:
         # one config may be that of adapters on several models: it is saved for the one that asks
         model = next((m for m in _callers() if hasattr(m, "peft_config")), None)
         own = self.core() if model is None else model
-        state = None if own is None else state_of(find_decoder(own))
+        state = None if own is None else _state_to_save(own)
         path = Path(save_directory) / SIDECAR_NAME
         if state is None:
             path.unlink(missing_ok=True)  # of what was saved here before
@@ -174,6 +174,30 @@ def forget_adapters(model: nn.Module, core: nn.Module) -> None:
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
     """Name -> PEFT's config of each adapter on `model`, prompts included."""
     return {name: config for module in model.modules() for name, config in _adapter_configs(module).items()}
+
+
+def require_no_decoder_in_adapters(core: nn.Module) -> None:
+    """Raise ValueError if an adapter brought a decoder of its own, which a patch of `core` would leave as it is."""
+    for name, peft_config in _adapter_configs(core).items():
+        if getattr(peft_config, "peft_type", None) == "SHADOW":
+            raise ValueError(
+                f"adapter {name!r} is PEFT's Shadow, which has a decoder of its own with the RoPE that the model had "
+                "when the adapter came: it would go on with that. Patch the model before get_peft_model, with a "
+                "rescaling alone, and unpatch it after model.unload()."
+            )
+
+
+def _state_to_save(model: nn.Module) -> RopeState | None:
+    """The state of the decoder that is adapted.
+
+    Raises:
+        ValueError: the adapter has a decoder of its own (PEFT's Shadow), which knows nothing of the model's view. It
+            takes its frequencies from the config of the model, also when it is loaded.
+    """
+    state = state_of(find_decoder(find_core(model)))
+    if state is not None and state.source is not None and state.source.view.perturbs:
+        find_decoder(model)
+    return state
 
 
 def _cover(module: nn.Module, core: nn.Module) -> None:

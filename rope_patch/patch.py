@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .adapter_watch import forget_adapters, watch_adapters
+from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
 from .hooks import attach_hooks, detach_hooks
 from .limits import why_fixed_frequencies, why_no_native_rope
 from .methods import resolve_method, resolve_view
@@ -17,13 +18,16 @@ from .one_config import require_frequencies_of_config, require_one_config, requi
 from .rescale import RopeSchedule, healed, names_no_window, own_config, rescaled
 from .rescalings import Rescaling
 from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types, rotary_by_name
-from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, state_of
+from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, inside_native_rope, state_of
 from .views import View
 from .views.base import MAX_INDEX
 
 M = TypeVar("M", bound=nn.Module)
 
 logger = logging.get_logger(__name__)
+
+# native_rope blocks that are open on a decoder without patches, which has no state to count them in
+_NATIVE_WITHOUT_PATCH: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 
 
 def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when: When = "train", **options: Any) -> M:
@@ -62,6 +66,8 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
             f"seed and when belong to views; rescaling {chosen.name!r} is always in force and draws nothing."
         )
     decoder = find_decoder(model)
+    if _NATIVE_WITHOUT_PATCH.get(decoder):
+        raise ValueError(inside_native_rope("patch_model"))
     with _normal_tensors():
         return _patched(model, decoder, chosen, seed, when)
 
@@ -70,6 +76,8 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
     state = state_of(decoder) or _new_state(decoder)
     state.require_no_native_rope("patch_model")
     core = find_core(model)
+    if isinstance(chosen, Rescaling) or chosen.perturbs:
+        require_no_decoder_in_adapters(core)
     if not state.rescalings and (isinstance(chosen, Rescaling) or chosen.perturbs):
         require_frequencies_of_config(state.original, decoder)
     if state.rescalings:
@@ -113,6 +121,8 @@ def unpatch_model(model: M) -> M:
         state.require_no_native_rope("unpatch_model")
         if state.overrides:
             raise ValueError("unpatch_model was called inside rope_view: leave the block first.")
+        if state.rescalings:
+            require_no_decoder_in_adapters(find_core(model))
         outer = text_config(find_core(model), decoder)  # another object where it was replaced since
         if getattr(outer, "rope_parameters", None) == state.current.rope_parameters:
             state.original.write_config(outer)
@@ -159,6 +169,8 @@ def rope_view(
     else:
         source = TableSource(_checked_index(index))
     decoder = find_decoder(model)
+    if chosen is None or chosen.perturbs:
+        require_no_decoder_in_adapters(find_core(model))
     if decoder.training:
         _refuse_dynamic(_types(decoder), chosen)
     _refuse_fixed(decoder, _types(decoder), chosen)
@@ -194,8 +206,12 @@ def native_rope(model: nn.Module) -> Iterator[None]:
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
-    if state is None:  # an unpatched model has no other schedule
-        yield
+    if state is None:  # the schedule in force is the native one, and stays so
+        _NATIVE_WITHOUT_PATCH[decoder] = _NATIVE_WITHOUT_PATCH.get(decoder, 0) + 1
+        try:
+            yield
+        finally:
+            _NATIVE_WITHOUT_PATCH[decoder] -= 1
         return
     reason = why_no_native_rope(decoder)
     if reason is not None and state.rescalings:

@@ -155,7 +155,8 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
                 f"rescaling {rescaling.name!r}: the target window would be {target} positions; at most {MAX_INDEX} "
                 f"(2**24) are exact in float32. Use a smaller factor than the one that makes {target} of {window}."
             )
-        config.max_position_embeddings = target
+    # without a target the window is the native one again, whatever another rescaling has declared before
+    config.max_position_embeddings = window if target is None else target
     if is_nested(native.rope_parameters):
         chosen = _far_looking(native)
         if not chosen:

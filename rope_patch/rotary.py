@@ -93,6 +93,14 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     owners = {id(_owner(model, name)): _owner(model, name) for name, _ in named_rotary_modules(model)}
     if len(owners) > 1:
         names = ", ".join(sorted(type(owner).__name__ for owner in owners.values()))
+        inside = {id(module) for module in find_core(model).modules()}
+        if not inside.issuperset(owners):
+            raise ValueError(
+                f"the adapter of this {type(model).__name__} has a decoder with RoPE of its own ({names}), as PEFT's "
+                "Shadow has: a patch would hold for one of them. A view does not go with such an adapter. A rescaling "
+                "does where it comes first: call patch_model(base, ...) before get_peft_model, which copies the "
+                "rescaled config. From then on give rope_patch the base model, model.get_base_model()."
+            )
         raise ValueError(
             f"model type {candidates[0].config.model_type!r} has RoPE in several transformers ({names}) over sequences "
             "of their own, such as bytes and patches of bytes: a view has no one meaning there."

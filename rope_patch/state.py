@@ -563,7 +563,7 @@ class RopeState:
     def require_no_native_rope(self, what: str) -> None:
         """Raise ValueError inside `native_rope`, whose end puts back the schedule that it found."""
         if self.native_blocks:
-            raise ValueError(f"{what} was called inside native_rope: leave the block first.")
+            raise ValueError(inside_native_rope(what))
 
     def __getstate__(self) -> dict[str, Any]:
         self.require_no_native_rope("copying or pickling the model")
@@ -616,6 +616,11 @@ class RopeState:
                 "A RoPE view was in force but the model called none of its rotary modules in this forward, so it had "
                 "no effect. Either its config switches RoPE off or this model computes positions elsewhere."
             )
+
+
+def inside_native_rope(what: str) -> str:
+    """Why a call is refused inside `native_rope`."""
+    return f"{what} was called inside native_rope: leave the block first."
 
 
 STATE_ATTRIBUTE = "_rope_patch"

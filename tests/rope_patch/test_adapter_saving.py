@@ -15,6 +15,7 @@ from peft import (
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
+    ShadowConfig,
     VeraConfig,
     get_peft_model,
     get_peft_model_state_dict,
@@ -22,7 +23,7 @@ from peft import (
 from safetensors.torch import load_file
 from support.tiny import tiny, tokens
 
-from rope_patch import describe, load_adapter, patch_model, unpatch_model
+from rope_patch import describe, load_adapter, patch_model, rope_view, unpatch_model
 from rope_patch.views import Compose, Cyclic, Skip
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
@@ -281,3 +282,43 @@ def test_transformers_own_adapters_with_weights_that_were_gathered_elsewhere(tmp
     model.add_adapter(LoraConfig(**LORA))
     model.save_pretrained(tmp_path, state_dict={name: p.detach() for name, p in model.named_parameters()})
     require_reload(model, tmp_path)
+
+
+def shadowed(model):
+    torch.manual_seed(1)
+    return get_peft_model(model, ShadowConfig(task_type="CAUSAL_LM", init_weights=False, shadow_dropout=0.0)).eval()
+
+
+@torch.no_grad()
+def test_an_adapter_with_a_decoder_of_its_own_keeps_a_rescaling_that_came_first(tmp_path):
+    model = shadowed(patch_model(tiny(), "yarn", factor=2.0))
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path)
+    loaded = load_adapter(tiny(), tmp_path)
+    assert torch.equal(loaded(IDS).logits, expected)
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(load_adapter(tiny(), tmp_path / "again")(IDS).logits, expected)
+
+
+def test_an_adapter_with_a_decoder_of_its_own_takes_no_later_patch_and_no_view(tmp_path):
+    model = shadowed(tiny())
+    for call in (lambda: patch_model(model, "yarn", factor=2.0), lambda: rope_view(model, "skip").__enter__()):
+        with pytest.raises(ValueError, match=r"PEFT's Shadow has.*patch_model\(base, \.\.\.\) before get_peft_model"):
+            call()
+    rescaled = shadowed(patch_model(tiny(), "yarn", factor=2.0))
+    base, expected = rescaled.get_base_model(), logits(rescaled)
+    for call in (
+        lambda: patch_model(base, "pi", factor=2.0),
+        lambda: patch_model(base, "skip"),
+        lambda: unpatch_model(base),
+        lambda: rope_view(base, "skip").__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"adapter 'default' is PEFT's Shadow.*unpatch it after model.unload"):
+            call()
+        assert torch.equal(logits(rescaled), expected)
+    assert torch.equal(logits(unpatch_model(rescaled.unload())), logits(tiny()))
+    viewed = shadowed(patch_model(tiny(), "skip"))
+    with pytest.raises(ValueError, match="A view does not go with such an adapter"):
+        viewed.save_pretrained(tmp_path)
+    unpatch_model(viewed.get_base_model())
+    viewed.save_pretrained(tmp_path)

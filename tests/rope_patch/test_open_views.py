@@ -8,6 +8,7 @@ import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -92,6 +93,18 @@ def test_a_copy_made_inside_a_block_has_no_view(how):
     assert torch.equal(other(ids).logits, wanted) and describe(other).view is None
     unpatch_model(other)
     assert not other.model._forward_pre_hooks and torch.equal(other(ids).logits, wanted)
+
+
+@torch.no_grad()
+def test_a_model_that_came_unpatched_is_not_patched_inside_native_rope():
+    model, ids = tiny(), tokens(1, 8)
+    wanted = model(ids).logits
+    with native_rope(model), native_rope(model):
+        for context in (nullcontext(), rope_view(model, "standard")):
+            with context, pytest.raises(ValueError, match="patch_model was called inside native_rope"):
+                patch_model(model, "pi", factor=4.0)
+        assert torch.equal(model(ids).logits, wanted) and torch.equal(copy.deepcopy(model)(ids).logits, wanted)
+    assert not torch.equal(patch_model(model, "pi", factor=4.0)(ids).logits, wanted)
 
 
 @torch.no_grad()

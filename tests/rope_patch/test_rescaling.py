@@ -140,6 +140,11 @@ def test_a_second_rescaling_starts_from_the_native_schedule():
     assert describe(again).trained_window == WINDOW and describe(again).target_window == WINDOW * 4
 
 
+def test_a_second_rescaling_that_names_no_window_declares_the_native_one():
+    model = patch_model(patch_model(tiny(), "yarn", factor=FACTOR), "abf", theta=1e6)
+    assert model.config.max_position_embeddings == WINDOW
+
+
 def test_written_configs_say_everything_explicitly():
     yarn = patch_model(tiny(), "yarn", factor=4).config
     assert yarn.max_position_embeddings == 4 * WINDOW and isinstance(yarn.max_position_embeddings, int)
