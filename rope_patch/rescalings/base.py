@@ -137,7 +137,7 @@ def origin(owner: Rescaling, native: NativeRope, original_max_position_embedding
         owner,
         native,
         ("default",),
-        "Give original_max_position_embeddings to say from which window the new schedule starts, or use 'abf' or "
-        "'ntk', which keep the schedule and raise its base.",
+        "Give original_max_position_embeddings to say from which window the new schedule starts, or use 'abf', "
+        "which keeps the schedule and replaces its base.",
     )
     return native.window
