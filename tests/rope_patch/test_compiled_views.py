@@ -93,7 +93,8 @@ def test_words_are_those_of_exact_integers():
 
 
 @pytest.mark.slow
-def test_inductor_draws_bit_for_bit_as_eager():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_inductor_draws_bit_for_bit_as_eager(device):
     """An overflow of int64, which C++ leaves undefined, gave other draws."""
 
     def draw(step, ordinal):
@@ -102,6 +103,6 @@ def test_inductor_draws_bit_for_bit_as_eager():
 
     compiled = torch.compile(draw, backend="inductor", dynamic=False)
     ordinal = torch.arange(4096)[:, None]
-    for step in (0, 1, 2**31, 2**32 - 1):
-        for found, wanted in zip(compiled(torch.tensor(step), ordinal), draw(torch.tensor(step), ordinal), strict=True):
-            assert torch.equal(found, wanted)
+    for step in map(torch.tensor, (0, 1, 2**31, 2**32 - 1)):
+        for found, wanted in zip(compiled(step.to(device), ordinal.to(device)), draw(step, ordinal), strict=True):
+            assert torch.equal(found.cpu(), wanted)
