@@ -5,17 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from ..documents import Documents
-from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 from .nope import NoPE
 from .options import require_effect
 from .rpe import RPE
+from .several import Several, as_view, parameters_of
 
 
 @VIEWS.register("compose")
 @dataclass(frozen=True)
-class Compose(View):
+class Compose(Several):
     """r(t) = v_n(... v_2(v_1(t))), each view with its own draws.
 
     Example: `Compose([Skip(), PosAug()])` moves the suffix away and then scales all positions, the gap included.
@@ -47,17 +46,6 @@ class Compose(View):
         if any(isinstance(view, RPE) for view in self.views[1:]):
             raise ValueError("view 'compose': view 'rpe' goes by the index of a token, so it must come first.")
 
-    @property
-    def follows_progress(self) -> bool:
-        return any(view.follows_progress for view in self.views)
-
-    def check_length(self, length: int) -> None:
-        for view in self.views:
-            view.check_length(length)
-
-    def can_change(self, length: torch.Tensor) -> torch.Tensor:
-        return torch.stack([view.can_change(length) for view in self.views]).any(0)
-
     def reach(self, length: int, last: int | None = None) -> int | None:
         for view in self.views:
             last = view.reach(length, last)
@@ -65,42 +53,7 @@ class Compose(View):
                 return None
         return last
 
-    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        return {
-            f"{i}.{name}": value
-            for i, view in enumerate(self.views)
-            for name, value in view.draw(length, key.substream(i)).items()
-        }
-
-    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
-        return {
-            f"{i}.{name}": value
-            for i, view in enumerate(self.views)
-            for name, value in view.draw_for(ids, t, documents, key.substream(i)).items()
-        }
-
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         for i, view in enumerate(self.views):
             t = view.rope_index(t, parameters_of(parameters, i))
         return t
-
-
-def parameters_of(parameters: Parameters, i: int) -> Parameters:
-    """Those of the i-th view."""
-    return {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
-
-
-def as_view(entry: object, owner: str) -> View:
-    """The view itself, or the one that a name or a recipe's dictionary stands for."""
-    from ..methods import resolve_view  # which imports the views
-
-    if isinstance(entry, str):
-        return resolve_view(entry)
-    if isinstance(entry, dict) and "view" in entry:
-        return resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
-    if not isinstance(entry, View):
-        raise ValueError(
-            f"view {owner!r} takes views such as Skip(max_skip=4096), in a recipe {{view: skip, max_skip: 4096}} or a "
-            f"name, got {entry!r}."
-        )
-    return entry

@@ -9,15 +9,15 @@ import torch
 from ..documents import Documents
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
-from .compose import as_view, parameters_of
 from .options import require_effect, require_share
+from .several import Several, as_view, parameters_of
 
 _SHARES_MAY_MISS = 1e-6  # of 1, by rounding
 
 
 @VIEWS.register("mix")
 @dataclass(frozen=True)
-class Mix(View):
+class Mix(Several):
     """r(t) = v_k(t), with k drawn for each document, P(k = i) = shares[i].
 
     Example: `Mix([Standard(), PoSE(target=65536, chunks=4)])` reads half of the documents at true positions and half
@@ -60,19 +60,8 @@ class Mix(View):
         object.__setattr__(self, "shares", tuple(shares))
 
     @property
-    def follows_progress(self) -> bool:
-        return any(view.follows_progress for view in self.views)
-
-    @property
     def stands_alone(self) -> bool:
         return True
-
-    def check_length(self, length: int) -> None:
-        for view in self.views:
-            view.check_length(length)
-
-    def can_change(self, length: torch.Tensor) -> torch.Tensor:
-        return torch.stack([view.can_change(length) for view in self.views]).any(0)
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         assert self.shares is not None
@@ -85,17 +74,10 @@ class Mix(View):
         return max(known) if len(known) == len(farthest) else None
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        found = self._taken(key)
-        for i, view in enumerate(self.views):
-            found |= {f"{i}.{name}": value for name, value in view.draw(length, key.substream(i)).items()}
-        return found
+        return self._taken(key) | super().draw(length, key)
 
     def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
-        found = self._taken(key)
-        for i, view in enumerate(self.views):
-            own = view.draw_for(ids, t, documents, key.substream(i))
-            found |= {f"{i}.{name}": value for name, value in own.items()}
-        return found
+        return self._taken(key) | super().draw_for(ids, t, documents, key)
 
     def _taken(self, key: DrawKey) -> Parameters:
         """Whether each document takes view i, as `taken_i`, whose mean in a log is the share that did."""

@@ -9,8 +9,8 @@ import torch
 from ..documents import Documents
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
-from .compose import as_view
 from .options import require_effect
+from .several import as_view
 
 _MOST_LAYERS = 256
 _HALVES = ("bottom", "top")

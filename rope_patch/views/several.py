@@ -1,0 +1,64 @@
+"""What views that are made of several others have in common."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..documents import Documents
+from ..draws import DrawKey
+from .base import Parameters, View
+
+
+class Several(View):
+    """Base of views that hold others as `views`, each of which draws from a stream of its own.
+
+    Parameters of the i-th view are named `i.NAME`.
+    """
+
+    views: Sequence[View]
+
+    @property
+    def follows_progress(self) -> bool:
+        return any(view.follows_progress for view in self.views)
+
+    def check_length(self, length: int) -> None:
+        for view in self.views:
+            view.check_length(length)
+
+    def can_change(self, length: torch.Tensor) -> torch.Tensor:
+        return torch.stack([view.can_change(length) for view in self.views]).any(0)
+
+    def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
+        return {
+            f"{i}.{name}": value
+            for i, view in enumerate(self.views)
+            for name, value in view.draw(length, key.substream(i)).items()
+        }
+
+    def draw_for(self, ids: torch.Tensor | None, t: torch.Tensor, documents: Documents, key: DrawKey) -> Parameters:
+        return {
+            f"{i}.{name}": value
+            for i, view in enumerate(self.views)
+            for name, value in view.draw_for(ids, t, documents, key.substream(i)).items()
+        }
+
+
+def parameters_of(parameters: Parameters, i: int) -> Parameters:
+    """Those of the i-th view."""
+    return {name.partition(".")[2]: v for name, v in parameters.items() if name.partition(".")[0] == str(i)}
+
+
+def as_view(entry: object, owner: str) -> View:
+    """The view itself, or the one that a name or a recipe's dictionary stands for."""
+    from ..methods import resolve_view  # which imports the views
+
+    if isinstance(entry, str):
+        return resolve_view(entry)
+    if isinstance(entry, dict) and "view" in entry:
+        return resolve_view(entry["view"], {name: value for name, value in entry.items() if name != "view"})
+    if not isinstance(entry, View):
+        raise ValueError(
+            f"view {owner!r} takes views such as Skip(max_skip=4096), in a recipe {{view: skip, max_skip: 4096}} or a "
+            f"name, got {entry!r}."
+        )
+    return entry
