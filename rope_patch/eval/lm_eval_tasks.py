@@ -1,7 +1,7 @@
 """Any of lm-eval's tasks by name, long or short, from the hub or from local files, with no prompt cut."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -229,11 +229,13 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
             found[name] = dict.fromkeys(leaves, _Source(None, None, None))
             continue
         found[name] = {}
+        of_group = _file(folder, name) if leaves != [name] else None
+        in_group = set() if of_group is None else {_task_of(row, name) for row in read_json_lines(of_group)}
         for leaf in leaves:
-            of_leaf, of_group = _file(folder, leaf), _file(folder, name) if leaf != name else None
+            of_leaf = _file(folder, leaf)
             if of_leaf is not None:
                 found[name][leaf] = _Source(of_leaf, _file(folder, f"{leaf}.fewshot"), None)
-            elif of_group is not None and _has_rows(of_group, name, leaf):
+            elif leaf in in_group:
                 found[name][leaf] = _Source(of_group, _file(folder, f"{name}.fewshot"), name)
         if not found[name]:
             wanted = f"{name}.jsonl" if leaves == [name] else f"{name}.jsonl, nor any of {', '.join(leaves[:6])}, ..."
@@ -271,15 +273,14 @@ def _file(folder: Path, stem: str) -> Path | None:
     return next((f for f in (folder / f"{stem}{e}" for e in (".jsonl", ".jsonl.xz")) if f.is_file()), None)
 
 
-def _has_rows(file: Path, group: str, leaf: str) -> bool:
-    return next(iter(_rows(file, group, leaf)), None) is not None
+def _task_of(row: Mapping[str, Any], group: str) -> str:
+    """The task that a row of a group's file belongs to."""
+    return str(row.get("task", f"{group}_{row.get('subject')}"))
 
 
-def _rows(file: Path, group: str | None, leaf: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = list(read_json_lines(file))
-    if group is None:
-        return rows
-    return [row for row in rows if row.get("task", f"{group}_{row.get('subject')}") == leaf]
+def _rows(file: Path, group: str | None, leaf: str) -> Iterator[Mapping[str, Any]]:
+    """Rows of one task, read as far as they are taken."""
+    return (row for row in read_json_lines(file) if group is None or _task_of(row, group) == leaf)
 
 
 def _built(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
@@ -297,7 +298,7 @@ def _built(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
                 overrides["metadata"] = {"max_seq_lengths": f"{longest}k"}
             return local_task(leaf, None, "test", shots=None, **overrides)
         documents = list(islice(_rows(source.file, source.group, leaf), limit))
-        examples = None if source.examples is None else _rows(source.examples, source.group, leaf)
+        examples = None if source.examples is None else list(_rows(source.examples, source.group, leaf))
         return local_task(leaf, documents, "test", examples=examples, shots=None)
     except ModuleNotFoundError as error:
         raise ImportError(

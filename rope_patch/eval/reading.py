@@ -1,7 +1,7 @@
 """Prompts read into `KVRows`, each part that several share once, and answered greedily."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,9 +32,7 @@ class Reader:
         self.core, self.kv_bytes, self.max_new_tokens = core, kv_bytes, max_new_tokens
         self.batch_size, self.chunk = batch_size, chunk
         self.device: torch.device = core.get_input_embeddings().weight.device
-        ends = core.generation_config.eos_token_id
-        ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
-        self.ends = torch.tensor(ends, dtype=torch.int64, device=self.device)
+        self.ends = torch.tensor(end_tokens(core), dtype=torch.int64, device=self.device)
 
     def replies(self, prompts: Sequence[Sequence[int]], done: Callable[[int], None]) -> list[list[int]]:
         """The new tokens of each prompt, up to the one that ends an answer.
@@ -115,8 +113,8 @@ class Reader:
         ends = set(self.ends.tolist())
         replies = []
         for row in torch.stack(made, 1).tolist():
-            end = next((k for k, i in enumerate(row) if i in ends), len(row) - 1)
-            replies.append(row[: end + 1])
+            end = first_end(row, ends)
+            replies.append(row if end is None else row[: end + 1])
         return replies
 
     def _rows_in_memory(self, capacity: int, n_prompts: int) -> int:
@@ -195,6 +193,17 @@ class _Step:
         except RuntimeError:  # a family whose forward looks at values, as of some mixtures of experts
             return None
         return graph
+
+
+def end_tokens(core: Any) -> list[int]:
+    """Ids of which each ends what a model writes, by the generation config that comes with it."""
+    ends = core.generation_config.eos_token_id
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+
+
+def first_end(ids: Sequence[int], ends: Collection[int]) -> int | None:
+    """Place of the first of `ends` among `ids`; None if there is none."""
+    return next((k for k, i in enumerate(ids) if i in ends), None)
 
 
 def _add_to(done: Callable[[int], None], before: int, n: int) -> None:

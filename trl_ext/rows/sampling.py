@@ -12,6 +12,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from rope_patch.checked_numbers import require_integer, require_number
 from rope_patch.eval.generation import bare_generation_config
+from rope_patch.eval.reading import end_tokens, first_end
 from rope_patch.eval.subject import Subject
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
@@ -144,7 +145,7 @@ def sampled_chats(
         said = sampler.sample([list(turns.begin)] * rows, max_user_tokens, ends, "user's turns")
         asked = []
         for ids in said:
-            end = next((k for k, i in enumerate(ids) if i in ends), None)
+            end = first_end(ids, ends)
             if end is None or ids[end] != turns.end_of_user or special & set(ids[:end]):
                 continue
             if _has_text(tokenizer, ids[:end]):
@@ -154,7 +155,7 @@ def sampled_chats(
         chats = []
         said = sampler.sample(asked, max_reply_tokens, turns.ends_of_reply, "replies")
         for prompt, ids in zip(asked, said, strict=True):
-            end = next((k for k, i in enumerate(ids) if i in turns.ends_of_reply), None)
+            end = first_end(ids, turns.ends_of_reply)
             if (end is None and not keep_unfinished) or special & set(ids[:end]):
                 continue
             if _has_text(tokenizer, ids[:end]):
@@ -192,7 +193,7 @@ def sampled_texts(
     def batch(rows: int) -> list[list[int]]:
         texts = []
         for ids in sampler.sample([begin] * rows, max_tokens, sampler.ends, "texts"):
-            end = next((k for k, i in enumerate(ids) if i in sampler.ends), None)
+            end = first_end(ids, sampler.ends)
             if _has_text(tokenizer, ids[:end]):
                 texts.append(begin + (ids if end is None else ids[: end + 1]))
         return texts
@@ -218,9 +219,8 @@ class _Sampler:
                 "a view of the RoPE indices is in force on the model, and what it writes under a view is not what it "
                 "writes: sample outside rope_view, before a view is set for evaluation."
             )
-        config_ends = self.core.generation_config.eos_token_id
-        ends = config_ends if isinstance(config_ends, list) else [config_ends]
-        self.ends = tuple(dict.fromkeys(i for i in (*ends, tokenizer.eos_token_id) if i is not None))
+        ends = (*end_tokens(self.core), tokenizer.eos_token_id)
+        self.ends = tuple(dict.fromkeys(i for i in ends if i is not None))
         self.pad = next((i for i in (tokenizer.pad_token_id, *self.ends) if i is not None), 0)
         self.temperature, self.seed, self.progress = temperature, seed, progress
         device = self.subject.device.type
