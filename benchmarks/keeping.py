@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from keeping_questions import NEW_TOKENS, Asked, Frame, keys, passkeys, right
+from keeping_questions import NEW_TOKENS, Asked, keys, passkeys, right
 from keeping_rows import Row, book_rows, chat_rows, gaps, question_rows
 from result_lines import Deadline, add_line, read_lines, share, versions
 from token_text import first_rows, read_documents
@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_kernels import linear_kl_rows
 from rope_patch import patch_model, rope_view
 from rope_patch.eval import loss_by_position
+from rope_patch.eval.asking import Frame
 from rope_patch.eval.generation import greedy_answers
 
 EDGES = [64, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
@@ -316,7 +317,7 @@ def make_chats(model: Any, tokenizer: Any, count: int, batch: int = 400) -> list
     turn = turn[turn.index(end) :]
     torch.manual_seed(0)
     while len(found) < count:
-        begin = torch.tensor([frame.begin] * batch, device=model.device)
+        begin = torch.tensor([list(frame.begin)] * batch, device=model.device)
         said = model.generate(
             begin,
             attention_mask=torch.ones_like(begin),

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rope_patch.eval.asking import Frame
+from rope_patch.eval.wordings import PASSKEY_FILLER
+
 Test = Literal["passkey", "keys"]
 NEW_TOKENS = {"passkey": 10, "keys": 12}
 KEYS = 8  # sentences in a book
 TAIL = 64  # tokens kept for the question and the beginning of its answer, at most: all prompts of a length read alike
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 # needle, question, beginning of the answer
 PASSKEY = [
     ("The pass key is {v}. Remember it. {v} is the pass key.", "What is the pass key?", "The pass key is"),
@@ -55,38 +57,21 @@ class Asked:
     wording: int
 
 
-@dataclass(frozen=True)
-class Frame:
-    """Token ids before a text, and the text between question and answer."""
-
-    begin: list[int]
-    turn: str
-
-    @classmethod
-    def of(cls, tokenizer: Any, chat: bool) -> "Frame":
-        if not chat:
-            return cls([], " ")
-        shown = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "=text="}], tokenize=False, add_generation_prompt=True
-        )
-        before, after = shown.split("=text=")
-        return cls(tokenizer(before, add_special_tokens=False)["input_ids"], after)
-
-
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def passkeys(tokenizer: Any, length: int, count: int, chat: bool, seed: int) -> list[Asked]:
     """`count` prompts of `length` tokens with their answers, wordings in turn, depths spread evenly."""
-    frame, filler, found = Frame.of(tokenizer, chat), ids_of(tokenizer, FILLER), []
+    frame, filler, found = Frame.of(tokenizer, chat), ids_of(tokenizer, PASSKEY_FILLER), []
+    turn = frame.turn or " "
     for n in range(count):
         rng = random.Random(f"passkey {seed} {length} {n}")
         wording = n % len(PASSKEY)
         needle, question, beginning = PASSKEY[wording]
         key = str(rng.randint(10000, 99999))
         needle_ids = ids_of(tokenizer, needle.format(v=key) + " ")
-        tail = ids_of(tokenizer, f"\n{question}{frame.turn}{beginning}")
+        tail = ids_of(tokenizer, f"\n{question}{turn}{beginning}")
         room = length - NEW_TOKENS["passkey"] - TAIL - len(frame.begin) - len(needle_ids)
         # between two rounds of the filler
         place = round((n + 0.5) / count * room / len(filler)) * len(filler)
@@ -99,6 +84,7 @@ def passkeys(tokenizer: Any, length: int, count: int, chat: bool, seed: int) -> 
 def keys(tokenizer: Any, books: Sequence[Sequence[int]], length: int, count: int, chat: bool, seed: int) -> list[Asked]:
     """`count` books of `length` tokens with their questions, each with KEYS sentences in it."""
     frame, found = Frame.of(tokenizer, chat), []
+    turn = frame.turn or " "
     for n in range(count):
         rng = random.Random(f"keys {seed} {length} {n}")
         wording = n % len(KEYED)
@@ -106,7 +92,7 @@ def keys(tokenizer: Any, books: Sequence[Sequence[int]], length: int, count: int
         names = rng.sample([f"{a}-{b}" for a in _ADJECTIVES for b in _NOUNS], KEYS)
         values = [str(v) for v in rng.sample(range(100_000, 1_000_000), KEYS)]
         needles = [ids_of(tokenizer, " " + needle.format(k=k, v=v)) for k, v in zip(names, values, strict=True)]
-        tails = [ids_of(tokenizer, f"\n{question.format(k=k)}{frame.turn}{beginning.format(k=k)}") for k in names]
+        tails = [ids_of(tokenizer, f"\n{question.format(k=k)}{turn}{beginning.format(k=k)}") for k in names]
         room = length - NEW_TOKENS["keys"] - TAIL - len(frame.begin) - sum(map(len, needles))
         book = books[n % len(books)]
         offset = rng.randrange(max(len(book) - room, 1))
