@@ -64,6 +64,16 @@ class Labelled:
         return int((self.next_label != IGNORE_INDEX).sum())
 
     @property
+    def next_token(self) -> torch.Tensor:
+        """The token behind each query in its document, label or not, -100 for none, [batch, n]."""
+        return self.ids.roll(-1, 1).masked_fill(~self.valid | self.ends, IGNORE_INDEX)
+
+    @property
+    def n_next(self) -> int:
+        """Queries with a token behind them."""
+        return int((self.valid & ~self.ends).sum())
+
+    @property
     def n_documents(self) -> int:
         """Documents with one."""
         return int(self.per_document(self.next_label != IGNORE_INDEX).gt(0).sum())

@@ -20,18 +20,22 @@ from .teacher import CopiedTeacher, SharedTeacher
 
 @dataclass(frozen=True, kw_only=True)
 class NativeTargets:
-    """loss = weight mean over tokens of KL(q_t || p_t) + clm_weight mean over labels of -ln p(label).
+    """loss = weight mean over tokens of KL(q_t || p_t) + clm_weight mean over labels of -ln p(label)
+            + text_weight mean over next tokens of -ln p(next token).
 
     p is the student's next-token distribution under the view in force, q that of the model as it was pretrained:
     adapters off or a frozen copy, native RoPE, true positions. The KL counts every token that is not padding, those
     whose labels are masked and the last one of a document too: short documents and prompts hold what is to be kept.
-    Evaluation has the same loss at true positions, without draws.
+    Next tokens are all tokens of a document but its first, whether they are labels or not; a label counts in both
+    means. Evaluation has the same loss at true positions, without draws.
 
     Args:
         weight: of the KL, above 0.
         clm_weight: of the cross-entropy under the view, which labels alone count in: with prompts masked, answers. It
             is what teaches more than the teacher knows, such as an answer whose key is far away. 0 leaves it out of
             training; evaluation then measures it.
+        text_weight: of the cross-entropy of all next tokens under the view. It lowers the loss of running text below
+            the native model's, and moves the model further from what it said.
         temperature: divides the logits of both sides of the KL, which is not multiplied by its square.
         direction: "forward" KL(q || p), "reverse" KL(p || q), or their Jensen-Shannon divergence "jsd".
 
@@ -42,12 +46,14 @@ class NativeTargets:
 
     weight: float = 1.0
     clm_weight: float = 0.1
+    text_weight: float = 0.0
     temperature: float = 1.0
     direction: Direction = "forward"
 
     def __post_init__(self) -> None:
         require_number("weight", self.weight)
         require_number("clm_weight", self.clm_weight, least=0)
+        require_number("text_weight", self.text_weight, least=0)
         require_number("temperature", self.temperature)
         if self.direction not in get_args(Direction):
             raise ValueError(f"direction must be one of {get_args(Direction)}, got {self.direction!r}.")
@@ -58,18 +64,24 @@ class NativeTape(Tape):
 
     Args:
         labelled: the batch.
-        ce_divisor: what the sum of cross-entropies is divided by.
-        kl_divisor: what the sum of the KL is divided by.
+        n_tokens: what the sum of the KL is divided by.
+        n_labels: what the sum of cross-entropies of labels is divided by.
+        n_next: what the sum of cross-entropies of next tokens is divided by.
     """
 
     teacher: torch.Tensor  # [N, H], of `queries`
     loss: torch.Tensor
     rows: RowMetrics  # of `queries`
 
-    def __init__(self, labelled: Labelled, ce_divisor: int, kl_divisor: int) -> None:
+    def __init__(self, labelled: Labelled, n_tokens: int, n_labels: int, n_next: int) -> None:
         super().__init__(labelled.valid, labelled.ordinal)
-        self.labelled, self.ce_divisor, self.kl_divisor = labelled, ce_divisor, kl_divisor
+        self.labelled, self.n_tokens, self.n_labels, self.n_next = labelled, n_tokens, n_labels, n_next
         self.queries = labelled.valid.flatten().nonzero().squeeze(1)  # [N] indices among the flattened tokens
+
+    @property
+    def has_label(self) -> torch.Tensor:
+        """Which of `queries` predict a label, bool [N]."""
+        return (self.labelled.next_label != IGNORE_INDEX).flatten()[self.queries]
 
 
 class NativeDistiller(Distiller):
@@ -99,13 +111,18 @@ class NativeDistiller(Distiller):
 
     def _require_difference(self) -> None:
         # with a cross-entropy the KL holds the student to its start, by whatever RoPE
-        if not self.targets.clm_weight:
+        if not (self.targets.clm_weight or self.targets.text_weight):
             super()._require_difference()
 
     @property
     def reads_labels(self) -> bool:
         """Whether a forward gives cross-entropies."""
-        return bool(self.targets.clm_weight) or not self.decoder.training
+        return bool(self.targets.clm_weight) or self.reads_text or not self.decoder.training
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a forward gives cross-entropies of all next tokens."""
+        return bool(self.targets.text_weight)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if documents of `length` tokens are more than the teacher's window."""
@@ -123,12 +140,8 @@ class NativeDistiller(Distiller):
 
     def _compare_student(self, tape: NativeTape, output: Any) -> None:
         hidden = output.last_hidden_state.flatten(0, 1)[tape.queries]
-        labels = tape.labelled.next_label.flatten()[tape.queries]
-        none = torch.full_like(labels, IGNORE_INDEX)
-        if not self.reads_labels:
-            labels = none
-        ce_weight = torch.full(labels.shape, self.targets.clm_weight / tape.ce_divisor, device=labels.device)
-        kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.kl_divisor)
+        labels, ce_weight = self._asked(tape)
+        kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.n_tokens)
         teacher = self.teacher.head, tape.teacher.to(hidden.device)
         del tape.teacher
         options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
@@ -138,5 +151,19 @@ class NativeDistiller(Distiller):
             )
             return
         ce, rows = head_losses(self.core, hidden, None, labels, ce_weight, None)
+        none = torch.full_like(labels, IGNORE_INDEX)
         kl, of_kl = head_losses(self.core, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
         tape.loss, tape.rows = ce + kl, replace(rows, kl=of_kl.kl)
+
+    def _asked(self, tape: NativeTape) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each query is to predict, -100 for nothing, and the weight of its cross-entropy, both [N]."""
+        labels = tape.labelled.next_label.flatten()[tape.queries]
+        has_label = tape.has_label
+        weight = has_label * (self.targets.clm_weight / tape.n_labels)
+        if self.reads_text:
+            next_token = tape.labelled.next_token.flatten()[tape.queries]
+            labels = torch.where(has_label, labels, next_token)
+            weight = weight + (next_token != IGNORE_INDEX) * (self.targets.text_weight / tape.n_next)
+        elif not self.reads_labels:
+            labels = torch.full_like(labels, IGNORE_INDEX)
+        return labels, weight.float()

@@ -88,8 +88,9 @@ def offloaded(objective, offload, data, dtype):
     teacher, labelled = CopiedTeacher(model, offload=offload), Labelled.of(data)
     divisors = labelled.n_labels, int(labelled.valid.sum())
     if objective == "native":
-        distiller = NativeDistiller(model, NativeTargets(clm_weight=0.3), teacher, offload=offload)
-        tape = NativeTape(labelled, *divisors)
+        targets = NativeTargets(clm_weight=0.3, text_weight=0.2)
+        distiller = NativeDistiller(model, targets, teacher, offload=offload)
+        tape = NativeTape(labelled, *reversed(divisors), labelled.n_next)
     elif objective == "relations":
         targets = RelationTargets(k=0.0, v=0.0)
         distiller = RelationDistiller(model, targets, teacher, logit_kl=LogitKL(weight=1.0), offload=offload)

@@ -34,7 +34,7 @@ def run(model, data, targets, teacher=None):
     distiller = NativeDistiller(model, targets, teacher or CopiedTeacher(model))
     view_source(model).clock.set(3, 0)
     labelled = Labelled.of(data)
-    tape = NativeTape(labelled, labelled.n_labels, int(labelled.valid.sum()))
+    tape = NativeTape(labelled, int(labelled.valid.sum()), labelled.n_labels, labelled.n_next)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
@@ -59,8 +59,8 @@ def in_formulas(model, data, targets):
     weights = oracle.weights_of(find_core(model))
     teacher = {name: w.detach() for name, w in weights.items()}
     frequencies = oracle.default_frequencies(config)
-    ce = kl = 0.0
-    n_labels = n_tokens = 0
+    ce = kl = text = 0.0
+    n_labels = n_tokens = n_next = 0
     for number, (row, start, length) in enumerate(documents_of(data)):
         ids = data["input_ids"][row : row + 1, start : start + length]
         t, see = torch.arange(length)[None], oracle.causal(length)[None]
@@ -74,15 +74,17 @@ def in_formulas(model, data, targets):
         labels = data["labels"][row, start + 1 : start + length]
         asked = labels != -100
         ce = ce - seen[:-1].log_softmax(-1)[asked].gather(1, labels[asked, None]).sum()
-        n_labels, n_tokens = n_labels + int(asked.sum()), n_tokens + length
-    loss = targets.weight * kl / n_tokens + targets.clm_weight * ce / n_labels
+        text = text - seen[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).sum()
+        n_labels, n_tokens, n_next = n_labels + int(asked.sum()), n_tokens + length, n_next + length - 1
+    loss = targets.weight * kl / n_tokens + targets.clm_weight * ce / n_labels + targets.text_weight * text / n_next
     return loss, torch.autograd.grad(loss, list(weights.values())), weights, kl.detach(), ce.detach()
 
 
 @pytest.mark.parametrize(
     "options",
     [{}, {"weight": 0.7, "clm_weight": 0.0, "direction": "reverse"}, {"clm_weight": 0.3, "temperature": 1.5},
-     {"direction": "jsd", "temperature": 0.8}],
+     {"direction": "jsd", "temperature": 0.8}, {"text_weight": 0.3},
+     {"clm_weight": 0.0, "text_weight": 0.7, "temperature": 1.5}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "completion"])
@@ -94,7 +96,7 @@ def test_loss_and_gradients_are_those_of_the_formula(kind, options):
     torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(tape.rows.kl.sum(), kl.to(tape.rows.kl.dtype), rtol=1e-4, atol=1e-6)
     if targets.clm_weight:
-        torch.testing.assert_close(tape.rows.ce.sum(), ce.to(tape.rows.ce.dtype), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(tape.rows.ce[tape.has_label].sum(), ce.to(tape.rows.ce.dtype), rtol=1e-4, atol=1e-6)
     parameters = dict(model.named_parameters())
     for name, right in zip(names, grads, strict=True):
         # float32 norms and RoPE inside a float64 model
@@ -111,7 +113,7 @@ def test_every_token_but_padding_counts_in_the_kl_and_labels_alone_in_the_cross_
     data["labels"][:] = -100
     model.zero_grad()
     labelled = Labelled.of(data)
-    tape = NativeTape(labelled, 1, 34)
+    tape = NativeTape(labelled, 34, 1, 1)
     distiller = NativeDistiller(model, NativeTargets(), CopiedTeacher(model))
     with distiller.active():
         model(data["input_ids"], attention_mask=data["attention_mask"], use_cache=False, **{TAPE: tape})
@@ -194,6 +196,7 @@ def test_documents_beyond_the_window_of_the_teacher_are_refused():
         ({"weight": 0}, "weight must be a number above 0, got 0"),
         ({"weight": True}, "weight must be a number above 0, got True"),
         ({"clm_weight": -1}, "clm_weight must be a number of at least 0, got -1"),
+        ({"text_weight": float("nan")}, "text_weight must be a number of at least 0, got nan"),
         ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),
         ({"direction": "both"}, "direction must be one of .*'forward'.* got 'both'"),
     ],

@@ -108,7 +108,7 @@ def _self_distill(objective: str, model: Any, inputs: dict[str, Any], divisors: 
 def _keep_native(model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
     distiller = NativeDistiller(model, NativeTargets(clm_weight=0.5), CopiedTeacher(model))
     # every document has a token more than labels
-    tape = NativeTape(_labelled(inputs), divisors[0], sum(divisors))
+    tape = NativeTape(_labelled(inputs), sum(divisors), divisors[0], divisors[0])
     with distiller.active():
         model(**inputs, use_cache=False, logits_to_keep=1, **{TAPE: tape})
         return _backward(tape.loss)

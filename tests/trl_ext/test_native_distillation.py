@@ -45,6 +45,32 @@ def test_a_step_is_the_mean_over_its_tokens_and_its_labels_however_it_is_batched
     assert found["eval_kl"] == pytest.approx(kl, rel=1e-4) and found["eval_ce"] == pytest.approx(ce, rel=1e-4)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_running_text_counts_beside_answers_as_a_mean_of_its_own(way, tmp_path):
+    rows = documents(4)["input_ids"]
+    answers = [[0] * (len(row) - 3 - k) + [1] * (3 + k) for k, row in enumerate(rows)]
+    data = Dataset.from_dict({"input_ids": rows, "completion_mask": answers})
+    native_args = {"weight": 0.5, "clm_weight": 0.2, "text_weight": 0.3}
+    options = {"train_dataset": data, "eval_dataset": data, "max_steps": 1, "learning_rate": 0.0}
+    run = trainer(tmp_path, native_args=native_args, **options, **NATIVE, **WAYS[way])
+    run.train()
+    (entry,) = logged(run, "loss", "kl", "ce", "text_ce", "num_tokens")
+    kl, text_ce = by_hand(rows)
+    student = patch_model(tiny(), "pi", factor=4.0)
+    ce = 0.0
+    for row, labelled in zip(rows, answers, strict=True):
+        with torch.no_grad():
+            p = student(torch.tensor([row])).logits[0].double().log_softmax(-1)
+        ce -= p[:-1].gather(1, torch.tensor(row)[1:, None])[torch.tensor(labelled[1:]).bool()].sum().item()
+    ce /= sum(sum(labelled[1:]) for labelled in answers)
+    assert entry["kl"] == pytest.approx(kl, rel=1e-4) and entry["ce"] == pytest.approx(ce, rel=1e-4)
+    assert entry["text_ce"] == pytest.approx(text_ce, rel=1e-4) and entry["ce"] != pytest.approx(text_ce, rel=1e-3)
+    assert entry["loss"] == pytest.approx(0.5 * kl + 0.2 * ce + 0.3 * text_ce, rel=1e-4)
+    found = run.evaluate()
+    assert found["eval_text_ce"] == pytest.approx(text_ce, rel=1e-4)
+    assert found["eval_ce"] == pytest.approx(ce, rel=1e-4)
+
+
 @pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])
 @pytest.mark.parametrize("way", ["accumulated", "checkpointed", "padding-free"])
 def test_a_mix_of_views_trains_alike_however_a_step_is_batched(way, adapters, tmp_path):

@@ -17,7 +17,8 @@ class NativeObjective(Objective):
     """KL of the model under its view to the model as it was pretrained at true positions, and a cross-entropy beside.
 
     loss = weight (sum over tokens of KL) / tokens of the step + clm_weight (sum of cross-entropies) / labels of the
-    step. Evaluation has the same at true positions. What is logged as `kl` and `ce` makes up the loss.
+    step + text_weight (sum of cross-entropies) / next tokens of the step. Evaluation has the same at true positions.
+    What is logged as `kl`, `ce` and `text_ce` makes up the loss.
 
     Source: ours, see `rope_patch.distillation.NativeTargets`.
     """
@@ -36,11 +37,11 @@ class NativeObjective(Objective):
         return Labelled.of(batch)
 
     def counts(self, read: Labelled) -> dict[str, int]:
-        """Real tokens, and queries with a label, of which a step may have none."""
-        return {"tokens": int(read.valid.sum()), "labelled": read.n_labels}
+        """Real tokens, and queries with a label or with a next token, of which a step may have none."""
+        return {"tokens": int(read.valid.sum()), "labelled": read.n_labels, "next": read.n_next}
 
     def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NativeTape:
-        return NativeTape(read, counts["labelled"], counts["tokens"])
+        return NativeTape(read, counts["tokens"], counts["labelled"], counts["next"])
 
     def _combine(
         self, tape: NativeTape, counts: dict[str, int], own: dict[str, int]
@@ -49,7 +50,9 @@ class NativeObjective(Objective):
         parts: dict[str, Part] = {"kl": (rows.kl.double().sum(), own["tokens"])}
         if self.distiller.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
-            parts |= {name: (values.double().sum(), own["labelled"]) for name, values in sums.items()}
+            parts |= {name: (values[tape.has_label].double().sum(), own["labelled"]) for name, values in sums.items()}
+        if self.distiller.reads_text:
+            parts["text_ce"] = rows.ce.double().sum(), own["next"]
         return tape.loss, parts
 
 
