@@ -20,8 +20,10 @@ from .teacher import CopiedTeacher, SharedTeacher
 
 @dataclass(frozen=True, kw_only=True)
 class NativeTargets:
-    """loss = weight mean over tokens of KL(q_t || p_t) + clm_weight mean over labels of -ln p(label)
-            + text_weight mean over next tokens of -ln p(next token).
+    """Loss of a model that keeps what it predicted at true positions.
+
+    loss = weight mean over tokens of KL(q_t || p_t) + clm_weight mean over labels of -ln p(label) + text_weight mean
+    over next tokens of -ln p(next token).
 
     p is the student's next-token distribution under the view in force, q that of the model as it was pretrained:
     adapters off or a frozen copy, native RoPE, true positions. The KL counts every token that is not padding, those
