@@ -1,124 +1,68 @@
 """An extension that loses nothing: rescalings and recipes by what the model writes, inside the window and beyond it.
 
-Run: python benchmarks/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --tokenizer MODEL ...
-     python benchmarks/keeping.py MODEL TOKENS --chats chats.json --make-chats 2400
-     python benchmarks/keeping.py MODEL TOKENS --chats chats.json [--arms NAME ...] [--seeds 0 1 2] [--out FILE.jsonl]
-         [--target 65536] [--minutes 9] [--part K/N]
+Run: python benchmarks/keeping.py MODEL --text books.jsonl.xz ... --held-out held-out.jsonl.xz --own chats.json
+         [--arms NAME ...] [--seeds 0 1 2] [--target 65536] [--bench FOLDER] [--minutes 9] [--part K/N]
+         [--out FILE.jsonl]
 
-An arm is a rescaling and, if it trains, rows, losses, weights and a rate (`arms`). It is trained on --steps steps of
---step-tokens tokens in bf16 autocast over float32 weights and measured in bf16: loss by position on held-out books,
-passkey and keyed numbers as written at each length, raw and in the chat template, and the divergence of its predictions
-from the native model's on chats of that model. One JSON line an arm and seed is added to --out, with every prompt's
-score, so that arms can be compared in pairs.
+An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch rows` and fields of RopeSFTConfig. It is
+trained on --rows rows of the window, in bf16 autocast over float32 weights, and measured in bf16: loss by position on
+held-out books; passkey and keyed numbers as written at each length, raw and, of instruct models, in the chat template;
+replies to users' texts of the native model's own chats, and how far the predictions on those chats are from the native
+model's; short-text benchmarks, if --bench names a folder with them. A seed draws rows, their order and gaps.
+
+--own is a file of chats (of a base model texts) that the native model wrote; --make-own N writes it and ends.
+One JSON line an arm and seed is added to --out, with every prompt's score, so that arms can be compared in pairs.
 """
 
 import argparse
 import copy
 import gc
 import json
-import random
+import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
 import torch
+from datasets import Dataset
+from keeping_arms import Arm, arms
 from keeping_questions import NEW_TOKENS, Asked, keys, passkeys, right
-from keeping_rows import Row, book_rows, chat_rows, gaps, question_rows
 from result_lines import Deadline, add_line, read_lines, share, versions
-from token_text import first_rows, read_documents
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_kernels import linear_kl_rows
-from rope_patch import patch_model, rope_view
-from rope_patch.eval import loss_by_position
+from rope_patch import patch_model
+from rope_patch.eval import loss_by_position, read_texts
 from rope_patch.eval.asking import Frame
-from rope_patch.eval.generation import greedy_answers
+from rope_patch.eval.generation import greedy_answers, greedy_tokens
+from rope_patch.special_tokens import SpecialTokens
+from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext.rows import make_rows, own_chats, own_texts
 
 EDGES = [64, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 TOKENS_HELD = 2**20  # in the caches of prompts that are answered together
-WARM_UP = 0.05  # of the steps
-Rescale = tuple[str, dict[str, Any]] | None
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One recipe.
-
-    Args:
-        rescale: name and options; None for the native model.
-        steps: None takes --steps; 0 trains nothing.
-        mix: shares of books, chats and questions among the rows.
-        kl: weight of the forward KL from the native model at true positions, of all tokens.
-        ce: weight of the next-token loss of all tokens.
-        answers: weight of the next-token loss of answers alone, besides.
-        far: share of rows whose indices have gaps.
-        pieces: that gaps cut a row into, at most.
-        short: share of rows that are cut into eighths, read at true positions.
-        scope: which weights are trained.
-        rate: learning rate at its highest.
-        mixed: share of the trained weights in the average with those before training.
-    """
-
-    rescale: Rescale = None
-    steps: int | None = None
-    mix: tuple[float, float, float] = (1.0, 0.0, 0.0)
-    kl: float = 0.0
-    ce: float = 0.0
-    answers: float = 0.0
-    far: float = 0.5
-    pieces: int = 2
-    short: float = 0.0
-    scope: Literal["all", "attention", "qk"] = "all"
-    rate: float = 1e-4
-    mixed: float = 1.0
-
-
-def arms() -> dict[str, Arm]:
-    """Every arm by name."""
-    yarn: dict[str, Rescale] = {
-        "yarn8": ("yarn", {"factor": 8.0}),
-        "yarn8-temperature-1": ("yarn", {"factor": 8.0, "attention_factor": 1.0}),
-        "yarn8-beta-4": ("yarn", {"factor": 8.0, "beta_fast": 4.0}),
-        "yarn8-beta-4-temperature-1": ("yarn", {"factor": 8.0, "beta_fast": 4.0, "attention_factor": 1.0}),
-        "ntk8": ("ntk", {"factor": 8.0}),
-        "ntk16": ("ntk", {"factor": 16.0}),
-        "ntk32": ("ntk", {"factor": 32.0}),
-        "llama3-8": ("llama3", {"factor": 8.0}),
-        "pi8": ("pi", {"factor": 8.0}),
-    }
-    found = {"native": Arm(steps=0), **{name: Arm(rescale, steps=0) for name, rescale in yarn.items()}}
-    ntk = yarn["ntk16"]
-    third = (1 / 3, 1 / 3, 1 / 3)
-    keep = Arm(ntk, mix=third, kl=1.0, answers=0.1, pieces=4, short=0.25)
-    found |= {
-        "books-ce": Arm(ntk, ce=1.0, far=1.0),
-        "books-ce-5e-4": Arm(ntk, ce=1.0, far=1.0, rate=5e-4),
-        "books-kl": Arm(ntk, kl=1.0),
-        "mix-ce": replace(keep, kl=0.0, ce=1.0, answers=0.0),
-        "mix-kl": replace(keep, answers=0.0),
-        "mix-kl-answers": keep,
-        "mix-kl-answers-1": replace(keep, answers=1.0),
-        "mix-kl-answers-3e-4": replace(keep, rate=3e-4),
-        "mix-kl-answers-3e-5": replace(keep, rate=3e-5),
-        "mix-kl-answers-attention": replace(keep, scope="attention", rate=3e-4),
-        "mix-kl-answers-qk": replace(keep, scope="qk", rate=3e-4),
-        "mix-kl-answers-on-yarn8": replace(keep, rescale=yarn["yarn8"]),
-        "mix-kl-answers-on-yarn8-temperature-1": replace(keep, rescale=yarn["yarn8-temperature-1"]),
-        "mix-kl-answers-on-ntk8": replace(keep, rescale=yarn["ntk8"]),
-        "mix-kl-answers-on-ntk32": replace(keep, rescale=yarn["ntk32"]),
-        "mix-kl-answers-half": replace(keep, mixed=0.5),
-        "ntk32-a1": replace(keep, rescale=yarn["ntk32"], answers=1.0, rate=3e-4),
-        "ntk32-a1-ce": replace(keep, rescale=yarn["ntk32"], answers=1.0, rate=3e-4, ce=0.3),
-        "ntk32-a1-64": replace(keep, rescale=yarn["ntk32"], answers=1.0, rate=3e-4, steps=64),
-        "ntk16-a1-ce": replace(keep, answers=1.0, rate=3e-4, ce=0.3),
-        "ntk16-a1": replace(keep, answers=1.0, rate=3e-4),
-    }
-    return found
+REPLY = 128  # tokens of a reply in a chat, at most
+GPU = torch.cuda.is_available()
+# of all arms: those of arXiv:2309.10400's fine-tuning but for the rate, which an arm has
+TRAINING: dict[str, Any] = {
+    "num_train_epochs": 1,
+    "adam_beta2": 0.95,
+    "warmup_steps": 0.05,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "gradient_accumulation_steps": 8,
+    "per_device_train_batch_size": 1,
+    "gradient_checkpointing": False,
+    "bf16": GPU,
+    "logging_steps": 4,
+    "logging_first_step": True,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": GPU,
+}
 
 
 @dataclass
@@ -126,161 +70,130 @@ class Data:
     """What all arms share."""
 
     tokenizer: Any
-    books: list[Any]
+    texts: list[str]
     held_out: torch.Tensor
-    chats: list[list[int]]
-    held_out_chats: list[list[int]]
+    own: list[list[int]]
+    held_out_own: list[list[int]]
     asked: dict[tuple[str, bool, int], list[Asked]]
 
 
-def load(args: argparse.Namespace, rescale: Rescale) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    return model if rescale is None else patch_model(model, rescale[0], **rescale[1])
+def load(args: argparse.Namespace) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
+    return model.to("cuda" if GPU else "cpu").eval()
 
 
 def served(model: Any) -> Any:
     """Its weights in bf16; the frequencies stay in float32, as `from_pretrained` has them."""
+    if not GPU:
+        return model
     model = copy.deepcopy(model)
     for p in model.parameters():
         p.data = p.data.bfloat16()
     return model.eval()
 
 
-def all_asked(
-    tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace
-) -> dict[tuple[str, bool, int], list[Asked]]:
-    """The questions by test, form and length."""
+def held_out_rows(tokenizer: Any, texts: list[str], length: int, rows: int) -> torch.Tensor:
+    """The first `length` tokens of each of the first `rows` texts that have so many."""
+    begin, found = list(SpecialTokens.of(tokenizer).begin), []
+    for text in texts:
+        ids = [*begin, *tokenizer(text[: 8 * length], add_special_tokens=False, verbose=False)["input_ids"]]
+        if len(ids) >= length and len(found) < rows:
+            found.append(ids[:length])
+    return torch.tensor(found)
+
+
+def all_asked(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) -> dict[Any, list[Asked]]:
+    """The questions by test, form and length: fewer beyond the window, where they are not compared in pairs."""
     found: dict[tuple[str, bool, int], list[Asked]] = {}
-    for chat in (False, True):
+    forms = (False, True) if tokenizer.chat_template else (False,)
+    for chat in forms:
         for length in args.lengths:
-            # the longest take longest
-            count = max(args.prompts * min(16384, length) // length, args.prompts // 4)
-            found["passkey", chat, length] = passkeys(tokenizer, length, count, chat, args.question_seed)
-            books = max(args.prompts // 8, 1)
+            within = length < args.window
+            prompts = (args.prompts if within else args.prompts // 2) // len(forms)
+            passkey_prompts = prompts if length <= 2 * args.window else prompts // 2
+            found["passkey", chat, length] = passkeys(tokenizer, length, passkey_prompts, chat, args.question_seed)
+            books = max(prompts // 8, 1)
             found["keys", chat, length] = keys(tokenizer, held_out.tolist(), length, books, chat, args.question_seed)
     return found
 
 
-def rows_of(arm: Arm, data: Data, length: int, rng: random.Random) -> Iterator[Row]:
-    """Rows of the arm's mix, kinds at random in its shares."""
-    kinds = [
-        book_rows(data.books, length, rng),
-        chat_rows(data.chats, length, rng) if data.chats else iter(()),
-        question_rows(data.tokenizer, data.books, length, rng, facts=8 if length > 4096 else 3),
-    ]
-    while True:
-        yield next(rng.choices(kinds, arm.mix)[0])
-
-
-def chosen_weights(model: Any, scope: str) -> list[Any]:
-    names = {"attention": ("q_proj", "k_proj", "v_proj", "o_proj"), "qk": ("q_proj", "k_proj")}.get(scope)
-    for name, p in model.named_parameters():
-        p.requires_grad_(names is None or any(n in name for n in names))
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-def _ce_sum(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
-
-
-def ce_sum(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of cross-entropies, with logits of 2048 rows at a time."""
-    parts = zip(hidden.split(2048), labels.split(2048), strict=True)
-    total = [checkpoint(_ce_sum, h, weight, t, use_reentrant=False) for h, t in parts]
-    return torch.stack(total).sum() if total else hidden.sum() * 0
-
-
-def train(
-    model: Any, native: Any, arm: Arm, data: Data, args: argparse.Namespace, seed: int, steps: int
-) -> dict[str, Any]:
-    """Train in place; how long it took and its losses."""
-    rng, generator = random.Random(f"rows {seed}"), torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    before = [p.detach().clone() for p in model.parameters()]
-    weights = chosen_weights(model, arm.scope)
-    optimizer = torch.optim.AdamW(weights, lr=arm.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    warm = max(round(WARM_UP * steps), 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda s: min((s + 1) / warm, 0.1 + 0.45 * (1 + torch.cos(torch.tensor(torch.pi * s / steps)).item())),
+def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> Dataset:
+    assert arm.shares is not None
+    own = "chats" if data.tokenizer.chat_template else "own_texts"
+    rows = make_rows(
+        data.tokenizer,
+        args.rows,
+        length=arm.row_length or args.window,
+        texts=data.texts,
+        shares=arm.shares,
+        seed=seed,
+        progress=False,
+        **{own: data.own},
+        **arm.rows,
     )
-    device, window = model.device, args.window
-    long_rows, short_rows = rows_of(arm, data, window, rng), rows_of(arm, data, window // 8, rng)
-    rows_a_step = args.step_tokens // window
-    log, begin = [], time.perf_counter()
-    model.train()
-    for _ in range(steps):
-        parts: dict[str, float] = {}
-        for _ in range(rows_a_step):
-            short = rng.random() < arm.short
-            rows = [next(short_rows) for _ in range(8)] if short else [next(long_rows)]
-            ids = torch.tensor([r.ids for r in rows], device=device)
-            answer = torch.tensor([r.answer for r in rows], device=device).bool()[:, 1:]
-            length = ids.shape[1]
-            far = not short and rng.random() < arm.far
-            index = gaps(length, args.target, rng.randint(2, arm.pieces) if far else 1, generator)[None].to(device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                with rope_view(model, index=index.expand(len(rows), -1)):
-                    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-                head, loss = model.lm_head.weight, hidden.sum() * 0
-                if arm.kl:
-                    with torch.no_grad():
-                        target = native.base_model(input_ids=ids, use_cache=False).last_hidden_state
-                    kl = linear_kl_rows(
-                        hidden.flatten(0, 1).bfloat16(),
-                        target.flatten(0, 1).bfloat16(),
-                        head.bfloat16(),
-                        native.lm_head.weight.bfloat16(),
-                    ).mean()
-                    loss = loss + arm.kl * kl
-                    parts["kl"] = parts.get("kl", 0.0) + kl.item() / rows_a_step
-                flat, labels = hidden[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-                if arm.ce:
-                    ce = ce_sum(flat, head, labels) / len(labels)
-                    loss = loss + arm.ce * ce
-                    parts["ce"] = parts.get("ce", 0.0) + ce.item() / rows_a_step
-                if arm.answers and bool(answer.any()):
-                    chosen = answer.flatten()
-                    told = ce_sum(flat[chosen], head, labels[chosen]) / chosen.sum()
-                    loss = loss + arm.answers * told
-                    parts["answers"] = parts.get("answers", 0.0) + told.item() / rows_a_step
-            (loss / rows_a_step).backward()
-        parts["norm"] = float(torch.nn.utils.clip_grad_norm_(weights, 1.0))
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        log.append(parts)
-    model.eval()
-    with torch.no_grad():
-        for p, old in zip(model.parameters(), before, strict=True):
-            p.lerp_(old, 1 - arm.mixed)
-    return {"train_seconds": time.perf_counter() - begin, "steps": steps, "log": log[:: max(steps // 8, 1)] + log[-1:]}
+    return Dataset.from_dict({"input_ids": [r.ids for r in rows], "completion_mask": [r.labelled for r in rows]})
+
+
+def train(model: Any, arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train in place; how long it took and what was logged."""
+    begin = time.perf_counter()
+    rows = training_rows(arm, data, args, seed)
+    made = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        options = {**TRAINING, **arm.rescaling(), **arm.training, "seed": seed, "output_dir": folder}
+        config = RopeSFTConfig(max_length=arm.row_length or args.window, use_cpu=not GPU, **options)
+        trainer = RopeSFTTrainer(model, config, train_dataset=rows, processing_class=data.tokenizer)
+        since = time.perf_counter()
+        trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    seconds = {"rows_seconds": made - begin, "train_seconds": time.perf_counter() - since}
+    return {**seconds, "steps": trainer.state.global_step, "log": history[:: max(len(history) // 8, 1)] + history[-1:]}
 
 
 @torch.no_grad()
-def divergence(model: Any, native: Any, chats: list[list[int]]) -> float:
-    """Mean over tokens of KL(native || model), in nats, on chats of the native model."""
+def own_text_figures(model: Any, native: Any, data: Data) -> dict[str, Any]:
+    """What became of what the native model said.
+
+    kl: mean over tokens of KL(native || model), in nats, on held-out chats (texts) of the native model.
+    replies, of instruct models: of each reply that the model writes to a user's text of those chats, the mean over
+    tokens of -ln p of the native model, the tokens, and whether it ended.
+    """
     total = tokens = 0.0
-    for chat in chats:
-        ids = torch.tensor([chat], device=model.device)
+    for text in data.held_out_own:
+        ids = torch.tensor([text], device=model.device)
         told = [m(input_ids=ids).logits[0].float().log_softmax(-1) for m in (native, model)]
         total += float((told[0].exp() * (told[0] - told[1])).sum())
-        tokens += len(chat)
-    return total / tokens
+        tokens += len(text)
+    found: dict[str, Any] = {"kl": total / tokens}
+    if not data.tokenizer.chat_template:
+        return found
+    turn = data.tokenizer(Frame.of(data.tokenizer, True).turn, add_special_tokens=False)["input_ids"]
+    prompts = [p for p in (_up_to_reply(text, turn) for text in data.held_out_own) if p]
+    replies = greedy_tokens(model, prompts, pad_token=data.tokenizer.eos_token_id, max_new_tokens=REPLY)
+    pairs = list(zip(prompts, replies, strict=True))
+    found["replies"] = [{"nll": _nll(native, p, r), "tokens": len(r), "ended": len(r) < REPLY} for p, r in pairs]
+    found["shown"] = [data.tokenizer.decode([*p, *r]) for p, r in pairs[:4]]
+    return found
 
 
-def measure(model: Any, native: Any, data: Data) -> dict[str, Any]:
+def _up_to_reply(chat: list[int], turn: list[int]) -> list[int] | None:
+    ends = [k + len(turn) for k in range(len(chat) - len(turn)) if chat[k : k + len(turn)] == turn]
+    return chat[: ends[0]] if ends else None
+
+
+def _nll(native: Any, prompt: list[int], reply: list[int]) -> float:
+    ids = torch.tensor([[*prompt, *reply]], device=native.device)
+    told = native(input_ids=ids, logits_to_keep=len(reply) + 1).logits[0, :-1].float().log_softmax(-1)
+    return -told.gather(1, ids[0, -len(reply) :, None]).mean().item()
+
+
+def measure(model: Any, native: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     """Everything that is measured of a model in bf16."""
     begin = time.perf_counter()
     curve = loss_by_position(model, data.held_out, progress=False)
     edges = [e for e in EDGES if e < curve.seq_len] + [curve.seq_len]
-    found: dict[str, Any] = {
-        "loss_seconds": time.perf_counter() - begin,
-        "loss_by_position": curve.bins(edges),
-        "kl_on_chats": divergence(model, native, data.held_out_chats),
-        "asked": [],
-    }
+    found: dict[str, Any] = {"loss_by_position": curve.bins(edges), "own": own_text_figures(model, native, data)}
+    found["asked"] = []
     for (test, chat, length), asked in data.asked.items():
         since = time.perf_counter()
         prompts = [a.shared + tail for a in asked for tail in a.tails]
@@ -291,6 +204,12 @@ def measure(model: Any, native: Any, data: Data) -> dict[str, Any]:
         cell = {"test": test, "chat": chat, "length": length, "scores": right(asked, said), "wordings": wordings}
         cell["seconds"] = time.perf_counter() - since
         found["asked"].append({**cell, "shown": shown})
+    if args.bench:
+        from rope_patch.eval import short_text
+
+        since = time.perf_counter()
+        told = short_text(model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=64)
+        found["short_text"] = {"accuracy": told.accuracy, "scores": told.scores, "seconds": time.perf_counter() - since}
     found["measure_seconds"] = time.perf_counter() - begin
     return found
 
@@ -298,122 +217,103 @@ def measure(model: Any, native: Any, data: Data) -> dict[str, Any]:
 def summary(found: dict[str, Any]) -> str:
     """One arm's figures in a few lines."""
     losses = "  ".join(f"{b['end'] // 1024}K {b['loss']:.3f}" for b in found["loss_by_position"])
-    lines = [f"  loss to {losses}  KL on chats {found['kl_on_chats']:.3f}"]
+    lines = [f"  loss to {losses}  KL on own texts {found['own']['kl']:.3f}"]
+    if "replies" in found["own"]:
+        replies = found["own"]["replies"]
+        told = {name: fmean(r[name] for r in replies) for name in ("nll", "tokens", "ended")}
+        lines.append("  replies " + "  ".join(f"{name} {value:.3f}" for name, value in told.items()))
     for test in ("passkey", "keys"):
         for chat in (False, True):
             cells = [c for c in found["asked"] if (c["test"], c["chat"]) == (test, chat)]
-            shown = "  ".join(f"{c['length']} {sum(c['scores']) / len(c['scores']):.2f}" for c in cells)
+            shown = "  ".join(f"{c['length']} {fmean(c['scores']):.2f}" for c in cells)
             lines.append(f"  {test:8}{'chat' if chat else 'raw':5} {shown}")
+    if "short_text" in found:
+        lines.append("  " + "  ".join(f"{name} {a:.3f}" for name, a in found["short_text"]["accuracy"].items()))
     return "\n".join(lines)
-
-
-@torch.no_grad()
-def make_chats(model: Any, tokenizer: Any, count: int, batch: int = 400) -> list[list[int]]:
-    """Chats that the model writes itself, both turns, at temperature 1 (Magpie, arXiv:2406.08464)."""
-    frame = Frame.of(tokenizer, True)
-    found: list[list[int]] = []
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    turn = tokenizer(frame.turn, add_special_tokens=False)["input_ids"]
-    turn = turn[turn.index(end) :]
-    torch.manual_seed(0)
-    while len(found) < count:
-        begin = torch.tensor([list(frame.begin)] * batch, device=model.device)
-        said = model.generate(
-            begin,
-            attention_mask=torch.ones_like(begin),
-            max_new_tokens=96,
-            do_sample=True,
-            top_k=0,
-            eos_token_id=end,
-            pad_token_id=end,
-        )
-        asked = [s[: s.index(end)] for s in said[:, begin.shape[1] :].tolist() if end in s and s.index(end) > 4]
-        asked = [[*frame.begin, *a, *turn] for a in asked]
-        longest = max(map(len, asked))
-        ids = torch.tensor([[end] * (longest - len(a)) + a for a in asked], device=model.device)
-        mask = torch.tensor([[0] * (longest - len(a)) + [1] * len(a) for a in asked], device=model.device)
-        said = model.generate(
-            ids, attention_mask=mask, max_new_tokens=512, do_sample=True, top_k=0, eos_token_id=end, pad_token_id=end
-        )
-        for a, s in zip(asked, said[:, longest:].tolist(), strict=True):
-            reply = s[: s.index(end) + 1] if end in s else s
-            found.append(a + reply)
-        print(f"{len(found)} chats", flush=True)
-    return found[:count]
 
 
 def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm, if it trains, and measure it."""
-    arm = arms()[name]
-    model = load(args, arm.rescale)
-    steps = args.steps if arm.steps is None else arm.steps
+    arm = arms(args.window, args.target, "chats" if data.tokenizer.chat_template else "own_texts")[name]
+    model = load(args)
     found: dict[str, Any] = {"arm": name, "seed": seed, "question_seed": args.question_seed, "target": args.target}
-    if steps:
-        found |= train(model, native, arm, data, args, seed, steps)
+    if arm.shares is not None:
+        found |= train(model, arm, data, args, seed)
         print(name, found["train_seconds"], found["log"], flush=True)
-    return found | measure(served(model) if torch.cuda.is_available() else model, native, data)
+    elif arm.rescale is not None:
+        patch_model(model, arm.rescale[0], factor=arm.rescale[1])
+    return found | measure(served(model), native, data, args)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("tokens", type=Path)
-    parser.add_argument("--chats", type=Path, required=True)
-    parser.add_argument("--make-chats", type=int, help="write that many chats of the model, and end")
-    parser.add_argument("--held-out-chats", type=int, default=100)
-    parser.add_argument("--arms", nargs="+", default=list(arms()))
+    parser.add_argument("--text", nargs="+", required=True, help="JSON lines with `text`: documents to train on")
+    parser.add_argument("--held-out", nargs="+", required=True, help="likewise: documents to measure on")
+    parser.add_argument("--own", type=Path, required=True, help="chats or texts of the native model")
+    parser.add_argument("--make-own", type=int, help="write that many of them, and end")
+    parser.add_argument("--held-out-own", type=int, default=100)
+    parser.add_argument("--arms", nargs="+", default=None, help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--target", type=int, default=65536)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--step-tokens", type=int, default=65536)
+    parser.add_argument(
+        "--rows", type=int, default=256, help="of the window's length, or as many tokens in shorter ones"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 7900, 16384, 32768, 60000])
-    parser.add_argument("--prompts", type=int, default=96, help="of each cell; fewer passkeys beyond 16384 tokens")
+    parser.add_argument("--prompts", type=int, default=200, help="of a test and length within the window; half beyond")
     parser.add_argument(
         "--question-seed", type=int, default=0, help="recipes are chosen by other prompts than reported"
     )
-    parser.add_argument("--rows", type=int, default=6, help="held-out rows for loss by position")
+    parser.add_argument("--held-out-rows", type=int, default=6, help="rows for loss by position")
+    parser.add_argument("--bench", type=Path, help="folder with short-text benchmarks, see rope_patch.eval.short_text")
+    parser.add_argument("--bench-limit", type=int, default=200, help="samples of each benchmark")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--out", type=Path, default=Path("keeping.jsonl"))
     args = parser.parse_args()
     deadline = Deadline(args.minutes)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    native = served(load(args, None)) if torch.cuda.is_available() else load(args, None)
-    if args.make_chats:
-        args.chats.write_text(json.dumps(make_chats(native, tokenizer, args.make_chats)))
+    native = served(load(args))
+    if args.make_own:
+        write = own_chats if tokenizer.chat_template else own_texts
+        made = write(native, tokenizer, args.make_own, batch_size=1024 if GPU else None, progress=False)
+        args.own.write_text(json.dumps(made))
         return
-    held_out = torch.from_numpy(first_rows(args.tokens, "val", args.target, args.rows))
-    chats = json.loads(args.chats.read_text())
+    held_out = held_out_rows(tokenizer, list(read_texts(args.held_out)), args.target, args.held_out_rows)
+    own = json.loads(args.own.read_text())
     data = Data(
         tokenizer,
-        read_documents(args.tokens, "train"),
+        list(read_texts(args.text)),
         held_out,
-        chats[args.held_out_chats :],
-        chats[: args.held_out_chats],
+        own[args.held_out_own :],
+        own[: args.held_out_own],
         all_asked(tokenizer, held_out, args),
     )
-    runs = [(seed, name) for seed in args.seeds for name in args.arms]
-    runs = [(s, n) for s, n in runs if arms()[n].steps != 0 or s == args.seeds[0]]
-    longest = 0.0
+    known = arms(args.window, args.target, "chats")
+    runs = [(seed, name) for seed in args.seeds for name in args.arms or known]
+    runs = [(seed, name) for seed, name in runs if known[name].shares is not None or seed == args.seeds[0]]
+    longest, failed = 0.0, []
     for seed, name in share(runs, args.part):
-        if any(
-            (r["arm"], r["seed"], r["question_seed"]) == (name, seed, args.question_seed) for r in read_lines(args.out)
-        ):
+        done = {(r["arm"], r["seed"], r["question_seed"]) for r in read_lines(args.out)}
+        if (name, seed, args.question_seed) in done:
             continue
         if not deadline.leaves(longest):
             print(f"{name}: not begun, it would take {longest:.0f} s", flush=True)
-            return
+            continue
         begin = time.perf_counter()
         try:
             found = run(name, seed, native, data, args)
-        except Exception:
+        except Exception:  # the others are still of use
             traceback.print_exc()
+            failed.append(name)
             continue
         gc.collect()
         longest = max(longest, time.perf_counter() - begin)
         add_line(args.out, {**found, "seconds": time.perf_counter() - begin, **versions()})
         print(f"{name}, seed {seed}, {time.perf_counter() - begin:.0f} s\n{summary(found)}", flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 Run: python benchmarks/keeping_results.py FILE.jsonl ...
 
-One table for each number of prompts, as models are compared on the same prompts and rows alone, those of a cell being
-raw and in the chat template. A cell below the native model's beyond noise is marked with *: the 95 % interval of
-the paired difference, by bootstrap over prompts, lies below 0.
+One table for each set of prompts, as models are compared on the same prompts and rows alone, those of a cell being raw
+and in the chat template. Figures are means over seeds, with half of the distance between the smallest and the largest.
+A figure worse than the native model's beyond noise is marked with *: the 95 % interval of the paired difference, by
+bootstrap over prompts of the mean over seeds, lies beyond 0.
 """
 
 import argparse
@@ -12,12 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from result_lines import mean_of, read_lines
+from result_lines import mean_of, read_lines, spread
 
 from rope_patch.eval.paired import paired_interval
 
 Run = dict[str, Any]
 SPANS = [(64, 8192), (8192, 32768), (32768, 65536)]
+TESTS = ("passkey", "keys")
 
 
 def scores(run: Run, test: str, length: int) -> list[int]:
@@ -26,34 +28,59 @@ def scores(run: Run, test: str, length: int) -> list[int]:
     return [s for c in sorted(cells, key=lambda c: c["chat"]) for s in c["scores"]]
 
 
-def share(run: Run, native: Run, test: str, length: int) -> str:
-    """The share of right answers, with * where the native model's is higher beyond noise."""
-    own, others = scores(run, test, length), scores(native, test, length)
-    _, high = paired_interval([a - b for a, b in zip(own, others, strict=True)])
-    return f"{fmean(own):.2f}{'*' if high < 0 else ''}"
+def short_text(run: Run) -> list[float]:
+    """Of all samples of all benchmarks."""
+    by_name = run.get("short_text", {}).get("scores", {})
+    return [score for name in sorted(by_name) for score in by_name[name]]
+
+
+def reply_losses(run: Run) -> list[float]:
+    """Of each reply, -ln p of a token of it by the native model, below 0 as larger is worse."""
+    return [-reply["nll"] for reply in run["own"].get("replies", [])]
+
+
+def cell(found: list[list[float]], native: list[float], digits: int = 2) -> str:
+    """The mean over seeds of the means of `found`, one list a seed, with * where `native` is better beyond noise."""
+    if not all(found) or not native:
+        return "-"
+    pairs = [fmean(values) - other for *values, other in zip(*found, native, strict=True)]
+    _, high = paired_interval(pairs)
+    return spread([abs(fmean(values)) for values in found], digits) + ("*" if high < 0 else "")
 
 
 def table(runs: list[Run]) -> str:
     """Markdown of runs on the same prompts, the native model among them."""
     native = next(r for r in runs if r["arm"] == "native")
     lengths = sorted({c["length"] for c in native["asked"]})
-    at = " / ".join(str(n) for n in lengths)
-    columns = ["arm", *(f"loss {a}-{b}" for a, b in SPANS), "KL on chats", f"passkey at {at}", "keys"]
+    spans = [(a, b) for a, b in SPANS if b <= native["loss_by_position"][-1]["end"]]
+    columns = ["arm", "seeds", *(f"loss {a}-{b}" for a, b in spans), "KL on own texts", "replies", "short text"]
+    columns += [f"{test} {length}" for test in TESTS for length in lengths]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    by_arm: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda r: r["arm"] != "native"):
-        losses = [f"{mean_of(run['loss_by_position'], a, b):.3f}" for a, b in SPANS]
-        shares = [" / ".join(share(run, native, test, n) for n in lengths) for test in ("passkey", "keys")]
-        lines.append("| " + " | ".join([run["arm"], *losses, f"{run['kl_on_chats']:.3f}", *shares]) + " |")
-    counts = " / ".join(str(len(scores(native, "passkey", n))) for n in lengths)
-    told = f"Prompts a cell: passkey {counts}, keys {len(scores(native, 'keys', lengths[0]))}."
-    return "\n".join([*lines, "", told])
+        by_arm.setdefault(run["arm"], []).append(run)
+    for arm, seeds in by_arm.items():
+        row = [arm, str(len(seeds))]
+        row += [spread([mean_of(run["loss_by_position"], a, b) for run in seeds], 3) for a, b in spans]
+        row.append(spread([run["own"]["kl"] for run in seeds], 3))
+        row.append(cell([reply_losses(run) for run in seeds], reply_losses(native)))
+        row.append(cell([short_text(run) for run in seeds], short_text(native), 3))
+        row += [
+            cell([list(map(float, scores(run, test, n))) for run in seeds], list(map(float, scores(native, test, n))))
+            for test in TESTS
+            for n in lengths
+        ]
+        lines.append("| " + " | ".join(row) + " |")
+    counts = [" / ".join(str(len(scores(native, test, n))) for n in lengths) for test in TESTS]
+    told = f"Prompts a cell and seed: passkey {counts[0]}, keys {counts[1]}; replies {len(reply_losses(native))}; "
+    return "\n".join([*lines, "", f"{told}short text {len(short_text(native))} samples."])
 
 
-def by_prompts(runs: list[Run]) -> dict[int, list[Run]]:
-    """Runs with as many prompts, which are the same ones."""
-    found: dict[int, list[Run]] = {}
+def by_prompts(runs: list[Run]) -> dict[tuple[int, int], list[Run]]:
+    """Runs on the same prompts: of one seed of questions, and as many."""
+    found: dict[tuple[int, int], list[Run]] = {}
     for run in runs:
-        found.setdefault(sum(len(c["scores"]) for c in run["asked"]), []).append(run)
+        found.setdefault((run["question_seed"], sum(len(c["scores"]) for c in run["asked"])), []).append(run)
     return found
 
 

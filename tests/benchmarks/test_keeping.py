@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
+from rope_patch.eval.asking import Frame
+from trl_ext import RopeSFTConfig
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ARMS = "native yarn ntk ntk-4 pose books-kl no-kl no-kl-1e-4 keep keep-2 keep-1e-4 keep-whole-rows keep-no-text".split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
 
@@ -54,57 +57,57 @@ def test_a_reply_is_right_with_its_answer_in_it():
     assert questions.right(asked, [" is 123.", " is 45"]) == [1, 0]
 
 
-def test_rows_with_questions_label_the_answers_of_facts_in_them(tokenizer):
-    rows = importlib.import_module("keeping_rows")
-    made = rows.question_rows(tokenizer, BOOKS, 1500, random.Random(0), facts=3)
-    for row in (next(made) for _ in range(20)):
-        assert len(row.ids) == len(row.answer) == 1500
-        answers = tokenizer.decode([i for i, labelled in zip(row.ids, row.answer, strict=True) if labelled])
-        before = tokenizer.decode(row.ids[: row.answer.index(1)])
-        numbers = "".join(c if c.isdigit() else " " for c in answers).split()
-        assert len(numbers) == 3 and all(number in before for number in numbers)
+def test_a_chat_is_cut_where_its_reply_begins():
+    up_to_reply = importlib.import_module("keeping")._up_to_reply
+    assert up_to_reply([1, 5, 6, 2, 3, 9, 2, 3, 8], [2, 3]) == [1, 5, 6, 2, 3]
+    assert up_to_reply([1, 5, 6, 2], [2, 3]) is None
 
 
-def test_gaps_move_whole_pieces_apart_within_the_target():
-    gaps = importlib.import_module("keeping_rows").gaps
-    generator = torch.Generator().manual_seed(0)
-    assert gaps(20, 100, 1, generator).tolist() == list(range(20))
-    farthest = 0
-    for pieces in (2, 3, 4):
-        for _ in range(200):
-            index = gaps(20, 100, pieces, generator)
-            steps = index.diff()
-            assert index[0] == 0 and (steps >= 1).all() and (steps > 1).sum() < pieces and index[-1] < 100
-            farthest = max(farthest, int(index[-1]))
-    assert farthest > 90
+@pytest.mark.parametrize("name", ARMS)
+def test_arms_are_configurations_that_the_trainer_takes(name, tmp_path):
+    known = importlib.import_module("keeping_arms").arms(8192, 65536, "chats")
+    assert set(known) == set(ARMS)
+    arm = known[name]
+    common = importlib.import_module("keeping").TRAINING
+    config = RopeSFTConfig(output_dir=str(tmp_path), **{**common, **arm.rescaling(), **arm.training})
+    assert config.rescale == (arm.rescale[0] if arm.rescale else None)
 
 
 @pytest.mark.slow
-def test_an_arm_is_trained_measured_and_tabulated(tokenizer, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("chat", [True, False], ids=["instruct", "base"])
+def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monkeypatch):
     keeping, results = (importlib.import_module(name) for name in ("keeping", "keeping_results"))
-    model, tokens = tmp_path / "model", tmp_path / "tokens"
-    tiny("llama", vocab_size=CHARACTERS, max_position_embeddings=8192).save_pretrained(model)
+    if not chat:
+        tokenizer.chat_template = None
+    model = tmp_path / "model"
+    tiny("llama", vocab_size=CHARACTERS, max_position_embeddings=2048).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    token_text = importlib.import_module("token_text")
-    tokens.mkdir()
-    for split in ("train", "val"):
-        parts = [token_text.np.array([*book, 0], dtype=token_text.DTYPE) for book in BOOKS]
-        token_text.write_parts(tokens, split, iter(parts), 10**6, None)
-    (tokens / "tokens.json").write_text(json.dumps({"separator": 0}))
-    chats, out = tmp_path / "chats.json", tmp_path / "out.jsonl"
-    chats.write_text(json.dumps([[3, 4, 5] * 10] * 6))
+    draw = random.Random(0)
+    for name in ("train", "val"):
+        books = [" ".join("".join(draw.choices("abcdefgh", k=5)) for _ in range(3000)) for _ in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
+    frame = Frame.of(tokenizer, chat)
+    turn = tokenizer(frame.turn, add_special_tokens=False)["input_ids"]
+    own, out = tmp_path / "own.json", tmp_path / "out.jsonl"
+    own.write_text(json.dumps([[*frame.begin, 30, 31, *turn, *([32, 33] * 10)] for _ in range(6)]))
     monkeypatch.setattr(importlib.import_module("keeping_questions"), "TAIL", 200)
-    monkeypatch.setattr(keeping, "EDGES", [64, 8192])
+    monkeypatch.setattr(keeping, "EDGES", [64, 2048])
+    monkeypatch.setattr(keeping, "REPLY", 4)
     monkeypatch.setattr(
         sys,
         "argv",
-        f"keeping.py {model} {tokens} --chats {chats} --held-out-chats 2 --arms native ntk32-a1-ce --window 8192 "
-        f"--target 16384 --steps 2 --step-tokens 16384 --lengths 1400 --prompts 8 --rows 2 --out {out}".split(),
+        f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own} "
+        f"--held-out-own 2 --arms native keep pose --window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
+        f"--held-out-rows 2 --out {out}".split(),
     )
     keeping.main()
     runs = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["arm"] for r in runs] == ["native", "ntk32-a1-ce"]
-    assert runs[0]["kl_on_chats"] == pytest.approx(0, abs=1e-6) and runs[1]["kl_on_chats"] > 0
-    assert runs[1]["steps"] == 2 and {"kl", "ce"} <= runs[1]["log"][0].keys()
-    monkeypatch.setattr(results, "SPANS", [(64, 8192)])
-    assert "| ntk32-a1-ce |" in results.table(runs)
+    assert [r["arm"] for r in runs] == ["native", "keep", "pose"]
+    assert runs[0]["own"]["kl"] == pytest.approx(0, abs=1e-6) and runs[1]["own"]["kl"] > 0
+    assert {"kl", "ce", "text_ce"} <= runs[1]["log"][0].keys() and runs[2]["steps"] == 1
+    assert {c["chat"] for c in runs[0]["asked"]} == ({False, True} if chat else {False})
+    assert ("replies" in runs[1]["own"]) == chat
+    monkeypatch.setattr(results, "SPANS", [(64, 2048)])
+    assert "| keep |" in results.table(runs)
+    keeping.main()
+    assert len(out.read_text().splitlines()) == 3, "what is measured is not measured again"

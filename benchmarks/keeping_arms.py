@@ -1,0 +1,70 @@
+"""What is compared by benchmarks/keeping.py: rescalings, and recipes of the package's own parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One recipe.
+
+    Args:
+        rescale: name and factor; None for the native model.
+        shares: of each kind of rows; None trains nothing.
+        rows: further options of `trl_ext.rows.make_rows`.
+        row_length: tokens of a row; None for the window.
+        training: fields of RopeSFTConfig beside those that all arms have.
+    """
+
+    rescale: tuple[str, float] | None = None
+    shares: Mapping[str, float] | None = None
+    rows: Options = field(default_factory=dict)
+    row_length: int | None = None
+    training: Options = field(default_factory=dict)
+
+    def rescaling(self) -> dict[str, Any]:
+        """Its fields of RopeSFTConfig."""
+        return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": {"factor": self.rescale[1]}}
+
+
+def arms(window: int, target: int, own: str) -> dict[str, Arm]:
+    """Every arm by name.
+
+    Args:
+        window: tokens that the native model was trained on.
+        target: positions to be reached.
+        own: kind of rows that the model wrote itself, "chats" or, of a base model, "own_texts".
+    """
+    times = target / window
+    yarn, ntk = ("yarn", times), ("ntk", 4 * times)
+    gaps = {"view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": target, "chunks": 4}]}}
+    distilled = {**gaps, "objective": "native-distill", "learning_rate": 3e-4}
+    keep = Arm(
+        ntk,
+        {"text": 1.0, own: 1.0, "questions": 1.0},
+        {"short": 0.25},
+        training={**distilled, "native_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}},
+    )
+    # a weight above 0 is asked for; this one is none
+    no_kl = {**keep.training, "native_args": {"weight": 1e-9, "clm_weight": 1.0, "text_weight": 0.3}}
+    pose = {"view": "pose", "view_args": {"target": target, "window": window}, "learning_rate": 5e-4}
+    return {
+        "native": Arm(),
+        "yarn": Arm(yarn),
+        "ntk": Arm(("ntk", times)),
+        "ntk-4": Arm(ntk),
+        "pose": Arm(yarn, {"text": 1.0}, {"short": 0.0, "label_all": True}, 4 * window, pose),
+        "books-kl": replace(
+            keep, shares={"text": 1.0}, training={**distilled, "native_args": {"weight": 1.0, "clm_weight": 0.0}}
+        ),
+        "no-kl": replace(keep, training=no_kl),
+        "no-kl-1e-4": replace(keep, training={**no_kl, "learning_rate": 1e-4}),
+        "keep": keep,
+        "keep-2": replace(keep, rescale=("ntk", 2 * times)),
+        "keep-1e-4": replace(keep, training={**keep.training, "learning_rate": 1e-4}),
+        "keep-whole-rows": replace(keep, rows={"short": 0.0}),
+        "keep-no-text": replace(keep, training={**keep.training, "native_args": {"weight": 1.0, "clm_weight": 1.0}}),
+    }
