@@ -3,9 +3,9 @@
 Run: python benchmarks/keeping_results.py FILE.jsonl ...
 
 One table for each set of prompts, as models are compared on the same prompts and rows alone, those of a cell being raw
-and in the chat template. Figures are means over seeds, with half of the distance between the smallest and the largest.
-A figure worse than the native model's beyond noise is marked with *: the 95 % interval of the paired difference, by
-bootstrap over prompts of the mean over seeds, lies beyond 0.
+and in the chat template. Figures are means over seeds; losses and KL have half of the distance between the smallest and
+the largest with them. A figure worse than the native model's beyond noise is marked with *: the 95 % interval of the
+paired difference, by bootstrap over prompts of the mean over seeds, lies beyond 0.
 """
 
 import argparse
@@ -22,10 +22,10 @@ SPANS = [(64, 8192), (8192, 32768), (32768, 65536)]
 TESTS = ("passkey", "keys")
 
 
-def scores(run: Run, test: str, length: int) -> list[int]:
+def scores(run: Run, test: str, length: int) -> list[float]:
     """Of all prompts of a test and a length, raw ones first."""
     cells = [c for c in run["asked"] if (c["test"], c["length"]) == (test, length)]
-    return [s for c in sorted(cells, key=lambda c: c["chat"]) for s in c["scores"]]
+    return [float(s) for c in sorted(cells, key=lambda c: c["chat"]) for s in c["scores"]]
 
 
 def short_text(run: Run) -> list[float]:
@@ -45,7 +45,7 @@ def cell(found: list[list[float]], native: list[float], digits: int = 2) -> str:
         return "-"
     pairs = [fmean(values) - other for *values, other in zip(*found, native, strict=True)]
     _, high = paired_interval(pairs)
-    return spread([abs(fmean(values)) for values in found], digits) + ("*" if high < 0 else "")
+    return f"{abs(fmean(map(fmean, found))):.{digits}f}{'*' if high < 0 else ''}"
 
 
 def table(runs: list[Run]) -> str:
@@ -54,7 +54,7 @@ def table(runs: list[Run]) -> str:
     lengths = sorted({c["length"] for c in native["asked"]})
     spans = [(a, b) for a, b in SPANS if b <= native["loss_by_position"][-1]["end"]]
     columns = ["arm", "seeds", *(f"loss {a}-{b}" for a, b in spans), "KL on own texts", "replies", "short text"]
-    columns += [f"{test} {length}" for test in TESTS for length in lengths]
+    columns += [f"passkey at {' / '.join(map(str, lengths))}", "keys"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     by_arm: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda r: r["arm"] != "native"):
@@ -65,11 +65,9 @@ def table(runs: list[Run]) -> str:
         row.append(spread([run["own"]["kl"] for run in seeds], 3))
         row.append(cell([reply_losses(run) for run in seeds], reply_losses(native)))
         row.append(cell([short_text(run) for run in seeds], short_text(native), 3))
-        row += [
-            cell([list(map(float, scores(run, test, n))) for run in seeds], list(map(float, scores(native, test, n))))
-            for test in TESTS
-            for n in lengths
-        ]
+        for test in TESTS:
+            cells = [cell([scores(run, test, n) for run in seeds], scores(native, test, n)) for n in lengths]
+            row.append(" / ".join(cells))
         lines.append("| " + " | ".join(row) + " |")
     counts = [" / ".join(str(len(scores(native, test, n))) for n in lengths) for test in TESTS]
     told = f"Prompts a cell and seed: passkey {counts[0]}, keys {counts[1]}; replies {len(reply_losses(native))}; "
