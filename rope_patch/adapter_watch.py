@@ -1,9 +1,9 @@
 """Every adapter on a patched model writes `rope_patch.json` when it is saved, however and whenever it came there.
 
 PEFT asks the adapter's config to save itself. The config gets a cover that writes the specification too: at the patch,
-before a forward, and whenever the decoder is asked for its state, as in most saving; by then the wrappers are known.
-What is saved with weights that were gathered otherwise, as under DeepSpeed ZeRO-3, goes through the model's own
-`save_pretrained`, which gets a cover too.
+whenever the decoder is asked for its state, as in most saving, and whenever it is asked for its modules, as PEFT does
+where it is given the weights (DeepSpeed ZeRO-3); by then the wrappers are known. A whole model that is saved with such
+weights goes through its own `save_pretrained`, which gets a cover too.
 """
 
 import copy
@@ -11,6 +11,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,34 +85,31 @@ class _OfModel:
         self.__init__(state["core"])  # type: ignore[misc]
 
 
-class _ForwardWatch(_OfModel):
-    """Forward pre-hook of a decoder: finds adapters and models that came around it after the patch.
+class _TraversalWatch(_OfModel):
+    """Stands in for `named_modules` of one decoder: finds adapters and models around it that nobody named to us.
 
-    For what saves without asking for the state of the model, as DeepSpeed ZeRO-3 does. Not a hook of the model itself,
-    whose `forward` some of PEFT's methods (AdaLoRA) call past its hooks.
+    PEFT goes through all modules of what it saves, also where it is given the weights, as DeepSpeed ZeRO-3 gathers
+    them, and nothing else of such a save meets the decoder. Each module asks those in it, so that the calls in progress
+    are those of the modules around.
     """
 
-    def __init__(self, core: nn.Module | None) -> None:
-        super().__init__(core)
-        self.has_looked_around = False
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        decoder: Any = self.core()
+        if decoder is None:
+            raise ReferenceError("the model of this named_modules is gone: keep the model, and call its own method.")
+        if not torch.compiler.is_compiling():  # Dynamo traces forwards that ask for their dtype, and no calls
+            self._look(decoder)
+        modules: Iterator[tuple[str, nn.Module]] = type(decoder).named_modules(decoder, *args, **kwargs)
+        return modules
 
-    def __call__(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
-        self._look()
-
-    @torch.compiler.assume_constant_result  # Dynamo calls it while it traces, inside the calls of the wrappers
-    def _look(self) -> bool:
-        core = self.core()
-        if core is None:
-            return False
-        _cover(core, core)
-        decoder = find_decoder(core)
+    def _look(self, decoder: nn.Module) -> None:
+        around = list(_traversed())
+        outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
         state = state_of(decoder)
-        if state is not None and state.rescalings and not self.has_looked_around:  # once: it takes a while
-            self.has_looked_around = True
-            for module in _around(decoder):
-                _cover(module, find_core(module))
+        for module in around:
+            _cover(module, outermost)
+            if state is not None and state.rescalings:
                 _check_saves(module)
-        return True
 
 
 class _CheckedSave(_OfModel):
@@ -154,15 +152,17 @@ def watch_adapters(model: nn.Module, core: nn.Module) -> None:
     decoder = find_decoder(core)
     if not any(isinstance(hook, _SaveWatch) for hook in decoder._state_dict_pre_hooks.values()):
         decoder.register_state_dict_pre_hook(_SaveWatch())
-        decoder.register_forward_pre_hook(_ForwardWatch(core))
+        decoder.named_modules = _TraversalWatch(decoder)  # type: ignore[method-assign]
 
 
 def forget_adapters(model: nn.Module, core: nn.Module) -> None:
     """Undo `watch_adapters`, as far as `model` reaches; a cover beyond it writes nothing for an unpatched model."""
     decoder = find_decoder(core)
-    for hooks in (decoder._forward_pre_hooks, decoder._state_dict_pre_hooks):
-        for handle in [h for h, hook in hooks.items() if isinstance(hook, _ForwardWatch | _SaveWatch)]:
-            del hooks[handle]
+    hooks = decoder._state_dict_pre_hooks
+    for handle in [h for h, hook in hooks.items() if isinstance(hook, _SaveWatch)]:
+        del hooks[handle]
+    if isinstance(vars(decoder).get("named_modules"), _TraversalWatch):
+        del decoder.named_modules
     for module in model.modules():
         if isinstance(vars(module).get("save_pretrained"), _CheckedSave):
             del module.save_pretrained
@@ -235,6 +235,14 @@ def _callers() -> Iterator[nn.Module]:
         caller = frame.f_locals.get("self")
         if isinstance(caller, nn.Module):
             yield caller
+
+
+def _traversed() -> Iterator[nn.Module]:
+    """Modules around a decoder whose `named_modules` are being called, innermost first."""
+    for frame in islice(frames(), 2, None):  # behind the watch's own
+        if frame.f_code.co_name != "named_modules":
+            return
+        yield frame.f_locals["self"]
 
 
 def _around(decoder: nn.Module) -> list[nn.Module]:

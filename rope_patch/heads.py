@@ -59,7 +59,6 @@ def head_losses(
     """
     head = core.get_output_embeddings()
     other: Any = None if teacher is None else teacher[0]
-    _require_floating(head, other)
     scale, softcap = logit_transform(core.config.get_text_config())
     # z / T is z of these: softcap / T tanh(scale / T product / (softcap / T))
     scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
@@ -68,6 +67,7 @@ def head_losses(
     def loss(
         hidden_std: torch.Tensor, hidden_view: torch.Tensor | None, hidden_teacher: torch.Tensor | None
     ) -> torch.Tensor:
+        _require_floating(head, other)
         if hidden_teacher is not None:
             options["teacher_hidden"] = hidden_teacher.to(other.weight.dtype)
             options["teacher_weight"], options["teacher_bias"] = _beside(hidden_teacher, other)
@@ -109,10 +109,10 @@ def head_kl(
         ValueError: an output head is quantized, or `linear_kl_rows` refuses an argument.
     """
     head = core.get_output_embeddings()
-    _require_floating(head, teacher_head)
     scale, softcap = logit_transform(core.config.get_text_config())
 
     def rows(hidden: torch.Tensor, teacher_hidden: torch.Tensor) -> torch.Tensor:
+        _require_floating(head, teacher_head)
         teacher_weight, teacher_bias = _beside(teacher_hidden, teacher_head)
         return linear_kl_rows(
             hidden.to(head.weight.dtype),

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +40,14 @@ from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Ob
 from .sentences import sentence_ends
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
-from .training_set import document_lengths, prepare_rows, require_taught, require_text, with_masked_loss
+from .training_set import (
+    document_lengths,
+    document_tokens,
+    prepare_rows,
+    require_taught,
+    require_text,
+    with_masked_loss,
+)
 from .view_effect import require_effect_on
 from .window_check import check_window, farthest_target
 
@@ -233,6 +241,7 @@ class RopeSFTTrainer(SFTTrainer):
                 find_decoder(self.model).config.num_hidden_layers,
                 reads_last=objective not in ("clm", "self-distill"),
                 controls=objective == "clm",
+                documents=partial(document_tokens, self.train_dataset),
             )
 
     def _longest(self) -> int | None:

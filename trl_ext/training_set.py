@@ -1,7 +1,7 @@
 """What becomes of a training set before the first step: what is told of it, and what is refused."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,8 @@ logger = logging.get_logger(__name__)
 
 Prepare = Callable[[Any, RopeSFTConfig, bool], Any]
 """TRL's preparation of a dataset, with a config and whether to pack."""
+
+_PART = 2**16  # tokens that are looked at together
 
 
 def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
@@ -70,8 +72,28 @@ def document_lengths(dataset: Any) -> torch.Tensor | None:
     for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
         rows = batch[column]
         lengths = pc.list_flatten(rows) if column == "seq_lengths" else pc.list_value_length(rows)
-        found.append(torch.tensor(lengths.to_numpy(), dtype=torch.int64))
+        found.append(_int64(lengths))
     return torch.cat(found) if found else None
+
+
+def document_tokens(dataset: Dataset) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids of the documents that `document_lengths` counts, in parts of 2**16 tokens on average.
+
+    Yields:
+        The ids of some documents, one behind the other, int64 [tokens], and how many each has, int64 [documents].
+    """
+    tokens = document_lengths(dataset)
+    assert tokens is not None
+    packed = "seq_lengths" in dataset.column_names
+    rows = dataset.select_columns(["input_ids", *(["seq_lengths"] if packed else [])])
+    for batch in rows.with_format("arrow").iter(max(_PART * len(dataset) // max(int(tokens.sum()), 1), 1)):
+        lengths = pc.list_flatten(batch["seq_lengths"]) if packed else pc.list_value_length(batch["input_ids"])
+        ids = pc.list_flatten(batch["input_ids"])
+        yield _int64(ids), _int64(lengths)
+
+
+def _int64(column: Any) -> torch.Tensor:
+    return torch.tensor(column.to_numpy(), dtype=torch.int64)
 
 
 def prepare_rows(

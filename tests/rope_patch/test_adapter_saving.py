@@ -108,6 +108,14 @@ def test_compiled_after_the_wrapping(tmp_path):
     assert (tmp_path / "wrapped" / "rope_patch.json").is_file()
 
 
+def test_compiled_code_may_ask_for_parameters():
+    """As forwards of some families do, for their dtype: what looks around at a save is not traced."""
+    torch._dynamo.reset()
+    model = wrapped(patched(tiny()))
+    count = torch.compile(lambda x: x * sum(p.numel() for p in model.parameters()), backend="eager", fullgraph=True)
+    assert count(torch.ones(())) == model.num_parameters()
+
+
 def test_transformers_own_adapters_before_any_forward(tmp_path):
     model = patched(tiny())
     torch.manual_seed(1)
@@ -137,6 +145,7 @@ def test_a_copy_saves_its_own(make, tmp_path):
     model = wrapped(patched(tiny()))
     model.save_pretrained(tmp_path / "first")
     other = make(model)
+    assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()}
     unpatch_model(model)
     other.save_pretrained(tmp_path / "other")
     require_reload(other, tmp_path / "other")
@@ -167,6 +176,7 @@ def test_an_unpatched_model_writes_none(undo, tmp_path):
     model = wrapped(patched(tiny()))
     model.save_pretrained(tmp_path / "before")
     undo(model)
+    assert "named_modules" not in vars(model.get_base_model().model)
     model.save_pretrained(tmp_path / "after")
     assert not (tmp_path / "after" / "rope_patch.json").exists()
     assert torch.equal(logits(PeftModel.from_pretrained(tiny(), tmp_path / "after")), logits(model))
@@ -274,6 +284,50 @@ def test_adapters_that_came_later_and_weights_that_were_gathered_elsewhere(kind,
     assert (tmp_path / "rope_patch.json").is_file()
     if kind == "lora":
         require_reload(model, tmp_path, right if not compiled else None)
+
+
+def wrapped_after_the_patch(kind):
+    return wrapped(patched(tiny()), kind)
+
+
+def wrapped_after_a_forward(kind):
+    model = patched(tiny())
+    logits(model)
+    return wrapped(model, kind)
+
+
+def patched_inside_its_wrapper(kind):
+    model = wrapped(tiny(), kind)
+    patched(model.get_base_model())
+    return model
+
+
+def decoder_patched_inside_its_wrapper(kind):
+    model = wrapped(tiny(), kind)
+    patched(model.get_base_model().model)
+    return model
+
+
+@pytest.mark.parametrize(
+    "order",
+    [wrapped_after_the_patch, wrapped_after_a_forward, patched_inside_its_wrapper, decoder_patched_inside_its_wrapper],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_were_gathered_elsewhere_before_any_forward(kind, order, tmp_path):
+    model = order(kind)
+    weights = wrapped(tiny(), kind).state_dict()  # equal ones, which nobody has asked this model for
+    model.save_pretrained(tmp_path, state_dict=weights)
+    require_reload(model, tmp_path)
+
+
+def test_a_whole_model_around_a_patched_one_with_weights_that_were_gathered_elsewhere(tmp_path):
+    """Its config was replaced, and would be saved with the schedule of another model."""
+    model = tiny()
+    patched(model.model)
+    model.config = tiny().config
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="what is saved would be another model"):
+        model.save_pretrained(tmp_path, state_dict=weights)
 
 
 def test_transformers_own_adapters_with_weights_that_were_gathered_elsewhere(tmp_path):

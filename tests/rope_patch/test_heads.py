@@ -11,16 +11,26 @@ N, H = 6, 32
 
 def partition(head):
     """Empty the weight, but for forward and backward of its module. Returns what happened, and an undo."""
-    whole, events = head.weight.data, []
-    head.weight.ds_id = 0  # by which ZeRO-3's parameters are known
+    weight, whole, events = head.weight, head.weight.data, []
+    weight.ds_id = 0  # by which ZeRO-3's parameters are known
+
+    class Parameters(dict):
+        """As ZeRO-3's: asking for a weight that is away, if for its dtype alone, gathers it for the model's forward."""
+
+        def __getitem__(self, name):
+            if super().__getitem__(name) is weight and not weight.numel():
+                events.append("read")
+            return super().__getitem__(name)
+
+    head._parameters = Parameters(head._parameters)
 
     def gather(*_):
         events.append("gather")
-        head.weight.data = whole
+        weight.data = whole
 
     def release(*_):
         events.append("release")
-        head.weight.data = torch.empty(0)
+        weight.data = torch.empty(0)
 
     handles = [
         head.register_forward_pre_hook(gather),
@@ -64,9 +74,9 @@ def outcome(make, partitioned, with_teacher, frozen):
     heads = [head] + ([other] if with_teacher else [])
     parts = [partition(one) for one in heads] if partitioned else []
     loss, hidden, values = make(model, other)
-    assert all(one.weight.numel() == 0 for one in heads) == partitioned
+    assert all(weight.numel() == 0 for one in heads for weight in one.parameters()) == partitioned
     loss.backward()
-    grads = [x.grad for x in hidden] + ([] if frozen else [head.weight.grad])
+    grads = [x.grad for x in hidden] + ([] if frozen else [weight.grad for weight in head.parameters()])
     for events, undo in parts:
         # once for all chunks; the first release is the partitioning, the last two are of the backward
         assert events == ["release", "gather", "release", "gather", "release"]
