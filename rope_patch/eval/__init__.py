@@ -10,7 +10,7 @@ from .probe import ProbeResult, probe
 from .regressions import Cell, Regressions, regressions
 from .report import write_report
 from .result import Result
-from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position, niah, passkey
+from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position, niah, passkey, retrieval
 from .ruler import Ruler, ruler
 from .short_text import ShortText, short_text
 from .suite import MEASURES, EvalPlan, run_suite
@@ -49,6 +49,7 @@ __all__ = [
     "read_texts",
     "recovery_ratio",
     "regressions",
+    "retrieval",
     "ruler",
     "run_suite",
     "short_text",

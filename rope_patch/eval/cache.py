@@ -13,7 +13,7 @@ from .. import __version__
 from ..rotary import find_core
 
 _CHUNK = 1 << 24  # values hashed at once
-_LAYOUT = 2  # of what measures keep; another number where an earlier value could no longer be read
+_LAYOUT = 3  # of what measures keep; another number where an earlier value could no longer be read
 
 
 def model_hash(model: nn.Module) -> str:
@@ -86,8 +86,8 @@ class ResultCache:
             key: everything that the value depends on; the version of rope-patch is added.
             make: measures it.
         """
-        key = {**key, "rope_patch": __version__, "layout": _LAYOUT}
-        file = self.folder / f"{data_hash(key)}.json"
+        key = _whole(key)
+        file = self._file(key)
         if file.is_file():
             return json.loads(file.read_text(encoding="utf-8"))["value"]
         value = make()
@@ -96,6 +96,17 @@ class ResultCache:
         partial.write_text(json.dumps({"key": key, "value": value}), encoding="utf-8")
         partial.replace(file)
         return value
+
+    def has(self, key: dict[str, Any]) -> bool:
+        """Whether a value is stored for `key`, as `get` takes it."""
+        return self._file(_whole(key)).is_file()
+
+    def _file(self, key: dict[str, Any]) -> Path:
+        return self.folder / f"{data_hash(key)}.json"
+
+
+def _whole(key: dict[str, Any]) -> dict[str, Any]:
+    return {**key, "rope_patch": __version__, "layout": _LAYOUT}
 
 
 def _bit_sums(tensor: torch.Tensor) -> list[int]:

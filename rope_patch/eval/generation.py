@@ -14,7 +14,7 @@ from ..attention_calls import attention_kernel, attention_name
 from ..rotary import find_decoder, named_rotary_modules, rope_types
 from ..state import state_of
 from .kv_rows import KVRows
-from .reading import Reader
+from .reading import Question, Reader, Reply
 from .subject import Subject
 
 # queries read at once on a CPU, or by a model's own `generate`: a longer chunk gains no speed
@@ -94,19 +94,69 @@ def greedy_tokens(
     Raises:
         ValueError: an empty prompt, or a number below 1.
     """
-    numbers = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "prefill_chunk": prefill_chunk}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
-    if not all(len(p) for p in prompts):
+    _at_least_one(max_new_tokens=max_new_tokens)
+    found = ask_greedily(
+        model,
+        [Question(prompt, max_new_tokens) for prompt in prompts],
+        pad_token=pad_token,
+        batch_size=batch_size,
+        prefill_chunk=prefill_chunk,
+        done=done,
+    )
+    return [reply.written for reply in found]
+
+
+def ask_greedily(
+    model: nn.Module,
+    questions: Sequence[Question],
+    *,
+    pad_token: int | None,
+    batch_size: int | None = None,
+    prefill_chunk: int | None = None,
+    done: Done = lambda _: None,
+) -> list[Reply]:
+    """What `greedy_tokens` gives, and beside it the model's choices at each token of the right answers.
+
+    Both come from one reading of a prompt; a model that is asked by its own `generate` reads it once more for them.
+
+    Args:
+        model: a causal LM.
+        questions: prompts, how long each reply may be, and right answers.
+        pad_token: may stand behind the end of an answer that a model's own `generate` made in a batch.
+        batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
+        prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
+        done: called with the number of prompts that have been read, as they are.
+
+    Raises:
+        ValueError: an empty prompt, or a number below 1.
+    """
+    _at_least_one(batch_size=batch_size, prefill_chunk=prefill_chunk)
+    if not all(len(q.prompt) for q in questions):
         raise ValueError("prompts must have at least one token each, and one has none.")
     subject = Subject(model)
     with subject.evaluating():
         kv_bytes = _bytes_per_token(subject.core)
         if kv_bytes is None:
-            return _generated(subject, pad_token, prompts, max_new_tokens, batch_size, prefill_chunk, done)
-        reader = Reader(subject.core, kv_bytes, max_new_tokens, batch_size, prefill_chunk)
-        return reader.replies(prompts, done)
+            written = _generated(subject, pad_token, questions, batch_size, prefill_chunk, done)
+            forced = [_forced(subject, question) for question in questions]
+            return [Reply(*both) for both in zip(written, forced, strict=True)]
+        return Reader(subject.core, kv_bytes, batch_size, prefill_chunk).replies(questions, done)
+
+
+def _at_least_one(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def _forced(subject: Subject, question: Question) -> list[int]:
+    """The model's choice at each token of the right answer, by one forward over prompt and answer."""
+    n = len(question.answer)
+    if not n:
+        return []
+    ids = torch.tensor([[*question.prompt, *question.answer[:-1]]], device=subject.device)
+    choices: list[int] = subject.log_probabilities(subject.hidden(ids)[0, -n:]).argmax(-1).tolist()
+    return choices
 
 
 # a model's structure decides, which is checked once: -1 for one that has to be asked by its own `generate`
@@ -172,13 +222,12 @@ def _bytes_if_alike(core: Any) -> int:
 def _generated(
     subject: Subject,
     pad_token: int | None,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    questions: Sequence[Question],
     batch_size: int | None,
     prefill_chunk: int | None,
     done: Done,
 ) -> list[list[int]]:
-    """The new tokens of each prompt by the model's own `generate`, in batches of one length."""
+    """The new tokens of each prompt by the model's own `generate`, in batches of one length and one limit."""
     core: Any = subject.core
     eos = core.generation_config.eos_token_id
     state = state_of(find_decoder(core))
@@ -186,13 +235,15 @@ def _generated(
     in_parts = (state is None or state.active(False) is None) and not _reads_whole_prompts(core)
     replies: list[list[int]] = []
     rows = batch_size or _ROWS
-    while len(replies) < len(prompts):
-        next_ones = prompts[len(replies) : len(replies) + rows]
-        differs = (k for k, p in enumerate(next_ones) if len(p) != len(next_ones[0]))
-        ids = torch.tensor([list(p) for p in next_ones[: next(differs, rows)]], device=subject.device)
+    while len(replies) < len(questions):
+        one = questions[len(replies)]
+        next_ones = questions[len(replies) : len(replies) + rows]
+        of_one = (len(one.prompt), one.max_new_tokens)
+        differs = (k for k, q in enumerate(next_ones) if (len(q.prompt), q.max_new_tokens) != of_one)
+        ids = torch.tensor([list(q.prompt) for q in next_ones[: next(differs, rows)]], device=subject.device)
         chunk = prefill_chunk or max(PREFILL_CHUNK // len(ids), 1)
         config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=one.max_new_tokens,
             do_sample=False,
             prefill_chunk_size=chunk if in_parts and ids.shape[1] > chunk else None,
             eos_token_id=eos,

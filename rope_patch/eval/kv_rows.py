@@ -53,7 +53,7 @@ class KVRows:
         held = sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
         return math.ceil(held / (self.n_rows * self.capacity))
 
-    def read(self, ids: torch.Tensor, first: int, begin: int, chunk: int) -> torch.Tensor:
+    def read(self, ids: torch.Tensor, first: int, begin: int, chunk: int, *, keep: int = 1) -> torch.Tensor:
         """Read tokens begin, begin + 1, ... of rows first, first + 1, ..., whose earlier tokens are there.
 
         Args:
@@ -61,15 +61,16 @@ class KVRows:
             first: row of ids[0].
             begin: place of ids[:, 0] in its prompt.
             chunk: tokens of each row read in one forward.
+            keep: tokens at the end of the last forward whose logits are returned.
 
         Returns:
-            Logits of the token after the last one, [rows, vocab_size].
+            Logits of what follows each of these tokens, [rows, keep, vocab_size].
         """
         self.slots, self.first, self.last = None, first, first + len(ids)
         for part in ids.split(chunk, dim=1):
             self.begin = begin
             positions = torch.arange(begin, begin + part.shape[1], device=ids.device).expand(part.shape)
-            logits = self._forward(part, positions)
+            logits = self._forward(part, positions, keep)
             begin += part.shape[1]
         return logits
 
@@ -81,7 +82,7 @@ class KVRows:
             slots: place of each in its row, [rows] int64.
         """
         self.slots, self.begin = slots, 1  # 1: some families ask whether the cache is empty
-        return self._forward(token[:, None], slots[:, None])
+        return self._forward(token[:, None], slots[:, None], 1)[:, 0]
 
     def copy_prefix(self, source: int, first: int, last: int, n_tokens: int) -> None:
         """Give rows first, ..., last - 1 the first tokens of row `source`."""
@@ -98,7 +99,7 @@ class KVRows:
         with watched_attention(self.core, self._attend):
             yield
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int) -> torch.Tensor:
         # a mask of four dimensions is taken for a finished one: none of n x n is made, and ours sees what is visible
         finished = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
         output = self.core(
@@ -107,9 +108,10 @@ class KVRows:
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
         )
-        return output.logits[:, -1]
+        logits: torch.Tensor = output.logits
+        return logits
 
     def _attend(self, call: AttentionCall) -> torch.Tensor | None:
         if id(call.module) not in self._modules:

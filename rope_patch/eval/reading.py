@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,39 +15,65 @@ _CHUNK_CPU = 8192
 _LEAST_CHUNK, _MOST_CHUNK = 1024, 131072
 
 
+class Question(NamedTuple):
+    """A prompt, and what is asked about it.
+
+    Args:
+        prompt: token ids.
+        max_new_tokens: tokens of a reply at most.
+        answer: token ids of the right answer, behind which the model's own choices are looked up; () for none.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    answer: Sequence[int] = ()
+
+
+class Reply(NamedTuple):
+    """What a model says to a question.
+
+    Args:
+        written: the new tokens, each chosen behind those before, up to the one that ends an answer.
+        forced: for each token of the right answer, the model's choice behind the prompt and the answer's tokens before.
+    """
+
+    written: list[int]
+    forced: list[int]
+
+
 class Reader:
     """Answers prompts.
 
     Args:
         core: a causal LM that `KVRows` can read.
         kv_bytes: of keys and values of one token.
-        max_new_tokens: tokens of an answer at most.
         batch_size: prompts held at once, at most; None means as many as free memory holds.
         chunk: tokens of a prompt read in one forward; None means by free memory.
     """
 
-    def __init__(
-        self, core: Any, kv_bytes: int, max_new_tokens: int, batch_size: int | None, chunk: int | None
-    ) -> None:
-        self.core, self.kv_bytes, self.max_new_tokens = core, kv_bytes, max_new_tokens
+    def __init__(self, core: Any, kv_bytes: int, batch_size: int | None, chunk: int | None) -> None:
+        self.core, self.kv_bytes = core, kv_bytes
         self.batch_size, self.chunk = batch_size, chunk
         self.device: torch.device = core.get_input_embeddings().weight.device
         self.ends = torch.tensor(end_tokens(core), dtype=torch.int64, device=self.device)
 
-    def replies(self, prompts: Sequence[Sequence[int]], done: Callable[[int], None]) -> list[list[int]]:
-        """The new tokens of each prompt, up to the one that ends an answer.
+    def replies(self, questions: Sequence[Question], done: Callable[[int], None]) -> list[Reply]:
+        """The model's reply to each question.
 
         Args:
-            prompts: token ids.
+            questions: prompts and what is asked about them.
             done: called with the number of prompts that have been read.
         """
         # in this order, no prompt shares more with any before it than with the last one
-        order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
-        ids = [torch.tensor(list(prompts[i]), device=self.device) for i in order]
-        capacity = max((len(p) for p in ids), default=0) + self.max_new_tokens
-        n_rows = self._rows_in_memory(capacity, len(prompts))
+        order = sorted(range(len(questions)), key=lambda i: list(questions[i].prompt))
+        asked = [questions[i] for i in order]
+        ids = [torch.tensor(list(q.prompt), device=self.device) for q in asked]
+        # a row whose reply is done goes on beside the others, to the end of the longest reply
+        most = max((max(q.max_new_tokens, len(q.answer)) for q in asked), default=0)
+        capacity = max((len(p) for p in ids), default=0) + most
+        n_rows = self._rows_in_memory(capacity, len(asked))
         chunk = self._chunk_in_memory(capacity * n_rows)
-        found: list[list[int]] = []
+        found: list[Reply] = []
         while len(found) < len(ids):
             out_of_memory = False
             rows = KVRows(self.core, n_rows, capacity)
@@ -58,7 +84,7 @@ class Reader:
                         held = ids[first - n_rows : first] if rows.calls else []
                         batch = ids[first : first + n_rows]
                         logits = self._read(rows, batch, held, chunk, partial(_add_to, done, first))
-                        found += self._decode(rows, logits, [len(p) for p in batch])
+                        found += self._replies(rows, logits, asked[first : first + n_rows])
             except torch.OutOfMemoryError:
                 if n_rows == 1 and chunk <= _LEAST_CHUNK:
                     raise
@@ -67,7 +93,7 @@ class Reader:
                 n_rows, chunk = max(n_rows // 2, 1), max(chunk // 2, 1)
                 del rows
                 torch.cuda.empty_cache()
-        replies: list[list[int]] = [[] for _ in prompts]
+        replies = [Reply([], [])] * len(asked)
         for i, reply in zip(order, found, strict=True):
             replies[i] = reply
         return replies
@@ -96,25 +122,47 @@ class Reader:
             if begin:
                 rows.copy_prefix(first - 1 if first else len(held) - 1, first, last, begin)
             tokens = torch.stack([p[begin:] for p in batch[first:last]])
-            logits.append(rows.read(tokens, first, begin, max(chunk // len(tokens), 1)))
+            logits.append(rows.read(tokens, first, begin, max(chunk // len(tokens), 1))[:, -1])
             done(last)
             first = last
         return torch.cat(logits)
 
-    def _decode(self, rows: KVRows, logits: torch.Tensor, lengths: list[int]) -> list[list[int]]:
-        """The new tokens of each row."""
+    def _replies(self, rows: KVRows, logits: torch.Tensor, asked: Sequence[Question]) -> list[Reply]:
+        """Of rows that hold the prompts of `asked`, with `logits` [rows, vocab_size] behind them."""
         token = logits.float().argmax(-1)
+        # what this reads lies behind the prompt, where the reply overwrites it token by token
+        forced = [
+            self._forced(rows, row, question, choice)
+            for row, (question, choice) in enumerate(zip(asked, token.tolist(), strict=True))
+        ]
+        written = self._decode(rows, token, [len(q.prompt) for q in asked], [q.max_new_tokens for q in asked])
+        return [Reply(*both) for both in zip(written, forced, strict=True)]
+
+    def _forced(self, rows: KVRows, row: int, question: Question, choice: int) -> list[int]:
+        """The model's choice at each token of the right answer; at the first it is `choice`."""
+        given = list(question.answer[:-1])
+        if not given:
+            return [choice][: len(question.answer)]
+        ids = torch.tensor([given], device=self.device)
+        logits = rows.read(ids, row, len(question.prompt), len(given), keep=len(given))
+        return [choice, *logits[0].float().argmax(-1).tolist()]
+
+    def _decode(
+        self, rows: KVRows, token: torch.Tensor, lengths: list[int], max_new_tokens: list[int]
+    ) -> list[list[int]]:
+        """The new tokens of each row, of which `token` [rows] are the first."""
+        limits = torch.tensor(max_new_tokens, device=self.device)
         step = _Step(rows, token, torch.tensor(lengths, device=self.device))
-        made, ended = [token.clone()], torch.isin(token, self.ends)
-        while len(made) < self.max_new_tokens and not bool(ended.all()):
-            step.take(self.max_new_tokens - len(made))
+        made, ended = [token.clone()], torch.isin(token, self.ends) | (limits <= 1)
+        while not bool(ended.all()):
+            step.take(max(max_new_tokens) - len(made))
             made.append(token.clone())
-            ended |= torch.isin(token, self.ends)
+            ended |= torch.isin(token, self.ends) | (limits <= len(made))
         ends = set(self.ends.tolist())
         replies = []
-        for row in torch.stack(made, 1).tolist():
-            end = first_end(row, ends)
-            replies.append(row if end is None else row[: end + 1])
+        for row, limit in zip(torch.stack(made, 1).tolist(), max_new_tokens, strict=True):
+            end = first_end(row[:limit], ends)
+            replies.append(row[:limit] if end is None else row[: end + 1])
         return replies
 
     def _rows_in_memory(self, capacity: int, n_prompts: int) -> int:

@@ -191,7 +191,7 @@ def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
     """One row a figure, with the first model's figure and the difference from it beside it."""
     (first, one), *_ = by_label.items()
     column = one.column
-    counted = {column, "count", "prompts", "samples", "left_out"}
+    counted = {column, "teacher_forced", "count", "prompts", "samples", "left_out"}
 
     def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(value for name, value in row.items() if name not in counted)

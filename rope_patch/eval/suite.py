@@ -2,10 +2,11 @@
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -15,13 +16,13 @@ from ..describe import describe
 from ..special_tokens import SpecialTokens
 from .asking import ChatTemplate, uses_chat_template
 from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
-from .cache import Remember, ResultCache, afresh, data_hash, files_hash, model_hash
+from .cache import Remember, ResultCache, data_hash, files_hash, model_hash
 from .comparisons import baseline_first
 from .context_gain import ContextGain, context_gain
 from .harness import require_lm_eval
 from .lm_eval_tasks import LmEval, check_tasks, lm_eval_tasks
 from .loss_by_position import LossByPosition, loss_by_position
-from .needles import KINDS
+from .needles import KINDS, Kind
 from .progress import tell
 from .result import Result
 from .retrieval import (
@@ -29,14 +30,16 @@ from .retrieval import (
     RetrievalGrid,
     accuracy_by_answer_position,
     check_retrieval,
-    niah,
-    passkey,
+    retrieval,
 )
 from .ruler import Ruler, chosen_tasks, ruler
 from .short_text import ShortText, chosen_benchmarks, short_text
 from .subject import Subject
 from .text import text_rows
 from .view_kl import ViewKL, view_kl
+from .vllm_backend import check_vllm, vllm_answers
+
+Backend = Literal["transformers", "vllm"]
 
 Results = dict[str, dict[str, Result]]
 """Measure -> label of the model -> result, as `run_suite` returns it and `write_report` takes it."""
@@ -69,6 +72,7 @@ class EvalPlan:
             template: "on", "off", or "auto", if there is one.
         window: positions over which all models are compared, within and beyond; None means the trained window of the
             first model.
+        backend: who answers retrieval prompts, "transformers" or "vllm"; all other measures are Transformers'.
     """
 
     measures: tuple[str, ...]
@@ -90,6 +94,7 @@ class EvalPlan:
     seed: int = 0
     chat_template: ChatTemplate = "auto"
     window: int | None = None
+    backend: Backend = "transformers"
 
     def __post_init__(self) -> None:
         for name in self.measures:
@@ -97,6 +102,16 @@ class EvalPlan:
                 raise ValueError(f"unknown measure {name!r}. Known: {', '.join(MEASURES)}.")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}.")
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
+        if self.backend == "vllm" and not self.kinds:
+            raise ValueError("backend='vllm' answers retrieval prompts, and none are asked: add passkey or a niah.")
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of the retrieval prompts that are asked."""
+        found = [_kind_of(name) for name in self.measures]
+        return [kind for kind in found if kind is not None]
 
     def check(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
         """Raise what a measure would raise for want of a package, a file, a name or enough text, without a model."""
@@ -109,10 +124,8 @@ class EvalPlan:
             chosen_benchmarks(self.short_data, self.benchmarks)
         if "lm-eval" in self.measures:
             check_tasks(self.lm_eval, self.lm_eval_data, self.length)
-        for name in self.measures:
-            kind: Any = name.removeprefix("niah-")
-            if kind in KINDS:
-                check_retrieval(kind, tokenizer, texts, self.lengths, self.chat_template)
+        for kind in self.kinds:
+            check_retrieval(kind, tokenizer, texts, self.lengths, self.chat_template)
 
 
 @dataclass
@@ -140,13 +153,65 @@ class _Data:
 
 @dataclass
 class _Job:
-    """One model, what it is measured on, and what is measured already."""
+    """One model, what it is measured on, and what is measured already.
+
+    Args:
+        model: the model.
+        data: what it is measured on.
+        memory: of a measure, what keeps its parts.
+        is_kept: whether a measure was done in an earlier run.
+        window: trained window.
+        checkpoint: hub id or folder of the model, for vLLM.
+        name: of the measure that runs.
+        done: results by measure.
+        grids: retrieval of all kinds that are asked.
+    """
 
     model: nn.Module
     data: _Data
-    remember: Remember
+    memory: Callable[[str], Remember]
+    is_kept: Callable[[str], bool]
     window: int | None
+    checkpoint: str | None
+    name: str = ""
     done: dict[str, Result] = field(default_factory=dict)
+    grids: dict[Kind, RetrievalGrid] = field(default_factory=dict)
+
+    @property
+    def remember(self) -> Remember:
+        """Keeps parts of the measure that runs."""
+        return self.memory(self.name)
+
+
+def _kind_of(name: str) -> Kind | None:
+    """The kind of prompts of a measure; None if it is no retrieval."""
+    return next((kind for kind in KINDS if name in (kind, f"niah-{kind}")), None)
+
+
+def _retrieval(job: _Job) -> RetrievalGrid:
+    """The grid of the measure that runs; all others that are missing are measured with it, as they share prompts."""
+    plan = job.data.plan
+    measures = {kind: name for name in plan.measures if (kind := _kind_of(name)) is not None}
+    wanted = next(kind for kind, name in measures.items() if name == job.name)
+    if wanted not in job.grids:
+        kinds = [kind for kind, name in measures.items() if not job.is_kept(name)]
+        by_vllm = plan.backend == "vllm"
+        longest = max(plan.lengths, default=0)
+        with vllm_answers(job.model, job.checkpoint, longest) if by_vllm else nullcontext() as ask:
+            job.grids = retrieval(
+                job.model,
+                job.data.tokenizer,
+                job.data.texts,
+                plan.lengths,
+                kinds=kinds,
+                trials=plan.trials,
+                batch_size=plan.batch_size,
+                seed=plan.seed,
+                chat_template=plan.chat_template,
+                remember=lambda kind: job.memory(measures[kind]),
+                ask=ask,
+            )
+    return job.grids[wanted]
 
 
 def _skips(job: _Job) -> list[int]:
@@ -163,37 +228,7 @@ def _view_kl_rows(job: _Job) -> torch.Tensor:
 MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
     "cliff": (lambda j: loss_by_position(j.model, j.data.rows), LossByPosition),
     "gain": (lambda j: context_gain(j.model, j.data.few_rows, begin=j.data.special.begin), ContextGain),
-    "passkey": (
-        lambda j: passkey(
-            j.model,
-            j.data.tokenizer,
-            j.data.plan.lengths,
-            trials=j.data.plan.trials,
-            batch_size=j.data.plan.batch_size,
-            seed=j.data.plan.seed,
-            chat_template=j.data.plan.chat_template,
-            remember=j.remember,
-        ),
-        RetrievalGrid,
-    ),
-    **{
-        f"niah-{kind}": (
-            lambda j, kind=kind: niah(  # type: ignore[misc]
-                j.model,
-                j.data.tokenizer,
-                j.data.texts,
-                j.data.plan.lengths,
-                kind=kind,
-                trials=j.data.plan.trials,
-                batch_size=j.data.plan.batch_size,
-                seed=j.data.plan.seed,
-                chat_template=j.data.plan.chat_template,
-                remember=j.remember,
-            ),
-            RetrievalGrid,
-        )
-        for kind in ("single", "multikey", "multivalue", "multiquery", "ordinal")
-    },
+    **{name: (_retrieval, RetrievalGrid) for name in ("passkey", *(f"niah-{k}" for k in KINDS if k != "passkey"))},
     "position": (
         lambda j: accuracy_by_answer_position([r for k, r in j.done.items() if isinstance(r, RetrievalGrid)]),
         AnswerPositionAccuracy,
@@ -249,11 +284,11 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
 # what of a plan each measure depends on, beside model, text and version
 _DEPENDS = {
     "cliff": ("length", "n_rows"),
-    "passkey": ("lengths", "trials", "seed", "chat_template"),
+    "passkey": ("lengths", "trials", "seed", "chat_template", "backend"),
     "ruler": ("lengths", "ruler_lengths", "ruler_tasks", "ruler_samples", "squad", "hotpotqa", "chat_template"),
     "short": ("short_data", "benchmarks", "limit", "chat_template"),
     "lm-eval": ("lm_eval", "lm_eval_data", "limit", "length", "chat_template"),
-    "position": ("lengths", "trials", "seed", "chat_template", "measures"),
+    "position": ("lengths", "trials", "seed", "chat_template", "backend", "measures"),
     "entropy": ("length", "n_rows", "window"),
     "view-kl": ("length", "n_rows", "window"),
 }
@@ -274,6 +309,8 @@ def run_suite(
     texts: list[str],
     plan: EvalPlan,
     cache: str | Path,
+    *,
+    checkpoints: Mapping[str, str] | None = None,
 ) -> Results:
     """Measure every model by `plan`, one model in memory at a time, and print each figure as soon as it is there.
 
@@ -287,10 +324,17 @@ def run_suite(
         texts: held-out documents for rows and haystacks, long ones first.
         plan: what is measured.
         cache: folder of results; what is in it is not measured again.
+        checkpoints: label -> hub id or folder of the same model, which vLLM loads; needed where the plan's backend is
+            "vllm" and read by nothing else.
 
     Returns:
         measure -> label -> result.
+
+    Raises:
+        ImportError: a package is missing.
+        ValueError: too little text, an unknown name, or a model that vLLM would serve wrong.
     """
+    checkpoints = checkpoints or {}
     results: Results = {name: {} for name in plan.measures}
     kept = ResultCache(cache)
     settings_of_all = {k: files_hash(v) if k in _FILES and v else v for k, v in asdict(plan).items()}
@@ -299,6 +343,9 @@ def run_suite(
     settings_of_all["chat_template"] = str(tokenizer.chat_template) if chat else None
     data = _Data(tokenizer, texts, plan)
     plan.check(tokenizer, texts)
+    if plan.backend == "vllm":
+        for label in models:
+            check_vllm(label, checkpoints.get(label))
     if _READS_ROWS & set(plan.measures):
         _ = data.rows  # too little text shows before a model is loaded
     text = {"text": data_hash(*texts), "special": [data.special.begin, data.special.end]}
@@ -308,38 +355,28 @@ def run_suite(
         model = load()
         if window is None:
             window = Subject(model).trained_window
-        job = _Job(model, data, afresh, window)
-        del model
         settings_of_all["window"] = window
-        found = describe(job.model)
-        subject = {"model": model_hash(job.model), "rescaling": found.rescaling, "view": found.view, "when": found.when}
+        found = describe(model)
+        subject = {"model": model_hash(model), "rescaling": found.rescaling, "view": found.view, "when": found.when}
+        keys = {name: {**subject, **text, **_key(name, settings_of_all)} for name in plan.measures}
+        told: set[str] = set()
+        job = _Job(
+            model,
+            data,
+            memory=lambda name, keys=keys, told=told: _memory(kept, name, keys[name], told),  # type: ignore[misc]
+            is_kept=lambda name, keys=keys: kept.has(keys[name]),  # type: ignore[misc]
+            window=window,
+            checkpoint=checkpoints.get(label),
+        )
+        del model
         for name in plan.measures:
             measure, kind = MEASURES[name]
-            fields = _DEPENDS.get(name, _DEPENDS["passkey" if name.startswith("niah") else "cliff"])
-            settings = {k: v for k, v in settings_of_all.items() if k in fields}
-            key: dict[str, Any] = {**subject, **text, "measure": name, "settings": settings}
-            # what is asked for beside a part does not change it
-            parts = {**key, "settings": {k: v for k, v in settings.items() if k not in _SPLIT}}
-            told: list[str] = []
-
-            def remember(
-                part: dict[str, Any],
-                make: Callable[[], dict[str, Any]],
-                name: str = name,
-                parts: dict[str, Any] = parts,
-                told: list[str] = told,
-            ) -> dict[str, Any]:
-                value = kept.get({**parts, "part": part}, make)
-                told.append(_part_said(name, part, value))
-                tell(f"  {told[-1]}")
-                return value
-
-            job.remember = remember
-            value = kept.get(key, lambda measure=measure, job=job: measure(job).to_dict())  # type: ignore[misc]
+            job.name = name
+            value = kept.get(keys[name], lambda measure=measure, job=job: measure(job).to_dict())  # type: ignore[misc]
             result = kind.from_dict(value)
             if isinstance(result, LossByPosition):
                 result = replace(result, window=window)
-            if not told:
+            if name not in told:
                 for figure, number in result.headline().items():
                     tell(f"  {figure}: {number:.3f}")
             job.done[name] = results[name][label] = result
@@ -350,10 +387,31 @@ def run_suite(
     return results
 
 
+def _key(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a measure depends on beside the model and the text."""
+    fields = _DEPENDS.get(name, _DEPENDS["passkey" if name.startswith("niah") else "cliff"])
+    return {"measure": name, "settings": {k: v for k, v in settings.items() if k in fields}}
+
+
+def _memory(kept: ResultCache, name: str, key: Mapping[str, Any], told: set[str]) -> Remember:
+    """Keeps parts of a measure and tells each figure; what is asked for beside a part does not change it."""
+    parts = {**key, "settings": {k: v for k, v in key["settings"].items() if k not in _SPLIT}}
+
+    def remember(part: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        value = kept.get({**parts, "part": part}, make)
+        told.add(name)
+        tell(f"  {_part_said(name, part, value)}")
+        return value
+
+    return remember
+
+
 def _part_said(name: str, part: dict[str, Any], value: dict[str, Any]) -> str:
     """A figure of one length, task or benchmark, in words."""
     scores = value.get("scores", [])
     what = " at ".join(str(part[k]) for k in ("task", "benchmark", "length") if k in part)
     if not scores:
         return f"{name}, {what}: nothing that is short enough"
-    return f"{name}, {what}: {sum(scores) / len(scores):.3f} over {len(scores)} prompts"
+    forced = value.get("forced_scores", [])
+    beside = f" as written, {sum(forced) / len(forced):.3f} teacher-forced" if forced else ""
+    return f"{name}, {what}: {sum(scores) / len(scores):.3f}{beside}, over {len(scores)} prompts"

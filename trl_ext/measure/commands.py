@@ -121,6 +121,14 @@ def add_commands(commands: Any) -> None:
         help="whether retrieval, RULER, short text and lm-eval's tasks are asked through the tokenizer's chat "
         "template; auto: if it has one. Loss by position reads raw text in any case",
     )
+    evaluate.add_argument(
+        "--backend",
+        choices=["transformers", "vllm"],
+        default="transformers",
+        help="who answers --passkey and --niah. vllm, where it is installed: for checkpoints, neither adapters nor "
+        "rescaled after loading; its first answers are compared with Transformers'. All else is measured by "
+        "Transformers; default: %(default)s",
+    )
     probe = commands.add_parser(
         "probe",
         help="where the window of a model ends, and what to do about it",
@@ -179,6 +187,7 @@ def run_eval(args: argparse.Namespace) -> int:
         _texts(args, length),
         plan,
         args.output_dir / "cache",
+        checkpoints={spec.label: spec.path for spec in specs if spec.is_checkpoint},
     )
     settings = {
         **{f"model {label}": text for label, text in zip(labels, args.model, strict=True)},
@@ -188,6 +197,7 @@ def run_eval(args: argparse.Namespace) -> int:
         "prompt lengths": ", ".join(map(str, plan.lengths)),
         "prompts": f"{len(DEPTHS) * plan.trials} of each length: {plan.trials} at each of {len(DEPTHS)} depths, in "
         f"{N_WORDINGS} wordings",
+        "prompts are answered by": plan.backend,
         "prompts are": "in the tokenizer's chat template" if chat else "raw text",
         "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {first.label}"),
         "seed": plan.seed,
@@ -265,6 +275,7 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
         batch_size=args.batch_size,
         chat_template=args.chat_template,
         window=args.window,
+        backend=args.backend,
     )
 
 

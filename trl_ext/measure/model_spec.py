@@ -66,6 +66,11 @@ class ModelSpec:
         """Whether `path` holds an adapter."""
         return self.checkpoint != self.path
 
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether `path` alone is the model: no adapter, and no rescaling after loading."""
+        return not self.is_adapter and self.method is None
+
     def config(self) -> Any:
         """Of the checkpoint; that of its text model where there are several.
 

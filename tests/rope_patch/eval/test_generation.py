@@ -12,8 +12,9 @@ from transformers import GenerationConfig
 import rope_patch.eval.generation as generation
 import rope_patch.eval.reading as reading
 from rope_patch import patch_model, rope_view
-from rope_patch.eval.generation import greedy_answers
+from rope_patch.eval.generation import ask_greedily, greedy_answers
 from rope_patch.eval.kv_rows import KVRows
+from rope_patch.eval.reading import Question
 from rope_patch.views import Cyclic, PosAug, Skip
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -103,6 +104,36 @@ def test_an_answer_ends_at_any_of_several_tokens(seed):
     wanted = alone(model, prompts, 12)
     assert 1 < len({len(r) for r in wanted}), "no answer ends early"
     assert greedy_answers(model, Ids(), prompts, max_new_tokens=12) == wanted
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_choices_behind_the_right_answer_are_those_of_a_plain_forward(name, batch_size):
+    """Beside what is written, which they do not change; prompts with answers and limits of several lengths."""
+    model, prompts = MODELS[name](), family(7)
+    draw = random.Random(8)
+    questions = [
+        Question(p, draw.choice((1, 3, 9)), [draw.randrange(3, VOCAB) for _ in range(draw.choice((0, 1, 5, 12)))])
+        for p in prompts
+    ]
+    found = ask_greedily(model, questions, pad_token=0, batch_size=batch_size)
+    assert {len(r.forced) for r in found} == {len(q.answer) for q in questions}
+    written = alone(model, prompts, 9)
+    for question, reply, longest in zip(questions, found, written, strict=True):
+        assert cut(reply.written, ends_of(model)) == cut(longest[: question.max_new_tokens], ends_of(model))
+        if question.answer:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*question.prompt, *question.answer[:-1]]]), use_cache=False).logits[0]
+            assert reply.forced == logits[-len(question.answer) :].argmax(-1).tolist()
+
+
+def test_teacher_forcing_reads_no_prompt_again():
+    model, read = tiny(), []
+    prompts = [torch.randint(3, VOCAB, (200,)).tolist() for _ in range(3)]
+    is_read_in_rows(model)
+    model.model.layers[0].register_forward_hook(lambda *x: read.append(x[2].shape[:2].numel()))
+    ask_greedily(model, [Question(p, 1, [5, 6, 7, 8]) for p in prompts], pad_token=0)
+    assert sum(read) == 3 * (200 + 3)
 
 
 def test_a_model_without_an_end_says_all_that_it_may():

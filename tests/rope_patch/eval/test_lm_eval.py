@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 from types import MethodType
 
 import lm_eval
@@ -407,3 +408,32 @@ def test_babilong_of_the_hub_comes_in_texts_of_the_length(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     check_tasks(["babilong_qa1"], None, 40_000)
     assert asked == [("RMT-team/babilong-1k-samples", "32k", "qa1")]
+
+
+def test_every_task_that_is_named_to_users_is_one_of_lm_evals():
+    """In the help of the flag, on the page about evaluation and in the list of near names."""
+    import contextlib
+    import io
+
+    from rope_patch.eval.harness import task_index
+    from rope_patch.eval.lm_eval_tasks import SUGGESTED, _leaves
+    from rope_patch.eval.ruler import TASKS
+    from rope_patch.eval.short_text import BENCHMARKS
+    from trl_ext import cli
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main(["eval", "--help"])
+    words = " ".join(out.getvalue().split())
+    in_help = re.search(r"long ones such as (.*?), and short ones such as (.*?)\. niah_", words)
+    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
+    in_page = re.search(r"any of lm-eval's tasks by name: (.*?) \|", page)
+    named = {name for group in in_help.groups() for name in group.split(", ")} | set(re.findall(r"`(.*?)`", in_page[1]))
+    assert {"longbench2", "infinitebench", "babilong", "graphwalks", "mmlu", "gsm8k", "ifeval"} <= named
+    named |= {*SUGGESTED, *TASKS, *BENCHMARKS}
+    index = task_index()
+    assert named <= set(index), named - set(index)
+    for name in ("longbench2", "infinitebench", "babilong", "graphwalks", "mmlu", "gsm8k", "ifeval"):
+        for leaf in _leaves(name):
+            # the hub's data set that it loads, out of its file in the installed package
+            assert index[leaf].kind.name in ("TASK", "PY_TASK") and index[leaf].yaml_path.is_file(), leaf

@@ -2,20 +2,25 @@
 
 import random
 import re
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
-import rope_patch.eval.retrieval as retrieval
+import rope_patch.eval.reading as reading
+import rope_patch.eval.retrieval  # the package has a function of this name too
 from rope_patch.eval import RetrievalGrid, accuracy_by_answer_position, niah, passkey
 from rope_patch.eval.generation import greedy_answers
 from rope_patch.eval.needles import KINDS, make_prompt
+from rope_patch.eval.reading import Reply
 from rope_patch.eval.retrieval import ALL_WORDINGS
 from rope_patch.eval.wordings import PASSKEY_WORDINGS
 
 TOKENIZER = character_tokenizer()
+retrieval = sys.modules["rope_patch.eval.retrieval"]
 TEXT = "It was a dark night. The wind blew! Who was there? " * 80
 
 
@@ -59,8 +64,8 @@ def test_a_prompt_has_exactly_its_length_and_the_needle_at_its_depth(kind, depth
     text = TOKENIZER.decode(found.ids)
     assert len(found.ids) == 1500
     assert all(answer in text for answer in found.answers)
-    needle = text.index(found.answers[0])
-    assert found.position <= needle < found.position + 80
+    at_depth = [a for a in found.answers if found.position <= text.index(a) < found.position + 80]
+    assert len(at_depth) == 1 and (kind == "multivalue" or at_depth == found.answers[:1])
     # other needles before it may move it, by no more than their own length
     length_of_needles = 4 * 75
     assert abs(found.position - depth * (1500 - length_of_needles)) <= length_of_needles + 32
@@ -103,7 +108,7 @@ def test_a_model_that_always_finds_scores_one_and_one_that_never_does_scores_zer
     assert always.accuracy == [[1.0] * 3] * 2 and never.accuracy == [[0.0] * 3] * 2
     assert len(always.scores) == len(always.places) == 12
     assert RetrievalGrid.from_dict(always.to_dict()) == always
-    assert always.table()[0]["accuracy"] == 1 and always.by_length == [1, 1]
+    assert always.table()[0]["as_written"] == 1 and always.by_length == [1, 1]
 
 
 def test_a_model_that_reads_the_first_half_only_shows_where_it_stops():
@@ -181,11 +186,12 @@ def test_a_cell_holds_as_many_prompts_as_asked_all_different_all_wordings_equall
     """Two hundred of them, and the same for every model."""
     asked = []
 
-    def answer(model, tokenizer, prompts, **_):
-        asked.extend(map(tuple, prompts))
-        return [model] * len(prompts)
+    def answer(model, questions, **_):
+        asked.extend(tuple(q.prompt) for q in questions)
+        reply = Reply(TOKENIZER(model)["input_ids"], [0] * 50)
+        return [reply] * len(questions)
 
-    monkeypatch.setattr(retrieval, "greedy_answers", answer)
+    monkeypatch.setattr(retrieval, "ask_greedily", answer)
     options = {"trials": 20, "progress": False, "batch_size": 50}
 
     def grid(model):
@@ -217,7 +223,7 @@ def test_a_model_that_understands_one_wording_only_shows_so():
     assert grid.by_wording(600) == {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0} and grid.by_length == [0.25]
     assert "25 % at 600 tokens (0 to 100 by wording)" in grid.reading()[0]
     rows = [row for row in grid.table() if row["wording"] == 0]
-    assert rows == [{"kind": "passkey", "length": 600, "depth": "all", "wording": 0, "accuracy": 1.0, "prompts": 2}]
+    assert [(row["depth"], row["as_written"], row["prompts"]) for row in rows] == [("all", 1.0, 2)]
     assert [r["score"] for r in grid.replies] == [1, 0, 0, 0]
     assert grid.replies[0]["expected"] in grid.replies[0]["reply"] and not grid.replies[1]["reply"].strip()
     held_out = passkey(lookup(), TOKENIZER, [600], depths=(0.5,), trials=4, wordings=(1, 3), progress=False)
@@ -232,3 +238,77 @@ def test_the_shortest_prompt_fits_and_hardly_less_does(kind):
     retrieval.check_retrieval(kind, TOKENIZER, [TEXT], [n], "auto")
     with pytest.raises(ValueError, match="tokens are too few"):
         retrieval.check_retrieval(kind, TOKENIZER, [TEXT], [n - 150], "auto")
+
+
+PARTNERS = [("multikey", "multiquery"), ("multivalue", "ordinal")]
+
+
+@pytest.mark.parametrize("kinds", PARTNERS, ids=" and ".join)
+@pytest.mark.parametrize("chat", [False, True])
+def test_kinds_that_ask_about_the_same_needles_share_their_text_prompt_by_prompt(kinds, chat):
+    options = ([2000], (0.05, 0.5, 0.95), 4, 4, 0, "auto", ALL_WORDINGS)
+    grids = {kind: retrieval._Prompts(kind, TOKENIZER, *options) for kind in (*kinds, "single")}
+    haystacks = retrieval.text_haystacks(TOKENIZER, TEXT, [2000])
+    one, other = (grids[kind].of_length(2000, haystacks) for kind in kinds)
+    for a, b in zip(one, other, strict=True):
+        assert a.position == b.position and a.wording == b.wording and set(b.answers) & set(a.answers)
+        assert len(a.ids) + grids[kinds[0]].new_tokens == len(b.ids) + grids[kinds[1]].new_tokens == 2000
+        shared = next(k for k, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y)
+        # all but the questions, and the text for which the other's longer question and reply leave no room
+        assert shared >= 2000 - 64 - 300
+        needles = re.findall(r"\d{7}", TOKENIZER.decode(a.ids[:shared]))
+        assert len(needles) == 4
+    # within a kind every prompt hides other needles: their scores are independent
+    values = [frozenset(re.findall(r"\d{7}", TOKENIZER.decode(p.ids))) for p in one]
+    assert len(set(values)) == len(values) and not frozenset.intersection(*values)
+
+
+def test_grids_asked_together_are_those_of_each_kind_alone_and_read_less(monkeypatch):
+    monkeypatch.setattr(reading, "_TOGETHER", {"cpu": 0})
+    model, read = tiny(vocab_size=CHARACTERS), []
+    model.model.layers[0].register_forward_hook(lambda *x: read.append(x[2].shape[:2].numel()))
+    options = {"depths": (0.3, 0.8), "trials": 2, "progress": False}
+    kinds = ("passkey", "multikey", "multivalue", "multiquery", "ordinal")
+    together = rope_patch.eval.retrieval(model, TOKENIZER, TEXT, [900], kinds=kinds, **options)
+    n_together = sum(read)
+    read.clear()
+    alone = {kind: niah(model, TOKENIZER, TEXT, [900], kind=kind, **options) for kind in kinds[1:]}
+    alone["passkey"] = passkey(model, TOKENIZER, [900], **options)
+    assert together == alone
+    assert n_together < 0.8 * sum(read)
+
+
+def test_teacher_forced_asks_for_every_digit_behind_the_right_ones():
+    found = prompt("multivalue")
+    right = found.right_reply
+    assert TOKENIZER.decode(right) == " " + ", ".join(found.answers)
+    assert found.forced_score(right) == 1
+    digit = len(TOKENIZER(f" {found.answers[0]},")["input_ids"]) + 3  # of the second answer
+    assert found.forced_score([*right[:digit], right[digit] + 1, *right[digit + 1 :]]) == 0.75
+    # a space or a comma is no answer
+    assert found.forced_score([i if TOKENIZER.decode([i]).isdigit() else 0 for i in right]) == 1
+
+
+@pytest.mark.parametrize("by_its_own", [False, True], ids=["in rows", "by generate"])
+def test_both_measures_come_from_one_grid_and_are_named_apart(by_its_own):
+    """A model that would write something else, and says each digit where the right ones stand before it."""
+    model = tiny(vocab_size=CHARACTERS, attention="eager" if by_its_own else "sdpa")
+    grid = passkey(model, TOKENIZER, [600], depths=(0.2, 0.7), trials=2, progress=False)
+    prompts = retrieval._Prompts("passkey", TOKENIZER, [600], (0.2, 0.7), 2, 1, 0, "auto", ALL_WORDINGS)
+    wanted = []
+    with torch.no_grad():
+        for p in prompts.of_length(600, retrieval.passkey_haystacks(TOKENIZER, [600])):
+            logits = model(torch.tensor([[*p.ids, *p.right_reply]])).logits[0]
+            wanted.append(p.forced_score(logits[len(p.ids) - 1 : -1].argmax(-1).tolist()))
+    assert grid.forced_scores == wanted and grid.forced_by_length == [sum(wanted) / 4]
+    knows = replace(grid, scores=[0.0] * 4, accuracy=[[0.0, 0.0]], forced_scores=[1.0, 1.0, 1.0, 0.0])
+    assert knows.headline() == {"passkey at 600, as written": 0, "passkey at 600, teacher-forced": 0.75}
+    assert [(r["as_written"], r["teacher_forced"]) for r in knows.table()][:2] == [(0, 1), (0, 0.5)]
+    said = knows.reading()
+    assert (
+        said[0].startswith("model, as written: 0 % at 600") and said[1] == "model, teacher-forced: 75 % at 600 tokens."
+    )
+    # as written is what models are compared by, and older results have it alone
+    assert RetrievalGrid.column == "as_written"
+    older = RetrievalGrid.from_dict({k: v for k, v in grid.to_dict().items() if k not in ("forced_scores", "said")})
+    assert older.forced_by_length == [None] and older.table()[-1]["teacher_forced"] is None

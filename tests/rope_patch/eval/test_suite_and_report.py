@@ -113,23 +113,28 @@ def test_rows_are_tokenized_once_for_all_models(tmp_path, monkeypatch):
 
 def test_a_run_that_was_stopped_goes_on_within_a_measure(results, tmp_path, monkeypatch):
     """Retrieval at the second length fails once; the first length is not measured again."""
-    import rope_patch.eval.retrieval as retrieval
+    module = sys.modules["rope_patch.eval.retrieval"]
+    calls, real = [], module.ask_greedily
 
-    calls, real = [], retrieval.greedy_answers
-
-    def watched(m, t, prompts, **options):
-        calls.append(len(prompts[0]))
-        if len(prompts[0]) > 400 and len(calls) == 2:
+    def watched(m, questions, **options):
+        calls.append((len(questions[0].prompt) > 400, len(questions)))
+        if calls == [(False, 20), (True, 20)]:
             raise KeyboardInterrupt
-        return real(m, t, prompts, **options)
+        return real(m, questions, **options)
 
-    monkeypatch.setattr(retrieval, "greedy_answers", watched)
-    plan = EvalPlan(("passkey",), length=600, lengths=(400, 600), trials=1, batch_size=2)
+    monkeypatch.setattr(module, "ask_greedily", watched)
+    plan = EvalPlan(("passkey", "niah-single"), length=600, lengths=(400, 600), trials=1, batch_size=2)
     with pytest.raises(KeyboardInterrupt):
         run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
-    assert [n < 400 for n in calls] == [True, False]
-    run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
-    assert [n < 400 for n in calls[2:]] == [False]
+    found = run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
+    # both kinds in one call, ten prompts each, and only of the length that was missing
+    assert calls[2:] == [(True, 20)]
+    # a kind that is there already is not asked again with the others
+    more = run_suite(
+        {"m": model}, character_tokenizer(), TEXTS, replace(plan, measures=("niah-single", "niah-multikey")), tmp_path
+    )
+    assert calls[3:] == [(False, 10), (True, 10)]
+    assert more["niah-single"]["m"] == found["niah-single"]["m"]
 
 
 def test_the_page_needs_no_other_file_and_says_everything(results, tmp_path):
