@@ -209,11 +209,11 @@ def test_the_page_opens_with_the_verdict_then_what_was_lost_then_answers(tmp_pat
     stored = json.loads((tmp_path / "results.json").read_text())
     assert [c["name"] for c in stored["regressions"]["cells"] if c["outcome"] == "below"] == ["passkey at 512"]
     table = (tmp_path / "tables" / "passkey.csv").read_text().splitlines()
-    assert table[0].endswith("accuracy,prompts,accuracy of native,difference")
+    assert table[0].endswith("as_written,teacher_forced,prompts,as_written of native,difference")
     # 2 depths, 4 wordings and all, at 3 lengths, of 2 models
     assert len(table) == 1 + 2 * 3 * (2 + 4 + 1)
     row = next(line for line in table if line.startswith("long,passkey,512,all,all"))
-    assert row.split(",")[5:] == ["0.4", "20", "1.0", "-0.6"]
+    assert row.split(",")[5:] == ["0.4", "", "20", "1.0", "-0.6"]  # of results of before there was the second measure
 
 
 def test_answers_shown_are_to_the_same_prompt():
@@ -237,7 +237,7 @@ def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line in ("native:", "pi:")] == ["native:", "pi:"]
     assert [line for line in lines if "passkey, 400: " in line or "passkey, 600: " in line] == [
-        f"  passkey, {n}: 0.000 over 10 prompts" for n in (400, 600)
+        f"  passkey, {n}: 0.000 as written, 0.000 teacher-forced, over 10 prompts" for n in (400, 600)
     ] * 2
     assert sum("loss beyond" in line for line in lines) == 2
     compared = regressions(found)

@@ -117,13 +117,13 @@ def test_a_run_that_was_stopped_goes_on_within_a_measure(results, tmp_path, monk
     calls, real = [], module.ask_greedily
 
     def watched(m, questions, **options):
-        calls.append((len(questions[0].prompt) > 400, len(questions)))
+        calls.append((len(questions[0].prompt) > 500, len(questions)))
         if calls == [(False, 20), (True, 20)]:
             raise KeyboardInterrupt
         return real(m, questions, **options)
 
     monkeypatch.setattr(module, "ask_greedily", watched)
-    plan = EvalPlan(("passkey", "niah-single"), length=600, lengths=(400, 600), trials=1, batch_size=2)
+    plan = EvalPlan(("passkey", "niah-single"), length=600, lengths=(480, 600), trials=1, batch_size=2)
     with pytest.raises(KeyboardInterrupt):
         run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
     found = run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
