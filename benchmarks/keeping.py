@@ -15,7 +15,6 @@ One JSON line an arm and seed is added to --out, with every prompt's score, so t
 """
 
 import argparse
-import copy
 import gc
 import json
 import tempfile
@@ -77,19 +76,14 @@ class Data:
     asked: dict[tuple[str, bool, int], list[Asked]]
 
 
-def load(args: argparse.Namespace) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
+def load(folder: str | Path, dtype: torch.dtype) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     return model.to("cuda" if GPU else "cpu").eval()
 
 
-def served(model: Any) -> Any:
-    """Its weights in bf16; the frequencies stay in float32, as `from_pretrained` has them."""
-    if not GPU:
-        return model
-    model = copy.deepcopy(model)
-    for p in model.parameters():
-        p.data = p.data.bfloat16()
-    return model.eval()
+def served(folder: str | Path) -> Any:
+    """A checkpoint as programs that serve it load it."""
+    return load(folder, torch.bfloat16 if GPU else torch.float32)
 
 
 def held_out_rows(tokenizer: Any, texts: list[str], length: int, rows: int) -> torch.Tensor:
@@ -134,20 +128,28 @@ def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> 
     return Dataset.from_dict({"input_ids": [r.ids for r in rows], "completion_mask": [r.labelled for r in rows]})
 
 
-def train(model: Any, arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Train in place; how long it took and what was logged."""
+def train(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, Any]]:
+    """The checkpoint that training ends with, how long it took and what was logged."""
     begin = time.perf_counter()
     rows = training_rows(arm, data, args, seed)
     made = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         options = {**TRAINING, **arm.rescaling(), **arm.training, "seed": seed, "output_dir": folder}
         config = RopeSFTConfig(max_length=arm.row_length or args.window, use_cpu=not GPU, **options)
-        trainer = RopeSFTTrainer(model, config, train_dataset=rows, processing_class=data.tokenizer)
+        trainer = RopeSFTTrainer(
+            load(args.model, torch.float32), config, train_dataset=rows, processing_class=data.tokenizer
+        )
         since = time.perf_counter()
         trainer.train()
+        seconds = {"rows_seconds": made - begin, "train_seconds": time.perf_counter() - since}
+        trainer.save_model()
+        model = served(folder)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    seconds = {"rows_seconds": made - begin, "train_seconds": time.perf_counter() - since}
-    return {**seconds, "steps": trainer.state.global_step, "log": history[:: max(len(history) // 8, 1)] + history[-1:]}
+    return model, {
+        **seconds,
+        "steps": trainer.state.global_step,
+        "log": history[:: max(len(history) // 8, 1)] + history[-1:],
+    }
 
 
 @torch.no_grad()
@@ -235,14 +237,16 @@ def summary(found: dict[str, Any]) -> str:
 def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     """Train one arm, if it trains, and measure it."""
     arm = arms(args.window, args.target, "chats" if data.tokenizer.chat_template else "own_texts")[name]
-    model = load(args)
     found: dict[str, Any] = {"arm": name, "seed": seed, "question_seed": args.question_seed, "target": args.target}
     if arm.shares is not None:
-        found |= train(model, arm, data, args, seed)
+        model, told = train(arm, data, args, seed)
+        found |= told
         print(name, found["train_seconds"], found["log"], flush=True)
-    elif arm.rescale is not None:
-        patch_model(model, arm.rescale[0], factor=arm.rescale[1])
-    return found | measure(served(model), native, data, args)
+    else:
+        model = served(args.model)
+        if arm.rescale is not None:
+            patch_model(model, arm.rescale[0], factor=arm.rescale[1])
+    return found | measure(model, native, data, args)
 
 
 def main() -> None:
@@ -274,10 +278,10 @@ def main() -> None:
     args = parser.parse_args()
     deadline = Deadline(args.minutes)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    native = served(load(args))
+    native = served(args.model)
     if args.make_own:
         write = own_chats if tokenizer.chat_template else own_texts
-        made = write(native, tokenizer, args.make_own, batch_size=1024 if GPU else None, progress=False)
+        made = write(native, tokenizer, args.make_own, batch_size=256 if GPU else None, progress=False)
         args.own.write_text(json.dumps(made))
         return
     held_out = held_out_rows(tokenizer, list(read_texts(args.held_out)), args.target, args.held_out_rows)
