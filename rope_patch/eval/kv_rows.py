@@ -11,19 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention.bias import causal_lower_right
 from transformers import Cache, DynamicLayer
 
 from rope_kernels import decode_attention
 
 from ..attention_calls import AttentionCall, sliding_window, watched_attention
-
-_WINDOW_BLOCK = 1024  # queries that look through one window at once: shorter ones launch more, longer ones see less
-
-
-class NotPlainAttention(Exception):
-    """A layer wants more than causal attention over all tokens or the last ones."""
+from .plain_attention import Windows, finished_mask, require_plain
 
 
 class KVRows:
@@ -45,7 +38,7 @@ class KVRows:
         self.cache = Cache(layers=list(self.layers))
         self.calls = 0
         self._modules = {id(module) for module in core.modules()}
-        self._visible: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._windows = Windows()
 
     @property
     def bytes_per_token(self) -> int:
@@ -100,11 +93,9 @@ class KVRows:
             yield
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int) -> torch.Tensor:
-        # a mask of four dimensions is taken for a finished one: none of n x n is made, and ours sees what is visible
-        finished = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
         output = self.core(
             input_ids=ids,
-            attention_mask=finished,
+            attention_mask=finished_mask(ids.device),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
@@ -117,39 +108,13 @@ class KVRows:
         if id(call.module) not in self._modules:
             return None  # another model, in another thread
         self.calls += 1
-        causal = call.options.get("is_causal")
-        causal = getattr(call.module, "is_causal", True) if causal is None else causal
-        if not causal or any(call.options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-            raise NotPlainAttention
+        require_plain(call)
         window = sliding_window(call, self.config)
         if self.slots is not None:
             end = self.slots.to(call.key.device) + 1
             begin = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
             return decode_attention(call.query[:, :, 0], call.key, call.value, begin, end, call.scale)[:, None]
-        if window is None or call.key.shape[2] <= window:
-            return _causal(call.query, call.key, call.value, call.scale).transpose(1, 2)
-        return self._windowed(call, window).transpose(1, 2)
-
-    def _windowed(self, call: AttentionCall, window: int) -> torch.Tensor:
-        """Attention of each query to itself and the `window` - 1 tokens before it, block by block of queries."""
-        n, n_keys = call.query.shape[2], call.key.shape[2]
-        out = []
-        for first in range(0, n, max(window, _WINDOW_BLOCK)):
-            q = call.query[:, :, first : first + max(window, _WINDOW_BLOCK)]
-            last_key = n_keys - n + first + q.shape[2]
-            first_key = max(last_key - q.shape[2] - window + 1, 0)
-            k, v = (_repeated(x[:, :, first_key:last_key], q.shape[1]) for x in (call.key, call.value))
-            visible = self._visible_in(window, q.shape[2], last_key - first_key, q.device)
-            out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=call.scale))
-        return torch.cat(out, 2)
-
-    def _visible_in(self, window: int, n: int, n_keys: int, device: torch.device) -> torch.Tensor:
-        """[n, n_keys], whether a query sees a key, where the last of both is the same token."""
-        key = (window, n, n_keys)
-        if key not in self._visible:
-            distance = torch.arange(n_keys - n, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
-            self._visible[key] = (distance >= 0) & (distance < window)
-        return self._visible[key].to(device)
+        return self._windows.attend(call, window)
 
 
 class _Layer(DynamicLayer):
@@ -184,31 +149,3 @@ class _Layer(DynamicLayer):
     def get_seq_length(self) -> int:
         """Tokens that the rows of the forward hold before it."""
         return self.rows.begin
-
-
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of the last tokens q to all of k and v up to themselves, [batch, n_heads, n, value_dim].
-
-    SDPA's own `is_causal` counts queries from the first key on, and a mask would keep it from flash attention.
-    """
-    n, n_keys = q.shape[2], k.shape[2]
-    grouped = q.shape[1] != k.shape[1]
-    # other kernels than flash attention repeat keys themselves, the slow one in full precision
-    grouped = grouped and q.is_cuda and _can_use_flash(q, k, v)
-    if not grouped:
-        k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
-    if n == n_keys:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    bias: Any = causal_lower_right(n, n_keys)
-    out: torch.Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
-    return out
-
-
-def _can_use_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, True)
-    return torch.backends.cuda.can_use_flash_attention(parameters)
-
-
-def _repeated(x: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Each of the heads of keys or values as often as query heads share it."""
-    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)

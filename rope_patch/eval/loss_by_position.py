@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from .cache import data_hash
+from .plain_attention import last_hidden_states
 from .progress import token_bar
 from .result import Result
 from .subject import Subject
@@ -194,8 +195,9 @@ def loss_by_position(
 ) -> LossByPosition:
     """Run `rows` through `model` in one causal forward each and average the loss at every position.
 
-    Neither n x n nor n x vocabulary values are ever held: attention is the model's own, and the head is applied to
-    chunks of tokens. Training mode is switched off meanwhile, so views that are sampled in training are not in force.
+    The head is applied to chunks of tokens, so n x vocabulary values are never held. Attention is the model's own;
+    under SDPA, without a view in force, layers with a sliding window are given no mask of n x n. Training mode is
+    switched off meanwhile, so views that are sampled in training are not in force.
 
     Args:
         model: a Transformers causal LM, patched or not, bare or with adapters.
@@ -215,7 +217,9 @@ def loss_by_position(
     with subject.evaluating(), token_bar(model, rows.numel(), title, show=progress) as done:
         for k, batch in enumerate(rows.split(batch_size), 1):
             ids = batch.to(subject.device)
-            losses = F.pad(subject.losses(subject.hidden(ids)[:, :-1], ids[:, 1:]).double().cpu(), (1, 0))
+            losses = F.pad(
+                subject.losses(last_hidden_states(subject.core, ids)[:, :-1], ids[:, 1:]).double().cpu(), (1, 0)
+            )
             total += losses[:, 1:].sum(0)
             whole = losses[:, : losses.shape[1] // BLOCK * BLOCK]
             blocks += map(tuple, whole.unflatten(1, (-1, BLOCK)).mean(-1).tolist())

@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
-from support.tiny import VOCAB, tiny, tokens, transformed_logits
+from support.tiny import MIXED, VOCAB, gemma3, tiny, tokens, transformed_logits
 
-from rope_patch import patch_model
+from rope_patch import patch_model, rope_view
 from rope_patch.eval import LossByPosition, loss_by_position
+from rope_patch.views import Skip
 
 
 @torch.no_grad()
@@ -17,6 +18,47 @@ def test_it_is_the_cross_entropy_of_the_logits():
     expected = -log_probabilities[:, :-1].gather(-1, rows[:, 1:, None])[..., 0].mean(0)
     torch.testing.assert_close(found.loss[1:], expected, rtol=1e-5, atol=1e-6)
     assert math.isnan(found.loss[0]) and found.n_rows == 5 and found.seq_len == 30
+
+
+SLIDING = {
+    "gemma3": gemma3,
+    "gemma3 under ntk": lambda: patch_model(gemma3(), "ntk", factor=4.0),
+    "qwen3-mixed": lambda: tiny("qwen3", **MIXED),
+    "mistral-sliding": lambda: tiny("mistral-sliding"),
+}
+
+
+@torch.no_grad()
+def cross_entropies(model, rows):
+    logits = model(rows).logits[:, :-1].transpose(1, 2)
+    return torch.nn.functional.cross_entropy(logits, rows[:, 1:], reduction="none").mean(0).double()
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_sliding_windows_are_read_without_a_mask_of_all_pairs(name, monkeypatch):
+    monkeypatch.setattr("rope_patch.eval.plain_attention._WINDOW_BLOCK", 16)
+    model, rows, n = SLIDING[name](), tokens(2, 200), 200
+    wanted, masks = cross_entropies(model, rows), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watching(query, *args, attn_mask=None, **options):
+        masks.append((query.shape[-2], None if attn_mask is None else attn_mask.numel()))
+        return attend(query, *args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watching)
+    found = loss_by_position(model, rows, progress=False)
+    torch.testing.assert_close(found.loss[1:], wanted, rtol=1e-5, atol=1e-5)
+    assert any(size for _, size in masks), "no sliding layer was read"
+    assert max(size or 0 for _, size in masks) < n * n / 20
+
+
+def test_a_view_in_force_is_read_under_sliding_windows_too():
+    model, rows = gemma3(), tokens(1, 60)
+    with rope_view(model, Skip(split=20, skip=30)):
+        wanted = cross_entropies(model, rows)
+        found = loss_by_position(model, rows, progress=False)
+    torch.testing.assert_close(found.loss[1:], wanted, rtol=1e-5, atol=1e-5)
+    assert (wanted - cross_entropies(model, rows)).abs().max() > 1e-3
 
 
 @torch.no_grad()

@@ -1,0 +1,174 @@
+"""Causal and sliding-window attention without masks of n x n, in place of what a model makes of them.
+
+Transformers hands SDPA a mask of n x n in layers that look back no further than a window: at 131072 tokens that is
+16 GiB, 32 GiB more where it is added to scores in 16 bits, and all pairs of tokens are multiplied.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.bias import causal_lower_right
+
+from ..attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from ..rotary import find_decoder
+from ..state import state_of
+
+_WINDOW_BLOCK = 1024  # queries that look through one window at once: shorter ones launch more, longer ones see less
+
+
+class NotPlainAttention(Exception):
+    """A layer wants more than causal attention over all tokens or the last ones."""
+
+
+def finished_mask(device: torch.device) -> torch.Tensor:
+    """What a forward is given as its mask, so that none is made: one of four dimensions is taken for a finished one."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def require_plain(call: AttentionCall) -> None:
+    """Raise NotPlainAttention unless a layer wants causal attention over all tokens or the last ones."""
+    causal = call.options.get("is_causal")
+    causal = getattr(call.module, "is_causal", True) if causal is None else causal
+    if not causal or any(call.options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise NotPlainAttention
+
+
+def last_hidden_states(core: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Last hidden states, [batch, n, hidden], of ids [batch, n] without padding, without gradients.
+
+    Rows longer than a window of the model's layers are read without masks of n x n, where the model runs SDPA under no
+    RoPE view and gives the same states without them, which is looked at once.
+    """
+    window = _sliding_window_of(core)
+    if window is not None and ids.shape[1] > window and _is_plain(core, window):
+        return _without_masks(core, ids)
+    return _plain_forward(core, ids)
+
+
+def _plain_forward(core: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    states: torch.Tensor = core.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    return states
+
+
+def _without_masks(core: Any, ids: torch.Tensor) -> torch.Tensor:
+    config = core.config.get_text_config(decoder=True)
+    modules, windows = {id(module) for module in core.modules()}, Windows()
+
+    def attend(call: AttentionCall) -> torch.Tensor | None:
+        if id(call.module) not in modules:
+            return None  # another model, in another thread
+        require_plain(call)
+        return windows.attend(call, sliding_window(call, config))
+
+    with watched_attention(core, attend):
+        return _plain_forward(core, ids, finished_mask(ids.device))
+
+
+def _sliding_window_of(core: Any) -> int | None:
+    """Most tokens that some layers see, where that is known and SDPA runs; None for other models and kernels."""
+    config = core.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or ()
+    window = getattr(config, "sliding_window", None)
+    is_known = set(types) <= {"full_attention", "sliding_attention"} and (not types or "sliding_attention" in types)
+    return window if window and is_known and attention_kernel(core) == "sdpa" else None
+
+
+# by the attention that runs; a model's structure decides, which is checked once
+_checked: "WeakKeyDictionary[nn.Module, dict[str, bool]]" = WeakKeyDictionary()
+
+
+def _is_plain(core: Any, window: int) -> bool:
+    """Whether rows beyond the window give the same without masks, as the model is now."""
+    decoder = find_decoder(core)
+    state = state_of(decoder)
+    if state is not None and state.active(state.in_training(decoder)) is not None:
+        return False  # a view reads off the mask which tokens are real
+    known, name = _checked.setdefault(core, {}), attention_name(core)
+    if name not in known:
+        known[name] = _gives_the_same(core, window)
+    return known[name]
+
+
+def _gives_the_same(core: Any, window: int) -> bool:
+    """Whether states of random tokens are alike with and without masks."""
+    weight = core.get_input_embeddings().weight
+    ids = (7919 * torch.arange(1, window + 9, device=weight.device) % weight.shape[0])[None]
+    plain = _plain_forward(core, ids)[0, -8:].float()
+    try:
+        found = _without_masks(core, ids)[0, -8:].float()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever a family does not take
+        return False
+    # what attention does wrongly moves states as far as they are apart; rounding in half precision, by a few percent
+    return bool((found - plain).norm() < 0.1 * plain.norm().clamp(min=1e-6))
+
+
+class Windows:
+    """Attention of the last tokens of rows to all or some before them, and the small masks that it takes."""
+
+    def __init__(self) -> None:
+        self._visible: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def attend(self, call: AttentionCall, window: int | None) -> torch.Tensor:
+        """What the call gives, [batch, n, n_heads, value_dim], where queries are those of the last n tokens.
+
+        Args:
+            call: of a layer.
+            window: most tokens that a query sees, itself counted; None for all.
+        """
+        if window is None or call.key.shape[2] <= window:
+            return _causal(call.query, call.key, call.value, call.scale).transpose(1, 2)
+        return self._windowed(call, window).transpose(1, 2)
+
+    def _windowed(self, call: AttentionCall, window: int) -> torch.Tensor:
+        """Attention of each query to itself and the `window` - 1 tokens before it, block by block of queries."""
+        n, n_keys = call.query.shape[2], call.key.shape[2]
+        out = []
+        for first in range(0, n, max(window, _WINDOW_BLOCK)):
+            q = call.query[:, :, first : first + max(window, _WINDOW_BLOCK)]
+            last_key = n_keys - n + first + q.shape[2]
+            first_key = max(last_key - q.shape[2] - window + 1, 0)
+            k, v = (_repeated(x[:, :, first_key:last_key], q.shape[1]) for x in (call.key, call.value))
+            visible = self._visible_in(window, q.shape[2], last_key - first_key, q.device)
+            out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=call.scale))
+        return torch.cat(out, 2)
+
+    def _visible_in(self, window: int, n: int, n_keys: int, device: torch.device) -> torch.Tensor:
+        """[n, n_keys], whether a query sees a key, where the last of both is the same token."""
+        key = (window, n, n_keys)
+        if key not in self._visible:
+            distance = torch.arange(n_keys - n, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
+            self._visible[key] = (distance >= 0) & (distance < window)
+        return self._visible[key].to(device)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of the last tokens q to all of k and v up to themselves, [batch, n_heads, n, value_dim].
+
+    SDPA's own `is_causal` counts queries from the first key on, and a mask would keep it from flash attention.
+    """
+    n, n_keys = q.shape[2], k.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    # other kernels than flash attention repeat keys themselves, the slow one in full precision
+    grouped = grouped and q.is_cuda and _can_use_flash(q, k, v)
+    if not grouped:
+        k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
+    if n == n_keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    bias: Any = causal_lower_right(n, n_keys)
+    out: torch.Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped)
+    return out
+
+
+def _can_use_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, True)
+    return torch.backends.cuda.can_use_flash_attention(parameters)
+
+
+def _repeated(x: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """Each of the heads of keys or values as often as query heads share it."""
+    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
