@@ -2,7 +2,7 @@
 
 Two tests. "passkey": Landmark Attention's five digits in its repeated filler. "keys": eight sentences with a key and a
 number each in a book, of which each is asked in turn, so that eight prompts share one reading of the book. Each in raw
-text and in the chat template, in several wordings; training rows (keeping_rows.py) have others.
+text and in the chat template, in several wordings; training rows (trl_ext.rows) have others.
 """
 
 import random
