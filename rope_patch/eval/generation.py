@@ -135,7 +135,7 @@ def ask_greedily(
         raise ValueError("prompts must have at least one token each, and one has none.")
     subject = Subject(model)
     with subject.evaluating():
-        kv_bytes = _bytes_per_token(subject.core)
+        kv_bytes = bytes_per_token(subject.core)
         if kv_bytes is None:
             written = _generated(subject, pad_token, questions, batch_size, prefill_chunk, done)
             forced = [_forced(subject, question) for question in questions]
@@ -163,7 +163,7 @@ def _forced(subject: Subject, question: Question) -> list[int]:
 _checked: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
 
 
-def _bytes_per_token(core: Any) -> int | None:
+def bytes_per_token(core: Any) -> int | None:
     """Bytes of keys and values of a token, None for a model that `KVRows` cannot read as it is now."""
     decoder = find_decoder(core)
     state = state_of(decoder)

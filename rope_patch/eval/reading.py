@@ -1,12 +1,13 @@
 """Prompts read into `KVRows`, each part that several share once, and answered greedily."""
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from .decoding import Greedy, decode, end_tokens
 from .kv_rows import KVRows
 
 # tokens of several prompts that are read in one forward rather than for each prompt what it does not share
@@ -55,7 +56,7 @@ class Reader:
         self.core, self.kv_bytes = core, kv_bytes
         self.batch_size, self.chunk = batch_size, chunk
         self.device: torch.device = core.get_input_embeddings().weight.device
-        self.ends = torch.tensor(end_tokens(core), dtype=torch.int64, device=self.device)
+        self.ends = end_tokens(core)
 
     def replies(self, questions: Sequence[Question], done: Callable[[int], None]) -> list[Reply]:
         """The model's reply to each question.
@@ -129,13 +130,13 @@ class Reader:
 
     def _replies(self, rows: KVRows, logits: torch.Tensor, asked: Sequence[Question]) -> list[Reply]:
         """Of rows that hold the prompts of `asked`, with `logits` [rows, vocab_size] behind them."""
-        token = logits.float().argmax(-1)
+        choices = logits.float().argmax(-1).tolist()
         # what this reads lies behind the prompt, where the reply overwrites it token by token
         forced = [
             self._forced(rows, row, question, choice)
-            for row, (question, choice) in enumerate(zip(asked, token.tolist(), strict=True))
+            for row, (question, choice) in enumerate(zip(asked, choices, strict=True))
         ]
-        written = self._decode(rows, token, [len(q.prompt) for q in asked], [q.max_new_tokens for q in asked])
+        written = self._decode(rows, logits, asked)
         return [Reply(*both) for both in zip(written, forced, strict=True)]
 
     def _forced(self, rows: KVRows, row: int, question: Question, choice: int) -> list[int]:
@@ -147,23 +148,10 @@ class Reader:
         logits = rows.read(ids, row, len(question.prompt), len(given), keep=len(given))
         return [choice, *logits[0].float().argmax(-1).tolist()]
 
-    def _decode(
-        self, rows: KVRows, token: torch.Tensor, lengths: list[int], max_new_tokens: list[int]
-    ) -> list[list[int]]:
-        """The new tokens of each row, of which `token` [rows] are the first."""
-        limits = torch.tensor(max_new_tokens, device=self.device)
-        step = _Step(rows, token, torch.tensor(lengths, device=self.device))
-        made, ended = [token.clone()], torch.isin(token, self.ends) | (limits <= 1)
-        while not bool(ended.all()):
-            step.take(max(max_new_tokens) - len(made))
-            made.append(token.clone())
-            ended |= torch.isin(token, self.ends) | (limits <= len(made))
-        ends = set(self.ends.tolist())
-        replies = []
-        for row, limit in zip(torch.stack(made, 1).tolist(), max_new_tokens, strict=True):
-            end = first_end(row[:limit], ends)
-            replies.append(row[:limit] if end is None else row[: end + 1])
-        return replies
+    def _decode(self, rows: KVRows, logits: torch.Tensor, asked: Sequence[Question]) -> list[list[int]]:
+        """The new tokens of each row, with `logits` [rows, vocab_size] behind the prompts."""
+        lengths, limits = [len(q.prompt) for q in asked], [q.max_new_tokens for q in asked]
+        return decode(rows, logits, lengths, limits, self.ends, Greedy())
 
     def _rows_in_memory(self, capacity: int, n_prompts: int) -> int:
         """Prompts to be held at once."""
@@ -189,69 +177,6 @@ class Reader:
         inner = inner if isinstance(inner, int) else 4 * hidden
         experts = getattr(config, "num_experts_per_tok", None) or 1
         return self.core.get_input_embeddings().weight.element_size() * (16 * hidden + 6 * inner * experts)
-
-
-class _Step:
-    """One more token of each row: run as it is first, then as a CUDA graph, which a GPU runs without Python.
-
-    Args:
-        rows: filled with prompts.
-        token: last token of each row, [n]; `take` puts the next one in its place.
-        slots: place of that token in its row, [n].
-    """
-
-    def __init__(self, rows: KVRows, token: torch.Tensor, slots: torch.Tensor) -> None:
-        self.rows, self.token, self.slots = rows, token, slots
-        self.graph: torch.cuda.CUDAGraph | None = None
-        devices = {p.device for p in rows.core.parameters()}
-        self.stream = torch.cuda.Stream(token.device) if len(devices) == 1 and token.is_cuda else None
-        self.taken = 0
-
-    def take(self, left: int) -> None:
-        """Replace `token` by the one after it.
-
-        Args:
-            left: steps that may come, this one included: a graph has to pay for its making.
-        """
-        if self.stream is None:
-            self._run()
-            return
-        with torch.cuda.device(self.token.device):
-            if self.taken == 1 and left > 2:
-                self.graph = self._captured(self.stream)
-            if self.graph is not None:
-                self.graph.replay()
-            else:  # beside the default stream, as what a first run sets up there would be set up in the graph again
-                self.stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self.stream):
-                    self._run()
-                torch.cuda.current_stream().wait_stream(self.stream)
-        self.taken += 1
-
-    def _run(self) -> None:
-        logits = self.rows.decode(self.token, self.slots)
-        self.token.copy_(logits.float().argmax(-1))
-        self.slots += 1
-
-    def _captured(self, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph | None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._run()
-        except RuntimeError:  # a family whose forward looks at values, as of some mixtures of experts
-            return None
-        return graph
-
-
-def end_tokens(core: Any) -> list[int]:
-    """Ids of which each ends what a model writes, by the generation config that comes with it."""
-    ends = core.generation_config.eos_token_id
-    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
-
-
-def first_end(ids: Sequence[int], ends: Collection[int]) -> int | None:
-    """Place of the first of `ends` among `ids`; None if there is none."""
-    return next((k for k, i in enumerate(ids) if i in ends), None)
 
 
 def _add_to(done: Callable[[int], None], before: int, n: int) -> None:

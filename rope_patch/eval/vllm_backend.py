@@ -11,8 +11,9 @@ from torch import nn
 
 from ..describe import describe
 from ..rotary import find_core
+from .decoding import end_tokens
 from .generation import ask_greedily
-from .reading import Question, Reply, end_tokens
+from .reading import Question, Reply
 from .retrieval import Ask
 from .subject import Subject
 

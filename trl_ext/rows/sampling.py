@@ -1,18 +1,16 @@
 """Texts that a model writes itself: what it says is what a trained model must still say."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from rope_patch.checked_numbers import require_integer, require_number
-from rope_patch.eval.generation import bare_generation_config
-from rope_patch.eval.reading import end_tokens, first_end
+from rope_patch.eval.decoding import end_tokens, first_end
+from rope_patch.eval.sampling import sampled_tokens
 from rope_patch.eval.subject import Subject
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
@@ -140,30 +138,36 @@ def sampled_chats(
     sampler.require_room(len(turns.begin) + max_user_tokens + len(turns.turn) + max_reply_tokens)
     special = set(tokenizer.all_special_ids)
 
-    def batch(rows: int) -> list[list[int]]:
+    def questions(rows: int) -> list[list[int]]:
         ends = (turns.end_of_user, *sampler.ends)
-        said = sampler.sample([list(turns.begin)] * rows, max_user_tokens, ends, "user's turns")
         asked = []
-        for ids in said:
+        for ids in sampler.sample([list(turns.begin)] * rows, max_user_tokens, ends, "user's turns"):
             end = first_end(ids, ends)
             if end is None or ids[end] != turns.end_of_user or special & set(ids[:end]):
                 continue
             if _has_text(tokenizer, ids[:end]):
                 asked.append([*turns.begin, *ids[:end], *turns.turn])
-        if not asked:
-            return []
+        return asked
+
+    def replies(rows: int) -> list[list[int]]:
+        while len(waiting) < rows:
+            waiting.append(next(asked))
+        prompts = waiting[:rows]
+        said = sampler.sample(prompts, max_reply_tokens, turns.ends_of_reply, "replies")
+        del waiting[:rows]  # not before, as memory may run out
         chats = []
-        said = sampler.sample(asked, max_reply_tokens, turns.ends_of_reply, "replies")
-        for prompt, ids in zip(asked, said, strict=True):
+        for prompt, ids in zip(prompts, said, strict=True):
             end = first_end(ids, turns.ends_of_reply)
             if (end is None and not keep_unfinished) or special & set(ids[:end]):
                 continue
             if _has_text(tokenizer, ids[:end]):
-                chats.append(prompt + (ids if end is None else ids[: end + 1]))
+                chats.append(prompt + ids)
         return chats
 
-    why = f"within {max_user_tokens} and {max_reply_tokens} tokens: allow more, or leave chats out"
-    return sampler.batches(batch, f"no user's text and reply that both end {why}")
+    remedy = "allow more, or leave chats out"
+    asked = sampler.batches(questions, f"no user's text that ends within {max_user_tokens} tokens: {remedy}")
+    waiting: list[list[int]] = []
+    return sampler.batches(replies, f"no reply that ends within {max_reply_tokens} tokens: {remedy}")
 
 
 def sampled_texts(
@@ -195,7 +199,7 @@ def sampled_texts(
         for ids in sampler.sample([begin] * rows, max_tokens, sampler.ends, "texts"):
             end = first_end(ids, sampler.ends)
             if _has_text(tokenizer, ids[:end]):
-                texts.append(begin + (ids if end is None else ids[: end + 1]))
+                texts.append(begin + ids)
         return texts
 
     return sampler.batches(batch, "nothing but blank texts: leave own_texts out")
@@ -239,13 +243,12 @@ class _Sampler:
         """Texts of one batch after another, halved where memory runs out."""
         fruitless = 0
         while True:
-            calls = self.calls
             try:
                 found = batch(self.rows)
             except torch.OutOfMemoryError:
                 if self.rows == 1:
                     raise
-                self.rows, self.calls = self.rows // 2, calls
+                self.rows //= 2
                 continue
             fruitless = 0 if found else fruitless + 1
             if fruitless == _FRUITLESS:
@@ -253,56 +256,22 @@ class _Sampler:
             yield from found
 
     def sample(self, prompts: list[list[int]], n_tokens: int, ends: tuple[int, ...], what: str) -> list[list[int]]:
-        """What the model writes behind each of `prompts`, at most `n_tokens`, with anything behind the first end."""
-        longest = max(map(len, prompts))
-        device = self.subject.device
-        ids = torch.tensor([[self.pad] * (longest - len(p)) + p for p in prompts], device=device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-        config = GenerationConfig(
-            max_new_tokens=n_tokens,
-            do_sample=True,
-            temperature=float(self.temperature),
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=list(ends),
-            pad_token_id=self.pad,
-        )
-        self.calls += 1
-        with self._draws(self.calls), self.subject.evaluating(), bare_generation_config(self.core):
-            with _Steps(what, len(prompts), n_tokens, self.progress) as steps:
-                out = self.core.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    generation_config=config,
-                    stopping_criteria=StoppingCriteriaList([steps]),
-                )
-        return out[:, longest:].tolist()
-
-    @contextmanager
-    def _draws(self, call: int) -> Iterator[None]:
-        """Torch's generators seeded by the number of the call; outside they are as if nothing had been drawn."""
-        device = self.subject.device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(((self.seed << 24) + call) % 2**63)
-            yield
-
-
-class _Steps(StoppingCriteria):
-    """A bar over the tokens of one batch, which takes long on a CPU; it never stops anything."""
-
-    def __init__(self, what: str, n: int, n_tokens: int, show: bool) -> None:
-        self.bar = tqdm(total=n_tokens, desc=f"{n} {what}, at most", unit="token", leave=False, disable=not show)
-
-    def __enter__(self) -> "_Steps":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.close()
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        self.bar.update()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        """What the model writes behind each of `prompts`, at most `n_tokens`, up to one of `ends`."""
+        call = self.calls + 1
+        title = f"{len(prompts)} {what}, at most"
+        with tqdm(total=n_tokens, desc=title, unit="token", leave=False, disable=not self.progress) as bar:
+            written = sampled_tokens(
+                self.subject.model,
+                prompts,
+                max_new_tokens=n_tokens,
+                ends=ends,
+                temperature=self.temperature,
+                seed=((self.seed << 24) + call) % 2**63,
+                pad_token=self.pad,
+                step_done=bar.update,
+            )
+        self.calls = call  # not before: where memory runs out, a smaller batch begins with the same draws
+        return written
 
 
 def _has_text(tokenizer: Any, ids: list[int]) -> bool:

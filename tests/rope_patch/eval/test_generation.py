@@ -9,6 +9,7 @@ import torch
 from support.tiny import MIXED, VOCAB, gemma3, tiny
 from transformers import GenerationConfig
 
+import rope_patch.eval.decoding as decoding
 import rope_patch.eval.generation as generation
 import rope_patch.eval.reading as reading
 from rope_patch import patch_model, rope_view
@@ -81,7 +82,7 @@ def answers(model, prompts, n, **options):
 
 def is_read_in_rows(model):
     with torch.no_grad():
-        return generation._bytes_per_token(model) is not None
+        return generation.bytes_per_token(model) is not None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -260,11 +261,11 @@ def test_arguments_without_sense_are_refused():
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "no graph"])
 def test_a_gpu_in_float32_says_what_the_cpu_says(name, captured, monkeypatch):
     monkeypatch.setattr("rope_patch.eval.plain_attention._WINDOW_BLOCK", 5)
-    steps, capture = [], reading._Step._captured
+    steps, capture = [], decoding._Step._captured
     if captured:
-        monkeypatch.setattr(reading._Step, "_captured", lambda s, x: steps.append(capture(s, x)) or steps[-1])
+        monkeypatch.setattr(decoding._Step, "_captured", lambda s, x: steps.append(capture(s, x)) or steps[-1])
     else:
-        monkeypatch.setattr(reading._Step, "_captured", lambda *_: None)
+        monkeypatch.setattr(decoding._Step, "_captured", lambda *_: None)
     model, prompts = MODELS[name](), family(1)
     wanted = alone(model, prompts, 12)
     model.to("cuda")

@@ -8,6 +8,7 @@ from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
 from rope_patch import patch_model, rope_view
+from rope_patch.eval.kv_rows import KVRows
 from rope_patch.views import Skip
 from trl_ext.rows import own_chats, own_texts
 
@@ -18,11 +19,11 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content
 FORM = re.compile(r"<bos>\[user\](.+)<eos>\[assistant\](.+)<eos>", re.DOTALL)
 
 
-def chatty(template=TEMPLATE):
+def chatty(template=TEMPLATE, attention="sdpa"):
     """A tiny model of 512 positions whose texts end, and its tokenizer."""
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
-    model = tiny(vocab_size=CHARACTERS, max_position_embeddings=512)
+    model = tiny(vocab_size=CHARACTERS, max_position_embeddings=512, attention=attention)
     more = torch.zeros(CHARACTERS)
     more[EOS], more[[0, 1, 3, 127, 128, 129]] = 300.0, -1e9
     model.lm_head.register_forward_hook(lambda _, __, logits: logits + more)
@@ -39,8 +40,9 @@ HOT = {
 }
 
 
-def test_chats_are_whole_and_a_seed_gives_them_again():
-    model, tokenizer = chatty()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_chats_are_whole_and_a_seed_gives_them_again(attention):
+    model, tokenizer = chatty(attention=attention)
     model.train()
     model.generation_config.update(top_k=1, repetition_penalty=9.0)
     state = torch.get_rng_state()
@@ -56,15 +58,15 @@ def test_chats_are_whole_and_a_seed_gives_them_again():
 
 
 def scripted(model, tokenizer, monkeypatch, turns, replies):
-    """What is sampled is written down here."""
+    """What is sampled is written down here: one text for each prompt of a batch."""
     prompts = []
 
     def generate(input_ids, attention_mask, **_):
-        texts = turns if len(prompts) % 2 == 0 else replies
         prompts.append(
             [tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(input_ids, attention_mask, strict=True)]
         )
-        said = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts[: len(input_ids)]]
+        texts = replies if "[assistant]" in prompts[-1][0] else turns
+        said = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         width = max(map(len, said))
         return torch.cat([input_ids, torch.tensor([ids + [0] * (width - len(ids)) for ids in said])], 1)
 
@@ -73,7 +75,7 @@ def scripted(model, tokenizer, monkeypatch, turns, replies):
 
 
 TURNS = ["hi<eos>", "<eos>", " <eos>", "no end", "a<bos>b<eos>", "so?<eos>no"]
-REPLIES = ["Good day", "Yes.<eos>more"]
+REPLIES = ["Good day", "Yes.<eos>more", "Hm", "Now", "No.<eos>", "<eos>"]
 
 
 @pytest.mark.parametrize("keep_unfinished", [False, True])
@@ -82,13 +84,15 @@ def test_blank_and_unfinished_turns_are_left_out(keep_unfinished, monkeypatch):
     tokenizer.pad_token = "<unk>"
     prompts = scripted(model, tokenizer, monkeypatch, TURNS, REPLIES)
     options = {**HOT, "batch_size": 6, "keep_unfinished": keep_unfinished}
-    chats = [tokenizer.decode(chat) for chat in own_chats(model, tokenizer, 2, **options)]
-    assert prompts[:2] == [["<bos>[user]"] * 6, ["<bos>[user]hi<eos>[assistant]", "<bos>[user]so?<eos>[assistant]"]]
-    finished = "<bos>[user]so?<eos>[assistant]Yes.<eos>"
+    chats = [tokenizer.decode(chat) for chat in own_chats(model, tokenizer, 3, **options)]
+    hi, so = "<bos>[user]hi<eos>[assistant]", "<bos>[user]so?<eos>[assistant]"
+    # two of each batch are questions, so three batches of them fill one of replies
+    assert prompts[:4] == [*[["<bos>[user]"] * 6] * 3, [hi, so] * 3]
     if keep_unfinished:
-        assert chats[0].startswith("<bos>[user]hi<eos>[assistant]Good day") and chats[1] == finished
+        assert chats[0].startswith(f"{hi}Good day") and chats[1] == f"{so}Yes.<eos>"
+        assert chats[2].startswith(f"{hi}Hm")
     else:
-        assert chats == [finished] * 2
+        assert chats == [f"{so}Yes.<eos>", f"{hi}No.<eos>", f"{so}Yes.<eos>"]
 
 
 def test_a_base_model_writes_texts():
@@ -101,19 +105,42 @@ def test_a_base_model_writes_texts():
         assert EOS not in text[:-1]
 
 
-def test_batches_are_halved_where_memory_runs_out(monkeypatch):
+@pytest.mark.parametrize("in_rows", [True, False])
+def test_batches_are_halved_where_memory_runs_out(in_rows, monkeypatch):
     model, tokenizer = chatty()
-    whole, seen = model.generate, []
+    options = {"max_tokens": 5, "temperature": 100.0, "progress": False}
+    wanted = own_texts(model, tokenizer, 3, batch_size=2, **options)
+    make, whole, seen = KVRows.__init__, model.generate, []
+
+    def full(n):
+        seen.append(n)
+        if n > 2:
+            raise torch.OutOfMemoryError("full")
+
+    if in_rows:
+        monkeypatch.setattr(KVRows, "__init__", lambda rows, core, n, k: (full(n), make(rows, core, n, k))[1])
+    else:
+        generate = staticmethod(lambda input_ids, **kw: (full(len(input_ids)), whole(input_ids=input_ids, **kw))[1])
+        monkeypatch.setattr(model, "generate", generate)
+    texts = own_texts(model, tokenizer, 3, batch_size=8, **options)
+    assert seen[:3] == [8, 4, 2] and len(texts) == 3
+    assert texts == wanted
+
+
+def test_no_question_is_lost_where_memory_runs_out(monkeypatch):
+    model, tokenizer = chatty()
+    prompts = scripted(model, tokenizer, monkeypatch, ["a<eos>", "b<eos>", "c<eos>", "d<eos>"], ["yes<eos>"] * 2)
+    answer = model.generate
 
     def generate(input_ids, **options):
-        seen.append(len(input_ids))
-        if len(input_ids) > 2:
+        if len(input_ids) > 2 and len(prompts) == 1:
             raise torch.OutOfMemoryError("full")
-        return whole(input_ids=input_ids, **options)
+        return answer(input_ids, **options)
 
     monkeypatch.setattr(model, "generate", generate)
-    assert own_texts(model, tokenizer, 3, max_tokens=5, temperature=100.0, batch_size=8, progress=False)
-    assert seen[:3] == [8, 4, 2]
+    chats = own_chats(model, tokenizer, 4, **{**HOT, "batch_size": 4})
+    assert [tokenizer.decode(chat)[11] for chat in chats] == list("abcd")
+    assert [len(batch) for batch in prompts] == [4, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -133,11 +160,17 @@ def test_what_cannot_be_sampled_is_refused(options, template, message):
         own_chats(model, tokenizer, 1, **{**HOT, **options})
 
 
-def test_a_model_that_writes_no_chats_is_told(monkeypatch):
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ("no end", "in 10 batches of 8 the model wrote no user's text that ends within 20 tokens: allow more"),
+        ("hi<eos>", "in 10 batches of 8 the model wrote no reply that ends within 30 tokens: allow more"),
+    ],
+)
+def test_a_model_that_writes_no_chats_is_told(turn, message, monkeypatch):
     model, tokenizer = chatty()
-    scripted(model, tokenizer, monkeypatch, ["no end"] * 8, [])
-    monkeypatch.setattr(model, "generate", lambda input_ids, **_: torch.cat([input_ids, input_ids], 1))
-    with pytest.raises(ValueError, match=r"in 10 batches of 8 the model wrote no user's text and reply that both end"):
+    scripted(model, tokenizer, monkeypatch, [turn] * 8, ["no end"] * 8)
+    with pytest.raises(ValueError, match=message):
         own_chats(model, tokenizer, 1, **HOT)
 
 

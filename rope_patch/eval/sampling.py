@@ -1,0 +1,112 @@
+"""Random continuations of prompts: of all at once in `KVRows`, or by a model's own `generate`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from .decoding import Sampling, decode, up_to_end
+from .generation import bare_generation_config, bytes_per_token
+from .kv_rows import KVRows
+from .subject import Subject
+
+_TOGETHER = 8192  # tokens of prompts that are read in one forward
+
+
+def sampled_tokens(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    ends: Sequence[int],
+    temperature: float,
+    seed: int,
+    pad_token: int,
+    step_done: Callable[[], object] = lambda: None,
+) -> list[list[int]]:
+    """What a model writes behind each of `prompts` where every token is drawn from softmax(logits / temperature).
+
+    All prompts are held and written to their end at once, so memory grows with keys and values of all of them. The same
+    seed and prompts give the same tokens on the same machine, and Torch's own generators are as they were before. A
+    model that `KVRows` cannot read is asked by its own `generate`.
+
+    Args:
+        model: a causal LM.
+        prompts: token ids, at least one each, of one length or of several.
+        max_new_tokens: tokens to write at most, at least 1.
+        ends: tokens of which each ends a text.
+        temperature: above 0.
+        seed: of the draws.
+        pad_token: stands before shorter prompts for a model's own `generate`.
+        step_done: called after each new token of all texts.
+
+    Returns:
+        The new tokens of each prompt, up to the first of `ends`, which is included.
+    """
+    subject = Subject(model)
+    with subject.evaluating():
+        if bytes_per_token(subject.core) is None:
+            config = GenerationConfig(
+                max_new_tokens=max_new_tokens,
+                do_sample=True,
+                temperature=float(temperature),
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=list(ends),
+                pad_token_id=pad_token,
+            )
+            replies = _by_generate(subject, prompts, config, seed, _EachStep(step_done))
+            return [up_to_end(reply, ends) for reply in replies]
+        lengths = [len(p) for p in prompts]
+        rows = KVRows(subject.core, len(prompts), max(lengths) + max_new_tokens)
+        with rows.attention():
+            logits = _logits_behind(rows, prompts, subject.device)
+            choice = Sampling(temperature, seed, logits)
+            return decode(rows, logits, lengths, [max_new_tokens] * len(prompts), ends, choice, step_done)
+
+
+def _logits_behind(rows: KVRows, prompts: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Fill `rows` with prompts and return the logits behind each, [rows, vocab_size]."""
+    # no token sees the padding behind it, and what is written takes the place of the padding
+    width = max(map(len, prompts)) - 1
+    padded = torch.tensor([[*p[:-1], *[0] * (width + 1 - len(p))] for p in prompts], device=device)
+    if width:
+        first = 0
+        for part in padded.split(max(_TOGETHER // width, 1)):
+            rows.read(part, first, 0, chunk=width)
+            first += len(part)
+    # the last tokens stand at several places, as tokens that are written do
+    last = torch.tensor([p[-1] for p in prompts], device=device)
+    return rows.decode(last, torch.tensor([len(p) - 1 for p in prompts], device=device))
+
+
+def _by_generate(
+    subject: Subject, prompts: Sequence[Sequence[int]], config: GenerationConfig, seed: int, each_step: "_EachStep"
+) -> list[list[int]]:
+    """New tokens by the model's own `generate`, in one batch; anything may stand behind the end of a text."""
+    core, device, longest = subject.core, subject.device, max(map(len, prompts))
+    ids = torch.tensor([[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), bare_generation_config(core):
+        torch.manual_seed(seed)
+        out = core.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([each_step]),
+        )
+    new: list[list[int]] = out[:, longest:].tolist()
+    return new
+
+
+class _EachStep(StoppingCriteria):
+    """Calls `step_done` after each token; it never stops anything."""
+
+    def __init__(self, step_done: Callable[[], object]) -> None:
+        self.step_done = step_done
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.step_done()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
