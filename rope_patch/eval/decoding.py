@@ -134,6 +134,8 @@ class _Step:
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._run()
+        except torch.OutOfMemoryError:  # fewer rows with a graph are faster than many without
+            raise
         except RuntimeError:  # a family whose forward looks at values, as of some mixtures of experts
             return None
         return graph
