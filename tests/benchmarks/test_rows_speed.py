@@ -1,0 +1,34 @@
+"""The benchmark of how fast a model writes its chats says on a CPU what it says on a GPU, of a tiny model."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import rows_speed
+
+
+@pytest.mark.slow
+def test_both_ways_are_timed(tmp_path, monkeypatch, capsys):
+    out, asked = tmp_path / "speed.jsonl", []
+    by_generate = rows_speed.own_generate
+    monkeypatch.setattr(rows_speed, "own_generate", lambda model: (asked.append(model), by_generate(model))[1])
+    monkeypatch.setattr(sys, "argv", ["rows_speed.py", "--quick", "--out", str(out)])
+    rows_speed.main()
+    setting, new, old = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (setting["line"], new["line"], old["line"]) == ("setting", "new", "old")
+    for line in (new, old):
+        assert line["chats"] == 8 and line["tokens"] > 500
+        assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
+    assert old["ratio"] == pytest.approx(new["tokens_per_second"] / old["tokens_per_second"])
+    assert len(asked) == 1 and "generate" not in vars(asked[0])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_checkpoint_is_not_quick(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rows_speed.py", "--quick", "--model", "SmolLM2"])
+    with pytest.raises(SystemExit):
+        rows_speed.main()
+    assert "leave out --model or --quick" in capsys.readouterr().err
