@@ -57,7 +57,7 @@ def add_commands(commands: Any) -> None:
     sampling.add_argument(
         "--keep-unfinished", action="store_true", help="keep replies that do not end, cut; default: leave them out"
     )
-    sampling.add_argument("--batch-size", type=int, help="written at once; default: 256, on a CPU 8")
+    sampling.add_argument("--batch-size", type=int, help="written at once; default: 1024, on a CPU 8")
     rows.add_argument("--seed", type=int, default=0, help="of everything; default: %(default)s")
     rows.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
 

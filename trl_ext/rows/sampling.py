@@ -18,7 +18,9 @@ from rope_patch.state import state_of
 
 from .turns import SampledTurns
 
-_ROWS = {"cuda": 256, "cpu": 8}  # fixed, not by free memory: a seed gives the same texts each time
+# fixed, not by free memory: a seed gives the same texts each time. On a GPU most of a small model's step is spent on
+# weights and launches, which more rows share; a CPU is busy with few
+_ROWS = {"cuda": 1024, "cpu": 8}
 _FRUITLESS = 10  # batches without one text after which a model counts as one that writes none
 
 
@@ -39,7 +41,8 @@ def own_chats(
 
     The model is given its chat template up to where a user's text begins and goes on until it ends that text; then it
     is given the template up to the reply. Both are sampled from the whole vocabulary. A user's text that is blank, has
-    special tokens in it or does not end within `max_user_tokens` is left out, and so is such a reply.
+    special tokens in it or does not end within `max_user_tokens` is left out, and so is such a reply. A batch is
+    written to its end before any text of it is taken: the first texts to end would be short ones.
 
     The same seed and batch size give the same chats on the same machine, whatever else draws random numbers.
 
@@ -52,7 +55,8 @@ def own_chats(
         temperature: of both turns, above 0.
         seed: of what is sampled.
         keep_unfinished: whether replies that do not end are kept, cut at `max_reply_tokens`.
-        batch_size: chats sampled at once; None means 256 on a GPU and 8 on a CPU, half of it each time memory runs out.
+        batch_size: chats sampled at once; None means 1024 on a GPU and 8 on a CPU, half of it each time memory runs
+            out.
         progress: whether a bar is shown.
 
     Raises:
@@ -98,7 +102,8 @@ def own_texts(
         max_tokens: tokens of a text at most.
         temperature: above 0.
         seed: of what is sampled.
-        batch_size: texts sampled at once; None means 256 on a GPU and 8 on a CPU, half of it each time memory runs out.
+        batch_size: texts sampled at once; None means 1024 on a GPU and 8 on a CPU, half of it each time memory runs
+            out.
         progress: whether a bar is shown.
 
     Raises:
