@@ -3,7 +3,7 @@
 PEFT asks the adapter's config to save itself. The config gets a cover that writes the specification too: at the patch,
 whenever the decoder is asked for its state, as in most saving, and whenever it is asked for its modules, as PEFT does
 where it is given the weights (DeepSpeed ZeRO-3); by then the wrappers are known. A whole model that is saved with such
-weights goes through its own `save_pretrained`, which gets a cover too.
+weights goes through its own `save_pretrained`, which gets a cover too, once somebody has asked it for its weights.
 """
 
 import copy
@@ -103,12 +103,12 @@ class _TraversalWatch(_OfModel):
         return modules
 
     def _look(self, decoder: nn.Module) -> None:
-        around = list(_traversed())
+        around, gathers = _traversed()
         outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
         state = state_of(decoder)
         for module in around:
             _cover(module, outermost)
-            if state is not None and state.rescalings:
+            if gathers and state is not None and state.rescalings:
                 _check_saves(module)
 
 
@@ -148,7 +148,6 @@ def watch_adapters(model: nn.Module, core: nn.Module) -> None:
     """Let every adapter on `model` write the sidecar when it is saved, also one that is added later."""
     for module in model.modules():
         _cover(module, core)
-    _check_saves(core)
     decoder = find_decoder(core)
     if not any(isinstance(hook, _SaveWatch) for hook in decoder._state_dict_pre_hooks.values()):
         decoder.register_state_dict_pre_hook(_SaveWatch())
@@ -207,7 +206,11 @@ def _cover(module: nn.Module, core: nn.Module) -> None:
 
 
 def _check_saves(model: nn.Module) -> None:
-    """Let `model.save_pretrained` check what it is about to write, unless somebody else stands in for it."""
+    """Let `model.save_pretrained` check what it is about to write, unless somebody else stands in for it.
+
+    Not before somebody asks the model for its weights, to hand them over: what stands in for a method does not keep the
+    model, which `patch_model(from_pretrained(...), ...).save_pretrained(folder)` leaves to the method alone.
+    """
     if isinstance(model, PreTrainedModel) and "save_pretrained" not in vars(model):
         model.save_pretrained = _CheckedSave(model)  # type: ignore[method-assign]
 
@@ -237,12 +240,23 @@ def _callers() -> Iterator[nn.Module]:
             yield caller
 
 
-def _traversed() -> Iterator[nn.Module]:
-    """Modules around a decoder whose `named_modules` are being called, innermost first."""
-    for frame in islice(frames(), 2, None):  # behind the watch's own
+def _traversed() -> tuple[list[nn.Module], bool]:
+    """Modules around a decoder whose `named_modules` are being called, innermost first; whether for `named_parameters`.
+
+    Whoever hands weights over to be saved has to have their names; `parameters` is called for a device or a dtype, too,
+    and PEFT asks for names to freeze what it wraps.
+    """
+    calls = islice(frames(), 2, None)  # behind the watch's own
+    around: list[nn.Module] = []
+    for frame in calls:
         if frame.f_code.co_name != "named_modules":
-            return
-        yield frame.f_locals["self"]
+            callers = [frame, *islice(calls, 2)]
+            names = [caller.f_code.co_name for caller in callers]
+            of_peft = str(callers[-1].f_globals.get("__name__")).startswith("peft.")
+            by_name = names[:2] == ["_named_members", "named_parameters"] and names[2:] != ["parameters"]
+            return around, by_name and not of_peft
+        around.append(frame.f_locals["self"])
+    return around, False
 
 
 def _around(decoder: nn.Module) -> list[nn.Module]:

@@ -248,6 +248,8 @@ def _normal_tensors() -> AbstractContextManager[None]:
 
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeSchedule.of(decoder)
+    if any(rotary.is_degraded() for rotary in original.rotary.values()):  # which the config is to heal
+        require_frequencies_of_config(original, decoder)
     native = healed(original, decoder)
     return RopeState(original, native, current=native, start=native, layers_call_rotary=layers_call_rotary(decoder))
 

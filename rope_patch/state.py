@@ -87,12 +87,20 @@ class BoundView:
         """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""
         start = self.documents.start
         if start.shape[-1] not in (1, position_ids.shape[-1]):
+            return self._by_row()(position_ids)
+        return start + self.view.rope_index(position_ids - start, self.parameters)
+
+    def _by_row(self) -> "BoundView":
+        """The same, said once a row instead of once a token, for positions of other things than the tokens."""
+        drawn = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
+        if not all(bool((x == x[..., -1:]).all()) for x in (self.documents.ordinal, *drawn.values())):
             raise ValueError(
                 "a rotary module of this model asks for positions of windows of tokens, which may lie across "
-                "documents: a RoPE view there needs one document a row. Leave packing (position_ids that begin anew) "
-                "out."
+                "documents: a RoPE view there needs one document a row, and one draw for all of it. Leave packing "
+                "(position_ids that begin anew) out."
             )
-        return start + self.view.rope_index(position_ids - start, self.parameters)
+        rows = {name: p[..., -1:] for name, p in drawn.items()}
+        return BoundView(self.view, self.documents.last_column(), {**self.parameters, **rows}, self.continues)
 
 
 @dataclass(eq=False)
@@ -372,6 +380,8 @@ class _OtherRows(_CacheMethod):
             rows = torch.arange(len(draws.documents.start)).repeat_interleave(rows)
         elif rows.dtype == torch.bool:
             rows = rows.nonzero().flatten()
+        else:
+            rows = rows % len(draws.documents.start)  # negative ones count from the end
         setattr(cache, _DRAWS, draws.rows(rows))
 
 

@@ -16,8 +16,8 @@ Parameters = dict[str, torch.Tensor]
 MAX_INDEX = 2**24
 """Largest RoPE index: Transformers multiplies it in float32, which holds no larger integer exactly.
 
-The index is exact up to here, its angle is not: index times frequency is rounded to 24 bits, so that cosines of the
-fastest frequency are off by up to .016 at 2**20 and .47 at 2**24, in Transformers as here.
+The index is exact up to here, its angle is not: index times frequency is rounded to 24 bits, so that cosines of fast
+frequencies are off by up to .03 at 2**20 and .5 at 2**24, in Transformers as here.
 """
 
 

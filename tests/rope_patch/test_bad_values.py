@@ -61,3 +61,12 @@ def test_a_seed_is_refused_before_anything_is_put_on(seed):
     with pytest.raises(ValueError, match="seed must be an integer"), rope_view(model, "skip", seed=seed):
         pass
     assert not model.model._forward_pre_hooks
+
+
+def test_angles_are_as_rough_as_the_docs_of_the_largest_index_say():
+    frequencies = 10000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
+    for power, bound in ((20, 0.03), (24, 0.5)):
+        index = torch.arange(2**power - 20_000, 2**power)[:, None]
+        rounded = (index.float() * frequencies.float()).double().cos()
+        error = (rounded - (index * frequencies.float().double()).cos()).abs().max()
+        assert 0.9 * bound < error < 1.1 * bound

@@ -103,13 +103,18 @@ def test_continuous_batching_is_refused():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("select", [torch.tensor([True, False]), torch.tensor([1, 0])], ids=["bool", "index"])
+@pytest.mark.parametrize(
+    "select",
+    [torch.tensor([True, False]), torch.tensor([1, 0]), torch.tensor([-1, 0])],
+    ids=["bool", "index", "from the end"],
+)
 def test_rows_of_a_cache_are_chosen_by_name_and_by_bool(select):
     model, ids = tiny(), tokens(2, 9)
     with rope_view(model, Skip(), seed=2):
         cache = model(ids[:, :8], use_cache=True).past_key_values
         drawn = model.model._rope_patch.overrides.innermost().last.parameters["skip"].clone()
-        (cache.batch_select_indices if select.dtype == torch.bool else cache.reorder_cache)(
-            **{"indices" if select.dtype == torch.bool else "beam_idx": select}
+        reorders = select.dtype != torch.bool and (select >= 0).all()  # which takes no others
+        (cache.reorder_cache if reorders else cache.batch_select_indices)(
+            **{"beam_idx" if reorders else "indices": select}
         )
         assert torch.equal(cache._rope_patch_draws.parameters["skip"], drawn[select])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support.tiny import tiny, tokens
+from transformers import CompileConfig
 
 from rope_patch import patch_model, rope_view, unpatch_model
 from rope_patch.draws import DrawKey, philox4x32
@@ -61,8 +62,11 @@ def test_a_view_of_one_model_stays_out_of_another_of_its_class():
 @torch.no_grad()
 def test_generation_with_a_static_cache_meets_a_view_that_comes_later():
     model, ids = tiny(), tokens(1, 12)
-    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": False}
+    compiled = CompileConfig(backend="eager", fullgraph=False)
+    compiled._compile_all_devices = True  # a CPU too
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "compile_config": compiled}
     model.generate(ids, **options)
+    assert hasattr(model, "_compiled_call")
     with rope_view(model, VIEW):
         found = model.generate(ids, **options)
         grown = ids

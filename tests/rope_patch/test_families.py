@@ -22,7 +22,7 @@ from rope_patch.documents import real_tokens_of
 from rope_patch.draws import DrawKey
 from rope_patch.eval.subject import Subject
 from rope_patch.state import BoundView, Documents
-from rope_patch.views import ChunkPermute, Skip
+from rope_patch.views import RPE, ChunkPermute, EndPrompt, Skip
 
 L = 20
 
@@ -234,6 +234,23 @@ def test_explicit_indices_reach_compressed_keys():
         for t in range(9, L):  # the token at 11, 15 and 19 ends a window
             parts.append(model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "view", [Skip(split=7, skip=30), Skip(), EndPrompt(target=60, cue_tokens=3), RPE(max_index=64)], ids=repr
+)
+def test_compressed_keys_take_positions_of_one_document_a_row(view):
+    """As `generate` gives them."""
+    model, ids = tiny_family("deepseek_v4").eval(), tokens(2, L)
+    with rope_view(model, view, seed=3):
+        wanted = model(ids, use_cache=False).logits
+    for positions in (torch.arange(L)[None], torch.arange(L).repeat(2, 1)):
+        with rope_view(model, view, seed=3):
+            assert torch.equal(model(ids, position_ids=positions, use_cache=False).logits, wanted)
+    with rope_view(model, view, seed=3):
+        found = model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert torch.equal(found[:, -1], wanted[:, -1].argmax(-1))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from support.families import tiny_family
 from support.tiny import tiny, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from rope_patch import native_rope, patch_model, rope_view, unpatch_model
+from rope_patch import load_adapter, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.one_config import require_frequencies_of_config
 from rope_patch.rescale import RopeSchedule
 
@@ -152,3 +152,25 @@ def test_a_copy_saves_itself(make, tmp_path):
     assert not logits(AutoModelForCausalLM.from_pretrained(tmp_path)).any() and logits(model).any()
     model.config = copy.deepcopy(tiny().config)
     other.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda model: rope_view(model, "skip").__enter__(), lambda m: patch_model(m, "standard")]
+)
+def test_rounded_frequencies_are_not_healed_by_a_config_of_others(call):
+    model = tiny().to(torch.bfloat16)
+    model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    plain = logits(model)
+    with pytest.raises(ValueError, match="are not those of its config"):
+        call(model)
+    assert torch.equal(logits(model), plain) and not hasattr(model.model, "_rope_patch")
+
+
+def test_a_model_that_nobody_holds_is_saved(tmp_path):
+    patch_model(tiny(), "pi", factor=2.0).save_pretrained(tmp_path / "patched")
+    model = get_peft_model(patch_model(tiny(), "pi", factor=2.0), LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    load_adapter(tiny(), tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "merged")
+    for name in ("patched", "merged"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert torch.equal(logits(again), logits(model))
