@@ -63,6 +63,8 @@ def sampled_tokens(
         rows = KVRows(subject.core, len(prompts), max(lengths) + max_new_tokens)
         with rows.attention():
             logits = _logits_behind(rows, prompts, subject.device)
+            if bool(logits.isnan().any()):  # the first token would be taken each time, as generate would refuse to do
+                raise ValueError("the logits of the model are nan: its weights, or what it computes, are not finite.")
             choice = Sampling(temperature, seed, logits)
             return decode(rows, logits, lengths, [max_new_tokens] * len(prompts), ends, choice, step_done)
 

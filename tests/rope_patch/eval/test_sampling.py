@@ -136,3 +136,12 @@ def test_pairs_of_tokens_come_as_often_on_a_gpu():
     found = torch.tensor(written(model.to("cuda"), [prompt] * n, 2, temperature=1.5))
     counts = torch.zeros(SMALL, SMALL).index_put_(tuple(found.T), torch.ones(n), accumulate=True).double()
     assert chi_square(counts, wanted) < 4
+
+
+def test_a_model_whose_logits_are_nan_writes_nothing():
+    model = tiny()
+    assert bytes_per_token(model) is not None, "what is checked once was right"
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="logits are nan"):
+        written(model, prompts_of(0))
