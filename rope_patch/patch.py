@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
 from .hooks import attach_hooks, detach_hooks
-from .limits import why_fixed_frequencies, why_no_native_rope
+from .limits import why_fixed_frequencies, why_no_native_rope, why_no_views
+from .local_layers import LocalLayers
 from .methods import resolve_method, resolve_view
 from .one_config import require_frequencies_of_config, require_one_config, require_saved_schedule, text_config
 from .rescale import RopeSchedule, healed, names_no_window, own_config, rescaled
@@ -101,8 +102,7 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
     else:
         _refuse_dynamic(_types(decoder), chosen)
         _refuse_fixed(decoder, _types(decoder), chosen)
-        if chosen.layerwise:
-            chosen.check_layers(decoder.config.num_hidden_layers)
+        _refuse_without_layers(decoder, chosen)
         state.source, state.when = ViewSource(chosen, seed), when
     state.temporary = False
     _install(model, decoder, state)
@@ -174,8 +174,7 @@ def rope_view(
     if decoder.training:
         _refuse_dynamic(_types(decoder), chosen)
     _refuse_fixed(decoder, _types(decoder), chosen)
-    if chosen is not None and chosen.layerwise:
-        chosen.check_layers(decoder.config.num_hidden_layers)
+    _refuse_without_layers(decoder, chosen)
     state = state_of(decoder)
     if state is None:
         with _normal_tensors():
@@ -249,7 +248,14 @@ def _normal_tensors() -> AbstractContextManager[None]:
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeSchedule.of(decoder)
     native = healed(original, decoder)
-    return RopeState(original, native, current=native, start=native, layers_call_rotary=layers_call_rotary(decoder))
+    return RopeState(
+        original,
+        native,
+        current=native,
+        start=native,
+        local=LocalLayers.of(decoder),
+        layers_call_rotary=layers_call_rotary(decoder),
+    )
 
 
 def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
@@ -287,6 +293,15 @@ def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> Non
             f"{fixed}, with 'longrope' by the largest index, so a view there would change more than positions, and a "
             "view of frequencies nothing."
         )
+
+
+def _refuse_without_layers(decoder: PreTrainedModel, view: View | None) -> None:
+    """Raise unless the model has layers that the view acts on."""
+    reason = why_no_views(decoder)
+    if reason is not None and (view is None or view.perturbs):
+        raise ValueError(reason)
+    if view is not None and view.layerwise:
+        view.check_layers(decoder.config.num_hidden_layers, LocalLayers.of(decoder).layers)
 
 
 _INDEX_TYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
