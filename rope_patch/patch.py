@@ -143,9 +143,10 @@ def rope_view(
 ) -> Iterator[View | None]:
     """Give the forwards inside the block a view, or explicit RoPE indices, in training and in evaluation.
 
-    Causality, padding and packing stay those of the tokens: only the index that RoPE sees changes. A view that draws
-    does so once a forward; tokens decoded with a cache keep the draws of the forward that filled it. Blocks nest, the
-    innermost decides. Backward may run after the block.
+    Causality, padding and packing stay those of the tokens: only the index that RoPE sees changes. Sliding and chunked
+    layers stay at true positions where full-attention layers have RoPE too. A view that draws does so once a forward;
+    tokens decoded with a cache keep the draws of the forward that filled it. Blocks nest, the innermost decides.
+    Backward may run after the block.
 
     Args:
         model: a model with RoPE, patched or not.
