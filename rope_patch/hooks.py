@@ -65,7 +65,7 @@ class DecoderEntry:
                 "cu_seq_lens_q says that rows hold several documents, and a RoPE view begins anew in each: give "
                 "position_ids that count from 0 in each document too."
             )
-        if self.state.layers_call_rotary and torch.is_grad_enabled() and _is_checkpointing(decoder):
+        if self.state.layers_call_rotary and torch.is_grad_enabled() and is_checkpointing(decoder):
             raise ValueError(why_no_checkpointing(decoder))
         if isinstance(source, ViewSource) and source.view.perturbs and _is_chunk_of_a_prompt(cache):
             raise ValueError(
@@ -227,9 +227,10 @@ def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeSt
         attach_layer_hooks(decoder)
 
 
-def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module]) -> None:
-    """Take them off again. Found by class, as handles do not survive a copy of the model."""
-    detach_layer_hooks(decoder)
+def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], *, layers: bool = True) -> None:
+    """Take them off again, with or without those of layers. Found by class, as handles do not survive a copy of the model."""
+    if layers:
+        detach_layer_hooks(decoder)
     ours = (DecoderEntry, DecoderExit, RotaryEntry, RotaryExit)
     for module in (decoder, *rotary.values()):
         for hooks, companions in (
@@ -264,5 +265,6 @@ def _is_chunk_of_a_prompt(cache: Any) -> bool:
     return False
 
 
-def _is_checkpointing(decoder: nn.Module) -> bool:
+def is_checkpointing(decoder: nn.Module) -> bool:
+    """Whether layers run again in backward."""
     return decoder.training and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
-from .hooks import attach_hooks, detach_hooks
+from .hooks import attach_hooks, detach_hooks, is_checkpointing
 from .limits import why_fixed_frequencies, why_no_native_rope, why_no_views
 from .local_layers import LocalLayers
 from .methods import resolve_method, resolve_view
@@ -238,7 +238,8 @@ def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState)
     in_use = state.overrides or state.native_blocks or state.source is not None or state.rescalings
     if state.temporary and not in_use and state_of(decoder) is state:
         state.original.write(decoder)
-        _uninstall(model, decoder)
+        # Transformers 5.17 runs the hooks of a checkpointed layer again in backward, which may come after the block
+        _uninstall(model, decoder, layers=not is_checkpointing(decoder))
 
 
 def _normal_tensors() -> AbstractContextManager[None]:
@@ -267,8 +268,8 @@ def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> No
     watch_adapters(model, find_core(model))
 
 
-def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:
-    detach_hooks(decoder, rotary_by_name(decoder))
+def _uninstall(model: nn.Module, decoder: PreTrainedModel, *, layers: bool = True) -> None:
+    detach_hooks(decoder, rotary_by_name(decoder), layers=layers)
     forget_adapters(model, find_core(model))
     delattr(decoder, STATE_ATTRIBUTE)
 
