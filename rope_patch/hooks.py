@@ -228,7 +228,7 @@ def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeSt
 
 
 def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], *, layers: bool = True) -> None:
-    """Take them off again, with or without those of layers. Found by class, as handles do not survive a copy of the model."""
+    """Take them off again, if asked also those of layers. By class, as handles do not survive a copy of the model."""
     if layers:
         detach_layer_hooks(decoder)
     ours = (DecoderEntry, DecoderExit, RotaryEntry, RotaryExit)
