@@ -7,8 +7,9 @@ from torch import nn
 
 from .adapter_watch import adapter_configs
 from .limits import limits
-from .rescale import is_nested, names_no_window
-from .rotary import find_core, find_decoder, named_rotary_modules
+from .local_layers import LocalLayers
+from .rescale import names_no_window
+from .rotary import find_core, find_decoder, is_nested, named_rotary_modules
 from .sidecar import SIDECAR_NAME
 from .state import state_of
 
@@ -25,6 +26,7 @@ class RopeDescription:
         rescaling: the rescaling in force, or None; one on top of a loaded adapter's stands behind it.
         view: the view that is sampled, or None.
         when: in which forwards.
+        local_layers: layer types that a view leaves at true positions, where others have RoPE too.
         modules: names of the rotary modules.
         trained_window: positions that the model came with; None if its config names none.
         target_window: positions that its config now promises.
@@ -40,6 +42,7 @@ class RopeDescription:
     rescaling: str | None
     view: str | None
     when: str | None
+    local_layers: tuple[str, ...]
     modules: tuple[str, ...]
     trained_window: int | None
     target_window: int | None
@@ -57,6 +60,8 @@ class RopeDescription:
             f"  target window   {_window(self.target_window)}{f' ({_OLD_WINDOW})' if self.keeps_window else ''}",
             f"  rotary modules  {', '.join(self.modules)}",
         ]
+        if self.local_layers:
+            lines.insert(4, f"  local layers    {', '.join(self.local_layers)}, which a view leaves at true positions")
         if self.rescaling:
             lines.insert(2, f"  native          {_schedule(self.native_rope_parameters)}")
         lines += [f"  not possible    {what}: {reason}" for what, reason in self.limits.items()]
@@ -91,6 +96,7 @@ def describe(model: nn.Module) -> RopeDescription:
         rescaling=None if state is None or not state.rescalings else ", then ".join(map(str, state.rescalings)),
         view=None if view is None else repr(view),
         when=None if state is None or view is None else state.when,
+        local_layers=tuple(sorted(LocalLayers.of(decoder).types)),
         modules=tuple(name for name, _ in named_rotary_modules(decoder)),
         trained_window=window if state is None else state.native.max_position_embeddings,
         target_window=window,

@@ -13,7 +13,7 @@ from transformers import Cache
 
 from .call_stack import frames
 from .documents import real_tokens_of
-from .layerwise import Embeddings, LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
+from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
 from .limits import why_no_checkpointing
 from .rotary import parameter_names, rope_types
 from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
@@ -65,7 +65,7 @@ class DecoderEntry:
                 "cu_seq_lens_q says that rows hold several documents, and a RoPE view begins anew in each: give "
                 "position_ids that count from 0 in each document too."
             )
-        if self.state.layers_call_rotary and torch.is_grad_enabled() and _is_checkpointing(decoder):
+        if self.state.layers_call_rotary and torch.is_grad_enabled() and is_checkpointing(decoder):
             raise ValueError(why_no_checkpointing(decoder))
         if isinstance(source, ViewSource) and source.view.perturbs and _is_chunk_of_a_prompt(cache):
             raise ValueError(
@@ -73,7 +73,8 @@ class DecoderEntry:
                 "prefill_chunk_size out."
             )
         if isinstance(source, ViewSource) and source.view.layerwise:
-            attach_layer_hooks(decoder, one_pair=self._gives_one_pair())
+            self._require_one_pair(decoder)
+            attach_layer_hooks(decoder)
         self.state.enter(
             Batch(
                 rows=tokens.shape[0],
@@ -101,10 +102,15 @@ class DecoderEntry:
             return False
         return True
 
-    def _gives_one_pair(self) -> bool:
-        """Whether there is one rotary module, outside of layers, and one schedule in it."""
+    def _require_one_pair(self, decoder: nn.Module) -> None:
+        """Raise unless one rotary module with one schedule gives each layer its cosines and sines."""
         schedules = [rotary.attributes.get("rope_type") for rotary in self.state.current.rotary.values()]
-        return not self.state.layers_call_rotary and len(schedules) == 1 and not isinstance(schedules[0], dict)
+        one_pair = not self.state.layers_call_rotary and len(schedules) == 1 and not isinstance(schedules[0], dict)
+        if not one_pair or not hands_embeddings(decoder):
+            raise ValueError(
+                f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a "
+                "view with positions of their own in some layers needs: leave out `layers`."
+            )
 
 
 class DecoderExit:
@@ -130,7 +136,7 @@ class RotaryEntry:
         self.state = state
         self.name = name
         self.frozen_type: Any = None
-        self.by_layer: dict[int, Embeddings] = {}  # for the exit of the same call, as is
+        self.by_layer: dict[int, Any] = {}  # for the exit of the same call, as is
         self.frequencies: dict[str, torch.Tensor] = {}  # of the schedule, where the view has others
 
     def __call__(
@@ -141,13 +147,17 @@ class RotaryEntry:
         if current.was_rounded_in(module):
             current.write(module)
         bound = self.state.bound
-        if bound is None:
+        self.by_layer = {}
+        if bound is None or _layer_type(args, kwargs) in self.state.local.types:
             return None
+        view = bound.view if isinstance(bound, BoundView) else None
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         x = kwargs["x"] if "x" in kwargs else args[0]
-        if any("dynamic" in t or t == "longrope" for t in rope_types(module)):
-            # these pick frequencies by the largest index: let them see the true ones, then hold on to the choice
-            module.forward(*args, **kwargs)
+        stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
+        picks = any("dynamic" in t or t == "longrope" for t in rope_types(module))
+        at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
+        if picks:
+            # these pick frequencies by the largest index: they saw the true ones, now hold on to the choice
             rope_type = module.rope_type
             self.frozen_type = rope_type
             module.rope_type = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
@@ -161,6 +171,7 @@ class RotaryEntry:
                 embeddings = module.forward(x, own(position_ids).to(x.device))
                 self.by_layer.update(dict.fromkeys(layers, embeddings))
                 bound = own  # any will do for the call itself, whose output no layer takes
+        self.by_layer.update(dict.fromkeys(stays, at_true_positions))
         rope_index = bound(position_ids).to(x.device)
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": rope_index}
@@ -212,11 +223,14 @@ def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeSt
         entry = RotaryEntry(state, name)
         module.register_forward_pre_hook(entry, with_kwargs=True)
         module.register_forward_hook(RotaryExit(entry), always_call=True)
+    if state.local.layers and hands_embeddings(decoder):
+        attach_layer_hooks(decoder)
 
 
-def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module]) -> None:
-    """Take them off again. Found by class, as handles do not survive a copy of the model."""
-    detach_layer_hooks(decoder)
+def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], *, layers: bool = True) -> None:
+    """Take them off again, if asked also those of layers. By class, as handles do not survive a copy of the model."""
+    if layers:
+        detach_layer_hooks(decoder)
     ours = (DecoderEntry, DecoderExit, RotaryEntry, RotaryExit)
     for module in (decoder, *rotary.values()):
         for hooks, companions in (
@@ -227,6 +241,11 @@ def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module]) -> None:
                 del hooks[handle]
                 for companion in companions:
                     companion.pop(handle, None)
+
+
+def _layer_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """For which type of layers a rotary module is called; None in families that call it once for all."""
+    return kwargs.get("layer_type", args[2] if len(args) > 2 else None)
 
 
 def _cache_of(output: Any) -> Any:
@@ -246,5 +265,6 @@ def _is_chunk_of_a_prompt(cache: Any) -> bool:
     return False
 
 
-def _is_checkpointing(decoder: nn.Module) -> bool:
+def is_checkpointing(decoder: nn.Module) -> bool:
+    """Whether layers run again in backward."""
     return decoder.training and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())

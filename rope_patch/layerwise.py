@@ -10,18 +10,19 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerwiseEmbeddings(tuple[torch.Tensor, torch.Tensor]):
-    """(cos, sin) as a rotary module gives them, with those of each layer; the hooks of the layers take their own.
+    """(cos, sin) as a rotary module gives them, with those of some layers; the hooks of the layers take their own.
 
     A tuple, since that is what models pass on; a subclass, since wrappers rebuild plain tuples.
     """
 
     by_layer: dict[int, Embeddings]
+    others: Embeddings
 
     @classmethod
     def of(cls, output: Embeddings, by_layer: dict[int, Embeddings]) -> "LayerwiseEmbeddings":
-        """`output` with the embeddings of all layers beside it."""
-        made = cls(output)
-        made.by_layer = by_layer
+        """`output`, for layers that are not in `by_layer`, with the embeddings of those that are beside it."""
+        made = cls(output if isinstance(output, tuple) else (output,))  # one complex tensor in Llama 4
+        made.by_layer, made.others = by_layer, output
         return made
 
 
@@ -37,26 +38,19 @@ class LayerEntry:
         embeddings = kwargs.get("position_embeddings")
         if not isinstance(embeddings, LayerwiseEmbeddings):
             return None
-        return args, {**kwargs, "position_embeddings": embeddings.by_layer[self.layer]}
+        own = embeddings.by_layer.get(self.layer, embeddings.others)
+        return args, {**kwargs, "position_embeddings": own}
 
 
-def attach_layer_hooks(decoder: Any, *, one_pair: bool) -> None:
-    """Register the hooks, once.
-
-    Args:
-        decoder: of the model.
-        one_pair: whether its rotary modules make one pair of cosines and sines a forward.
-
-    Raises:
-        ValueError: layers of this family do not get (cos, sin) as an argument, or there are several kinds of them.
-    """
+def hands_embeddings(decoder: Any) -> bool:
+    """Whether each layer gets what the rotary module gives as an argument."""
     layers = getattr(decoder, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not one_pair or not all(_takes_embeddings(x) for x in layers):
-        raise ValueError(
-            f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a view "
-            "with positions of their own in some layers needs: leave out `layers`."
-        )
-    for number, layer in enumerate(layers):
+    return isinstance(layers, nn.ModuleList) and all(_takes_embeddings(layer) for layer in layers)
+
+
+def attach_layer_hooks(decoder: Any) -> None:
+    """Register the hooks, once, in a decoder that `hands_embeddings`."""
+    for number, layer in enumerate(decoder.layers):
         if not any(isinstance(hook, LayerEntry) for hook in layer._forward_pre_hooks.values()):
             layer.register_forward_pre_hook(LayerEntry(number), with_kwargs=True)
 
@@ -70,4 +64,5 @@ def detach_layer_hooks(decoder: Any) -> None:
 
 
 def _takes_embeddings(layer: nn.Module) -> bool:
-    return "position_embeddings" in inspect.signature(type(layer).forward).parameters
+    # a wrapper has a signature of its own, and the layer inside it
+    return any("position_embeddings" in inspect.signature(type(m).forward).parameters for m in layer.modules())

@@ -3,7 +3,6 @@
 import ast
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +11,17 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_calls import attention_kernel, attention_name
-from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, text_modules
+from .layerwise import hands_embeddings
+from .local_layers import LocalLayers, why_no_far_looking
+from .rotary import (
+    find_core,
+    find_decoder,
+    layers_call_rotary,
+    named_rotary_modules,
+    rotary_states,
+    text_modules,
+)
+from .source import function_tree
 
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -25,6 +34,7 @@ def limits(model: nn.Module) -> dict[str, str]:
     """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
     core, decoder = find_core(model), find_decoder(model)
     found = {
+        "views": why_no_views(decoder),
         "native_rope": why_no_native_rope(decoder),
         "gradient checkpointing": why_no_checkpointing(decoder),
         "self-distillation": why_no_self_distillation(core, decoder),
@@ -34,6 +44,19 @@ def limits(model: nn.Module) -> dict[str, str]:
         two = why_two_passes(core, decoder)
         found["self-distillation in one pass"] = two and f"the model has {two}."
     return {what: reason for what, reason in found.items() if reason is not None}
+
+
+def why_no_views(decoder: Any) -> str | None:
+    """Why there are no layers that a view could act on."""
+    reason = why_no_far_looking(decoder.config.rope_parameters, rotary_states(decoder))
+    if reason is not None:
+        return f"a view acts on layers that look back over a whole text, and {reason}"
+    if LocalLayers.of(decoder).layers and not hands_embeddings(decoder):
+        return (
+            f"a view leaves local layers at true positions, and {type(decoder).__name__} does not hand cosines and "
+            "sines to each of its layers, local and others."
+        )
+    return None
 
 
 def why_no_checkpointing(decoder: nn.Module) -> str | None:
@@ -195,16 +218,6 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts) + 1)]
 
 
-@cache
-def _code(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The code of a function below its decorators, None where there is no source to read."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
-
-
 def _read_by(module: nn.Module) -> frozenset[str]:
     """Names and attributes that the module's `forward` mentions."""
     return _names_in(type(module).forward)
@@ -212,7 +225,7 @@ def _read_by(module: nn.Module) -> frozenset[str]:
 
 @cache
 def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
-    function = _code(forward)
+    function = function_tree(forward)
     if function is None:
         return frozenset()
     names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
@@ -222,7 +235,7 @@ def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
 @cache
 def _passes_on(forward: Callable[..., Any]) -> bool:
     """Whether a `forward` hands its own **kwargs to more than the loss; yes where its code cannot be read."""
-    function = _code(forward)
+    function = function_tree(forward)
     if function is None:
         return True
     own = function.args.kwarg

@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
-from .hooks import attach_hooks, detach_hooks
-from .limits import why_fixed_frequencies, why_no_native_rope
+from .hooks import attach_hooks, detach_hooks, is_checkpointing
+from .limits import why_fixed_frequencies, why_no_native_rope, why_no_views
+from .local_layers import LocalLayers
 from .methods import resolve_method, resolve_view
 from .one_config import require_frequencies_of_config, require_one_config, require_saved_schedule, text_config
 from .rescale import RopeSchedule, healed, names_no_window, own_config, rescaled
@@ -101,8 +102,7 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
     else:
         _refuse_dynamic(_types(decoder), chosen)
         _refuse_fixed(decoder, _types(decoder), chosen)
-        if chosen.layerwise:
-            chosen.check_layers(decoder.config.num_hidden_layers)
+        _refuse_without_layers(decoder, chosen)
         state.source, state.when = ViewSource(chosen, seed), when
     state.temporary = False
     _install(model, decoder, state)
@@ -143,9 +143,10 @@ def rope_view(
 ) -> Iterator[View | None]:
     """Give the forwards inside the block a view, or explicit RoPE indices, in training and in evaluation.
 
-    Causality, padding and packing stay those of the tokens: only the index that RoPE sees changes. A view that draws
-    does so once a forward; tokens decoded with a cache keep the draws of the forward that filled it. Blocks nest, the
-    innermost decides. Backward may run after the block.
+    Causality, padding and packing stay those of the tokens: only the index that RoPE sees changes. Sliding and chunked
+    layers stay at true positions where full-attention layers have RoPE too. A view that draws does so once a forward;
+    tokens decoded with a cache keep the draws of the forward that filled it. Blocks nest, the innermost decides.
+    Backward may run after the block.
 
     Args:
         model: a model with RoPE, patched or not.
@@ -174,8 +175,7 @@ def rope_view(
     if decoder.training:
         _refuse_dynamic(_types(decoder), chosen)
     _refuse_fixed(decoder, _types(decoder), chosen)
-    if chosen is not None and chosen.layerwise:
-        chosen.check_layers(decoder.config.num_hidden_layers)
+    _refuse_without_layers(decoder, chosen)
     state = state_of(decoder)
     if state is None:
         with _normal_tensors():
@@ -238,7 +238,8 @@ def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState)
     in_use = state.overrides or state.native_blocks or state.source is not None or state.rescalings
     if state.temporary and not in_use and state_of(decoder) is state:
         state.original.write(decoder)
-        _uninstall(model, decoder)
+        # Transformers 5.17 runs the hooks of a checkpointed layer again in backward, which may come after the block
+        _uninstall(model, decoder, layers=not is_checkpointing(decoder))
 
 
 def _normal_tensors() -> AbstractContextManager[None]:
@@ -251,7 +252,14 @@ def _new_state(decoder: PreTrainedModel) -> RopeState:
     if any(rotary.is_degraded() for rotary in original.rotary.values()):  # which the config is to heal
         require_frequencies_of_config(original, decoder)
     native = healed(original, decoder)
-    return RopeState(original, native, current=native, start=native, layers_call_rotary=layers_call_rotary(decoder))
+    return RopeState(
+        original,
+        native,
+        current=native,
+        start=native,
+        local=LocalLayers.of(decoder),
+        layers_call_rotary=layers_call_rotary(decoder),
+    )
 
 
 def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
@@ -262,8 +270,8 @@ def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> No
     watch_adapters(model, find_core(model))
 
 
-def _uninstall(model: nn.Module, decoder: PreTrainedModel) -> None:
-    detach_hooks(decoder, rotary_by_name(decoder))
+def _uninstall(model: nn.Module, decoder: PreTrainedModel, *, layers: bool = True) -> None:
+    detach_hooks(decoder, rotary_by_name(decoder), layers=layers)
     forget_adapters(model, find_core(model))
     delattr(decoder, STATE_ATTRIBUTE)
 
@@ -289,6 +297,15 @@ def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> Non
             f"{fixed}, with 'longrope' by the largest index, so a view there would change more than positions, and a "
             "view of frequencies nothing."
         )
+
+
+def _refuse_without_layers(decoder: PreTrainedModel, view: View | None) -> None:
+    """Raise unless the model has layers that the view acts on."""
+    reason = why_no_views(decoder)
+    if reason is not None and (view is None or view.perturbs):
+        raise ValueError(reason)
+    if view is not None and view.layerwise:
+        view.check_layers(decoder.config.num_hidden_layers, LocalLayers.of(decoder).layers)
 
 
 _INDEX_TYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)

@@ -14,8 +14,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .local_layers import far_looking_types, why_no_far_looking
 from .rescalings import NativeRope, Rescaling
-from .rotary import RotaryState, attention_scales, find_core, fresh_state, own_name, rotary_by_name
+from .rotary import (
+    RotaryState,
+    attention_scales,
+    find_core,
+    fresh_state,
+    is_nested,
+    own_name,
+    rotary_by_name,
+    rotary_states,
+)
 from .views.base import MAX_INDEX
 
 # what `rope_parameters` says about scaling; other keys (partial_rotary_factor, mrope_section) belong to the model
@@ -23,9 +33,6 @@ _SCALING_KEYS = frozenset(
     "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
     "truncate short_factor long_factor low_freq_factor high_freq_factor short_mscale long_mscale".split()
 )
-
-# layers that never look further than their window gain nothing from other frequencies
-_LOCAL = ("sliding", "chunked")
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,15 @@ class RopeSchedule:
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> "RopeSchedule":
         """The schedule in force."""
-        rotary = rotary_by_name(decoder)
         return cls(
             rope_parameters=decoder.config.rope_parameters,
             own_rope_parameters={
-                n: m.config.rope_parameters for n, m in rotary.items() if m.config is not decoder.config
+                n: m.config.rope_parameters
+                for n, m in rotary_by_name(decoder).items()
+                if m.config is not decoder.config
             },
             max_position_embeddings=getattr(decoder.config, "max_position_embeddings", None),
-            rotary={name: RotaryState.of(module) for name, module in rotary.items()},
+            rotary=rotary_states(decoder),
             attention_scales=attention_scales(decoder),
         )
 
@@ -98,11 +106,6 @@ def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
         config = vars(module).get("config")
         if config is not None and id(config) in copies:
             module.config = copies[id(config)]
-
-
-def is_nested(rope_parameters: dict[str, Any]) -> bool:
-    """Whether there is one dictionary a layer type, with None for layers without RoPE, instead of one for all."""
-    return bool(rope_parameters) and all(value is None or isinstance(value, dict) for value in rope_parameters.values())
 
 
 def healed(schedule: RopeSchedule, decoder: PreTrainedModel) -> RopeSchedule:
@@ -158,12 +161,10 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
     # without a target the window is the native one again, whatever another rescaling has declared before
     config.max_position_embeddings = window if target is None else target
     if is_nested(native.rope_parameters):
-        chosen = _far_looking(native)
-        if not chosen:
-            raise ValueError(
-                f"rescaling {rescaling.name!r} would change nothing: all layers of this model that have RoPE look back "
-                "no further than a window of their own."
-            )
+        reason = why_no_far_looking(native.rope_parameters, native.rotary)
+        if reason is not None:
+            raise ValueError(f"rescaling {rescaling.name!r} would change nothing: {reason}")
+        chosen = far_looking_types(native.rope_parameters, native.rotary)
         config.rope_parameters = {
             layer_type: _merged(parameters, rescaling, native, window, f"{layer_type}_inv_freq")
             if layer_type in chosen
@@ -196,13 +197,6 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
         rotary,
         _scales_of_twin(decoder, config) if native.attention_scales else {},
     )
-
-
-def _far_looking(native: RopeSchedule) -> set[str]:
-    """Layer types with RoPE whose layers exist and are not local."""
-    present = {name.removesuffix("_inv_freq") for state in native.rotary.values() for name in state.buffers}
-    named = {layer_type for layer_type, parameters in native.rope_parameters.items() if parameters is not None}
-    return {layer_type for layer_type in named & present if not any(word in layer_type for word in _LOCAL)}
 
 
 def _require_bases(native: RopeSchedule, rescaling: Rescaling, rope_parameters: dict[str, Any]) -> None:

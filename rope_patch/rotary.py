@@ -132,10 +132,20 @@ def layers_call_rotary(decoder: nn.Module) -> bool:
     return bool(inside - owners)
 
 
+def is_nested(rope_parameters: dict[str, Any]) -> bool:
+    """Whether there is one dictionary a layer type, with None for layers without RoPE, instead of one for all."""
+    return bool(rope_parameters) and all(value is None or isinstance(value, dict) for value in rope_parameters.values())
+
+
 def rope_types(module: Any) -> set[str]:
     """Schedule types of a rotary module; families with several layer types hold a dictionary."""
     rope_type = getattr(module, "rope_type", "default")
     return set(rope_type.values() if isinstance(rope_type, dict) else [rope_type]) - {None}
+
+
+def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":
+    """What every rotary module has of its schedule, by `own_name`."""
+    return {name: RotaryState.of(module) for name, module in rotary_by_name(decoder).items()}
 
 
 def is_recomputed(module: Any, buffer: str) -> bool:

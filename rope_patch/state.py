@@ -16,6 +16,7 @@ from torch import nn
 from .call_stack import frames
 from .documents import Documents, document_numbers, locate_documents
 from .draws import DrawKey
+from .local_layers import LocalLayers
 from .open_views import OpenSources
 from .views.base import Parameters, View
 
@@ -537,6 +538,7 @@ class RopeState:
         start: the schedule that a rescaling starts from: `native`, or the one that a loaded adapter was trained with.
         start_rescalings: what made `start` of `native`, in order.
         rescaling: the rescaling that made `current` of `start`, if any.
+        local: the layers that a view leaves at true positions.
         source: the view of `patch_model`, if any.
         when: in which forwards that view is sampled.
         ended: the view of a training that is over, and when it was sampled: what adapters record from then on.
@@ -556,6 +558,7 @@ class RopeState:
     current: "RopeSchedule"
     start: "RopeSchedule"
     start_rescalings: "tuple[Rescaling, ...]" = ()
+    local: LocalLayers = LocalLayers()
     rescaling: "Rescaling | None" = None
     source: ViewSource | None = None
     when: When = "train"

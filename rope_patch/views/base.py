@@ -1,5 +1,6 @@
 """What a view is: a rule from token index to RoPE index, drawn anew for each document."""
 
+from collections.abc import Collection
 from dataclasses import fields
 from typing import ClassVar
 
@@ -128,6 +129,11 @@ class View:
         return False
 
     @property
+    def names_layers(self) -> bool:
+        """Whether a layerwise view acts on just the layers that it was given, local ones too."""
+        return False
+
+    @property
     def rescales(self) -> bool:
         """Whether `frequencies` differ from the schedule's."""
         return False
@@ -161,8 +167,13 @@ class View:
         """
         return None
 
-    def check_layers(self, n_layers: int) -> None:
-        """Raise ValueError if a layerwise view does not fit a model of `n_layers` layers."""
+    def check_layers(self, n_layers: int, local: Collection[int] = ()) -> None:
+        """Raise ValueError if a layerwise view does not fit a model.
+
+        Args:
+            n_layers: of the model.
+            local: the layers that stay at true positions, unless the view `names_layers`.
+        """
 
     def options(self) -> dict[str, object]:
         """The arguments that make an equal view."""

@@ -1,6 +1,6 @@
 """A view in force in some layers, or drawn for each."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,8 @@ class PerLayer(View):
 
     Args:
         view: v; in a recipe `{view: posaug, high: 4}` stands for `PosAug(high=4)`.
-        layers: "bottom" or "top" half, the indices of layers, or "independent": all, with draws of their own.
+        layers: "bottom" or "top" half, the indices of layers, or "independent": all, with draws of their own. Layers
+            given by their indices are moved even where they are local, of the others only those that are not.
 
     Source: Position Augmentation (PosAug), FoGen 2026, its ablation by layers.
     """
@@ -79,7 +80,11 @@ class PerLayer(View):
         others = length - 1 if last is None else last  # of layers that keep true positions
         return own if own is None or self.layers == "independent" else max(own, others)
 
-    def check_layers(self, n_layers: int) -> None:
+    @property
+    def names_layers(self) -> bool:
+        return not isinstance(self.layers, str)
+
+    def check_layers(self, n_layers: int, local: Collection[int] = ()) -> None:
         if self.layers == "independent" and n_layers > _MOST_LAYERS:
             raise ValueError(f"view 'per-layer': at most {_MOST_LAYERS} layers are drawn apart, got {n_layers}.")
         if self.layers == "bottom" and n_layers == 1:
@@ -87,6 +92,11 @@ class PerLayer(View):
         if not isinstance(self.layers, str) and max(self.layers) >= n_layers:
             raise ValueError(
                 f"view 'per-layer': layers must be below {n_layers}, those of this model, got {max(self.layers)}."
+            )
+        if not self.names_layers and set(self._chosen(n_layers)) <= set(local):
+            raise ValueError(
+                f"view 'per-layer': layers={self.layers!r} would change nothing, as all of them are local layers of "
+                f"this model, which stay at true positions: name others, or these by index."
             )
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
@@ -109,11 +119,15 @@ class PerLayer(View):
         if self.layers == "independent":
             own = [{name: p[i] if p.ndim == 3 else p for name, p in parameters.items()} for i in range(n_layers)]
             return [([i], self.view, own[i]) for i in range(n_layers)]
-        half = n_layers // 2
-        named = {"bottom": range(half), "top": range(half, n_layers)}
-        chosen = sorted(set(named[self.layers] if isinstance(self.layers, str) else self.layers))
+        chosen = self._chosen(n_layers)
         others = [i for i in range(n_layers) if i not in chosen]
         return [(chosen, self.view, parameters), (others, VIEWS["standard"](), {})]
+
+    def _chosen(self, n_layers: int) -> list[int]:
+        """The layers in which the view is in force, in order."""
+        half = n_layers // 2
+        named = {"bottom": range(half), "top": range(half, n_layers), "independent": range(n_layers)}
+        return sorted(set(named[self.layers] if isinstance(self.layers, str) else self.layers))
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         raise NotImplementedError("positions differ by layer: use layer_groups")

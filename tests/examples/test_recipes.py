@@ -28,6 +28,7 @@ WINDOWS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": 8192,
     "Qwen/Qwen3-0.6B": 40960,
     "Qwen/Qwen3-4B": 40960,
+    "google/gemma-3-270m": 32768,
     "meta-llama/Llama-2-7b-hf": 4096,
     "meta-llama/Llama-3.2-1B": 131072,
     "meta-llama/Meta-Llama-3-8B": 8192,

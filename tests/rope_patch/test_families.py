@@ -45,14 +45,13 @@ def recurrent_gemma():
     return RecurrentGemmaForCausalLM(config).eval()
 
 
-def test_a_rotary_that_is_called_once_a_layer_type_draws_once():
-    """Both kinds of layers of Gemma 3 must see the same positions: a fixed view drawn at random is the test."""
+def test_a_rotary_that_is_called_once_a_layer_type_is_moved_for_full_layers_alone():
     model = gemma3()
     ids = tokens(2, L)
     seen = []
     rotary = model.model.rotary_emb
     rotary.register_forward_pre_hook(
-        lambda m, args, kwargs: seen.append(kwargs.get("position_ids", args[1] if len(args) > 1 else None)),
+        lambda m, args, kwargs: seen.append((args[2], args[1])),
         with_kwargs=True,
     )
     with torch.no_grad(), rope_view(model, Skip(), seed=1):
@@ -60,8 +59,11 @@ def test_a_rotary_that_is_called_once_a_layer_type_draws_once():
         spy = next(iter(rotary._forward_pre_hooks))
         rotary._forward_pre_hooks.move_to_end(spy)
         model(ids, use_cache=False)
-    assert len(seen) == 2 and torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[0][0], torch.arange(L))
+    assert len(seen) == 2
+    by_type = dict(seen)
+    assert torch.equal(by_type["sliding_attention"], torch.arange(L)[None])
+    rows = by_type["full_attention"]
+    assert len(rows) == 2 and not torch.equal(rows[0], torch.arange(L))
 
 
 def test_a_view_of_gemma3_leaves_the_prefix_and_reaches_the_suffix():

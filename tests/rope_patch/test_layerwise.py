@@ -89,7 +89,9 @@ def test_self_distillation_takes_two_passes():
 def test_families_whose_layers_do_not_get_one_pair_are_refused():
     shape = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}  # fmt: skip
-    model = patch_model(Gemma3ForCausalLM(Gemma3TextConfig(**shape)).train(), PerLayer(PosAug(), "top"))
+    layer_types = ["sliding_attention", "full_attention"]
+    gemma3 = Gemma3ForCausalLM(Gemma3TextConfig(**shape, layer_types=layer_types))
+    model = patch_model(gemma3.train(), PerLayer(PosAug(), "top"))
     with pytest.raises(ValueError, match="does not hand one pair of cosines and sines to each of its layers"):
         model(tokens(1, 8))
     # of older families too, where layers do get it

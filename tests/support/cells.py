@@ -271,7 +271,10 @@ def run_under(model: Any, one: Cell, case: Case, seed: int = 5) -> tuple[torch.T
 def expected(
     weights: oracle.Weights, config: Any, one: Cell, case: Case, draws: list[dict[str, Any]]
 ) -> list[torch.Tensor]:
-    """Logits [tokens, vocab] of each document alone, in float64: no neighbour, no padding."""
+    """Logits [tokens, vocab] of each document alone, in float64: no neighbour, no padding.
+
+    In a model with sliding and full layers the view is in the full ones alone.
+    """
     frequencies = oracle.default_frequencies(config)
     share = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
     found = []
@@ -279,7 +282,10 @@ def expected(
         t = torch.arange(len(ids), dtype=torch.float64)
         index = case.index(t, one.first_forward(i), drawn)
         index = index.expand(config.num_hidden_layers, 1, len(ids)) if index.ndim == 1 else index[:, None]
-        own = frequencies * case.frequency(share, drawn)
+        own = (frequencies * case.frequency(share, drawn)).expand(config.num_hidden_layers, -1)
+        far = torch.tensor([kind == "full_attention" for kind in layer_types(config)])
+        if far.any():
+            index, own = torch.where(far[:, None, None], index, t), torch.where(far[:, None], own, frequencies)
         found.append(oracle.logits(weights, config, ids[None], index, visible(config, len(ids)), own)[0])
     return found
 
@@ -287,12 +293,14 @@ def expected(
 def visible(config: Any, seq_len: int) -> torch.Tensor:
     """What each layer of the model sees of a document, [n_layers, 1, seq_len, seq_len]."""
     window = getattr(config, "sliding_window", None)
-    types = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-    )
-    own = [oracle.causal(seq_len, window if kind == "sliding_attention" else None) for kind in types]
+    own = [oracle.causal(seq_len, window if kind == "sliding_attention" else None) for kind in layer_types(config)]
     return torch.stack(own)[:, None]
+
+
+def layer_types(config: Any) -> list[str]:
+    """Of each layer, also where the config has one window for all."""
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
 
 
 def compare(one: Cell, logits: torch.Tensor, wanted: list[torch.Tensor], tolerance: float) -> None:

@@ -49,7 +49,7 @@ def logits(
         visible: [batch, seq_len, seq_len] bool, query by key; or one for each layer, [n_layers, batch, seq_len,
             seq_len]; or for each head of those too, [n_layers, batch, n_heads, seq_len, seq_len]. Rows that see nothing
             come out as zeros.
-        frequencies: [head_dim / 2]; None means the config's base.
+        frequencies: [head_dim / 2], or one row for each layer, [n_layers, head_dim / 2]; None means the config's base.
         attention_factor: multiplies cos and sin.
         distance: what RoPE is to take for each query's distance from each key, [batch, seq_len, seq_len]; None means
             the difference of their indices.
@@ -57,14 +57,17 @@ def logits(
             heads are not repeated. The last `hidden` is after the final norm.
     """
     frequencies = default_frequencies(config) if frequencies is None else frequencies.double()
-    head_dim = 2 * len(frequencies)
+    head_dim = 2 * frequencies.shape[-1]
+    frequencies = frequencies.expand(config.num_hidden_layers, head_dim // 2)
     n_heads, n_kv_heads = config.num_attention_heads, config.num_key_value_heads
     batch, seq_len = input_ids.shape
     rope_index = rope_index.double().expand(config.num_hidden_layers, batch, seq_len)
     see = (
         visible if visible.ndim == 5 else visible.expand(config.num_hidden_layers, batch, seq_len, seq_len)[:, :, None]
     )
-    angle = rope_index[:, :, None, :, None] * frequencies  # [n_layers, batch, 1, seq_len, head_dim / 2]
+    angle = (
+        rope_index[:, :, None, :, None] * frequencies[:, None, None, None]
+    )  # [n_layers, batch, 1, seq_len, head_dim / 2]
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weights[name]
@@ -97,7 +100,7 @@ def logits(
             q1, q2 = (x[:, :, :, None] for x in q_pre.split(head_dim // 2, -1))
             k_own = k_pre.repeat_interleave(n_heads // n_kv_heads, 1)
             k1, k2 = (x[:, :, None] for x in k_own.split(head_dim // 2, -1))
-            turned = distance.double()[:, None, :, :, None] * frequencies
+            turned = distance.double()[:, None, :, :, None] * frequencies[layer]
             parts = (q1 * k1 + q2 * k2) * turned.cos() - (q2 * k1 - q1 * k2) * turned.sin()
             scores = attention_factor**2 * parts.sum(-1)
         scores = (scores / math.sqrt(head_dim)).masked_fill(~see[layer], -torch.inf)
