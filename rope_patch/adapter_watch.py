@@ -39,6 +39,7 @@ class _SaveWithSidecar:
     def __init__(self, peft_config: Any, core: nn.Module | None) -> None:
         self.peft_config = peft_config
         self.core = _weak(core)
+        self.has_written = False
 
     def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         type(self.peft_config).save_pretrained(self.peft_config, save_directory, **kwargs)
@@ -57,16 +58,20 @@ class _SaveWithSidecar:
             weights = digest_of_folder(save_directory)
         text = json.dumps({**specification(state), "adapter_weights": weights}, indent=2, sort_keys=True)
         path.write_text(text + "\n", encoding="utf-8")
+        self.has_written = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SaveWithSidecar":
         core = self.core()
-        return type(self)(copy.deepcopy(self.peft_config, memo), memo.get(id(core), core))
+        other = type(self)(copy.deepcopy(self.peft_config, memo), memo.get(id(core), core))
+        other.has_written = self.has_written
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"peft_config": self.peft_config, "core": self.core()}
+        return {**vars(self), "core": self.core()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.peft_config, self.core = state["peft_config"], _weak(state["core"])
+        vars(self).update(state)
+        self.core = _weak(state["core"])
 
 
 class _OfModel:
@@ -155,7 +160,11 @@ def watch_adapters(model: nn.Module, core: nn.Module) -> None:
 
 
 def forget_adapters(model: nn.Module, core: nn.Module) -> None:
-    """Undo `watch_adapters`, as far as `model` reaches; a cover beyond it writes nothing for an unpatched model."""
+    """Undo `watch_adapters`, as far as `model` reaches; a cover beyond it writes nothing for an unpatched model.
+
+    A config that has written a sidecar stays covered: saved again to that folder, the adapter has the same weights and
+    no rescaling, and the sidecar has to go.
+    """
     decoder = find_decoder(core)
     hooks = decoder._state_dict_pre_hooks
     for handle in [h for h, hook in hooks.items() if isinstance(hook, _SaveWatch)]:
@@ -166,7 +175,8 @@ def forget_adapters(model: nn.Module, core: nn.Module) -> None:
         if isinstance(vars(module).get("save_pretrained"), _CheckedSave):
             del module.save_pretrained
         for peft_config in _adapter_configs(module).values():
-            if isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
+            cover = vars(peft_config).get("save_pretrained")
+            if isinstance(cover, _SaveWithSidecar) and not cover.has_written:
                 del peft_config.save_pretrained
 
 

@@ -81,5 +81,6 @@ class OpenSources(Generic[S]):
             "another thread or coroutine has a rope_view open on this model, and this one has none: which RoPE indices "
             "its forward should get cannot be told. Open rope_view where the model is called, with 'standard' for true "
             "positions, or run the thread in the context of the block: "
-            "Thread(target=contextvars.copy_context().run, args=(model.generate, ...))."
+            "Thread(target=contextvars.copy_context().run, args=(model.generate, ...)). Continuous batching "
+            "(generate_batch) calls the model in a thread of its own and goes with no block: take generate."
         )

@@ -180,6 +180,8 @@ def test_an_unpatched_model_writes_none(undo, tmp_path):
     model.save_pretrained(tmp_path / "after")
     assert not (tmp_path / "after" / "rope_patch.json").exists()
     assert torch.equal(logits(PeftModel.from_pretrained(tiny(), tmp_path / "after")), logits(model))
+    model.save_pretrained(tmp_path / "before")  # the weights are those of the sidecar there, which would be taken
+    assert not (tmp_path / "before" / "rope_patch.json").exists()
 
 
 @pytest.mark.parametrize("kind", ["lora", "prompt"])
