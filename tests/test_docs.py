@@ -125,7 +125,7 @@ def test_passkeys_as_written_are_those_of_the_file():
 def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
     path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     run = subprocess.run(
-        [sys.executable, "benchmarks/keeping_results.py", "docs/results/keeping-h200.jsonl"],
+        [sys.executable, "experiments/keeping_results.py", "docs/results/keeping-h200.jsonl"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

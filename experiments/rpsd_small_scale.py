@@ -1,8 +1,8 @@
 """RPSD and what its paper compares it with, at a scale of minutes: retrieval far beyond the window it was taught in.
 
-Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT ...] [--taught FOLDER] [--arms NAME ...]
-         [--seeds 0 1 2] [--out FILE.jsonl]
-     python benchmarks/rpsd_small_scale.py --table FILE.jsonl ... [--plot FIGURE.png] [--arms NAME ...]
+Run: python experiments/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT ...] [--taught FOLDER]
+         [--arms NAME ...] [--seeds 0 1 2] [--out FILE.jsonl]
+     python experiments/rpsd_small_scale.py --table FILE.jsonl ... [--plot FIGURE.png] [--arms NAME ...]
 
 A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
 with steps of exams (see `exams`), once, into --taught. Every arm then extends it with ABF by the same tokens of long

@@ -1,8 +1,8 @@
 """LinearARD and its variants on a real model: what each wins back of a rescaled model, at equal tokens.
 
-Run: python benchmarks/restoration.py MODEL --train books.jsonl.xz --val val.jsonl.xz --short-data FOLDER
+Run: python experiments/restoration.py MODEL --train books.jsonl.xz --val val.jsonl.xz --short-data FOLDER
          [--arms NAME ...] [--seeds 0 1 2] [--out FILE.jsonl]
-     python benchmarks/restoration.py --table FILE.jsonl ... [--plot FIGURE.png]
+     python experiments/restoration.py --table FILE.jsonl ... [--plot FIGURE.png]
 
 Each arm is rescaled, trained in one or two stages and measured after each: loss by position on held-out books up to
 32K, and short-text accuracy through lm-eval. One JSON line a stage is added to --out, and what is in it is not done

@@ -1,6 +1,6 @@
 """An extension that loses nothing: rescalings and recipes by what the model writes, inside the window and beyond it.
 
-Run: python benchmarks/keeping.py MODEL --text books.jsonl.xz ... --held-out held-out.jsonl.xz --own chats.json
+Run: python experiments/keeping.py MODEL --text books.jsonl.xz ... --held-out held-out.jsonl.xz --own chats.json
          [--arms NAME ...] [--seeds 0 1 2] [--target 65536] [--bench FOLDER] [--minutes 9] [--part K/N]
          [--out FILE.jsonl]
 

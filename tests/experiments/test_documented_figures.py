@@ -1,30 +1,16 @@
-"""What the benchmarks of distillation rest on, and that documented figures are those of the files."""
+"""Documented figures are those of the files."""
 
-import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from statistics import mean, median
 
-import pytest
-import torch
-from datasets import Dataset
-from support.characters import CHARACTERS, character_tokenizer
-from support.tiny import tiny
-from transformers import LlamaForCausalLM
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import compiled
-import distillation_step
 import extension
 import posaug_from_scratch
 import restoration
 import rpsd_small_scale
 from result_lines import read_lines
 
-from rope_patch import describe, patch_model
-from rope_patch.draws import DrawKey
 from rope_patch.eval import recovery_ratio
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -137,86 +123,3 @@ def test_documented_figures_of_the_extension_are_those_of_the_file():
         speed, memory = (median(r[name] for r in same) for name in ("tokens_per_second", "peak_gib"))
         over = speed / median(r["tokens_per_second"] for r in full), memory / median(r["peak_gib"] for r in full)
         assert f"| {rows} | {speed:.0f} | {over[0]:.2f} | {memory:.1f} | {over[1]:.2f} |" in documented
-
-
-def test_the_figure_of_the_comparison_is_drawn(tmp_path):
-    files = restoration.plot(read_lines(RESULTS / "restoration-h200.jsonl"), tmp_path / "figure.png")
-    assert all(file.stat().st_size > 10_000 for file in files)
-
-
-def test_draws_of_a_round_come_again_and_do_the_mean_work():
-    seed = distillation_step.balanced_seed(4)
-    view = distillation_step.RepeatedSkip(period=4)
-    length = torch.tensor([[1 << 16]])
-    draws = [
-        view.draw(length, DrawKey(seed, torch.tensor(step), torch.zeros(1, 1, dtype=torch.int64)))["split"].item()
-        for step in range(8)
-    ]
-    assert draws[:4] == draws[4:] and len(set(draws)) == 4
-    assert sum(draws[:4]) / 4 / (1 << 16) == pytest.approx(0.5, abs=0.01)
-
-
-def test_two_rounds_are_timed_apart_and_one_step_alone():
-    watch = distillation_step.Watch(3)
-    watch.seconds = [9.0, 6.0]
-    assert watch.rates(100) == {"tokens_per_second": 50.0, "seconds_more_at_first": 1.0}
-    watch.seconds = [9.0, 0.0]
-    assert watch.rates(100) == {"seconds_of_one_step": 9.0}
-
-
-@pytest.mark.slow
-def test_compiling_norms_and_mlps_changes_rounding_alone():
-    model, ids = tiny("qwen3").train(), torch.randint(3, 90, (2, 24))
-
-    def gradients(ids):
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    wanted = [gradients(x) for x in (ids, ids[:, :17])]
-    with compiled.compiled_tokenwise(model):
-        found = [gradients(x) for x in (ids, ids[:, :17])]
-    for mine, theirs in zip(found, wanted, strict=True):
-        for x, y in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
-    assert "forward" not in vars(model.model.layers[0].mlp)
-
-
-@pytest.mark.parametrize("name", ["pi4 qkv", "pi4 all (ours)", "pi4 lora 1024/2048"])
-def test_an_arm_of_the_restoration_trains_what_it_says_in_both_stages(name, tmp_path, monkeypatch):
-    tiny(vocab_size=CHARACTERS).save_pretrained(tmp_path / "model")
-    rows = Dataset.from_list([{"input_ids": [40 + (i * j) % 80 for j in range(60)]} for i in range(1, 9)])
-    measured = []
-
-    def measure(model, *_):
-        assert isinstance(model, LlamaForCausalLM) and describe(model).rescaling == "pi (factor 4.0)"
-        with torch.no_grad():
-            measured.append(model.eval()(torch.arange(40, 90)[None]).logits)
-        return {"loss_in_window": 0.0}
-
-    monkeypatch.setattr(restoration, "measure", measure)
-    trained = []
-    train = restoration.train
-
-    def watched(model, *rest):
-        model, log = train(model, *rest)
-        trained.append({n for n, p in model.named_parameters() if p.requires_grad})
-        return model, log
-
-    monkeypatch.setattr(restoration, "train", watched)
-    override = {"max_length": 60, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0, "bf16": False}
-    args = argparse.Namespace(model=tmp_path / "model", override=override, compile=False, last_stage=False)
-    data = {"rows": lambda length: rows, "val": None}
-    arm = restoration.arms()[name]
-    found = list(restoration.run(arm, args, character_tokenizer(), data, 0, set()))
-    assert [f["after"] for f in found] == ["distil", "extend"]
-    with torch.no_grad():
-        before = patch_model(tiny(vocab_size=CHARACTERS), "pi", factor=4.0)(torch.arange(40, 90)[None]).logits
-    assert not torch.allclose(measured[0], before) and not torch.allclose(measured[1], measured[0])
-    assert trained[0] == trained[1]
-    if "lora" in name:
-        assert all("lora_" in n for n in trained[0])
-    elif "qkv" in name:
-        assert {n.split(".")[-2] for n in trained[0]} == {"q_proj", "k_proj", "v_proj"}
-    else:
-        assert any("embed_tokens" in n for n in trained[0])

@@ -1,6 +1,6 @@
-"""Tables of what benchmarks/keeping.py found.
+"""Tables of what experiments/keeping.py found.
 
-Run: python benchmarks/keeping_results.py FILE.jsonl ...
+Run: python experiments/keeping_results.py FILE.jsonl ...
 
 One table for each set of prompts, as models are compared on the same prompts and rows alone, those of a cell being raw
 and in the chat template. Figures are means over seeds; losses and KL have half of the distance between the smallest and

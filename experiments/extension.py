@@ -1,11 +1,11 @@
 """A real model from 8K to 32K and 64K: methods that train in short windows beside full length, at equal tokens.
 
-Run: python benchmarks/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --tokenizer MODEL
+Run: python experiments/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --tokenizer MODEL
          --tokens 12000000 --val-documents 8 --val-length 65536
-     python benchmarks/extension.py MODEL TOKENS [--targets 65536 32768] [--schedules pi yarn] [--methods NAME ...]
+     python experiments/extension.py MODEL TOKENS [--targets 65536 32768] [--schedules pi yarn] [--methods NAME ...]
          [--seeds 0 1 2] [--short-data FOLDER --limit 200] [--out FILE.jsonl] [--minutes 9] [--part K/N]
-     python benchmarks/extension.py MODEL TOKENS --cost 6 [...]
-     python benchmarks/extension.py --summary FILE.jsonl ... [--plot FIGURE.png]
+     python experiments/extension.py MODEL TOKENS --cost 6 [...]
+     python experiments/extension.py --summary FILE.jsonl ... [--plot FIGURE.png]
 
 Every run rescales the model by target / window, under PI or YaRN, and trains all weights with RopeSFTTrainer on
 --tokens tokens, --step-tokens in each step, in bf16 autocast with gradient checkpointing: all methods at one learning

@@ -1,9 +1,9 @@
 """PosAug from scratch at 10.6M parameters: what each law, range and layer choice does to the cliff beyond the window.
 
-Run: python benchmarks/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --vocabulary 16384
-     python benchmarks/posaug_from_scratch.py TOKENS [--tokens 2e8] [--arms NAME ...] [--seeds 42 137 2024]
+Run: python experiments/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --vocabulary 16384
+     python experiments/posaug_from_scratch.py TOKENS [--tokens 2e8] [--arms NAME ...] [--seeds 42 137 2024]
          [--out FILE.jsonl] [--minutes 8.5 --state FOLDER] [--part K/N]
-     python benchmarks/posaug_from_scratch.py --summary FILE.jsonl ...
+     python experiments/posaug_from_scratch.py --summary FILE.jsonl ...
 
 The paper's recipe (its 10.6M row): 384 wide, 6 layers of 6 heads of 64, SwiGLU of 1024, RMSNorm, tied embeddings,
 RoPE base 1e4, window 2048, 128 rows a step, AdamW (0.9, 0.95), weight decay 0.1 on matrices, gradients clipped at 1,
