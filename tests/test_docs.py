@@ -1,13 +1,11 @@
 """README's Python blocks run, links of the pages lead somewhere, and figures in sentences are those of their files."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean, median, stdev
 
+import keeping_results
 import pytest
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
@@ -123,16 +121,7 @@ def test_passkeys_as_written_are_those_of_the_file():
 
 
 def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    run = subprocess.run(
-        [sys.executable, "experiments/keeping_results.py", "docs/results/keeping-h200.jsonl"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    tables = run.stdout.strip().split("\n\n")
+    tables = keeping_results.tables(lines_of("keeping-h200.jsonl")).split("\n\n")
     page = (RESULTS / "keeping.md").read_text()
     assert len(tables) == 6 and all(table in page for table in tables)
     cells = {row.split(" | ")[0].removeprefix("| "): row for row in tables[0].splitlines() if " / " in row}

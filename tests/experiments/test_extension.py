@@ -38,7 +38,7 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     measured = "--val-rows 2 --val-length 2048 --lengths 1024 2048 --learning-rate 1e-3"
     told = ["--override", '{"warmup_steps": 0}', "--out", str(tmp_path / "out.jsonl")]
     combinations = list(extension.combinations(1024, 2048))
-    for last in ([], ["--methods", *combinations], ["--cost", "1", "--methods", "endprompt", "full length"]):
+    for last in ([], ["--arms", *combinations], ["--cost", "1", "--arms", "endprompt", "full length"]):
         command = ["extension", str(tmp_path / "model"), str(tmp_path), *sizes.split(), *measured.split(), *told, *last]
         monkeypatch.setattr("sys.argv", command)
         extension.main()
@@ -52,7 +52,7 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     assert all(set(r["teacher_forced"]["multikey"]) == {"1024", "2048"} for r in here)
     assert "2048 by pi" in extension.summary(runs)
     assert "| passkey teacher-forced 2048 | multikey teacher-forced 1024 |" in extension.summary(runs)
-    files = extension.plot(runs, 1024, tmp_path / "figure.png")
+    files = extension.plot(runs, tmp_path / "figure.png", 1024)
     assert all(file.stat().st_size > 10_000 for file in files)
 
 

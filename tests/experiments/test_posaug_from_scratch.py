@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 
 import numpy as np
 import posaug_from_scratch as scratch
@@ -54,11 +55,11 @@ class After(result_lines.Deadline):
 @pytest.mark.parametrize("arm", ["baseline", "step 1/16..16", "independent"])
 def test_a_run_that_was_cut_off_goes_on_as_if_it_was_not(arm, tmp_path):
     stream = torch.randint(1, VOCABULARY, (2000,), dtype=torch.int16)
-    whole = scratch.Run(arm, 42, settings(), stream, VOCABULARY)
+    whole = scratch.Training(arm, 42, settings(), stream, VOCABULARY)
     assert whole.train(result_lines.Deadline(None))
-    first = scratch.Run(arm, 42, settings(state=tmp_path), stream, VOCABULARY)
+    first = scratch.Training(arm, 42, settings(state=tmp_path), stream, VOCABULARY)
     assert not first.train(After(3))
-    second = scratch.Run(arm, 42, settings(state=tmp_path), stream, VOCABULARY)
+    second = scratch.Training(arm, 42, settings(state=tmp_path), stream, VOCABULARY)
     assert second.step == 3 and second.train(result_lines.Deadline(None))
     for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -70,7 +71,7 @@ def test_arms_of_a_seed_differ_in_their_views_alone():
     stream = torch.randint(1, VOCABULARY, (2000,), dtype=torch.int16)
     begin, end = {}, {}
     for arm in scratch.arms(96):
-        run = scratch.Run(arm, 42, settings(tokens=4 * 96 * 3), stream, VOCABULARY)
+        run = scratch.Training(arm, 42, settings(tokens=4 * 96 * 3), stream, VOCABULARY)
         begin[arm] = torch.cat([p.detach().flatten().clone() for p in run.model.parameters()])
         assert run.train(result_lines.Deadline(None))
         end[arm] = torch.cat([p.detach().flatten() for p in run.model.parameters()])
@@ -98,3 +99,37 @@ def test_the_summary_says_which_orderings_hold():
         "penalty of uniform at most 2 % | 1.8 % | 1 of 2 seeds",
     ):
         assert f"| {row} |" in text
+
+
+def test_runs_are_done_once_and_tabled(tmp_path, monkeypatch, capsys):
+    documents = [np.append(np.arange(700) % 40 + 1 + k, 0).astype(token_text.DTYPE) for k in range(4)]
+    for split in ("train", "val"):
+        token_text.write_parts(tmp_path, split, documents, 10**6, None)
+    (tmp_path / "tokens.json").write_text(json.dumps({"separator": 0, "vocabulary": VOCABULARY}))
+    out, shape = tmp_path / "out.jsonl", json.dumps(settings().override)
+    sizes = "--window 96 --batch 4 --micro-batch 2 --tokens 768 --length 200 --spans 2 --eager --seeds 1".split()
+    command = [
+        "scratch",
+        str(tmp_path),
+        *sizes,
+        "--override",
+        shape,
+        "--arms",
+        "baseline",
+        "uniform",
+        "--out",
+        str(out),
+    ]
+    for _ in range(2):
+        monkeypatch.setattr("sys.argv", command)
+        scratch.main()
+    lines = result_lines.read_lines(out)
+    assert [(line["arm"], line["seed"], line["tokens"]) for line in lines] == [
+        ("baseline", 1, 768),
+        ("uniform", 1, 768),
+    ]
+    assert lines[1]["view"] == ["posaug", {}] and {"seconds", "gpu", "versions", "cliff"} <= lines[1].keys()
+    monkeypatch.setattr("sys.argv", ["scratch", "--table", str(out)])
+    capsys.readouterr()
+    scratch.main()
+    assert "| uniform | 1 |" in capsys.readouterr().out

@@ -1,7 +1,9 @@
 """Arms of the restoration train what they say, and what is drawn and compiled for it."""
 
 import argparse
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import compiled
 import pytest
@@ -57,10 +59,10 @@ def test_an_arm_of_the_restoration_trains_what_it_says_in_both_stages(name, tmp_
     trained = []
     train = restoration.train
 
-    def watched(model, *rest):
-        model, log = train(model, *rest)
-        trained.append({n for n, p in model.named_parameters() if p.requires_grad})
-        return model, log
+    def watched(*given, **more):
+        trainer = train(*given, **more)
+        trained.append({n for n, p in trainer.model.named_parameters() if p.requires_grad})
+        return trainer
 
     monkeypatch.setattr(restoration, "train", watched)
     override = {"max_length": 60, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0, "bf16": False}
@@ -79,3 +81,39 @@ def test_an_arm_of_the_restoration_trains_what_it_says_in_both_stages(name, tmp_
         assert {n.split(".")[-2] for n in trained[0]} == {"q_proj", "k_proj", "v_proj"}
     else:
         assert any("embed_tokens" in n for n in trained[0])
+
+
+def test_stages_are_lines_that_are_made_once(tmp_path, monkeypatch, capsys):
+    tiny(vocab_size=CHARACTERS).save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("it was a dark and stormy night; " * 100)
+    out = tmp_path / "out.jsonl"
+    short = SimpleNamespace(accuracy={"piqa": 0.5}, mean=0.5)
+    monkeypatch.setattr(restoration, "short_text", lambda *_, **__: short)
+    places = (
+        f"{tmp_path} --train {text} --val {text} --short-data {tmp_path} --val-length 2100 --val-rows 1 --out {out}"
+    )
+    override = json.dumps({"max_length": 60, "max_steps": 1, "warmup_steps": 0})
+    given = [*places.split(), "--override", override, "--arms", "native", "pi4 ard+cpt", "pi4 ard lr 0.003"]
+
+    def study(*more):
+        monkeypatch.setattr("sys.argv", ["restoration", *given, *more])
+        restoration.main()
+        return [(line["arm"], line["after"]) for line in read_lines(out)]
+
+    both = [("pi4 ard+cpt", "distil"), ("pi4 ard+cpt", "extend")]
+    made = [("native", None), *both, ("pi4 ard lr 0.003", "distil")]
+    assert study() == made == study()
+    assert all({"seed", "seconds", "versions"} <= line.keys() for line in read_lines(out))
+    # a run that was cut off behind its first stage trains it again, and does not add it again
+    out.write_text("".join(f"{json.dumps(line)}\n" for line in read_lines(out) if line["after"] != "extend"))
+    assert study() == [*(m for m in made if m != both[1]), both[1]]
+    monkeypatch.setattr("sys.argv", ["restoration", "--table", str(out), "--arms", "pi4 ard+cpt"])
+    monkeypatch.setattr(restoration, "mean_of", lambda *_: 3.0)  # of spans that these short rows do not have
+    capsys.readouterr()
+    restoration.main()
+    assert [row.split(" | ")[0] for row in capsys.readouterr().out.splitlines()[2:]] == [
+        "| native",
+        *["| pi4 ard+cpt"] * 2,
+    ]
