@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 def test_documented_losses_and_recoveries_are_those_of_the_file():
     """Means of every arm with a row in the text, and no row without an arm."""
     printed = restoration.table(read_lines(RESULTS / "restoration-h200.jsonl"))
-    documented = section("## LinearARD on SmolLM2-135M")
+    documented = page("restoration")
 
     def means(table):
         """Losses in three spans and recovery, without the spread of seeds."""
@@ -31,23 +31,27 @@ def test_documented_losses_and_recoveries_are_those_of_the_file():
     assert means(documented) <= means(printed)
 
 
-def section(title):
-    """The text under a heading, to the next one of its level or above, without bold marks."""
-    behind = (RESULTS / "README.md").read_text().split(title)[1]
-    return re.split(rf"\n#{{1,{title.count('#')}}} ", behind)[0].replace("**", "")
+def page(name):
+    """A page of results, without bold marks."""
+    return (RESULTS / f"{name}.md").read_text().replace("**", "")
+
+
+def section(name, title):
+    """The text under a heading of a page, to the next one."""
+    return page(name).split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def test_documented_times_are_those_of_the_files():
-    vocabulary = section("### The vocabulary loss")
+    vocabulary = section("self_distillation", "The vocabulary loss")
     for row in json.loads((RESULTS / "linear-ce-kl-h200.json").read_text())["rows"]:
         ours, trl = row["ours"], row["trl"]
         assert f"| {ours['ms']:.1f}, {ours['peak_gib']:.1f}" in vocabulary
         assert f"| {trl['ms'] / ours['ms']:.2f} |" in vocabulary
-    steps = section("### A step\n")
+    steps = section("self_distillation", "A step")
     for row in json.loads((RESULTS / "self-distill-step-h200.json").read_text())["runs"]:
         if row["length"] < 262144:
             assert f"| {row['tokens_per_second']:.0f} |" in steps
-    kernels = section("## Relation-KL kernels")
+    kernels = page("kernels")
     for row in json.loads((RESULTS / "relation-kl-h200.json").read_text())["rows"]:
         if row["n"] >= 8192:
             ours = row["relation_kl"]
@@ -57,7 +61,7 @@ def test_documented_times_are_those_of_the_files():
         if row["n"] == 8192 and "H32" not in row["shape"]:
             for kernel in ("relation_kl", "cudnn"):
                 assert f"{row[kernel]['both_graph_ms']:.2f}" in kernels
-    beside = section("### Beside FlashAttention-4")
+    beside = section("kernels", "Beside FlashAttention-4")
     for row in json.loads((RESULTS / "relation-kl-flash4-h200.json").read_text())["rows"]:
         if row["n"] == 16384 and "H3" not in row["shape"]:
             assert f"| {row['relation_kl']['both_ms'] / row['flash4']['both_ms']:.2f} |" in beside
@@ -71,14 +75,14 @@ def by_arm(runs):
 def test_documented_figures_of_small_models_are_those_of_their_files():
     """PosAug from scratch, by arm; exams of RPSD's comparison, by arm and length."""
     runs = read_lines(RESULTS / "posaug-from-scratch-h200.jsonl")
-    documented = section("## PosAug from scratch")
+    documented = page("positions")
     penalty = posaug_from_scratch.penalties(runs)
     for same in by_arm(runs):
         cells = [f"{mean(r['in_window'] for r in same):.3f}"]
         cells.append(f"{mean(penalty[r['arm'], r['seed']] for r in same):.2f}" if same[0]["arm"] != "baseline" else "-")
         cells += [f"{mean(r[metric] for r in same):.3f}" for metric in ("cliff", "gain")]
         assert f"| {len(same)} | " + " | ".join(cells) + " |" in documented
-    exams = section("### What the paper claims, at small scale")
+    exams = section("self_distillation", "What the paper claims, at small scale")
     runs = read_lines(RESULTS / "rpsd-small-scale-h200.jsonl")
     for same in by_arm(runs):
         graded = [mean(r[kind][n] for r in same) for kind in ("multikey", "ordinal") for n in same[0][kind]]
@@ -91,7 +95,7 @@ def test_documented_figures_of_small_models_are_those_of_their_files():
 
 def test_documented_figures_of_the_extension_are_those_of_the_file():
     """Means over seeds, of every method under every schedule: losses by span, found numbers, short text; costs."""
-    documented = section("## SmolLM2-135M from 8192 to 32768 and 65536 tokens")
+    documented = page("extension")
     runs = read_lines(RESULTS / "extension-h200.jsonl")
     native = next(r for r in runs if r["method"] == "native")
     main = extension.methods(8192, 65536, 8)
