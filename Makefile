@@ -44,7 +44,7 @@ docs: $(VENV)/.dev-installed
 
 clean:
 	rm -rf .venv rope-patch-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
-	find rope_patch trl_ext kernels tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find rope_patch trl_ext kernels tests examples benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -21,12 +21,12 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from result_lines import add_line, versions
-from token_text import train_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -34,6 +34,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from view_overhead import LLAMA3_8B, synchronize
 
 from rope_kernels import decode_attention, decode_attention_ref
+from rope_patch.environment import device_name, installed_versions
 from rope_patch.eval import generation
 from rope_patch.eval.generation import greedy_answers
 from rope_patch.eval.needles import KINDS, make_prompt
@@ -54,6 +55,7 @@ SMOLLM2_135M = {
 }
 TINY = {**SMOLLM2_135M, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
 SHAPES = {"smollm2-135m": SMOLLM2_135M, "llama-3-8b": LLAMA3_8B, "tiny": TINY}
+SEPARATOR = "<|endoftext|>"
 LENGTHS = {"smollm2-135m": 65536, "llama-3-8b": 131072, "tiny": 1024}
 # of the larger shape one prompt by the old way takes as long as all of the smaller one's
 OLD_PROMPTS = {"smollm2-135m": 4, "llama-3-8b": 1, "tiny": 4}
@@ -79,8 +81,17 @@ def language() -> tuple[PreTrainedTokenizerFast, Callable[[int], list[int]]]:
     def sentences(n: int) -> str:
         return " ".join(" ".join(draw.choices(words, k=draw.randint(5, 20))).capitalize() + "." for _ in range(n))
 
-    core = train_tokenizer([sentences(3000), PASSKEY_FILLER, "0123456789"], 8192)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|endoftext|>")
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator([sentences(3000), PASSKEY_FILLER, "0123456789"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SEPARATOR, eos_token=SEPARATOR)
 
     def haystack(n: int) -> list[int]:
         ids: list[int] = []
@@ -207,6 +218,20 @@ def kernels(model: Any, length: int) -> Iterator[dict[str, Any]]:
         yield {"attention": f"one token of {rows} rows, {name}", "ms": ms, "tb_per_s": (k.nbytes + v.nbytes) / ms / 1e9}
 
 
+def setting() -> dict[str, Any]:
+    """The first line: what the others were measured on."""
+    gpu = device_name(torch.cuda.is_available())
+    return {"line": "setting", "gpu": gpu, "versions": installed_versions("torch", "triton", "transformers", "trl")}
+
+
+def tell_line(line: dict[str, Any], out: Path | None) -> None:
+    """Print a line, and add it to a file if there is one."""
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+    if out:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2-135m", "llama-3-8b"])
@@ -221,13 +246,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.kinds, args.models, args.length = ["passkey", "multikey"], 1, args.length or 8192
-
-    def tell(line: dict[str, Any]) -> None:
-        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
-        if args.out:
-            add_line(args.out, line)
-
-    tell({"line": "setting", **versions()})
+    tell = partial(tell_line, out=args.out)
+    tell(setting())
     tokenizer, haystack_of = language()
     for shape in args.shapes:
         length = args.length or LENGTHS[shape]

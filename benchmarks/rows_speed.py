@@ -13,16 +13,15 @@ Each JSON line is there as soon as it is measured:
 """
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from eval_speed import build, language, measured
-from result_lines import add_line, versions
+from eval_speed import build, language, measured, setting, tell_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch.eval.sampling import sampled_tokens
@@ -113,12 +112,8 @@ def main() -> None:
         args.chats = args.old_chats = 8
         args.batch_size = args.old_batch_size = 16
 
-    def tell(line: dict[str, Any]) -> None:
-        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
-        if args.out:
-            add_line(args.out, line)
-
-    tell({"line": "setting", **versions()})
+    tell = partial(tell_line, out=args.out)
+    tell(setting())
     name = args.model or ("tiny" if args.quick else "smollm2-135m")
     model, tokenizer = checkpoint(args.model) if args.model else random_model(name)
     if args.max_user_tokens is None:

@@ -1,13 +1,11 @@
 """README's Python blocks run, links of the pages lead somewhere, and figures in sentences are those of their files."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean, median, stdev
 
+import keeping_results
 import pytest
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
@@ -69,6 +67,14 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in anchors(target), link
 
 
+def test_every_page_and_file_of_results_can_be_found():
+    """Pages from the index, files from a page."""
+    pages = {page.name: page.read_text() for page in RESULTS.glob("*.md")}
+    assert set(re.findall(r"\]\((\w+\.md)\)", pages["README.md"])) == set(pages) - {"README.md"}
+    for file in RESULTS.glob("*.json*"):
+        assert any(file.name in text for text in pages.values()), file.name
+
+
 def test_the_table_of_the_readme_is_that_of_the_report():
     """Losses, and retrieval at every length: also where it fell."""
     summary = {
@@ -102,7 +108,7 @@ def test_passkeys_as_written_are_those_of_the_file():
         return share(mean(run["teacher_forced"]["passkey"][str(n)] for run in groups[key]))
 
     lengths = {32768: (8192, 16384, 32768), 65536: (8192, 16384, 32768, 65536)}
-    results, choosing = text_of("docs/results/README.md"), text_of("docs/choosing.md")
+    results, choosing = text_of("docs/results/extension.md"), text_of("docs/choosing.md")
     for method in {method for target, schedule, method in groups if (target, schedule) == (65536, "yarn")}:
         keys = {target: (target, "yarn", method) for target in lengths}
         cells = [
@@ -123,16 +129,7 @@ def test_passkeys_as_written_are_those_of_the_file():
 
 
 def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    run = subprocess.run(
-        [sys.executable, "benchmarks/keeping_results.py", "docs/results/keeping-h200.jsonl"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    tables = run.stdout.strip().split("\n\n")
+    tables = keeping_results.tables(lines_of("keeping-h200.jsonl")).split("\n\n")
     page = (RESULTS / "keeping.md").read_text()
     assert len(tables) == 6 and all(table in page for table in tables)
     cells = {row.split(" | ")[0].removeprefix("| "): row for row in tables[0].splitlines() if " / " in row}
@@ -161,7 +158,7 @@ def test_errors_of_the_restorations_are_those_over_benchmarks():
         differences = [short(arm)[name] - short(other)[name] for name in short(arm)]
         return mean(differences), stdev(differences) / len(differences) ** 0.5, sum(d > 0 for d in differences)
 
-    results, control, ard = text_of("docs/results/README.md"), "pi4 clm qkv 0.001+cpt", "pi4 ard+cpt"
+    results, control, ard = text_of("docs/results/restoration.md"), "pi4 clm qkv 0.001+cpt", "pi4 ard+cpt"
     for arm in (ard, "pi4 hidden+cpt", "pi4 ard attn+v +logit+cpt"):
         points, error, better = compared(arm, control)
         assert f"| {kept(arm):.1f} | {points:.2f}, {error:.2f} | {better} of 8 |" in results
@@ -187,7 +184,7 @@ def test_errors_of_the_restorations_are_those_over_benchmarks():
 def test_controls_of_self_distillation_stand_beside_it():
     """Untrained ABF in the table, and how strong each control's KL was."""
     runs = lines_of("rpsd-small-scale-h200.jsonl")
-    page, results = text_of("docs/self_distillation.md"), text_of("docs/results/README.md")
+    page, results = text_of("docs/self_distillation.md"), text_of("docs/results/self_distillation.md")
     for arm in ("abf", "standard", "pose baseline", "longce", "skip", "skip, Y = 3 L"):
         keys, mentions = means([run for run in runs if run["arm"] == arm], "multikey", "ordinal")
         assert f"| {keys} | {mentions} |" in page, arm
@@ -208,7 +205,7 @@ def test_controls_of_self_distillation_stand_beside_it():
 
 def test_what_posaug_from_scratch_does_not_show():
     runs = lines_of("posaug-from-scratch-h200.jsonl")
-    results = text_of("docs/results/README.md")
+    results = text_of("docs/results/positions.md")
     within = [b["gain"] for run in runs for b in run["gain_by_position"] if b["end"] <= run["window"]]
     assert max(within) < 0.005  # nats, within the window: nothing is gained from context beyond 512 tokens
     baseline = [
@@ -232,6 +229,6 @@ def test_rates_of_the_relation_kernel_count_its_products():
 
     cudnn, flash = rate("relation-kl-h200.json", "cudnn"), rate("relation-kl-flash4-h200.json", "flash4")
     assert f"{cudnn} % of cuDNN's rate, and in the run below at {flash} % of FlashAttention-4's" in text_of(
-        "docs/results/README.md"
+        "docs/results/kernels.md"
     )
     assert f"{cudnn} % of cuDNN's and {flash} % of FlashAttention-4's" in text_of("docs/distillation.md")

@@ -1,9 +1,5 @@
 """Work of reading prompts that begin alike, by hand."""
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from eval_attention import reading
 
 

@@ -2,12 +2,9 @@
 
 import json
 import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import eval_speed
+import pytest
 
 
 @pytest.mark.slow

@@ -2,11 +2,8 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import rows_speed
 
 

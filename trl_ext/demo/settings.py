@@ -79,7 +79,7 @@ GPU = DemoSettings(
 
 # Two cores: short rows, and a measured row that reaches just as far as the cliff needs to show. With the 33 thousand
 # tokens that they can see in time, PosAug pays within the window for what it takes off the cliff; a skip halves the
-# cliff and costs a percent (docs/results/README.md), so that is what is shown.
+# cliff and costs a percent (docs/results/demo.md), so that is what is shown.
 CPU = replace(
     GPU,
     device="cpu",

@@ -76,7 +76,7 @@ def summary(lines: list[dict[str, Any]]) -> str:
     return "\n\n".join(tables)
 
 
-def plot(lines: list[dict[str, Any]], window: int, path: Path) -> list[Path]:
+def plot(lines: list[dict[str, Any]], path: Path, window: int) -> list[Path]:
     """Loss from the window to the target of every trained run: a dot a seed, a colour a schedule, a panel a target.
 
     A dashed line is the loss under a schedule without training, where it is not far away. Methods are in the order of

@@ -1,10 +1,10 @@
 """A queue of commands, several at a time on each GPU: runs of small models fill a GPU only together.
 
-Run: python benchmarks/run_queue.py QUEUE [--gpus 0 1] [--workers 3] [--minutes 25] [--stay] [--logs FOLDER]
+Run: python experiments/run_queue.py QUEUE [--gpus 0 1] [--workers 3] [--minutes 25] [--stay] [--logs FOLDER]
 
 A line of QUEUE is a command, with conditions in front of it if it has any:
 
-    needs=taught/config.json seconds=120 python benchmarks/rpsd_small_scale.py taught --arms skip --seeds 0
+    needs=taught/config.json seconds=120 python experiments/rpsd_small_scale.py taught --arms skip --seeds 0
 
 `needs` names a file that must be there, which an earlier command may write; `seconds` is what the command takes, so
 that none begins that --minutes would cut off. A worker takes the first line whose conditions hold. Lines that are added

@@ -1,8 +1,8 @@
 """RPSD and what its paper compares it with, at a scale of minutes: retrieval far beyond the window it was taught in.
 
-Run: python benchmarks/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT ...] [--taught FOLDER] [--arms NAME ...]
-         [--seeds 0 1 2] [--out FILE.jsonl]
-     python benchmarks/rpsd_small_scale.py --table FILE.jsonl ... [--plot FIGURE.png] [--arms NAME ...]
+Run: python experiments/rpsd_small_scale.py MODEL [--train TEXT ...] [--val TEXT ...] [--taught FOLDER]
+         [--arms NAME ...] [--seeds 0 1 2] [--minutes 9] [--part K/N] [--out FILE.jsonl]
+     python experiments/rpsd_small_scale.py --table FILE.jsonl ... [--plot FIGURE.png] [--arms NAME ...]
 
 A small model retrieves too badly to show anything, so it is taught first, in a short window: steps of text in turn
 with steps of exams (see `exams`), once, into --taught. Every arm then extends it with ABF by the same tokens of long
@@ -13,28 +13,39 @@ standard library. One JSON line an arm and seed is added to --out, and what is i
 """
 
 import argparse
-import gc
 import itertools
-import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from compiled import compiled_tokenwise
 from datasets import Dataset
 from exams import KINDS, Exam, Kind, accuracy, make_exam
-from result_lines import add_line, orderings, read_lines, spread, versions
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from harness import (
+    Line,
+    Run,
+    add_training_arguments,
+    autocast,
+    carry_out,
+    chosen,
+    fields_but,
+    load,
+    logged,
+    require,
+    show,
+    study_parser,
+    train,
+)
+from result_lines import orderings, read_lines, spread
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, read_texts, standard_library_files, text_rows
 from rope_patch.eval.figures import add_legend, compact, new_figure, save_figure
-from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.restoration import cut_into_rows
 
 # of teaching
@@ -175,40 +186,19 @@ def long_rows(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: ar
     return Dataset.from_generator(made)
 
 
-def train(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any], compiled: bool = False) -> Any:
+def extend(model: Any, tokenizer: Any, rows: Dataset, seed: int, options: dict[str, Any], compiled: bool) -> list[Any]:
     """One run; what its log says of loss and speed."""
-    gpu = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory() as folder:
-        config = RopeSFTConfig(
-            output_dir=folder,
-            **{
-                "per_device_train_batch_size": 1,
-                "gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": {"use_reentrant": False},
-                "lr_scheduler_type": "cosine_with_min_lr",
-                "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
-                "warmup_steps": 10,
-                "save_strategy": "no",
-                "report_to": [],
-                "logging_steps": 8,
-                "disable_tqdm": True,
-                "seed": seed,
-                "bf16": gpu,
-                "use_cpu": not gpu,
-                **options,
-            },
-        )
-        trainer = RopeSFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer)
-        with compiled_tokenwise(model, compiled):
-            trainer.train()
-        told = ("step", "loss", "ce", "kl", "tokens_per_second")
-        return [{k: entry[k] for k in told if k in entry} for entry in trainer.state.log_history if "loss" in entry]
-
-
-def load(folder: str | Path) -> Any:
-    """float32 weights on the GPU if there is one: what is trained is small steps on them, in bf16 autocast."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    fields = {
+        "per_device_train_batch_size": 1,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "warmup_steps": 10,
+        **options,
+    }
+    trainer = train(model, tokenizer, rows, fields, seed, compiled)
+    return logged(trainer, "step", "loss", "ce", "kl", "tokens_per_second")
 
 
 def teach(args: argparse.Namespace, tokenizer: Any) -> None:
@@ -216,7 +206,7 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
     model = load(args.model)
     rows = lessons(list(texts(args.train, False)), tokenizer, args)
     options = {"max_length": args.short, **TEACH, **args.override, **args.teach}
-    for entry in train(model, tokenizer, rows, 0, options, args.compile):
+    for entry in extend(model, tokenizer, rows, 0, options, args.compile):
         print(entry, flush=True)
     model.save_pretrained(args.taught)
     tokenizer.save_pretrained(args.taught)
@@ -242,7 +232,7 @@ def measure(
     """Exams and loss by position, at true positions and under autocast as in training."""
     model.eval()  # a view that is sampled in training is not in force
     found: dict[str, Any] = {}
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+    with autocast(model):
         for kind, by_length in exams.items():
             graded = {
                 length: [answer for one in sat for answer in accuracy(model, one)] for length, sat in by_length.items()
@@ -296,44 +286,33 @@ def plot(runs: list[dict[str, Any]], path: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "rpsd_small_scale.jsonl")
+    add_training_arguments(parser)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--table", nargs="+", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--train", nargs="+", help="default: three quarters of the standard library's files")
     parser.add_argument("--val", nargs="+", help="default: the other quarter")
     parser.add_argument("--taught", type=Path, default=Path("taught"))
     parser.add_argument("--short", type=int, default=2048, help="tokens of the window that retrieval is taught in")
     parser.add_argument("--long", type=int, default=8192, help="tokens of a row that arms are trained on")
-    parser.add_argument("--teach", type=json.loads, default={}, help="RopeSFTConfig fields of teaching, as JSON")
+    parser.add_argument("--teach", type=fields_but(), default={}, help="RopeSFTConfig fields of teaching, as JSON")
     parser.add_argument("--mix", type=float, default=0.5, help="share of a long row's pieces that hold an exam")
     parser.add_argument("--steps", type=int, default=256, help="of each arm")
     parser.add_argument("--rows", type=int, default=1, help="of a step of each arm")
     parser.add_argument("--theta", type=float, default=8e5, help="base of ABF")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--arms", nargs="+")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 32768])
     parser.add_argument("--exams", type=int, default=16, help="of each kind and length")
     parser.add_argument("--spacing", type=int, default=30, help="tokens from a sentence of an exam to the next")
     parser.add_argument("--val-rows", type=int, default=4)
-    parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
-    parser.add_argument(
-        "--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON; an arm's win"
-    )
-    parser.add_argument("--out", type=Path, default=Path("rpsd_small_scale.jsonl"))
     args = parser.parse_args()
     if args.table:
-        runs = [r for r in read_lines(*args.table) if not args.arms or r["arm"] in args.arms]
-        print(table(runs))
-        if args.plot:
-            print(*plot(runs, args.plot))
+        show(args, table, plot)
         return
-    if not args.model:
-        parser.error("give MODEL, or --table")
+    require(parser, args, "model")
+    names = chosen(parser, args, arms(args.long))
     settings = {k: getattr(args, k) for k in SETTINGS}
-    known = read_lines(args.out)
-    if other := next((r["settings"] for r in known if r["settings"] != settings), None):
+    if other := next((r["settings"] for r in read_lines(args.out) if r["settings"] != settings), None):
         changed = ", ".join(f"{k} {other[k]}" for k in SETTINGS if other[k] != settings[k])
         parser.error(
             f"{args.out} has runs with {changed}, which one table cannot hold beside these: give another --out"
@@ -341,17 +320,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if not (args.taught / "config.json").is_file():
         teach(args, tokenizer)
-    done = {(r["arm"], r["seed"]) for r in known}
     val = text_rows(tokenizer, texts(args.val, True), seq_len=max(args.lengths), n_rows=args.val_rows)
     rows = long_rows(list(texts(args.train, False)), tokenizer, args)
     exams = sittings(tokenizer, args, val.flatten().tolist())
     abf = {"theta": args.theta, "max_position_embeddings": max(args.lengths)}
-    chosen = args.arms or list(arms(args.long))
-    for seed, name in itertools.product(args.seeds, chosen):
-        if (name, seed) in done:
-            continue
-        model = load(args.taught)
-        arm = arms(args.long)[name]
+
+    def results(name: str, seed: int) -> Iterator[Line]:
+        model, arm = load(args.taught), arms(args.long)[name]
         log: list[dict[str, Any]] = []
         begin = time.perf_counter()
         if name == "abf":
@@ -365,23 +340,19 @@ def main() -> None:
                 "gradient_accumulation_steps": args.rows,
                 "learning_rate": args.learning_rate,
             }
-            options = {**of_all, **args.override, **arm}
-            log = train(model, tokenizer, rows.shuffle(seed), seed, options, args.compile)
+            log = extend(model, tokenizer, rows.shuffle(seed), seed, {**of_all, **args.override, **arm}, args.compile)
         seconds = time.perf_counter() - begin
-        found = {
-            "arm": name,
-            "seed": seed,
-            "train_seconds": seconds,
-            **measure(model, exams, args, val),
-            "log": log,
-            "settings": settings,
-            **versions(),
-        }
-        add_line(args.out, found)
-        shown = "  ".join(f"{kind} " + " ".join(f"{a:.2f}" for a in found[kind].values()) for kind in KINDS)
-        print(f"{name:16} seed {seed}  {shown}  {seconds:.0f} s", flush=True)
-        del model
-        gc.collect()
+        yield {"train_seconds": seconds, **measure(model, exams, args, val), "log": log, "settings": settings}
+
+    runs = [
+        Run(f"{name:16} seed {seed}", {"arm": name, "seed": seed}, partial(results, name, seed), {"arm": name})
+        for seed, name in itertools.product(args.seeds, names)
+    ]
+    carry_out(
+        runs,
+        args,
+        lambda line: "  ".join(f"{kind} " + " ".join(f"{a:.2f}" for a in line[kind].values()) for kind in KINDS),
+    )
 
 
 if __name__ == "__main__":

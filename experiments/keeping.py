@@ -1,8 +1,9 @@
 """An extension that loses nothing: rescalings and recipes by what the model writes, inside the window and beyond it.
 
-Run: python benchmarks/keeping.py MODEL --text books.jsonl.xz ... --held-out held-out.jsonl.xz --own chats.json
+Run: python experiments/keeping.py MODEL --text books.jsonl.xz ... --held-out held-out.jsonl.xz --own chats.json
          [--arms NAME ...] [--seeds 0 1 2] [--target 65536] [--bench FOLDER] [--minutes 9] [--part K/N]
          [--out FILE.jsonl]
+     python experiments/keeping.py --table FILE.jsonl ...
 
 An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch rows` and fields of RopeSFTConfig. It is
 trained on --rows rows of the window, in bf16 autocast over float32 weights, and measured in bf16: loss by position on
@@ -15,21 +16,23 @@ One JSON line an arm and seed is added to --out, with every prompt's score, so t
 """
 
 import argparse
-import gc
+import itertools
 import json
 import tempfile
 import time
-import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from datasets import Dataset
+from harness import DEVICE, Line, Run, carry_out, chosen, load, logged, require, show, study_parser, train
 from keeping_arms import Arm, arms
 from keeping_questions import NEW_TOKENS, Asked, keys, passkeys, right
-from result_lines import Deadline, add_line, read_lines, share, versions
+from keeping_results import tables
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
@@ -37,7 +40,6 @@ from rope_patch.eval import loss_by_position, read_texts
 from rope_patch.eval.asking import Frame
 from rope_patch.eval.generation import greedy_answers, greedy_tokens
 from rope_patch.special_tokens import SpecialTokens
-from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.rows import make_rows, own_chats, own_texts
 
 EDGES = [64, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
@@ -57,9 +59,6 @@ TRAINING: dict[str, Any] = {
     "bf16": GPU,
     "logging_steps": 4,
     "logging_first_step": True,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
     "dataloader_pin_memory": GPU,
 }
 
@@ -76,14 +75,10 @@ class Data:
     asked: dict[tuple[str, bool, int], list[Asked]]
 
 
-def load(folder: str | Path, dtype: torch.dtype) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    return model.to("cuda" if GPU else "cpu").eval()
-
-
 def served(folder: str | Path) -> Any:
     """A checkpoint as programs that serve it load it."""
-    return load(folder, torch.bfloat16 if GPU else torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if GPU else torch.float32)
+    return model.to(DEVICE).eval()
 
 
 def held_out_rows(tokenizer: Any, texts: list[str], length: int, rows: int) -> torch.Tensor:
@@ -128,25 +123,20 @@ def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> 
     return Dataset.from_dict({"input_ids": [r.ids for r in rows], "completion_mask": [r.labelled for r in rows]})
 
 
-def train(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, Any]]:
+def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, Any]]:
     """The checkpoint that training ends with, how long it took and what was logged."""
     begin = time.perf_counter()
     rows = training_rows(arm, data, args, seed)
     made = time.perf_counter()
+    fields = {**TRAINING, "max_length": arm.row_length or args.window, **arm.rescaling(), **arm.training}
+    trainer = train(load(args.model), data.tokenizer, rows, fields, seed)
     with tempfile.TemporaryDirectory() as folder:
-        options = {**TRAINING, **arm.rescaling(), **arm.training, "seed": seed, "output_dir": folder}
-        config = RopeSFTConfig(max_length=arm.row_length or args.window, use_cpu=not GPU, **options)
-        trainer = RopeSFTTrainer(
-            load(args.model, torch.float32), config, train_dataset=rows, processing_class=data.tokenizer
-        )
-        since = time.perf_counter()
-        trainer.train()
-        seconds = {"rows_seconds": made - begin, "train_seconds": time.perf_counter() - since}
-        trainer.save_model()
+        trainer.save_model(folder)
         model = served(folder)
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = logged(trainer)
     return model, {
-        **seconds,
+        "rows_seconds": made - begin,
+        "train_seconds": trainer.state.log_history[-1]["train_runtime"],
         "steps": trainer.state.global_step,
         "log": history[:: max(len(history) // 8, 1)] + history[-1:],
     }
@@ -237,31 +227,29 @@ def summary(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace) -> Iterator[Line]:
     """Train one arm, if it trains, and measure it."""
     arm = arms(args.window, args.target, "chats" if data.tokenizer.chat_template else "own_texts")[name]
-    found: dict[str, Any] = {"arm": name, "seed": seed, "question_seed": args.question_seed, "target": args.target}
+    found: dict[str, Any] = {"target": args.target}
     if arm.shares is not None:
-        model, told = train(arm, data, args, seed)
+        model, told = train_arm(arm, data, args, seed)
         found |= told
         print(name, found["train_seconds"], found["log"], flush=True)
     else:
         model = served(args.model)
         if arm.rescale is not None:
             patch_model(model, arm.rescale[0], factor=arm.rescale[1])
-    return found | measure(model, native, data, args)
+    yield found | measure(model, native, data, args)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--text", nargs="+", required=True, help="JSON lines with `text`: documents to train on")
-    parser.add_argument("--held-out", nargs="+", required=True, help="likewise: documents to measure on")
-    parser.add_argument("--own", type=Path, required=True, help="chats or texts of the native model")
+    parser = study_parser(__doc__, "keeping.jsonl")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--text", nargs="+", help="JSON lines with `text`: documents to train on")
+    parser.add_argument("--held-out", nargs="+", help="likewise: documents to measure on")
+    parser.add_argument("--own", type=Path, help="chats or texts of the native model")
     parser.add_argument("--make-own", type=int, help="write that many of them, and end")
     parser.add_argument("--held-out-own", type=int, default=100)
-    parser.add_argument("--arms", nargs="+", default=None, help="default: all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--target", type=int, default=65536)
     parser.add_argument(
@@ -275,11 +263,13 @@ def main() -> None:
     parser.add_argument("--held-out-rows", type=int, default=6, help="rows for loss by position")
     parser.add_argument("--bench", type=Path, help="folder with short-text benchmarks, see rope_patch.eval.short_text")
     parser.add_argument("--bench-limit", type=int, default=200, help="samples of each benchmark")
-    parser.add_argument("--part", default="0/1")
-    parser.add_argument("--minutes", type=float)
-    parser.add_argument("--out", type=Path, default=Path("keeping.jsonl"))
     args = parser.parse_args()
-    deadline = Deadline(args.minutes)
+    if args.table:
+        show(args, tables, None)
+        return
+    require(parser, args, "model", "text", "held_out", "own")
+    known = arms(args.window, args.target, "chats")
+    names = chosen(parser, args, known)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     native = served(args.model)
     if args.make_own:
@@ -297,30 +287,18 @@ def main() -> None:
         own[: args.held_out_own],
         all_asked(tokenizer, held_out, args),
     )
-    known = arms(args.window, args.target, "chats")
-    runs = [(seed, name) for seed in args.seeds for name in args.arms or known]
-    runs = [(seed, name) for seed, name in runs if known[name].shares is not None or seed == args.seeds[0]]
-    longest, failed = 0.0, []
-    for seed, name in share(runs, args.part):
-        done = {(r["arm"], r["seed"], r["question_seed"]) for r in read_lines(args.out)}
-        if (name, seed, args.question_seed) in done:
-            continue
-        if not deadline.leaves(longest):
-            print(f"{name}: not begun, it would take {longest:.0f} s", flush=True)
-            continue
-        begin = time.perf_counter()
-        try:
-            found = run(name, seed, native, data, args)
-        except Exception:  # the others are still of use
-            traceback.print_exc()
-            failed.append(name)
-            continue
-        gc.collect()
-        longest = max(longest, time.perf_counter() - begin)
-        add_line(args.out, {**found, "seconds": time.perf_counter() - begin, **versions()})
-        print(f"{name}, seed {seed}, {time.perf_counter() - begin:.0f} s\n{summary(found)}", flush=True)
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    # what does not train is the same with every seed
+    runs = [
+        Run(
+            f"{name}, seed {seed}",
+            {"arm": name, "seed": seed, "question_seed": args.question_seed},
+            partial(run, name, seed, native, data, args),
+            {"arm": name},
+        )
+        for seed, name in itertools.product(args.seeds, names)
+        if known[name].shares is not None or seed == args.seeds[0]
+    ]
+    carry_out(runs, args, lambda line: f"\n{summary(line)}\n")
 
 
 if __name__ == "__main__":

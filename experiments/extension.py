@@ -1,16 +1,16 @@
 """A real model from 8K to 32K and 64K: methods that train in short windows beside full length, at equal tokens.
 
-Run: python benchmarks/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --tokenizer MODEL
+Run: python experiments/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --tokenizer MODEL
          --tokens 12000000 --val-documents 8 --val-length 65536
-     python benchmarks/extension.py MODEL TOKENS [--targets 65536 32768] [--schedules pi yarn] [--methods NAME ...]
+     python experiments/extension.py MODEL TOKENS [--targets 65536 32768] [--schedules pi yarn] [--arms NAME ...]
          [--seeds 0 1 2] [--short-data FOLDER --limit 200] [--out FILE.jsonl] [--minutes 9] [--part K/N]
-     python benchmarks/extension.py MODEL TOKENS --cost 6 [...]
-     python benchmarks/extension.py --summary FILE.jsonl ... [--plot FIGURE.png]
+     python experiments/extension.py MODEL TOKENS --cost 6 [...]
+     python experiments/extension.py --table FILE.jsonl ... [--plot FIGURE.png]
 
 Every run rescales the model by target / window, under PI or YaRN, and trains all weights with RopeSFTTrainer on
 --tokens tokens, --step-tokens in each step, in bf16 autocast with gradient checkpointing: all methods at one learning
 rate, on rows cut from the same documents. A cue counts as tokens, and of PoSE those of the window. `none` is the
-rescaled model without training, `native` the model as it is. --methods also takes the forms of skip distillation and
+rescaled model without training, `native` the model as it is. --arms also takes the forms of skip distillation and
 the combinations of methods, which are left out by default. Measured: loss by position; passkey by length up to the
 target, as the model writes it; passkey and one of four needles in held-out text with the digits of the answer
 teacher-forced; short text through lm-eval where there is --short-data. One JSON line a run is added to --out, and what
@@ -24,31 +24,42 @@ methods take turns in each seed's round.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import random
 import statistics
-import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from compiled import compiled_tokenwise
 from datasets import Dataset
 from exams import NEEDLES, Exam, Needle, accuracy, needle_exam
 from extension_results import plot, summary
-from result_lines import Deadline, add_line, read_lines, share, versions
+from harness import (
+    Line,
+    Run,
+    add_training_arguments,
+    autocast,
+    carry_out,
+    chosen,
+    load,
+    logged,
+    require,
+    show,
+    study_parser,
+    train,
+)
 from token_text import first_rows, read_documents
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, passkey, short_text
 from rope_patch.eval.retrieval import DEPTHS
 from rope_patch.eval.wordings import PASSKEY_FILLER
-from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.cues import cue_ids
 
 GIB = 1 << 30
@@ -177,10 +188,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def load(args: argparse.Namespace, schedule: str | None, target: int) -> Any:
-    """float32 weights, multiplied in bf16 autocast: what is trained is small steps on them."""
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+def rescaled(args: argparse.Namespace, schedule: str | None, target: int) -> Any:
+    """The model under a schedule, or as it is."""
+    model = load(args.model)
     return model if schedule is None else patch_model(model, schedule, factor=target / args.window)
 
 
@@ -202,7 +212,7 @@ def rate_of(stage: Stage, steps: int) -> dict[str, Any]:
     return {**fall, "warmup_steps": 1 if stage == "last" else rise}
 
 
-def train(
+def train_method(
     model: Any,
     tokenizer: Any,
     method: Method,
@@ -213,7 +223,6 @@ def train(
     stage: Stage = "only",
 ) -> dict[str, Any]:
     """Train in place; what it cost and its log."""
-    gpu = torch.cuda.is_available()
     rows_a_step = max(args.step_tokens // method.read, 1)
     together = max(min(at_once // method.read, rows_a_step), 1)
     if args.step_tokens % method.read or rows_a_step % together:
@@ -228,52 +237,27 @@ def train(
         "weight_decay": 0.0,
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "logging_steps": max(steps // 8, 1),
+        "max_steps": steps,
+        "per_device_train_batch_size": together,
+        "gradient_accumulation_steps": rows_a_step // together,
         **method.fields,
         **args.override,
     }
     # a cue is put behind rows that leave room for it
-    longest = method.read if "cue" in fields else method.row
-    watch = Steps()
+    fields["max_length"] = method.read if "cue" in fields else method.row
+    gpu, watch = torch.cuda.is_available(), Steps()
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        config = RopeSFTConfig(
-            output_dir=folder,
-            **fields,
-            max_length=longest,
-            max_steps=steps,
-            per_device_train_batch_size=together,
-            gradient_accumulation_steps=rows_a_step // together,
-            seed=seed,
-            save_strategy="no",
-            report_to=[],
-            logging_steps=max(steps // 8, 1),
-            disable_tqdm=True,
-            bf16=gpu,
-            use_cpu=not gpu,
-        )
-        trainer = RopeSFTTrainer(
-            model=model,
-            args=config,
-            train_dataset=args.rows(method.row),
-            processing_class=tokenizer,
-            callbacks=[watch],
-        )
-        with compiled_tokenwise(model, args.compile):
-            trainer.train()
-    log = [
-        {k: e[k] for k in ("step", "loss", "kl", "num_tokens") if k in e}
-        for e in trainer.state.log_history
-        if "loss" in e
-    ]
+    trainer = train(model, tokenizer, args.rows(method.row), fields, seed, args.compile, callbacks=[watch])
     return {
         "train_seconds": time.perf_counter() - begin,
         "seconds_a_step": statistics.median(watch.seconds[min(WARM_UP, steps - 1) :]),
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if gpu else None,
         "rows_at_once": together,
         "rows_a_step": rows_a_step,
-        "log": log,
+        "log": logged(trainer, "step", "loss", "kl", "num_tokens"),
     }
 
 
@@ -315,7 +299,7 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
     """Loss by position, passkey as written, teacher-forced digits, and short text, under autocast as in training."""
     begin = time.perf_counter()
     model.eval()  # a view that is sampled in training is not in force
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+    with autocast(model):
         curve = loss_by_position(model, args.val_rows, progress=False)
         lengths = lengths_within(args, target)
         # the wording that all lines of the results were asked in
@@ -343,109 +327,103 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -
     }
 
 
-Key = tuple[Any, ...]
-
-
-def key_of(kind: str, seed: int, target: int, schedule: str | None, method: str, args: Any) -> Key:
+def key_of(kind: str, seed: int, target: int, schedule: str | None, method: str, args: Any) -> list[Any]:
     """What makes two runs the same; what does not train has neither seed nor rate."""
     if method in ("native", "none"):
-        return kind, target if schedule else None, schedule, method
-    return kind, target, schedule, method, seed, args.tokens, args.learning_rate, json.dumps(args.override)
+        return [kind, target if schedule else None, schedule, method]
+    return [kind, target, schedule, method, seed, args.tokens, args.learning_rate, json.dumps(args.override)]
 
 
-def quality(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
-    """Every run of the comparison that is not in --out yet."""
-    runs: list[tuple[int, int, str | None, str]] = [(args.seeds[0], max(args.targets), None, "native")]
+def quality(
+    args: argparse.Namespace, tokenizer: Any, cue: int, seed: int, target: int, schedule: str | None, name: str
+) -> Iterator[Line]:
+    """Train one method, if it trains, and measure it."""
+    model = rescaled(args, schedule, target)
+    method = None if name == "native" else every_method(args.window, target, cue)[name]
+    cost: dict[str, Any] = {}
+    if method is not None and method.fields is not None:
+        steps = max(args.tokens // args.step_tokens, 1)
+        of_long = round(method.long * steps)
+        stage: Stage = "first" if of_long else "only"
+        cost = train_method(model, tokenizer, method, args, seed, steps - of_long, args.at_once, stage)
+        if of_long:
+            full = methods(args.window, target, cue)["full length"]
+            cost = joined(cost, train_method(model, tokenizer, full, args, seed, of_long, args.at_once, "last"))
+        cost["steps"] = steps
+    yield {
+        "method": name,
+        "schedule": schedule,
+        "target": target,
+        "seed": seed,
+        "tokens": cost["steps"] * args.step_tokens if cost else 0,
+        "learning_rate": args.learning_rate if cost else None,
+        "override": args.override,
+        **cost,
+        **measure(model, tokenizer, args, target),
+    }
+
+
+def qualities(args: argparse.Namespace, tokenizer: Any, cue: int, names: list[str]) -> list[Run]:
+    """Every run of the comparison."""
+    plan: list[tuple[int, int, str | None, str]] = [(args.seeds[0], max(args.targets), None, "native")]
     for seed, target, schedule in itertools.product(args.seeds, args.targets, args.schedules):
-        chosen = args.methods or list(methods(args.window, target, cue))
-        runs += [(seed, target, schedule, name) for name in chosen if name != "none" or seed == args.seeds[0]]
-    for seed, target, schedule, name in share(runs, args.part):
-        known = read_lines(args.out)
-        key = key_of("quality", seed, target, schedule, name, args)
-        if any(r["key"] == list(key) for r in known):
-            continue
-        ran = [r for r in known if r["kind"] == "quality"]
-        alike = [r for r in ran if (r["method"], r["target"]) == (name, target)]
-        needed = max((r["seconds"] for r in alike or ran), default=0)
-        if not args.deadline.leaves(needed):
-            print(f"{name} to {target} under {schedule}: not begun, it would take {needed:.0f} s", flush=True)
-            return
-        begin = time.perf_counter()
-        model = load(args, schedule, target)
-        method = None if name == "native" else every_method(args.window, target, cue)[name]
-        cost: dict[str, Any] = {}
-        if method is not None and method.fields is not None:
-            steps = max(args.tokens // args.step_tokens, 1)
-            of_long = round(method.long * steps)
-            stage: Stage = "first" if of_long else "only"
-            cost = train(model, tokenizer, method, args, seed, steps - of_long, args.at_once, stage)
-            if of_long:
-                full = methods(args.window, target, cue)["full length"]
-                cost = joined(cost, train(model, tokenizer, full, args, seed, of_long, args.at_once, "last"))
-            cost["steps"] = steps
-        found = {
-            "kind": "quality",
-            "key": key,
-            "method": name,
-            "schedule": schedule,
-            "target": target,
-            "seed": seed,
-            "tokens": cost["steps"] * args.step_tokens if cost else 0,
-            "learning_rate": args.learning_rate if cost else None,
-            "override": args.override,
-            **cost,
-            **measure(model, tokenizer, args, target),
-        }
-        add_line(args.out, {**found, "seconds": time.perf_counter() - begin, **versions()})
-        last = found["loss_by_position"][-1]
-        shown = f"loss {last['first']}..{last['end']} {last['loss']:.3f}  passkey {found['passkey']}"
-        print(
-            f"{name:12} {schedule} to {target}, seed {seed}  {shown}  {found.get('train_seconds', 0):.0f} s", flush=True
+        plan += [(seed, target, schedule, name) for name in names if name != "none" or seed == args.seeds[0]]
+    return [
+        Run(
+            f"{name:12} {schedule} to {target}, seed {seed}",
+            {"kind": "quality", "key": key_of("quality", seed, target, schedule, name, args)},
+            partial(quality, args, tokenizer, cue, seed, target, schedule, name),
+            {"kind": "quality", "method": name, "target": target},
         )
-        del model
-        gc.collect()
+        for seed, target, schedule, name in plan
+    ]
 
 
-def cost(args: argparse.Namespace, tokenizer: Any, cue: int) -> None:
-    """Seconds and peak memory of every method, alone on the GPU."""
-    one_row, together = 1, args.at_once
-    for seed, target, schedule in itertools.product(args.seeds, args.targets, args.schedules):
-        for name, at_once in itertools.product(args.methods or methods(args.window, target, cue), (one_row, together)):
-            method = every_method(args.window, target, cue)[name]
-            key = ("cost", target, schedule, name, seed, at_once, json.dumps(args.override))
-            same = at_once != one_row and at_once < 2 * method.read
-            if method.fields is None or same or any(r["key"] == list(key) for r in read_lines(args.out)):
+def cost(
+    args: argparse.Namespace, tokenizer: Any, seed: int, target: int, schedule: str, name: str, method: Method, n: int
+) -> Iterator[Line]:
+    """Seconds and peak memory of one method, with forwards of n tokens, alone on the GPU."""
+    found = train_method(rescaled(args, schedule, target), tokenizer, method, args, seed, WARM_UP + args.cost, n)
+    told = {"method": name, "schedule": schedule, "target": target, "seed": seed, "override": args.override}
+    yield {**told, "tokens_per_second": args.step_tokens / found["seconds_a_step"], **found}
+
+
+def costs(args: argparse.Namespace, tokenizer: Any, cue: int, names: list[str]) -> list[Run]:
+    """Every method with one row at a time, and with as many as --at-once has."""
+    runs, one_row = [], 1
+    for seed, target, schedule, name in itertools.product(args.seeds, args.targets, args.schedules, names):
+        method = every_method(args.window, target, cue)[name]
+        for n in (one_row, args.at_once):
+            if method.fields is None or (n != one_row and n < 2 * method.read):
                 continue
-            if not args.deadline.leaves(0):
-                return
-            model = load(args, schedule, target)
-            found = train(model, tokenizer, method, args, seed, WARM_UP + args.cost, at_once)
-            told = {"method": name, "schedule": schedule, "target": target, "seed": seed, "override": args.override}
-            rate = args.step_tokens / found["seconds_a_step"]
-            add_line(args.out, {"kind": "cost", "key": key, **told, "tokens_per_second": rate, **found, **versions()})
-            memory = f"{found['peak_gib']:.1f} GiB" if found["peak_gib"] else ""
-            print(
-                f"{name:12} to {target}, {found['rows_at_once']} rows at once  {rate:,.0f} tokens/s  {memory}",
-                flush=True,
-            )
-            del model
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            key = ["cost", target, schedule, name, seed, n, json.dumps(args.override)]
+            results = partial(cost, args, tokenizer, seed, target, schedule, name, method, n)
+            alike = {"kind": "cost", "method": name, "target": target}
+            runs.append(Run(f"{name:12} {schedule} to {target}", {"kind": "cost", "key": key}, results, alike))
+    return runs
+
+
+def shown(line: Line) -> str:
+    """A line of the file in one of the terminal."""
+    if line["kind"] == "cost":
+        memory = f"{line['peak_gib']:.1f} GiB" if line["peak_gib"] else ""
+        return f"{line['rows_at_once']} rows at once  {line['tokens_per_second']:,.0f} tokens/s  {memory}"
+    last = line["loss_by_position"][-1]
+    return f"loss {last['first']}..{last['end']} {last['loss']:.3f}  passkey {line['passkey']}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "extension.jsonl", seeds=(0, 1, 2))
+    add_training_arguments(
+        parser, "max_length", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"
+    )
     parser.add_argument("model", nargs="?")
     parser.add_argument("folder", nargs="?", type=Path, help="of token files, made with the model's tokenizer")
-    parser.add_argument("--summary", nargs="+", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw the file of --summary: loss beyond the window, by method")
+    parser.add_argument("--plot", type=Path, help="draw the file of --table: loss beyond the window, by method")
     parser.add_argument("--cost", type=int, help="steps that are timed; nothing is measured but time and memory")
     parser.add_argument("--window", type=int, default=8192, help="native window, in tokens")
     parser.add_argument("--targets", type=int, nargs="+", default=[65536, 32768])
     parser.add_argument("--schedules", nargs="+", default=["pi", "yarn"])
-    parser.add_argument("--methods", nargs="+", help="default: those of papers, their controls and skip distillation")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tokens", type=int, default=1 << 22)
     parser.add_argument("--step-tokens", type=int, default=1 << 16)
     parser.add_argument("--at-once", type=int, default=1 << 15, help="tokens of a forward, one row at least")
@@ -457,42 +435,23 @@ def main() -> None:
     parser.add_argument("--digit-trials", type=int, default=2, help="the same of prompts whose digits are graded")
     parser.add_argument("--short-data", type=Path)
     parser.add_argument("--limit", type=int, help="samples of each short-text benchmark; default: all")
-    parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every run, as JSON")
-    parser.add_argument("--minutes", type=float, help="after which no run is begun")
-    parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
-    parser.add_argument("--part", default="0/1", help="K/N: every N-th run from the K-th, for N processes")
-    parser.add_argument("--out", type=Path, default=Path("extension.jsonl"))
     args = parser.parse_args()
-    if args.summary:
-        lines = read_lines(*args.summary)
-        print(summary(lines))
-        if args.plot:
-            print(*plot(lines, args.window, args.plot))
+    if args.table:
+        show(args, summary, partial(plot, window=args.window))
         return
-    if args.model is None or args.folder is None:
-        parser.error("give MODEL and the folder of token files, or --summary")
-    args.deadline = Deadline(args.minutes)
+    require(parser, args, "model", "folder")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     cue = len(cue_ids(tokenizer, CUE))
-    unknown = set(args.methods or ()) - set(every_method(args.window, max(args.targets), cue))
-    if unknown:
-        known = ", ".join(every_method(args.window, max(args.targets), cue))
-        parser.error(f"unknown methods {', '.join(sorted(unknown))}; known: {known}")
+    target = max(args.targets)
+    names = chosen(parser, args, every_method(args.window, target, cue), methods(args.window, target, cue))
     documents = read_documents(args.folder, "train")
-    cut: dict[int, Dataset] = {}
-
-    def rows(length: int) -> Dataset:
-        if length not in cut:
-            cut[length] = rows_of(documents, length)
-        return cut[length]
-
-    args.rows = rows
+    args.rows = cache(partial(rows_of, documents))
     if args.cost:
-        cost(args, tokenizer, cue)
+        carry_out(costs(args, tokenizer, cue, names), args, shown)
         return
     args.val_rows = torch.from_numpy(first_rows(args.folder, "val", args.val_length, args.val_rows))
     args.needles = needles(tokenizer, args)
-    quality(args, tokenizer, cue)
+    carry_out(qualities(args, tokenizer, cue, names), args, shown)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is compared by benchmarks/keeping.py: rescalings, and recipes of the package's own parts."""
+"""What is compared by experiments/keeping.py: rescalings, and recipes of the package's own parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

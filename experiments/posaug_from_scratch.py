@@ -1,9 +1,9 @@
 """PosAug from scratch at 10.6M parameters: what each law, range and layer choice does to the cliff beyond the window.
 
-Run: python benchmarks/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --vocabulary 16384
-     python benchmarks/posaug_from_scratch.py TOKENS [--tokens 2e8] [--arms NAME ...] [--seeds 42 137 2024]
+Run: python experiments/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --vocabulary 16384
+     python experiments/posaug_from_scratch.py TOKENS [--tokens 2e8] [--arms NAME ...] [--seeds 42 137 2024]
          [--out FILE.jsonl] [--minutes 8.5 --state FOLDER] [--part K/N]
-     python benchmarks/posaug_from_scratch.py --summary FILE.jsonl ...
+     python experiments/posaug_from_scratch.py --table FILE.jsonl ...
 
 The paper's recipe (its 10.6M row): 384 wide, 6 layers of 6 heads of 64, SwiGLU of 1024, RMSNorm, tied embeddings,
 RoPE base 1e4, window 2048, 128 rows a step, AdamW (0.9, 0.95), weight decay 0.1 on matrices, gradients clipped at 1,
@@ -16,22 +16,24 @@ baseline with view="standard". Layers are compiled and views drawn outside of th
 Measured at true positions on 20 spans of 16384 tokens, one a book: cliff, loss within the window, exact context gain.
 One JSON line an arm and seed is added to --out, and what is in it is not done again. A run that --minutes cuts off is
 kept in --state and goes on from there, with the same draws and rows. --part shares the runs among processes, on one GPU
-or several (CUDA_VISIBLE_DEVICES). --summary prints means over seeds, and which of the paper's orderings hold.
+or several (CUDA_VISIBLE_DEVICES). --table prints means over seeds, and which of the paper's orderings hold.
 """
 
 import argparse
-import gc
 import itertools
 import json
 import math
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from result_lines import Deadline, add_line, held, orderings, read_lines, share, spread, versions
+from harness import DEVICE, Line, Run, autocast, carry_out, chosen, require, show, study_parser
+from result_lines import Deadline, held, orderings, spread
 from token_text import first_rows, read_facts, read_stream
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -141,7 +143,7 @@ def learning_rate(step: int, steps: int) -> float:
     return LAST_LR + (PEAK_LR - LAST_LR) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
 
 
-class Run:
+class Training:
     """One arm and seed: model, optimizer and how far they are."""
 
     def __init__(self, name: str, seed: int, args: argparse.Namespace, stream: torch.Tensor, vocabulary: int) -> None:
@@ -193,7 +195,7 @@ class Run:
             total = torch.zeros((), device=self.device)
             for number, micro in enumerate(rows.split(args.micro_batch)):
                 source.clock.set(self.step, number * args.micro_batch, self.step / self.steps)
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                with autocast(self.model):
                     hidden = model.model(input_ids=micro[:, :-1], use_cache=False).last_hidden_state
                     labels = micro[:, 1:].flatten()
                     loss, _ = head_losses(model, hidden.flatten(0, 1), None, labels, weights[: len(labels)], None)
@@ -223,16 +225,14 @@ class Run:
             layer.__dict__.pop("forward", None)  # other shapes would compile anew
         args, val = self.args, self.args.val_rows
         begin = time.perf_counter()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with autocast(self.model):
             curve = loss_by_position(self.model, val, progress=False)
             gain = context_gain(self.model, val, short=min(512, args.window // 4), batch_size=32, progress=False)
         ends = [args.window * k // 4 + 1 for k in (1, 2, 4, 6, 8, 12, 16, 24)]
         edges = [64, *(e for e in ends if 64 < e < curve.seq_len), curve.seq_len]
         tokens = args.batch * args.window
         found = {
-            "arm": self.name,
             "view": arms(args.window)[self.name],
-            "seed": self.seed,
             "tokens": self.steps * tokens,
             "epochs": self.steps * args.batch / self.rows.a_epoch,
             "parameters": sum(p.numel() for p in self.model.model.layers.parameters()),
@@ -250,7 +250,6 @@ class Run:
             "peak_gib": self._peak() / GIB,
             "compiled": not args.eager,
             "log": self.log,
-            **versions(),
         }
         if self.file is not None:
             self.file.unlink(missing_ok=True)
@@ -329,14 +328,9 @@ def summary(runs: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "posaug_from_scratch.jsonl", seeds=(42, 137, 2024))
     parser.add_argument("folder", nargs="?", type=Path, help="of token files")
-    parser.add_argument("--summary", nargs="+", type=Path)
     parser.add_argument("--tokens", type=float, default=2e8, help="that each arm is trained on")
-    parser.add_argument("--arms", nargs="+")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 137, 2024])
-    parser.add_argument("--part", default="0/1", help="K/N: every N-th run from the K-th, for N processes")
-    parser.add_argument("--minutes", type=float, help="after which no step is begun")
     parser.add_argument("--state", type=Path, help="folder that a run is kept in when time is up")
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=128, help="rows of a step")
@@ -346,42 +340,41 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     parser.add_argument("--override", type=json.loads, default={}, help="fields of LlamaConfig, as JSON")
     parser.add_argument("--log-steps", type=int, default=50)
-    parser.add_argument("--out", type=Path, default=Path("posaug_from_scratch.jsonl"))
     args = parser.parse_args()
-    if args.summary:
-        print(summary(read_lines(*args.summary)))
+    if args.table:
+        show(args, summary, None)
         return
-    if args.folder is None:
-        parser.error("give the folder of token files, or --summary")
+    require(parser, args, "folder")
     if args.batch % args.micro_batch:
         parser.error(f"--micro-batch must divide --batch={args.batch}, got {args.micro_batch}")
-    deadline = Deadline(args.minutes)
-    chosen = args.arms or list(arms(args.window))
-    unknown = set(chosen) - set(arms(args.window))
-    if unknown:
-        parser.error(f"unknown arms {', '.join(sorted(unknown))}; known: {', '.join(arms(args.window))}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = chosen(parser, args, arms(args.window))
     torch.set_float32_matmul_precision("high")
-    stream = torch.from_numpy(read_stream(args.folder, "train").view("<i2").copy()).to(device)
+    stream = torch.from_numpy(read_stream(args.folder, "train").view("<i2").copy()).to(DEVICE)
     args.val_rows = torch.from_numpy(first_rows(args.folder, "val", args.length, args.spans))
     vocabulary = read_facts(args.folder)["vocabulary"]
-    # seeds outermost: what a slice leaves undone is a whole comparison less, not an arm
-    for seed, name in share(list(itertools.product(args.seeds, chosen)), args.part):
-        if any((r["arm"], r["seed"]) == (name, seed) for r in read_lines(args.out)):
-            continue
-        if device.type == "cuda":
+
+    def results(name: str, seed: int) -> Iterator[Line]:
+        if DEVICE == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        run = Run(name, seed, args, stream, vocabulary)
-        if not run.train(deadline):
-            print(f"{name:16} seed {seed:5}  at step {run.step} of {run.steps} when time was up", flush=True)
-            return
-        found = run.finish()
-        add_line(args.out, found)
-        rate = found["tokens_per_second"] or 0
-        shown = f"in window {found['in_window']:.3f}  cliff {found['cliff']:.3f}  G {found['gain']:.3f}"
-        print(f"{name:16} seed {seed:5}  {shown}  {rate:,.0f} tokens/s  {found['peak_gib']:.1f} GiB", flush=True)
-        del run
-        gc.collect()  # what is patched holds on to itself
+        training = Training(name, seed, args, stream, vocabulary)
+        if training.train(args.deadline):
+            yield training.finish()
+        else:
+            print(f"{name:16} seed {seed:5}  at step {training.step} of {training.steps} when time was up", flush=True)
+
+    # seeds outermost: what a slice leaves undone is a whole comparison less, not an arm
+    runs = [
+        Run(f"{name:16} seed {seed:5}", {"arm": name, "seed": seed}, partial(results, name, seed))
+        for seed, name in itertools.product(args.seeds, names)
+    ]
+    carry_out(runs, args, shown)
+
+
+def shown(line: Line) -> str:
+    """A line of the file in one of the terminal."""
+    rate = line["tokens_per_second"] or 0
+    found = f"in window {line['in_window']:.3f}  cliff {line['cliff']:.3f}  G {line['gain']:.3f}"
+    return f"{found}  {rate:,.0f} tokens/s  {line['peak_gib']:.1f} GiB"
 
 
 if __name__ == "__main__":

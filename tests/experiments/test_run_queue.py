@@ -1,12 +1,10 @@
-"""The queue of benchmark runs: conditions, shares of a GPU, what fails."""
+"""The queue of commands: conditions, shares of a GPU, what fails."""
 
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from result_lines import Deadline
 from run_queue import Command, Queue
 

@@ -1,6 +1,6 @@
 """RULER scores of one model through lm-eval alone and through rope_patch.eval, in one run.
 
-Run: python benchmarks/ruler_vs_lm_eval.py MODEL [--length 4096] [--samples 24] [--out FILE.json]
+Run: python experiments/ruler_vs_lm_eval.py MODEL [--length 4096] [--samples 24] [--out FILE.json]
 The tasks are those that lm-eval can make without the network. Prompts are drawn by the same generators but from other
 seeds, so scores agree within the scatter of so many samples, not exactly.
 """

@@ -1,8 +1,8 @@
 """LinearARD and its variants on a real model: what each wins back of a rescaled model, at equal tokens.
 
-Run: python benchmarks/restoration.py MODEL --train books.jsonl.xz --val val.jsonl.xz --short-data FOLDER
-         [--arms NAME ...] [--seeds 0 1 2] [--out FILE.jsonl]
-     python benchmarks/restoration.py --table FILE.jsonl ... [--plot FIGURE.png]
+Run: python experiments/restoration.py MODEL --train books.jsonl.xz --val val.jsonl.xz --short-data FOLDER
+         [--arms NAME ...] [--seeds 0 1 2] [--minutes 9] [--part K/N] [--out FILE.jsonl]
+     python experiments/restoration.py --table FILE.jsonl ... [--plot FIGURE.png]
 
 Each arm is rescaled, trained in one or two stages and measured after each: loss by position on held-out books up to
 32K, and short-text accuracy through lm-eval. One JSON line a stage is added to --out, and what is in it is not done
@@ -11,27 +11,39 @@ again. --table prints the means over seeds of such files, with what was won back
 """
 
 import argparse
-import gc
-import json
-import tempfile
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from compiled import compiled_tokenwise
 from datasets import Dataset
+from harness import (
+    Line,
+    Run,
+    add_training_arguments,
+    autocast,
+    carry_out,
+    chosen,
+    has,
+    load,
+    logged,
+    require,
+    show,
+    study_parser,
+    train,
+)
 from peft import LoraConfig
-from result_lines import add_line, mean_of, read_lines, spread
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from result_lines import mean_of, read_lines, spread
+from transformers import AutoTokenizer
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, read_texts, recovery_ratio, short_text, text_rows
 from rope_patch.eval.figures import add_legend, compact, mark_window, new_figure, save_figure
-from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.restoration import DISTIL, EXTEND, cut_into_rows
 
 WINDOW = 8192
@@ -60,6 +72,11 @@ class Arm:
     dropout: float = 0.0
     trainable: str = "qkv"
     extended: str = "all"
+
+    @property
+    def last_stage(self) -> str | None:
+        """After which it is measured last; None where none trains."""
+        return "extend" if self.extend is not None else "distil" if self.distil is not None else None
 
 
 PI4, PI8, YARN4 = ("pi", {"factor": 4.0}), ("pi", {"factor": 8.0}), ("yarn", {"factor": 4.0})
@@ -128,29 +145,11 @@ def arms() -> dict[str, Arm]:
     return found
 
 
-def train(
-    model: Any, tokenizer: Any, options: dict[str, Any], rows: Dataset, peft_config: Any, seed: int, compiled: bool
-) -> Any:
-    """One stage; returns the model and the trainer's log."""
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = {"save_strategy": "no", "report_to": [], "logging_steps": 8, "disable_tqdm": True, "seed": seed}
-        device = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
-        config = RopeSFTConfig(output_dir=folder, **{**options, **quiet, **device})
-        trainer = RopeSFTTrainer(
-            model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config
-        )
-        with compiled_tokenwise(trainer.model, compiled):
-            trainer.train()
-        return trainer.model, trainer.state.log_history
-
-
 def run(
     arm: Arm, args: argparse.Namespace, tokenizer: Any, data: dict[str, Any], seed: int, known: set[str]
 ) -> Iterator[dict[str, Any]]:
     """Train one arm, and measure it after each stage that is not known yet, or as it is where it has none."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    # float32 master weights: what is trained is small steps on them, in bf16 autocast
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
+    model = load(args.model)
     if arm.rescale is not None:
         patch_model(model, arm.rescale[0], **arm.rescale[1])
     adapters = None
@@ -172,13 +171,12 @@ def run(
         trained = {"trainable": arm.trainable if stage == "distil" else arm.extended}
         if arm.lora is not None:
             trained = {"trainable": "all"}  # of the adapters
-        options = {**defaults, "bf16": device == "cuda", **trained, **given, **args.override}
+        options = {**defaults, "logging_steps": 8, **trained, **given, **args.override}
         rows = data["rows"](options["max_length"]).shuffle(seed)
         begin = time.perf_counter()
-        model, log = train(model, tokenizer, options, rows, adapters, seed, args.compile)
+        trainer = train(model, tokenizer, rows, options, seed, args.compile, peft_config=adapters)
         seconds = time.perf_counter() - begin
-        adapters = None  # the model has them now
-        log = [e for e in log if "loss" in e]
+        model, log, adapters = trainer.model, logged(trainer), None  # the model has the adapters now
         if stage not in known and not (args.last_stage and stage == "distil" and arm.extend is not None):
             with merged(model, arm.lora is not None) as whole:
                 found = measure(whole, tokenizer, args, data["val"])
@@ -200,7 +198,7 @@ def merged(model: Any, has_adapters: bool) -> Iterator[Any]:
 
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, val: torch.Tensor) -> dict[str, Any]:
     """Loss by position and short-text accuracy, under autocast as in training."""
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+    with autocast(model):
         curve = loss_by_position(model, val, progress=False)
         short = short_text(model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64)
     edges = [e for e in EDGES if e <= curve.seq_len]
@@ -277,54 +275,50 @@ def plot(runs: list[dict[str, Any]], path: Path) -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = study_parser(__doc__, "restoration.jsonl")
+    add_training_arguments(parser)
     parser.add_argument("model", nargs="?")
-    parser.add_argument("--table", nargs="+", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--train", nargs="+")
     parser.add_argument("--val", nargs="+")
     parser.add_argument("--short-data")
-    parser.add_argument("--arms", nargs="+", default=list(arms()))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--val-length", type=int, default=32768)
     parser.add_argument("--val-rows", type=int, default=8)
     parser.add_argument("--limit", type=int, help="samples of each short-text benchmark; default: all")
     parser.add_argument("--last-stage", action="store_true", help="measure arms of two stages after the second alone")
-    parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
-    parser.add_argument("--override", type=json.loads, default={}, help="RopeSFTConfig fields of every stage, as JSON")
-    parser.add_argument("--out", type=Path, default=Path("restoration.jsonl"))
     args = parser.parse_args()
     if args.table:
-        runs = read_lines(*args.table)
-        print(table(runs))
-        if args.plot:
-            print(*plot(runs, args.plot))
+        show(args, table, plot)
         return
-    if not (args.model and args.train and args.val and args.short_data):
-        parser.error("give MODEL, --train, --val and --short-data, or --table")
+    require(parser, args, "model", "train", "val", "short_data")
+    names = chosen(parser, args, arms())
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     documents = Dataset.from_list([{"text": text} for text in read_texts(args.train)])
-    cut: dict[int, Dataset] = {}
 
+    @cache
     def rows(length: int) -> Dataset:
-        if length not in cut:
-            cut[length], told = cut_into_rows(documents, tokenizer, length)
-            print(told, flush=True)
-        return cut[length]
+        cut, told = cut_into_rows(documents, tokenizer, length)
+        print(told, flush=True)
+        return cut
 
     val = text_rows(tokenizer, read_texts(args.val), seq_len=args.val_length, n_rows=args.val_rows)
-    done = read_lines(args.out)
-    for seed in args.seeds:
-        for name in args.arms:
-            stages = {r["after"] for r in done if (r["arm"], r["seed"]) == (name, seed)}
-            arm = arms()[name]
-            if stages and (arm.extend is None or "extend" in stages):
-                continue
-            for found in run(arm, args, tokenizer, {"rows": rows, "val": val}, seed, stages):
-                add_line(args.out, {"arm": name, "seed": seed, **found})
-                shown = f"in window {found['loss_in_window']:.3f}  short {found['short_mean']:.3f}"
-                print(f"{name:28} seed {seed}  after {found['after'] or '-':6}  {shown}", flush=True)
-            gc.collect()
+
+    def run_of(seed: int, name: str) -> Run:
+        arm, key = arms()[name], {"arm": name, "seed": seed}
+
+        def results() -> Iterator[Line]:
+            known = {line["after"] for line in read_lines(args.out) if has(line, key)}
+            return run(arm, args, tokenizer, {"rows": rows, "val": val}, seed, known)
+
+        return Run(f"{name:28} seed {seed}", {**key, "after": arm.last_stage}, results, {"arm": name})
+
+    runs = [run_of(seed, name) for seed, name in itertools.product(args.seeds, names)]
+    carry_out(runs, args, shown)
+
+
+def shown(line: Line) -> str:
+    """A line of the file in one of the terminal."""
+    return f"after {line['after'] or '-':6}  in window {line['loss_in_window']:.3f}  short {line['short_mean']:.3f}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Texts as compact token files, for benchmarks that run where little can be carried to.
+"""Texts as compact token files, for studies that run where little can be carried to.
 
-Run: python benchmarks/token_text.py FOLDER --train books.jsonl.xz ... --val held-out.jsonl.xz ...
+Run: python experiments/token_text.py FOLDER --train books.jsonl.xz ... --val held-out.jsonl.xz ...
          (--tokenizer MODEL | --vocabulary 16384) [--tokens N] [--val-documents 20] [--val-length 16384]
 
 FOLDER gets `train-00.u16.xz`, `train-01.u16.xz`, ... and `val-00.u16.xz`, little-endian 16-bit ids of whole documents,
@@ -80,7 +80,7 @@ def read_stream(folder: Path, split: str) -> Ids:
     """All ids of a split, documents and separators, in order."""
     files = sorted(folder.glob(f"{split}-*.u16.xz"))
     if not files:
-        raise FileNotFoundError(f"{folder} has no {split}-00.u16.xz: make it with benchmarks/token_text.py.")
+        raise FileNotFoundError(f"{folder} has no {split}-00.u16.xz: make it with experiments/token_text.py.")
     return np.concatenate([np.frombuffer(lzma.decompress(f.read_bytes()), dtype=DTYPE) for f in files])
 
 

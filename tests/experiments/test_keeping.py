@@ -1,11 +1,13 @@
 """The search for what keeps: prompts of one length, rows that hold their answers, indices that only gaps move."""
 
-import importlib
 import json
 import random
 import sys
-from pathlib import Path
 
+import keeping
+import keeping_arms
+import keeping_questions as questions
+import keeping_results
 import pytest
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
@@ -13,14 +15,8 @@ from support.tiny import tiny
 from rope_patch.eval.asking import Frame
 from trl_ext import RopeSFTConfig
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ARMS = "native yarn ntk ntk-4 pose books-kl no-kl no-kl-1e-4 keep keep-2 keep-1e-4 keep-whole-rows keep-no-text".split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 @pytest.fixture
@@ -36,7 +32,6 @@ def tokenizer():
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("test", ["passkey", "keys"])
 def test_prompts_of_a_cell_are_read_alike_and_hold_their_answers(test, chat, tokenizer, monkeypatch):
-    questions = importlib.import_module("keeping_questions")
     monkeypatch.setattr(questions, "TAIL", 400)  # a token a character
     if test == "passkey":
         asked = questions.passkeys(tokenizer, 2000, 8, chat, 0)
@@ -52,31 +47,27 @@ def test_prompts_of_a_cell_are_read_alike_and_hold_their_answers(test, chat, tok
 
 
 def test_a_reply_is_right_with_its_answer_in_it():
-    questions = importlib.import_module("keeping_questions")
     asked = [questions.Asked([1], [[2], [3]], ["123", "456"], 0)]
     assert questions.right(asked, [" is 123.", " is 45"]) == [1, 0]
 
 
 def test_a_chat_is_cut_where_its_reply_begins():
-    up_to_reply = importlib.import_module("keeping")._up_to_reply
-    assert up_to_reply([1, 5, 6, 2, 3, 9, 2, 3, 8], [2, 3]) == [1, 5, 6, 2, 3]
-    assert up_to_reply([1, 5, 6, 2], [2, 3]) is None
+    assert keeping._up_to_reply([1, 5, 6, 2, 3, 9, 2, 3, 8], [2, 3]) == [1, 5, 6, 2, 3]
+    assert keeping._up_to_reply([1, 5, 6, 2], [2, 3]) is None
 
 
 @pytest.mark.parametrize("name", ARMS)
 def test_arms_are_configurations_that_the_trainer_takes(name, tmp_path):
-    known = importlib.import_module("keeping_arms").arms(8192, 65536, "chats")
+    known = keeping_arms.arms(8192, 65536, "chats")
     assert set(known) == set(ARMS)
     arm = known[name]
-    common = importlib.import_module("keeping").TRAINING
-    config = RopeSFTConfig(output_dir=str(tmp_path), **{**common, **arm.rescaling(), **arm.training})
+    config = RopeSFTConfig(output_dir=str(tmp_path), **{**keeping.TRAINING, **arm.rescaling(), **arm.training})
     assert config.rescale == (arm.rescale[0] if arm.rescale else None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False], ids=["instruct", "base"])
 def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monkeypatch):
-    keeping, results = (importlib.import_module(name) for name in ("keeping", "keeping_results"))
     if not chat:
         tokenizer.chat_template = None
     model = tmp_path / "model"
@@ -90,7 +81,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     turn = tokenizer(frame.turn, add_special_tokens=False)["input_ids"]
     own, out = tmp_path / "own.json", tmp_path / "out.jsonl"
     own.write_text(json.dumps([[*frame.begin, 30, 31, *turn, *([32, 33] * 10)] for _ in range(6)]))
-    monkeypatch.setattr(importlib.import_module("keeping_questions"), "TAIL", 200)
+    monkeypatch.setattr(questions, "TAIL", 200)
     monkeypatch.setattr(keeping, "EDGES", [64, 2048])
     monkeypatch.setattr(keeping, "REPLY", 4)
     monkeypatch.setattr(
@@ -107,7 +98,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     assert {"kl", "ce", "text_ce"} <= runs[1]["log"][0].keys() and runs[2]["steps"] == 1
     assert {c["chat"] for c in runs[0]["asked"]} == ({False, True} if chat else {False})
     assert ("replies" in runs[1]["own"]) == chat
-    monkeypatch.setattr(results, "SPANS", [(64, 2048)])
-    assert "| keep |" in results.table(runs)
+    monkeypatch.setattr(keeping_results, "SPANS", [(64, 2048)])
+    assert "| keep |" in keeping_results.table(runs)
     keeping.main()
     assert len(out.read_text().splitlines()) == 3, "what is measured is not measured again"

@@ -1,6 +1,4 @@
-"""Tables of what benchmarks/keeping.py found.
-
-Run: python benchmarks/keeping_results.py FILE.jsonl ...
+"""Tables of what experiments/keeping.py found: what its --table prints.
 
 One table for each set of prompts, as models are compared on the same prompts and rows alone, those of a cell being raw
 and in the chat template. Figures are means over seeds; losses and KL have half of the distance between the smallest and
@@ -8,12 +6,10 @@ the largest with them. A figure worse than the native model's beyond noise is ma
 paired difference, by bootstrap over prompts of the mean over seeds, lies beyond 0.
 """
 
-import argparse
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from result_lines import mean_of, read_lines, spread
+from result_lines import mean_of, spread
 
 from rope_patch.eval.paired import paired_interval
 
@@ -82,12 +78,6 @@ def by_prompts(runs: list[Run]) -> dict[tuple[int, int], list[Run]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
-    args = parser.parse_args()
-    print("\n\n".join(table(same) for same in by_prompts(read_lines(*args.files)).values()))
-
-
-if __name__ == "__main__":
-    main()
+def tables(runs: list[Run]) -> str:
+    """One table for each set of prompts."""
+    return "\n\n".join(table(same) for same in by_prompts(runs).values())

@@ -1,0 +1,201 @@
+"""What the studies share beside their arms: arguments, runs that are not done twice, and training of one arm."""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compiled import compiled_tokenwise
+from datasets import Dataset
+from result_lines import Deadline, add_line, read_lines, share, versions
+from transformers import AutoModelForCausalLM
+
+from trl_ext import RopeSFTConfig, RopeSFTTrainer
+
+Line = dict[str, Any]
+FIXED = ("output_dir", "save_strategy", "seed")  # fields of RopeSFTConfig that `train` sets
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def study_parser(doc: str | None, out: str, seeds: Sequence[int] = (0,)) -> argparse.ArgumentParser:
+    """The arguments that all studies take: which runs, for how long, and where their results are."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="what is compared; with --table, what is shown")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    parser.add_argument("--part", default="0/1", help="K/N: every N-th run from the K-th, for N processes")
+    parser.add_argument(
+        "--minutes", type=minutes_from_now, default=Deadline(None), dest="deadline", help="in which runs are to end"
+    )
+    parser.add_argument("--out", type=Path, default=Path(out), help="gets a line a result; what it has is not redone")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the table of such files, and train nothing")
+    return parser
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, *fixed: str) -> None:
+    """--override, but for fields that are `fixed`, and --compile, for `train`."""
+    what = "RopeSFTConfig fields of every run, as JSON"
+    parser.add_argument("--override", type=fields_but(*fixed), default={}, help=what)
+    parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training")
+
+
+def fields_but(*fixed: str) -> Callable[[str], dict[str, Any]]:
+    """Reads fields of RopeSFTConfig as JSON, and refuses those that `train` or the study sets."""
+
+    def fields(given: str) -> dict[str, Any]:
+        found = json.loads(given)
+        if taken := sorted(found.keys() & {*FIXED, *fixed}):
+            raise argparse.ArgumentTypeError(f"{', '.join(taken)} cannot be overridden: the study sets what runs have")
+        return found
+
+    return fields
+
+
+def minutes_from_now(given: str) -> Deadline:
+    """The deadline of --minutes."""
+    return Deadline(float(given))
+
+
+def show(args: argparse.Namespace, table: Callable[[list[Line]], str], plot: Callable[..., list[Path]] | None) -> None:
+    """Print the table of the files of --table, and draw them into --plot; of --arms, and what they are measured by."""
+    lines = read_lines(*args.table)
+    if args.arms:
+        lines = [line for line in lines if line.get("arm", line.get("method")) in (*args.arms, "native")]
+    print(table(lines))
+    if plot is not None and args.plot:
+        print(*plot(lines, path=args.plot))
+
+
+def require(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    """End with the usage if an argument without which nothing is trained is missing."""
+    if missing := [name for name in names if getattr(args, name) is None]:
+        parser.error(f"without --table these are needed: {', '.join(missing)}")
+
+
+def chosen(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    known: Iterable[str],
+    default: Iterable[str] | None = None,
+) -> list[str]:
+    """--arms, or `default`, or all that are known; end with the usage if one is not."""
+    names = list(known)
+    if unknown := [name for name in args.arms or () if name not in names]:
+        parser.error(f"unknown arms {', '.join(unknown)}; known: {', '.join(names)}")
+    return args.arms or list(names if default is None else default)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What gives one line of results, or several.
+
+    Args:
+        name: as it is printed.
+        key: fields that its lines have and no other run's; the last of several lines has them all.
+        results: does it; each result becomes a line as soon as it is there.
+        alike: fields of the lines of runs that take as long; None for a run that ends by itself when time is up.
+    """
+
+    name: str
+    key: Mapping[str, Any]
+    results: Callable[[], Iterable[Line]]
+    alike: Mapping[str, Any] | None = None
+
+    def seconds(self, lines: Sequence[Line]) -> float:
+        """The longest that runs alike took, or all runs where there are none alike."""
+        if self.alike is None:
+            return 0.0
+        timed = [line for line in lines if "seconds" in line]
+        alike = [line for line in timed if has(line, self.alike)]
+        return max((line["seconds"] for line in alike or timed), default=0.0)
+
+
+def has(line: Line, fields: Mapping[str, Any]) -> bool:
+    """Whether a line has these fields, with these values."""
+    return all(name in line and line[name] == value for name, value in fields.items())
+
+
+def carry_out(runs: Sequence[Run], args: argparse.Namespace, shown: Callable[[Line], str]) -> None:
+    """Do those of this part of `runs` that --out does not have, in order, and add their lines with time and versions.
+
+    None begins that would not be through in time, nor any behind it: with seeds outermost what is missing is whole
+    comparisons.
+
+    Args:
+        runs: of all parts.
+        args: of `study_parser`.
+        shown: what is printed of a line.
+
+    Raises:
+        SystemExit: runs failed; their tracebacks are printed, and the others are done.
+    """
+    failed = []
+    for run in share(runs, args.part):
+        known = read_lines(args.out)
+        if any(has(line, run.key) for line in known):
+            continue
+        needed = run.seconds(known)
+        if not args.deadline.leaves(needed):
+            print(f"{run.name}: not begun, it would take {needed:.0f} s", flush=True)
+            break
+        begin = time.perf_counter()
+        try:
+            for result in run.results():
+                line = {**run.key, **result, "seconds": time.perf_counter() - begin, **versions()}
+                add_line(args.out, line)
+                print(f"{run.name}  {shown(line)}  {line['seconds']:.0f} s", flush=True)
+        except Exception:  # the others are still of use
+            traceback.print_exc()
+            failed.append(run.name)
+        gc.collect()  # what is patched holds on to itself
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
+
+
+def load(folder: str | Path) -> Any:
+    """float32 weights on the GPU if there is one: what is trained is small steps on them, in bf16 autocast."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.to(DEVICE)
+
+
+def autocast(model: Any) -> torch.autocast:
+    """bf16 products on a GPU, as in training."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
+
+
+def train(
+    model: Any, tokenizer: Any, rows: Dataset, fields: Mapping[str, Any], seed: int, compiled: bool = False, **more: Any
+) -> RopeSFTTrainer:
+    """Train in place without checkpoints; the trainer as it ends.
+
+    Args:
+        model: float32 weights.
+        tokenizer: of the model.
+        rows: to train on.
+        fields: of RopeSFTConfig.
+        seed: of the trainer.
+        compiled: compile norms and MLPs.
+        more: further arguments of RopeSFTTrainer.
+    """
+    gpu = DEVICE == "cuda"
+    common = {"bf16": gpu, "use_cpu": not gpu, "logging_steps": 8, "report_to": [], "disable_tqdm": True}
+    with tempfile.TemporaryDirectory() as folder:
+        config = RopeSFTConfig(**{**common, **fields, "save_strategy": "no", "seed": seed, "output_dir": folder})
+        trainer = RopeSFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, **more)
+        with compiled_tokenwise(trainer.model, compiled):
+            trainer.train()
+    return trainer
+
+
+def logged(trainer: RopeSFTTrainer, *fields: str) -> list[dict[str, Any]]:
+    """What was logged of losses: these fields, or all."""
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{k: entry[k] for k in fields if k in entry} for entry in entries] if fields else entries
