@@ -5,6 +5,7 @@ rotary module that Transformers builds from the config that should be in force, 
 """
 
 import copy
+import inspect
 import io
 import logging
 import pickle
@@ -85,6 +86,18 @@ def decoder_of(model):
 
 def core_of(model):
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _moved_to(index):
+    """A hook that gives a rotary module other indices, but for sliding layers."""
+
+    def move(module, args, kwargs):
+        called = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        if called.get("layer_type") != "sliding_attention":
+            called["position_ids"] = index
+        return (), called
+
+    return move
 
 
 def lora(seed):
@@ -170,10 +183,11 @@ class Orders(RuleBasedStateMachine):
         """Logits, and in training a gradient, of a model and of the twin at RoPE indices, bit for bit at true ones."""
         model.train(training), twin.train(training)
         found, gradients = [], []
-        for one, where in ((model, None), (twin, index)):
-            call = {} if where is None else {"position_ids": where, "attention_mask": torch.ones_like(self.ids)}
+        if index is not None:
+            decoder_of(twin).rotary_emb.register_forward_pre_hook(_moved_to(index), with_kwargs=True)
+        for one in (model, twin):
             one.zero_grad()
-            logits = one(self.ids, use_cache=False, **call).logits
+            logits = one(self.ids, use_cache=False).logits
             if training:
                 logits.square().mean().backward()
                 gradients.append({n: p.grad for n, p in one.named_parameters() if p.grad is not None})

@@ -143,5 +143,5 @@ def test_a_model_whose_logits_are_nan_writes_nothing():
     assert bytes_per_token(model) is not None, "what is checked once was right"
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
-    with pytest.raises(ValueError, match="logits are nan"):
+    with pytest.raises(ValueError, match="logits of the model are nan"):
         written(model, prompts_of(0))
