@@ -92,6 +92,8 @@ def test_the_script_runs_a_recipe(recipe, tmp_path):
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(40))} for i in range(1, 30)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = [{"input_ids": [*range(3, 43)], "completion_mask": [0] * 30 + [1] * 10}] * 8  # as `rope-patch rows` writes
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = yaml.safe_load(recipe.read_text())
     settings.update(
         model_name_or_path=str(tmp_path / "model"),
