@@ -79,11 +79,8 @@ class NativeTape(Tape):
         super().__init__(labelled.valid, labelled.ordinal)
         self.labelled, self.n_tokens, self.n_labels, self.n_next = labelled, n_tokens, n_labels, n_next
         self.queries = labelled.valid.flatten().nonzero().squeeze(1)  # [N] indices among the flattened tokens
-
-    @property
-    def has_label(self) -> torch.Tensor:
-        """Which of `queries` predict a label, bool [N]."""
-        return (self.labelled.next_label != IGNORE_INDEX).flatten()[self.queries]
+        self.labels = labelled.next_label.flatten()[self.queries]  # [N], -100 for none
+        self.has_label = self.labels != IGNORE_INDEX
 
 
 class NativeDistiller(Distiller):
@@ -159,8 +156,7 @@ class NativeDistiller(Distiller):
 
     def _asked(self, tape: NativeTape) -> tuple[torch.Tensor, torch.Tensor]:
         """What each query is to predict, -100 for nothing, and the weight of its cross-entropy, both [N]."""
-        labels = tape.labelled.next_label.flatten()[tape.queries]
-        has_label = tape.has_label
+        labels, has_label = tape.labels, tape.has_label
         weight = has_label * (self.targets.clm_weight / tape.n_labels)
         if self.reads_text:
             next_token = tape.labelled.next_token.flatten()[tape.queries]

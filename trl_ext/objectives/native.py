@@ -50,7 +50,9 @@ class NativeObjective(Objective):
         parts: dict[str, Part] = {"kl": (rows.kl.double().sum(), own["tokens"])}
         if self.distiller.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
-            parts |= {name: (values[tape.has_label].double().sum(), own["labelled"]) for name, values in sums.items()}
+            # where running text is read too, other tokens have such values as well
+            of_labels = {name: values.double().masked_fill(~tape.has_label, 0) for name, values in sums.items()}
+            parts |= {name: (values.sum(), own["labelled"]) for name, values in of_labels.items()}
         if self.distiller.reads_text:
             parts["text_ce"] = rows.ce.double().sum(), own["next"]
         return tape.loss, parts
