@@ -16,6 +16,7 @@ from .local_layers import LocalLayers, why_no_far_looking
 from .rotary import (
     find_core,
     find_decoder,
+    is_nested,
     layers_call_rotary,
     named_rotary_modules,
     rotary_states,
@@ -34,7 +35,7 @@ def limits(model: nn.Module) -> dict[str, str]:
     """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
     core, decoder = find_core(model), find_decoder(model)
     found = {
-        "views": why_no_views(decoder),
+        "views": why_no_views(decoder, LocalLayers.of(decoder)),
         "native_rope": why_no_native_rope(decoder),
         "gradient checkpointing": why_no_checkpointing(decoder),
         "self-distillation": why_no_self_distillation(core, decoder),
@@ -46,12 +47,13 @@ def limits(model: nn.Module) -> dict[str, str]:
     return {what: reason for what, reason in found.items() if reason is not None}
 
 
-def why_no_views(decoder: Any) -> str | None:
-    """Why there are no layers that a view could act on."""
-    reason = why_no_far_looking(decoder.config.rope_parameters, rotary_states(decoder))
+def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
+    """Why there are no layers that a view could act on, given those that it leaves as they are."""
+    schedules = decoder.config.rope_parameters
+    reason = why_no_far_looking(schedules, rotary_states(decoder)) if is_nested(schedules) else None
     if reason is not None:
         return f"a view acts on layers that look back over a whole text, and {reason}"
-    if LocalLayers.of(decoder).layers and not hands_embeddings(decoder):
+    if local.layers and not hands_embeddings(decoder):
         return (
             f"a view leaves local layers at true positions, and {type(decoder).__name__} does not hand cosines and "
             "sines to each of its layers, local and others."

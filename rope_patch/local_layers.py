@@ -74,6 +74,8 @@ class LocalLayers:
             named = frozenset(filter(is_local, rotated))
             return cls() if len(named) == len(rotated) else cls(named)
         types = dict(enumerate(getattr(decoder.config, "layer_types", None) or ()))
+        if not any(map(is_local, types.values())):
+            return cls()
         layers = {i: layer_type for i, layer_type in types.items() if _is_rotated(decoder, i)}
         local = {i: layer_type for i, layer_type in layers.items() if is_local(layer_type)}
         return cls() if len(local) == len(layers) else cls(frozenset(local.values()), frozenset(local))

@@ -301,11 +301,14 @@ def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> Non
 
 def _refuse_without_layers(decoder: PreTrainedModel, view: View | None) -> None:
     """Raise unless the model has layers that the view acts on."""
-    reason = why_no_views(decoder)
-    if reason is not None and (view is None or view.perturbs):
-        raise ValueError(reason)
+    state = state_of(decoder)
+    local = LocalLayers.of(decoder) if state is None else state.local
+    if view is None or view.perturbs:
+        reason = why_no_views(decoder, local)
+        if reason is not None:
+            raise ValueError(reason)
     if view is not None and view.layerwise:
-        view.check_layers(decoder.config.num_hidden_layers, LocalLayers.of(decoder).layers)
+        view.check_layers(decoder.config.num_hidden_layers, local.layers)
 
 
 _INDEX_TYPES = (torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
