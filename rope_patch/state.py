@@ -642,3 +642,16 @@ STATE_ATTRIBUTE = "_rope_patch"
 def state_of(decoder: Any) -> RopeState | None:
     """The state of a patched decoder, None if it is not patched."""
     return getattr(decoder, STATE_ATTRIBUTE, None)
+
+
+def has_view(decoder: nn.Module, *, training: bool | None = None) -> bool:
+    """Whether the next forward of a decoder, patched or not, gets indices other than those of its schedule alone.
+
+    Args:
+        decoder: of the model.
+        training: whether that forward belongs to training; None for what the decoder's mode says.
+    """
+    state = state_of(decoder)
+    if state is None:
+        return False
+    return state.active(state.in_training(decoder) if training is None else training) is not None

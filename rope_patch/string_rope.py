@@ -12,7 +12,7 @@ from torch import nn
 from .attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
 from .documents import locate_documents
 from .rotary import find_core, find_decoder, named_rotary_modules, parameter_names, rope_types
-from .state import state_of
+from .state import has_view
 
 PLAN = "string_positions_plan"
 """Name of the keyword argument that carries what a forward's attention needs to know."""
@@ -98,10 +98,9 @@ class _StringPositions:
         self._require_keys_that_turn()
 
     def _require_inference(self) -> None:
-        state = state_of(self.decoder)
         if self.decoder.training:
             raise ValueError("string_positions is for inference: call model.eval() first.")
-        if state is not None and state.active(False) is not None:
+        if has_view(self.decoder, training=False):
             raise ValueError("string_positions and a view would both move positions: leave the view first.")
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerB
 
 from ..attention_calls import attention_kernel, attention_name
 from ..rotary import find_decoder, named_rotary_modules, rope_types
-from ..state import state_of
+from ..state import has_view
 from .kv_rows import KVRows
 from .reading import Question, Reader, Reply
 from .subject import Subject
@@ -165,9 +165,7 @@ _checked: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
 
 def bytes_per_token(core: Any) -> int | None:
     """Bytes of keys and values of a token, None for a model that `KVRows` cannot read as it is now."""
-    decoder = find_decoder(core)
-    state = state_of(decoder)
-    if state is not None and state.active(state.in_training(decoder)) is not None:
+    if has_view(find_decoder(core)):
         return None
     if attention_kernel(core) != "sdpa" or "generate" in vars(core):
         return None
@@ -230,9 +228,8 @@ def _generated(
     """The new tokens of each prompt by the model's own `generate`, in batches of one length and one limit."""
     core: Any = subject.core
     eos = core.generation_config.eos_token_id
-    state = state_of(find_decoder(core))
     # a view draws for a whole prompt and refuses parts of it
-    in_parts = (state is None or state.active(False) is None) and not _reads_whole_prompts(core)
+    in_parts = not has_view(find_decoder(core), training=False) and not _reads_whole_prompts(core)
     replies: list[list[int]] = []
     rows = batch_size or _ROWS
     while len(replies) < len(questions):

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from ..rotary import find_decoder
-from ..state import state_of
+from ..state import has_view
 
 _WINDOW_BLOCK = 1024  # queries that look through one window at once: shorter ones launch more, longer ones see less
 
@@ -82,9 +82,7 @@ _checked: "WeakKeyDictionary[nn.Module, dict[str, bool]]" = WeakKeyDictionary()
 
 def _is_plain(core: Any, window: int) -> bool:
     """Whether rows beyond the window give the same without masks, as the model is now."""
-    decoder = find_decoder(core)
-    state = state_of(decoder)
-    if state is not None and state.active(state.in_training(decoder)) is not None:
+    if has_view(find_decoder(core)):
         return False  # a view reads off the mask which tokens are real
     known, name = _checked.setdefault(core, {}), attention_name(core)
     if name not in known:

@@ -14,7 +14,7 @@ from rope_patch.eval.sampling import sampled_tokens
 from rope_patch.eval.subject import Subject
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
-from rope_patch.state import state_of
+from rope_patch.state import has_view
 
 from .turns import SampledTurns
 
@@ -222,8 +222,7 @@ class _Sampler:
             require_integer("batch_size", batch_size, least=1)
         self.subject = Subject(model)
         self.core = self.subject.core
-        state = state_of(find_decoder(self.core))
-        if state is not None and state.active(False) is not None:
+        if has_view(find_decoder(self.core), training=False):
             raise ValueError(
                 "a view of the RoPE indices is in force on the model, and what it writes under a view is not what it "
                 "writes: sample outside rope_view, before a view is set for evaluation."
