@@ -2,7 +2,7 @@
 
 Run: python experiments/keeping.py MODEL --text books.jsonl.xz ... --held-out held-out.jsonl.xz --own chats.json
          [--arms NAME ...] [--seeds 0 1 2] [--target 65536] [--bench FOLDER] [--minutes 9] [--part K/N]
-         [--out FILE.jsonl]
+         [--checkpoints FOLDER] [--out FILE.jsonl]
      python experiments/keeping.py --table FILE.jsonl ...
 
 An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch rows` and fields of RopeSFTConfig. It is
@@ -123,7 +123,7 @@ def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> 
     return Dataset.from_dict({"input_ids": [r.ids for r in rows], "completion_mask": [r.labelled for r in rows]})
 
 
-def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, Any]]:
+def train_arm(name: str, arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, Any]]:
     """The checkpoint that training ends with, how long it took and what was logged."""
     begin = time.perf_counter()
     rows = training_rows(arm, data, args, seed)
@@ -131,8 +131,9 @@ def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> tupl
     fields = {**TRAINING, "max_length": arm.row_length or args.window, **arm.rescaling(), **arm.training}
     trainer = train(load(args.model), data.tokenizer, rows, fields, seed)
     with tempfile.TemporaryDirectory() as folder:
-        trainer.save_model(folder)
-        model = served(folder)
+        checkpoint = Path(args.checkpoints or folder) / f"{name}-{seed}"
+        trainer.save_model(str(checkpoint))
+        model = served(checkpoint)
     history = logged(trainer)
     return model, {
         "rows_seconds": made - begin,
@@ -232,7 +233,7 @@ def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace)
     arm = arms(args.window, args.target, "chats" if data.tokenizer.chat_template else "own_texts")[name]
     found: dict[str, Any] = {"target": args.target}
     if arm.shares is not None:
-        model, told = train_arm(arm, data, args, seed)
+        model, told = train_arm(name, arm, data, args, seed)
         found |= told
         print(name, found["train_seconds"], found["log"], flush=True)
     else:
@@ -261,6 +262,7 @@ def main() -> None:
         "--question-seed", type=int, default=0, help="recipes are chosen by other prompts than reported"
     )
     parser.add_argument("--held-out-rows", type=int, default=6, help="rows for loss by position")
+    parser.add_argument("--checkpoints", type=Path, help="folder that keeps what is trained, as ARM-SEED")
     parser.add_argument("--bench", type=Path, help="folder with short-text benchmarks, see rope_patch.eval.short_text")
     parser.add_argument("--bench-limit", type=int, default=200, help="samples of each benchmark")
     args = parser.parse_args()

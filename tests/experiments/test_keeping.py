@@ -89,7 +89,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         "argv",
         f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own} "
         f"--held-out-own 2 --arms native keep pose --window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
-        f"--held-out-rows 2 --out {out}".split(),
+        f"--held-out-rows 2 --checkpoints {tmp_path}/kept --out {out}".split(),
     )
     keeping.main()
     runs = [json.loads(line) for line in out.read_text().splitlines()]
@@ -98,6 +98,11 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     assert {"kl", "ce", "text_ce"} <= runs[1]["log"][0].keys() and runs[2]["steps"] == 1
     assert {c["chat"] for c in runs[0]["asked"]} == ({False, True} if chat else {False})
     assert ("replies" in runs[1]["own"]) == chat
+    kept = {folder.name: json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "kept").iterdir()}
+    assert {name: c["rope_parameters"]["rope_type"] for name, c in kept.items()} == {
+        "keep-0": "default",
+        "pose-0": "yarn",
+    }
     monkeypatch.setattr(keeping_results, "SPANS", [(64, 2048)])
     assert "| keep |" in keeping_results.table(runs)
     keeping.main()
