@@ -35,6 +35,11 @@ def reply_losses(run: Run) -> list[float]:
     return [-reply["nll"] for reply in run["own"].get("replies", [])]
 
 
+def ended(run: Run) -> list[float]:
+    """Of each reply, whether it ended within the tokens that it may have."""
+    return [float(reply["ended"]) for reply in run["own"].get("replies", [])]
+
+
 def cell(found: list[list[float]], native: list[float], digits: int = 2) -> str:
     """The mean over seeds of the means of `found`, one list a seed, with * where `native` is better beyond noise."""
     if not all(found) or not native:
@@ -49,7 +54,15 @@ def table(runs: list[Run]) -> str:
     native = next(r for r in runs if r["arm"] == "native")
     lengths = sorted({c["length"] for c in native["asked"]})
     spans = [(a, b) for a, b in SPANS if b <= native["loss_by_position"][-1]["end"]]
-    columns = ["arm", "seeds", *(f"loss {a}-{b}" for a, b in spans), "KL on own texts", "replies", "short text"]
+    columns = [
+        "arm",
+        "seeds",
+        *(f"loss {a}-{b}" for a, b in spans),
+        "KL on own texts",
+        "replies",
+        "ended",
+        "short text",
+    ]
     columns += [f"passkey at {' / '.join(map(str, lengths))}", "keys"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     by_arm: dict[str, list[Run]] = {}
@@ -60,6 +73,7 @@ def table(runs: list[Run]) -> str:
         row += [spread([mean_of(run["loss_by_position"], a, b) for run in seeds], 3) for a, b in spans]
         row.append(spread([run["own"]["kl"] for run in seeds], 3))
         row.append(cell([reply_losses(run) for run in seeds], reply_losses(native)))
+        row.append(cell([ended(run) for run in seeds], ended(native)))
         row.append(cell([short_text(run) for run in seeds], short_text(native), 3))
         for test in TESTS:
             cells = [cell([scores(run, test, n) for run in seeds], scores(native, test, n)) for n in lengths]

@@ -7,14 +7,16 @@ A line of QUEUE is a command, with conditions in front of it if it has any:
     needs=taught/config.json seconds=120 python experiments/rpsd_small_scale.py taught --arms skip --seeds 0
 
 `needs` names a file that must be there, which an earlier command may write; `seconds` is what the command takes, so
-that none begins that --minutes would cut off. A worker takes the first line whose conditions hold. Lines that are added
-to QUEUE while it runs are taken too; with --stay workers wait for them, and for files of others, until --minutes are
-over. Where NVIDIA's MPS is running, kernels of several processes share a GPU.
+that none begins that --minutes would cut off; one that takes three times as long hangs, and is ended by SIGABRT, upon
+which Python writes to the log where each thread stands. A worker takes the first line whose conditions hold. Lines
+that are added to QUEUE while it runs are taken too; with --stay workers wait for them, and for files of others, until
+--minutes are over. Where NVIDIA's MPS is running, kernels of several processes share a GPU.
 """
 
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import threading
 import time
@@ -24,6 +26,8 @@ from pathlib import Path
 
 from result_lines import Deadline
 
+HANGS = 3  # times the seconds that a command takes, after which it is taken to hang
+
 
 @dataclass(frozen=True)
 class Command:
@@ -32,7 +36,7 @@ class Command:
     Args:
         words: of the command.
         needs: a file without which it does not begin, or None.
-        seconds: that it takes.
+        seconds: that it takes; 0 if that is not known.
     """
 
     words: tuple[str, ...]
@@ -103,7 +107,7 @@ class Queue:
             if number is None:
                 time.sleep(0.2)
                 continue
-            code = self._call(number, waiting[number].words, gpu)
+            code = self._call(number, waiting[number], gpu)
             with self._lock:
                 self._running.remove(number)
                 if code:
@@ -114,13 +118,18 @@ class Queue:
         known = {k: Command.of(line) for k, line in lines if line.strip() and k not in self._taken}
         return {k: command for k, command in known.items() if self.deadline.leaves(command.seconds)}
 
-    def _call(self, number: int, words: tuple[str, ...], gpu: str) -> int:
+    def _call(self, number: int, command: Command, gpu: str) -> int:
         """Run a command; its exit status."""
         begin = time.monotonic()
-        print(f"{time.strftime('%H:%M:%S')} GPU {gpu}  begin {number}: {shlex.join(words)}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} GPU {gpu}  begin {number}: {shlex.join(command.words)}", flush=True)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONFAULTHANDLER": "1"}
         with (self.logs / f"{number:03}.log").open("wb") as log:
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-            code = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
+            with subprocess.Popen(command.words, stdout=log, stderr=subprocess.STDOUT, env=environment) as process:
+                try:
+                    code = process.wait(HANGS * command.seconds or None)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGABRT)
+                    code = process.wait()
         said = f"{'end' if code == 0 else f'FAILED ({code})'} {number} after {time.monotonic() - begin:.0f} s"
         print(f"{time.strftime('%H:%M:%S')} GPU {gpu}  {said}", flush=True)
         return code

@@ -133,14 +133,42 @@ def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
     page = (RESULTS / "keeping.md").read_text()
     assert len(tables) == 6 and all(table in page for table in tables)
     cells = {row.split(" | ")[0].removeprefix("| "): row for row in tables[0].splitlines() if " / " in row}
+    at_7900 = cells["ntk8"].split(" | ")[9].split(" / ")[2].removeprefix("0")
+    assert f"{at_7900} at 7900" in text_of("docs/choosing.md")
+
+
+def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
+    runs = lines_of("keeping-seeds-h200.jsonl")
+    table = keeping_results.tables(runs).split("\n\n")[0]
+    assert table in (RESULTS / "keeping.md").read_text()
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    cells = {row[0]: [cell.replace("*", "") for cell in row] for row in rows}
     readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
-    at_7900 = {
-        arm: row.split(" | ")[8].split(" / ")[2].rstrip("*").removeprefix("0")
-        for arm, row in cells.items()
-        if arm != "arm"
-    }
-    assert f"({at_7900['ntk8']} and {at_7900['yarn8']} at 7900 tokens, as it came {at_7900['native']})" in readme
-    assert f"{at_7900['ntk8']} at 7900" in choosing
+    arms = ["native", "yarn", "pose", "keep-2", "no-kl"]
+
+    def short(cell):
+        return "0" if float(cell) == 0 else cell.removeprefix("0")
+
+    def readme_row(column, lengths=None):
+        told = [cells[arm][column].split(" ± ")[0].split(" / ") for arm in arms]
+        return [" / ".join(short(cell[k]) for k in (lengths or [0])) for cell in told]
+
+    for name, row in {
+        "passkey, 2048 / 7900 / 60000": readme_row(9, [0, 2, 5]),
+        "keys among look-alikes": readme_row(10, [0, 2, 5]),
+        "away from its own chats (nats a token)": readme_row(5),
+        "replies that end within 128 tokens": readme_row(7),
+        "short benchmarks": readme_row(8),
+    }.items():
+        assert f"| {name} | {' | '.join(row)} |" in readme
+    assert {arm: int(cells[arm][1]) for arm in ("keep-2", "no-kl")} == {"keep-2": 3, "no-kl": 2}
+    recipe = (ROOT / "examples" / "recipes" / "smollm2_keep_64k.yaml").read_text()
+    passkeys, keys = (cells["keep-2"][k].split(" / ") for k in (9, 10))
+    lost = float(cells["native"][8]) - float(cells["keep-2"][8])
+    for text in (choosing, " ".join(recipe.replace("#", "").split())):
+        assert f"1.00 to 32768 tokens and {short(passkeys[5])} at 60000" in text and set(passkeys[:5]) == {"1.00"}
+        assert short(keys[5]) in text and f"{lost:.3f}".removeprefix("0") in text
+        assert short(cells["keep-2"][7]) in text and short(cells["native"][7]) in text
 
 
 def test_errors_of_the_restorations_are_those_over_benchmarks():

@@ -54,3 +54,11 @@ def test_a_queue_that_stays_takes_what_comes_later(tmp_path):
     threading.Timer(1.0, lambda: file.write_text(f"{file.read_text()}echo added\n")).start()
     assert Queue(file, Deadline(2.5 / 60), tmp_path / "logs", stay=True).run(["0"], 2) == []
     assert [(tmp_path / f"logs/{n}.log").read_text() for n in ("000", "001")] == ["found\n", "added\n"]
+
+
+def test_a_command_that_hangs_is_ended_and_tells_where_it_stands(tmp_path):
+    (tmp_path / "waits.py").write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
+    queue = written(tmp_path / "queue", [f"seconds=0.5 {PYTHON} {tmp_path / 'waits.py'}", "echo next"])
+    assert queue.run(["0"], 1) == [0]
+    assert "in stuck" in (tmp_path / "logs/000.log").read_text()
+    assert (tmp_path / "logs/001.log").read_text() == "next\n"
