@@ -3,7 +3,7 @@
 # make test-slow  the slow ones only
 # make test-all   both
 # make lint       ruff and mypy, as in .pre-commit-config.yaml
-# make docs       write docs/composition.md from the outcomes of its tests
+# make docs       write docs/composition.md from the outcomes of its tests, and docs/api.md from docstrings
 # make clean      remove what the other targets made, the default .venv and rope-patch-demo included
 #
 # Each target first installs what it needs into $(VENV), with the versions in constraints.txt.
@@ -40,6 +40,7 @@ lint: $(VENV)/.dev-installed
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
 
 docs: $(VENV)/.dev-installed
+	$(BIN)/python docs/api.py
 	$(BIN)/python docs/composition.py
 
 clean:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 from statistics import mean, median, stdev
 
@@ -126,6 +127,21 @@ def test_passkeys_as_written_are_those_of_the_file():
         cells = [*written(native, n), *written((65536, "yarn", "none"), n), *written((65536, "yarn", "pose"), n)]
         cells += [forced((65536, "yarn", "pose"), n), *written(full, n), forced(full, n)]
         assert f"| {n} | {' | '.join('.00' if cell == '0' else cell for cell in cells)} |" in choosing
+
+
+def test_every_exported_name_is_on_its_page():
+    """The page is what `python docs/api.py` writes, no package with `__all__` is left out, and no name undescribed."""
+    api = runpy.run_path(str(ROOT / "docs" / "api.py"))
+    page = api["page"]()
+    assert page == (ROOT / "docs" / "api.md").read_text()
+    exporting = {
+        ".".join(file.relative_to(ROOT / folder).parent.parts)
+        for folder, package in (("", "rope_patch"), ("", "trl_ext"), ("kernels", "rope_kernels"))
+        for file in (ROOT / folder / package).rglob("__init__.py")
+        if "__all__" in file.read_text()
+    }
+    assert exporting == set(api["MODULES"])
+    assert not re.search(r"^\| `[^|]*\| *\|$", page, re.M)
 
 
 def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
