@@ -20,8 +20,8 @@ MODULES = {
 }
 HEAD = """# Exported names
 
-Every name that the packages export, with the first paragraph of its docstring. `help(name)` gives the whole: formula, shapes,
-units, errors and source. Written by `make docs`; nothing in it is typed by hand.
+Every name that the packages export, with the first paragraph of its docstring. `help(name)` gives the whole: formula,
+shapes, units, errors and source. Written by `make docs`; nothing in it is typed by hand.
 """
 
 
@@ -42,12 +42,10 @@ def rows(module: ModuleType) -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    sections = [
-        "\n".join(
-            [f"\n## {name}: {what}\n", "| name | what it is |", "|---|---|", *rows(importlib.import_module(name))]
-        )
-        for name, what in MODULES.items()
-    ]
+    sections = []
+    for name, what in MODULES.items():
+        table = ["| name | what it is |", "|---|---|", *rows(importlib.import_module(name))]
+        sections.append("\n".join([f"\n## {name}: {what}\n", *table]))
     return HEAD + "\n".join(sections) + "\n"
 
 
