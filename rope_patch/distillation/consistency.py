@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from rope_kernels import RowMetrics
-from rope_kernels.linear_ce import IGNORE_INDEX
-from rope_kernels.vocabulary_rows import ce_factors
+from rope_kernels.common.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.rows import ce_factors
 
 from ..attention_calls import AttentionCall
 from ..checked_numbers import require_number

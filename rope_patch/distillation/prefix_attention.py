@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
-from rope_kernels.autocast import as_multiplied
+from rope_kernels.common.autocast import as_multiplied
 
 _ATEN = torch.ops.aten
 

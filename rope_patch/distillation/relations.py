@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
-from rope_kernels.autocast import as_multiplied
+from rope_kernels.common.autocast import as_multiplied
 
 from ..attention_calls import AttentionCall
 from ..heads import head_kl

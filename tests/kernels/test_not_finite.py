@@ -1,7 +1,5 @@
 """A nan or an infinity in any input of any operator reaches the loss; rows that see nothing stay 0."""
 
-import sys
-
 import pytest
 import torch
 from support.row_kl import relations
@@ -28,10 +26,10 @@ def device(request, monkeypatch):
     if request.param == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the kernels are compiled here")
-        for module in ("row_kl", "linear_ce_kl"):  # functions have the names of their modules
-            monkeypatch.setattr(sys.modules[f"rope_kernels.{module}"], "runs_on_triton", lambda x: True)
+        for module in ("row_kl.custom_op", "vocabulary.linear_ce_kl"):
+            monkeypatch.setattr(f"rope_kernels.{module}.runs_on_triton", lambda x: True)
     if request.param == "any gpu":
-        monkeypatch.setattr("rope_kernels.row_kl.runs_on_hopper", lambda *_: False)
+        monkeypatch.setattr("rope_kernels.row_kl.custom_op.runs_on_hopper", lambda *_: False)
     return "cuda" if request.param.endswith("gpu") else "cpu"
 
 
@@ -163,8 +161,8 @@ def test_linear_ce_rows_of_a_broken_row(value):
 @pytest.mark.parametrize("what", ["student", "teacher", "gradient"])
 def test_hopper_kernels_hide_nothing_in_their_integer_sums(what, head_dim, value):
     """Converted to an integer nan is 0 and infinity the largest one; several blocks and tiles of both kernels."""
-    from rope_kernels.hopper import runs_on_hopper
-    from rope_kernels.visibility import Visibility
+    from rope_kernels.row_kl.hopper import runs_on_hopper
+    from rope_kernels.row_kl.visibility import Visibility
 
     n, broken = 700, 300
     student, teacher = relations(1, 3, n, head_dim, dtype=torch.bfloat16, device="cuda")

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-import rope_kernels.linear_kl as module
 from rope_kernels import linear_kl_rows
+from rope_kernels.vocabulary import linear_kl_rows as module
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from .autocast import as_multiplied, whole
-from .checks import (
+from ..common.autocast import as_multiplied, whole
+from ..common.checks import (
     IGNORE_INDEX,
     described,
     require_chunk_rows,
@@ -14,8 +14,8 @@ from .checks import (
     require_positive,
     require_tensor,
 )
-from .row_kl import runs_on_triton
-from .vocabulary_rows import Direction, HeadOutput, RowMetrics, vocabulary_rows
+from ..row_kl.custom_op import runs_on_triton
+from .rows import Direction, HeadOutput, RowMetrics, vocabulary_rows
 
 
 def linear_ce_kl(
@@ -167,7 +167,7 @@ class _LinearCEKL(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wants_bias else None
         in_rows = vocabulary_rows
         if runs_on_triton(hidden_std):
-            from .vocabulary_rows_triton import vocabulary_rows as in_rows
+            from .triton_rows import vocabulary_rows as in_rows
         labelled, on_view = labels != IGNORE_INDEX, kl_weight != 0
         # a teacher takes the place of the standard view in the KL, which then says nothing of labels
         alone = labelled if teacher is not None else labelled & ~on_view

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.row_kl import check, relations
 
 from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref
-from rope_kernels.visibility import Visibility
+from rope_kernels.row_kl.visibility import Visibility
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ def causal(n):
 
 
 def require_hopper(*tensors):
-    from rope_kernels.hopper import runs_on_hopper
+    from rope_kernels.row_kl.hopper import runs_on_hopper
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
@@ -129,7 +129,7 @@ def test_every_block_of_a_busy_gpu(n_heads, n, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_heads_of_several_launches(monkeypatch, head_dim):
     """Their integer sums are the same memory, zeroed between launches."""
-    from rope_kernels import hopper
+    from rope_kernels.row_kl import hopper
 
     student, teacher = relations(2, 5, 700, head_dim, dtype=torch.bfloat16, device="cuda")
     require_hopper(student, teacher)

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from .checks import described
+from ..common.checks import described
 
 
 def decode_attention(
@@ -44,7 +44,7 @@ def decode_attention(
         )
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     if _runs_on_triton(q):
-        from .decode_attention_triton import decode_attention_in_parts
+        from .triton_parts import decode_attention_in_parts
 
         return decode_attention_in_parts(q, k, v, begin, end, scale)
     return decode_attention_ref(q, k, v, begin, end, scale)

@@ -1,7 +1,5 @@
 """`linear_ce_kl` against all logits at once in float64: value, every gradient, every row's metrics."""
 
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +17,7 @@ def implementation(name, monkeypatch):
     if name == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the kernel is compiled here")
-        monkeypatch.setattr(sys.modules["rope_kernels.linear_ce_kl"], "runs_on_triton", lambda x: True)
+        monkeypatch.setattr("rope_kernels.vocabulary.linear_ce_kl.runs_on_triton", lambda x: True)
     return "cuda" if name == "gpu" else "cpu"
 
 
@@ -286,7 +284,7 @@ def test_no_gradient_is_formed_where_none_can_be_asked_for(monkeypatch):
     def refuse(*_):
         raise AssertionError("a product for a gradient")
 
-    monkeypatch.setattr(sys.modules["rope_kernels.linear_ce_kl"], "_add_product", refuse)  # a function has its name
+    monkeypatch.setattr("rope_kernels.vocabulary.linear_ce_kl._add_product", refuse)
     with torch.no_grad():
         found = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
     torch.testing.assert_close(found, wanted.detach())

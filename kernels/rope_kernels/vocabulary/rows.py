@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from .checks import IGNORE_INDEX, require_positive
+from ..common.checks import IGNORE_INDEX, require_positive
 
 Direction = Literal["reverse", "forward", "jsd"]
 

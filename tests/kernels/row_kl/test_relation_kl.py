@@ -35,9 +35,9 @@ def implementation(name, monkeypatch, dtype=torch.float32):
             pytest.skip("the interpreter computes in numpy, which has no bfloat16")
         if torch.cuda.is_available():
             pytest.skip("the kernels are compiled here")
-        monkeypatch.setattr("rope_kernels.row_kl.runs_on_triton", lambda x: True)
+        monkeypatch.setattr("rope_kernels.row_kl.custom_op.runs_on_triton", lambda x: True)
     if name == "any gpu":
-        monkeypatch.setattr("rope_kernels.row_kl.runs_on_hopper", lambda *_: False)
+        monkeypatch.setattr("rope_kernels.row_kl.custom_op.runs_on_hopper", lambda *_: False)
     return "cuda" if name.endswith("gpu") else "cpu"
 
 
@@ -233,7 +233,7 @@ def test_float64_is_the_formula():
 
 
 def test_the_chunks_do_not_change_the_result(monkeypatch):
-    import rope_kernels.row_kl_chunked as chunked
+    from rope_kernels.row_kl import chunked
 
     student, teacher = (x.detach().double() for x in relations(2, 2, 50, 32))
     student.requires_grad_()
@@ -329,16 +329,16 @@ def test_keys_that_do_not_divide_the_queries_are_refused():
 
 def test_repair_computes_blocks_with_nan_and_leaves_the_others(device):
     """What the Hopper kernels leave to these: a row that holds a nan, and no other block."""
-    from rope_kernels import row_kl_triton
+    from rope_kernels.row_kl import triton_forward
 
     if not row_kl_triton_runs(device):
         pytest.skip("chunked torch has no repair")
     student, teacher = (x.detach() for x in relations(1, 2, 300, 32, device=device))
     inputs = (student, student, teacher, teacher, 0.2, 0.2, Visibility(True))
-    wanted, wanted_parts = row_kl_triton.row_kl_forward(*inputs)
+    wanted, wanted_parts = triton_forward.row_kl_forward(*inputs)
     kl, parts = torch.full_like(wanted, 7.0), torch.full_like(wanted_parts, 7.0)
     kl[0, 1, 290] = float("nan")
-    row_kl_triton.repair(inputs, kl, parts)
+    triton_forward.repair(inputs, kl, parts)
     touched = kl != 7.0
     assert touched[0, 1, 290] and not touched[0, 0].any() and not touched[0, 1, :128].any()
     assert torch.equal(kl[touched], wanted[touched])
@@ -346,9 +346,9 @@ def test_repair_computes_blocks_with_nan_and_leaves_the_others(device):
 
 
 def row_kl_triton_runs(device):
-    from rope_kernels import row_kl
+    from rope_kernels.row_kl import custom_op
 
-    return row_kl.runs_on_triton(torch.empty(0, device=device))
+    return custom_op.runs_on_triton(torch.empty(0, device=device))
 
 
 def test_borders_may_be_a_list():

@@ -1,11 +1,12 @@
 import torch
 
-from rope_kernels import relation_mse, row_kl_chunked
+from rope_kernels import relation_mse
+from rope_kernels.row_kl import chunked
 
 
 def test_it_is_the_formula_with_its_gradient(monkeypatch):
     """Two rows, left padding in the second, three rows of maps at a time."""
-    monkeypatch.setattr(row_kl_chunked, "_CHUNK_BYTES", 8 * 2 * 3 * 10 * 3)
+    monkeypatch.setattr(chunked, "_CHUNK_BYTES", 8 * 2 * 3 * 10 * 3)
     student = torch.randn(2, 3, 10, 4, dtype=torch.float64, requires_grad=True)
     teacher = student.detach() + torch.randn(2, 3, 10, 4, dtype=torch.float64)
     key_mask = torch.ones(2, 10, dtype=torch.bool)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .row_kl import require_heads, row_kl
+from .custom_op import require_heads, row_kl
 from .visibility import Visibility, visibility_of
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rope_kernels import decode_attention, decode_attention_ref
-from rope_kernels.decode_attention_triton import decode_attention_in_parts
+from rope_kernels.decode.triton_parts import decode_attention_in_parts
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"

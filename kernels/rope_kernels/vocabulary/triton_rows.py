@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .vocabulary_rows import Direction, HeadOutput, RowMetrics, ce_factors
+from .rows import Direction, HeadOutput, RowMetrics, ce_factors
 
 # on an H200 4.0 TB/s; with sums and maxima over the block in each step of the sweep it was 1.4
 _BLOCK, _WARPS, _STAGES = 2048, 4, 2
@@ -186,7 +186,7 @@ def vocabulary_rows(
     ce_reference: torch.Tensor | None = None,
     ce_cap: float = 1.0,
 ) -> tuple[RowMetrics, torch.Tensor]:
-    """`vocabulary_rows.vocabulary_rows` for contiguous float32 products, which the gradient in `dtype` replaces."""
+    """`rows.vocabulary_rows` for contiguous float32 products, which the gradient in `dtype` replaces."""
     n_rows, n_cols = len(labels), products.shape[1]
     has_view = len(products) > n_rows
     out = products.view(dtype)[:, :n_cols]

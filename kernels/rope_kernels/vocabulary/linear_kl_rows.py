@@ -4,9 +4,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from .autocast import whole
-from .checks import described, require_head, require_positive
-from .vocabulary_rows import HeadOutput
+from ..common.autocast import whole
+from ..common.checks import described, require_head, require_positive
+from .rows import HeadOutput
 
 _CHUNK_BYTES = 2**28  # of float32 logits of one side
 

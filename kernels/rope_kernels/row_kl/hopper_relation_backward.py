@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import heads_of_a_launch
-from .row_kl_hopper import LOG2E, ROWS, async_load, describe, width
+from .hopper_forward import LOG2E, ROWS, async_load, describe, width
 from .visibility import Visibility
 
 
@@ -465,7 +465,7 @@ def relation_kl_backward(
     teacher_scale: float,
     visibility: Visibility,
 ) -> torch.Tensor:
-    """`row_kl_triton.relation_kl_backward` for what `runs_on_hopper`."""
+    """`triton_forward.relation_kl_backward` for what `runs_on_hopper`."""
     batch, n_heads, n, head_dim = student.shape
     heads = batch * n_heads
     grad_s = torch.empty_like(student)

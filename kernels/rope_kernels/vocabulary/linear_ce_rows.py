@@ -3,8 +3,8 @@
 import torch
 from torch.nn import functional as F
 
-from .checks import IGNORE_INDEX as IGNORE_INDEX
-from .checks import require_chunk_rows, require_head, require_labels
+from ..common.checks import IGNORE_INDEX as IGNORE_INDEX
+from ..common.checks import require_chunk_rows, require_head, require_labels
 
 
 @torch.no_grad()

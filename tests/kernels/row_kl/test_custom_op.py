@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.row_kl import relations
 
-from rope_kernels import attention_map_kl, make_visibility, relation_kl, row_kl
-from rope_kernels.hopper import heads_of_a_launch
-from rope_kernels.visibility import Visibility
+from rope_kernels import attention_map_kl, make_visibility, relation_kl
+from rope_kernels.row_kl import custom_op
+from rope_kernels.row_kl.hopper import heads_of_a_launch
+from rope_kernels.row_kl.visibility import Visibility
 
 HEADS, KV_HEADS, N, D = 4, 2, 24, 16
 LAYOUTS = ["contiguous", "transposed", "strided", "one token", "no tokens", "no rows"]
@@ -46,7 +47,7 @@ def test_opcheck(operator, path, layout, kind, monkeypatch):
     if path == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the kernels are compiled here")
-        monkeypatch.setattr("rope_kernels.row_kl.runs_on_triton", lambda x: True)
+        monkeypatch.setattr("rope_kernels.row_kl.custom_op.runs_on_triton", lambda x: True)
     q, teacher_q = (tensor(layout, HEADS) for _ in range(2))
     k, teacher_k = (None, None) if operator == "relation" else (tensor(layout, KV_HEADS) for _ in range(2))
     visible = visibility(kind, q.shape[0], q.shape[2])
@@ -54,11 +55,11 @@ def test_opcheck(operator, path, layout, kind, monkeypatch):
     student = [None if x is None else x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k)]
     if layout == "strided":
         student = [None if x is None else x.requires_grad_() for x in (q, k)]
-    torch.library.opcheck(row_kl._row_kl, (student[0], student[1], teacher_q, teacher_k, *settings))
-    _, parts = row_kl._row_kl(q.detach(), k if k is None else k.detach(), teacher_q, teacher_k, *settings)
+    torch.library.opcheck(custom_op._row_kl, (student[0], student[1], teacher_q, teacher_k, *settings))
+    _, parts = custom_op._row_kl(q.detach(), k if k is None else k.detach(), teacher_q, teacher_k, *settings)
     grad = torch.rand(q.shape[2::-1]).permute(2, 1, 0)
     inputs = (grad, *(None if x is None else x.detach() for x in (q, k)), teacher_q, teacher_k, parts)
-    torch.library.opcheck(row_kl._row_kl_backward, (*inputs, *settings))
+    torch.library.opcheck(custom_op._row_kl_backward, (*inputs, *settings))
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import described, require_tensor
+from ..common.checks import described, require_tensor
 
 
 @dataclass(frozen=True)

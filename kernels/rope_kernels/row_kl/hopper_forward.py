@@ -1,12 +1,12 @@
 """Warp-specialised forward of `relation_kl` and `attention_map_kl` for Hopper GPUs, in Gluon, Triton's lower level.
 
 One warp loads tiles through TMA into a ring of shared memory; two warpgroups of 64 rows each multiply and exponentiate,
-so that the exponentials of one run beside the matrix products of the other. `row_kl_triton` has the same formulas for
+so that the exponentials of one run beside the matrix products of the other. `triton_forward` has the same formulas for
 every other GPU, dtype, width and visibility, and its docstring the meaning of top and log_sum.
 
 There is no running maximum. A causal row always sees its own key, so the largest score of its diagonal tile, which
 comes first, serves as top for all of its tiles: no sum can underflow, and a row where one overflows (a score 87 nats
-above those near the diagonal) comes out as nan, which `row_kl_triton` then computes anew.
+above those near the diagonal) comes out as nan, which `triton_forward` then computes anew.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import row_kl_triton
+from . import triton_forward
 
 LOG2E = 1.4426950408889634
 _GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -217,8 +217,8 @@ def shared_tiles(own_s_desc, other_s_desc, own_t_desc, other_t_desc, STAGES: gl.
     return own_s, own_t, ring_s, ring_t, own_full, full, empty
 
 
-def row_kl_forward(*inputs: *row_kl_triton.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """`row_kl_triton.row_kl_forward` for what `runs_on_hopper`."""
+def row_kl_forward(*inputs: *triton_forward.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """`triton_forward.row_kl_forward` for what `runs_on_hopper`."""
     student_q, student_k, teacher_q, teacher_k, student_scale, teacher_scale, _ = inputs
     batch, n_heads, n, head_dim = student_q.shape
     kl = torch.empty(batch, n_heads, n, dtype=torch.float32, device=student_q.device)
@@ -241,7 +241,7 @@ def row_kl_forward(*inputs: *row_kl_triton.Inputs) -> tuple[torch.Tensor, torch.
         STAGES=2 if block_d == 128 else 4,
         num_warps=4,
     )
-    row_kl_triton.repair(inputs, kl, parts)
+    triton_forward.repair(inputs, kl, parts)
     return kl, parts
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .autocast import as_multiplied
-from .row_kl import require_heads, scales_of
-from .row_kl_chunked import chunks, log_map
+from ..common.autocast import as_multiplied
+from .chunked import chunks, log_map
+from .custom_op import require_heads, scales_of
 from .visibility import Visibility, visibility_of
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from .attention_map_kl import attention_map_kl_ref
-from .row_kl import require_heads, row_kl
+from .custom_op import require_heads, row_kl
 from .visibility import Visibility, visibility_of
 
 

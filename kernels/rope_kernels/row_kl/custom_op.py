@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .autocast import as_multiplied
-from .checks import described, require_positive, require_tensor
+from ..common.autocast import as_multiplied
+from ..common.checks import described, require_positive, require_tensor
 from .hopper import runs_on_hopper
 from .visibility import Visibility
 
@@ -117,11 +117,11 @@ def _row_kl(
         return _empty(student_q)
     if runs_on_triton(student_q):
         if runs_on_hopper((student_q, keys[0], teacher_q, keys[1]), visibility):
-            from .row_kl_hopper import row_kl_forward
+            from .hopper_forward import row_kl_forward
         else:
-            from .row_kl_triton import row_kl_forward
+            from .triton_forward import row_kl_forward
         return row_kl_forward(*inputs, visibility)
-    from .row_kl_chunked import row_kl_forward as chunked
+    from .chunked import row_kl_forward as chunked
 
     kl = chunked(*inputs, visibility)
     return kl, kl.new_empty(0)
@@ -162,15 +162,15 @@ def _row_kl_backward(
     if runs_on_triton(student_q):
         if student_k is None or teacher_k is None:
             if runs_on_hopper((student_q, teacher_q), visibility):
-                from .relation_kl_hopper import relation_kl_backward
+                from .hopper_relation_backward import relation_kl_backward
             else:
-                from .row_kl_triton import relation_kl_backward
+                from .triton_forward import relation_kl_backward
             both = relation_kl_backward(grad, student_q, teacher_q, parts, *scales, visibility)
             return both, both.new_empty(0)
-        from .row_kl_triton import attention_map_kl_backward
+        from .triton_forward import attention_map_kl_backward
 
         return attention_map_kl_backward(grad, student_q, student_k, teacher_q, teacher_k, parts, *scales, visibility)
-    from .row_kl_chunked import row_kl_backward
+    from .chunked import row_kl_backward
 
     if student_k is None or teacher_k is None:
         as_query, as_key = row_kl_backward(grad, student_q, student_q, teacher_q, teacher_q, *scales, visibility)

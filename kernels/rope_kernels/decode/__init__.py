@@ -1,0 +1,1 @@
+"""Attention of one new token a row, over keys and values in buffers."""
