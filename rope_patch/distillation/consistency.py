@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rope_kernels import RowMetrics
-from rope_kernels.common.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from rope_kernels.vocabulary.rows import ce_factors
 
 from ..attention_calls import AttentionCall

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from rope_kernels.common.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from ..documents import Documents, locate_documents
 from .distiller import real_tokens

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from rope_kernels.common.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from ..checked_numbers import require_integer, require_number
 from ..heads import head_losses

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rope_kernels import RowMetrics
-from rope_kernels.common.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from ..checked_numbers import require_number
 from ..heads import head_losses

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from rope_kernels import RowMetrics
-from rope_kernels.common.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from .consistency import ViewTape
 from .distiller import TAPE

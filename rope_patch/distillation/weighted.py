@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_kernels.common.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from ..heads import head_losses
 from ..limits import why_no_losses

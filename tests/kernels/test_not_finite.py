@@ -26,7 +26,7 @@ def device(request, monkeypatch):
     if request.param == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the kernels are compiled here")
-        for module in ("row_kl.custom_op", "vocabulary.linear_ce_kl"):
+        for module in ("row_kl.custom_op", "vocabulary.chunked"):
             monkeypatch.setattr(f"rope_kernels.{module}.runs_on_triton", lambda x: True)
     if request.param == "any gpu":
         monkeypatch.setattr("rope_kernels.row_kl.custom_op.runs_on_hopper", lambda *_: False)
@@ -161,7 +161,7 @@ def test_linear_ce_rows_of_a_broken_row(value):
 @pytest.mark.parametrize("what", ["student", "teacher", "gradient"])
 def test_hopper_kernels_hide_nothing_in_their_integer_sums(what, head_dim, value):
     """Converted to an integer nan is 0 and infinity the largest one; several blocks and tiles of both kernels."""
-    from rope_kernels.row_kl.hopper import runs_on_hopper
+    from rope_kernels.row_kl.hopper_inputs import runs_on_hopper
     from rope_kernels.row_kl.visibility import Visibility
 
     n, broken = 700, 300

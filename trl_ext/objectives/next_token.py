@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rope_kernels.common.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from rope_patch.checked_numbers import require_number
 from rope_patch.distillation import CueWeight, LongCE, WeightedDistiller
 from rope_patch.distillation.consistency import ViewTape

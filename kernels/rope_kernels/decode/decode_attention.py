@@ -1,9 +1,9 @@
 """Attention of one new token a row over keys and values in buffers that are longer than what they hold."""
 
 import torch
-from torch.nn import functional as F  # noqa: N812
 
 from ..common.checks import described
+from .reference import decode_attention_ref
 
 
 def decode_attention(
@@ -48,23 +48,6 @@ def decode_attention(
 
         return decode_attention_in_parts(q, k, v, begin, end, scale)
     return decode_attention_ref(q, k, v, begin, end, scale)
-
-
-def decode_attention_ref(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    begin: torch.Tensor,
-    end: torch.Tensor,
-    sm_scale: float | None = None,
-) -> torch.Tensor:
-    """Reference twin of `decode_attention`: any device, computed in the dtype of its arguments."""
-    batch, n_kv_heads, capacity, _ = k.shape
-    token = torch.arange(capacity, device=k.device)
-    visible = (token >= begin[:, None]) & (token < end[:, None])
-    grouped = q.view(batch, n_kv_heads, -1, q.shape[-1])
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=visible[:, None, None], scale=sm_scale)
-    return out.reshape(batch, q.shape[1], v.shape[-1])
 
 
 def _runs_on_triton(x: torch.Tensor) -> bool:

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from ..common.autocast import as_multiplied
-from ..common.checks import described, require_positive, require_tensor
-from .hopper import runs_on_hopper
+from ..common.devices import runs_on_triton
+from .checks import scales_of
+from .hopper_inputs import runs_on_hopper
 from .visibility import Visibility
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_GRID_Y = 65535  # heads times rows of a launch
 
 
 def row_kl(
@@ -52,43 +50,6 @@ def row_kl(
             *(None if x is None else x.contiguous() for x in visibility.tensors),
         )
     return kl
-
-
-def scales_of(head_dim: int, student_scale: float | None, teacher_scale: float | None) -> tuple[float, float]:
-    """Both scales, head_dim ** -0.5 for None.
-
-    Raises:
-        ValueError: one is no finite number above 0.
-    """
-    student, teacher = (
-        head_dim**-0.5 if scale is None else require_positive(name, scale, ", or None for head_dim ** -0.5")
-        for name, scale in (("student_scale", student_scale), ("teacher_scale", teacher_scale))
-    )
-    return student, teacher
-
-
-def require_heads(name: str, x: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Refuse what is not a pair of [batch, n_heads, n, head_dim] of one shape, dtype and device.
-
-    Raises:
-        ValueError: see above.
-    """
-    allowed = "[batch, n_heads, n, head_dim], none 0, float16, bfloat16, float32 or float64"
-    require_tensor(name, x, allowed)
-    if x.ndim != 4 or x.dtype not in _DTYPES or min(x.shape) < 1:
-        raise ValueError(f"{name} must be {allowed}, got {described(x)}.")
-    require_tensor(other_name, other, described(x))
-    if other.shape != x.shape or other.dtype != x.dtype or other.device != x.device:
-        raise ValueError(f"{other_name} must be {described(x)} as {name} is, got {described(other)}.")
-    if runs_on_triton(x) and (x.shape[-1] > 256 or x.shape[0] * x.shape[1] > _GRID_Y):
-        raise ValueError(
-            f"{name} may have head_dim up to 256 and batch * n_heads up to {_GRID_Y} on a GPU, got {list(x.shape)}."
-        )
-
-
-def runs_on_triton(x: torch.Tensor) -> bool:
-    """Whether Triton kernels run on `x`: on a GPU, except for float64, which tensor cores do not speak here."""
-    return x.is_cuda and x.dtype != torch.float64
 
 
 def _unit_last_stride(x: torch.Tensor) -> torch.Tensor:
@@ -164,10 +125,10 @@ def _row_kl_backward(
             if runs_on_hopper((student_q, teacher_q), visibility):
                 from .hopper_relation_backward import relation_kl_backward
             else:
-                from .triton_forward import relation_kl_backward
+                from .triton_relation_backward import relation_kl_backward
             both = relation_kl_backward(grad, student_q, teacher_q, parts, *scales, visibility)
             return both, both.new_empty(0)
-        from .triton_forward import attention_map_kl_backward
+        from .triton_attention_backward import attention_map_kl_backward
 
         return attention_map_kl_backward(grad, student_q, student_k, teacher_q, teacher_k, parts, *scales, visibility)
     from .chunked import row_kl_backward

@@ -2,15 +2,12 @@
 
 One warp loads tiles through TMA into a ring of shared memory; two warpgroups of 64 rows each multiply and exponentiate,
 so that the exponentials of one run beside the matrix products of the other. `triton_forward` has the same formulas for
-every other GPU, dtype, width and visibility, and its docstring the meaning of top and log_sum.
+every other GPU, dtype, width and visibility, and `triton_tiles` the meaning of top and log_sum.
 
 There is no running maximum. A causal row always sees its own key, so the largest score of its diagonal tile, which
 comes first, serves as top for all of its tiles: no sum can underflow, and a row where one overflows (a score 87 nats
 above those near the diagonal) comes out as nan, which `triton_forward` then computes anew.
 """
-
-from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -19,20 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import triton_forward
-
-LOG2E = 1.4426950408889634
-_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-# rows of a warpgroup, the fewest that its matrix product takes
-ROWS: gl.constexpr = gl.constexpr(64)
-# its name since Triton 3.8, and before
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from .hopper_tiles import ROWS, async_load, describe, width
+from .triton_tiles import LOG2E
 
 
 @gluon.jit
@@ -243,20 +233,3 @@ def row_kl_forward(*inputs: *triton_forward.Inputs) -> tuple[torch.Tensor, torch
     )
     triton_forward.repair(inputs, kl, parts)
     return kl, parts
-
-
-def width(head_dim: int) -> int:
-    """Features of a tile: TMA fills what is behind head_dim with zeros."""
-    return 64 if head_dim <= 64 else 128
-
-
-def describe(x: torch.Tensor, rows: int, block_d: int) -> Any:
-    """TMA's description of `rows` tokens of one head of [batch, n_heads, n, head_dim]."""
-    # the stride of a dimension of one element is arbitrary in torch, and checked by TMA
-    strides = [stride if size > 1 else block_d for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, block_d], _layout(rows, block_d, x.dtype))
-
-
-@cache
-def _layout(rows: int, block_d: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, block_d], _GLUON_DTYPES[dtype])

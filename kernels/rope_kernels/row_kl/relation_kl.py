@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .attention_map_kl import attention_map_kl_ref
-from .custom_op import require_heads, row_kl
+from .checks import require_heads
+from .custom_op import row_kl
 from .visibility import Visibility, visibility_of
 
 
@@ -50,25 +50,3 @@ def relation_kl(
     require_heads("student", student, "teacher", teacher)
     visibility = visibility_of("student", student, causal, key_mask, cu_seqlens, visibility)
     return row_kl((student, None), (teacher, None), student_scale, teacher_scale, visibility)
-
-
-def relation_kl_ref(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    visible: torch.Tensor,
-    *,
-    student_scale: float | None = None,
-    teacher_scale: float | None = None,
-) -> torch.Tensor:
-    """Reference twin of `relation_kl`: the formula, with dense maps, in the dtype of `student`.
-
-    Args:
-        student: [batch, n_heads, n, head_dim].
-        teacher: of the same shape.
-        visible: [..., n, n] bool, that broadcasts to [batch, n_heads, n, n].
-        student_scale: None means head_dim ** -0.5.
-        teacher_scale: None means head_dim ** -0.5.
-    """
-    return attention_map_kl_ref(
-        student, student, teacher, teacher, visible, student_scale=student_scale, teacher_scale=teacher_scale
-    )

@@ -6,8 +6,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ..common.autocast import as_multiplied
+from .checks import require_heads, scales_of
 from .chunked import chunks, log_map
-from .custom_op import require_heads, scales_of
 from .visibility import Visibility, visibility_of
 
 

@@ -3,8 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from ..common.checks import IGNORE_INDEX as IGNORE_INDEX
-from ..common.checks import require_chunk_rows, require_head, require_labels
+from .checks import IGNORE_INDEX, require_chunk_rows, require_head, require_labels
 
 
 @torch.no_grad()
@@ -47,10 +46,3 @@ def linear_ce_rows(
         logits = F.linear(hidden[rows], weight, bias).float()  # [chunk, V]
         ce[rows] = logits.logsumexp(dim=-1) - logits.gather(1, labels[rows, None]).squeeze(1)
     return ce
-
-
-def linear_ce_rows_ref(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Reference twin of `linear_ce_rows`: all logits at once, computed and returned in the dtype of `hidden`."""
-    return F.cross_entropy(F.linear(hidden, weight, bias), labels, ignore_index=IGNORE_INDEX, reduction="none")

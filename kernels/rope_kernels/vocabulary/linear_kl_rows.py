@@ -5,7 +5,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from ..common.autocast import whole
-from ..common.checks import described, require_head, require_positive
+from ..common.checks import described, require_positive
+from .checks import require_head
 from .rows import HeadOutput
 
 _CHUNK_BYTES = 2**28  # of float32 logits of one side

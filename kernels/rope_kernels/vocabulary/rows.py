@@ -5,7 +5,8 @@ from typing import Literal
 
 import torch
 
-from ..common.checks import IGNORE_INDEX, require_positive
+from ..common.checks import require_positive
+from .checks import IGNORE_INDEX
 
 Direction = Literal["reverse", "forward", "jsd"]
 

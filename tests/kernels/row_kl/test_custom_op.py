@@ -8,7 +8,7 @@ from support.row_kl import relations
 
 from rope_kernels import attention_map_kl, make_visibility, relation_kl
 from rope_kernels.row_kl import custom_op
-from rope_kernels.row_kl.hopper import heads_of_a_launch
+from rope_kernels.row_kl.hopper_inputs import heads_of_a_launch
 from rope_kernels.row_kl.visibility import Visibility
 
 HEADS, KV_HEADS, N, D = 4, 2, 24, 16

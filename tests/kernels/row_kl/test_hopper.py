@@ -17,7 +17,7 @@ def causal(n):
 
 
 def require_hopper(*tensors):
-    from rope_kernels.row_kl.hopper import runs_on_hopper
+    from rope_kernels.row_kl.hopper_inputs import runs_on_hopper
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
@@ -129,11 +129,11 @@ def test_every_block_of_a_busy_gpu(n_heads, n, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_heads_of_several_launches(monkeypatch, head_dim):
     """Their integer sums are the same memory, zeroed between launches."""
-    from rope_kernels.row_kl import hopper
+    from rope_kernels.row_kl import hopper_inputs
 
     student, teacher = relations(2, 5, 700, head_dim, dtype=torch.bfloat16, device="cuda")
     require_hopper(student, teacher)
     grad = torch.rand(2, 5, 700, device="cuda")
     at_once = torch.autograd.grad(relation_kl(student, teacher), student, grad)[0]
-    monkeypatch.setattr(hopper, "_SUMS_BYTES", 3 * 768 * head_dim * 4)
+    monkeypatch.setattr(hopper_inputs, "_SUMS_BYTES", 3 * 768 * head_dim * 4)
     assert torch.equal(torch.autograd.grad(relation_kl(student, teacher), student, grad)[0], at_once)

@@ -17,7 +17,7 @@ def implementation(name, monkeypatch):
     if name == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the kernel is compiled here")
-        monkeypatch.setattr("rope_kernels.vocabulary.linear_ce_kl.runs_on_triton", lambda x: True)
+        monkeypatch.setattr("rope_kernels.vocabulary.chunked.runs_on_triton", lambda x: True)
     return "cuda" if name == "gpu" else "cpu"
 
 
@@ -284,7 +284,7 @@ def test_no_gradient_is_formed_where_none_can_be_asked_for(monkeypatch):
     def refuse(*_):
         raise AssertionError("a product for a gradient")
 
-    monkeypatch.setattr("rope_kernels.vocabulary.linear_ce_kl._add_product", refuse)
+    monkeypatch.setattr("rope_kernels.vocabulary.chunked._add_product", refuse)
     with torch.no_grad():
         found = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
     torch.testing.assert_close(found, wanted.detach())

@@ -1,0 +1,208 @@
+"""Triton backward of `relation_kl`: the gradient to rows that are queries and keys at once."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .triton_tiles import LOG2E, difference, launch_options
+from .visibility import Visibility
+
+
+@triton.jit(do_not_specialize=["n", "n_heads"])
+def _relation_kl_bwd_kernel(
+    s_ptr,
+    t_ptr,
+    top_s_ptr,
+    log_sum_s_ptr,
+    top_t_ptr,
+    log_sum_t_ptr,
+    grad_ptr,
+    grad_s_ptr,
+    document_ptr,
+    first_ptr,
+    end_ptr,
+    scale_s,
+    scale_t,
+    factor,
+    n,
+    n_heads,
+    stride_s_b,
+    stride_s_h,
+    stride_s_n,
+    stride_t_b,
+    stride_t_h,
+    stride_t_n,
+    stride_g_b,
+    stride_g_h,
+    stride_g_n,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient to one block of rows in both of their roles, by the symmetry of X X^T, without atomics.
+
+    As queries they own the softmax; as keys they are read by other rows, whose softmax counts.
+    With C = P_s - P_t times the rows' incoming gradient, dX_i = scale sum_j (C_ij + C_ji) X_j.
+    """
+    block = tl.program_id(0)  # row i meets i keys and n - i queries: all blocks take equally long
+    head = tl.program_id(1)
+    batch = (head // n_heads).to(tl.int64)
+    own_head = (head % n_heads).to(tl.int64)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    in_row = row < n
+    x_mask = in_row[:, None] & (d[None, :] < HEAD_DIM)
+    at = row[:, None].to(tl.int64)
+    s_ptr += batch * stride_s_b + own_head * stride_s_h
+    t_ptr += batch * stride_t_b + own_head * stride_t_h
+    rows = head.to(tl.int64) * n
+    top_s_ptr += rows
+    top_t_ptr += rows
+    log_sum_s_ptr += rows
+    log_sum_t_ptr += rows
+    grad_ptr += rows
+    s_i = tl.load(s_ptr + at * stride_s_n + d[None, :], mask=x_mask, other=0.0)
+    t_i = tl.load(t_ptr + at * stride_t_n + d[None, :], mask=x_mask, other=0.0)
+    top_s_i = tl.load(top_s_ptr + row, mask=in_row, other=0.0)
+    top_t_i = tl.load(top_t_ptr + row, mask=in_row, other=0.0)
+    log_sum_s_i = tl.load(log_sum_s_ptr + row, mask=in_row, other=float("inf"))
+    log_sum_t_i = tl.load(log_sum_t_ptr + row, mask=in_row, other=float("inf"))
+    grad_i = tl.load(grad_ptr + row, mask=in_row, other=0.0)
+    row_document = row
+    begin = 0
+    finish = n
+    if HAS_DOCUMENTS:
+        document_ptr += batch * n
+        row_document = tl.load(document_ptr + row, mask=in_row, other=-1)
+        low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
+        begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
+        finish = tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    before = begin
+    after = begin
+    if CAUSAL and not HAS_DOCUMENTS:
+        # blocks wholly before are keys of all rows; blocks wholly after read all rows
+        before = block * BLOCK_M // BLOCK_N * BLOCK_N
+        after = tl.minimum(tl.cdiv((block + 1) * BLOCK_M, BLOCK_N) * BLOCK_N, n)
+        for start in range(0, before, BLOCK_N):
+            col = start + tl.arange(0, BLOCK_N)
+            mask = (d[None, :] < HEAD_DIM) & (col[:, None] < n)
+            to = col[:, None].to(tl.int64)
+            s_j = tl.load(s_ptr + to * stride_s_n + d[None, :], mask=mask, other=0.0)
+            t_j = tl.load(t_ptr + to * stride_t_n + d[None, :], mask=mask, other=0.0)
+            zs = tl.dot(s_i, tl.trans(s_j), input_precision=PRECISION)
+            zt = tl.dot(t_i, tl.trans(t_j), input_precision=PRECISION)
+            c = (
+                difference(
+                    zs,
+                    zt,
+                    top_s_i[:, None],
+                    log_sum_s_i[:, None],
+                    top_t_i[:, None],
+                    log_sum_t_i[:, None],
+                    scale_s,
+                    scale_t,
+                )
+                * grad_i[:, None]
+            )
+            acc = tl.dot(c.to(s_j.dtype), s_j, acc, input_precision=PRECISION)
+    else:
+        after = finish
+    for start in range(before, after, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        in_col = col < n
+        mask = in_col[:, None] & (d[None, :] < HEAD_DIM)
+        to = col[:, None].to(tl.int64)
+        s_j = tl.load(s_ptr + to * stride_s_n + d[None, :], mask=mask, other=0.0)
+        t_j = tl.load(t_ptr + to * stride_t_n + d[None, :], mask=mask, other=0.0)
+        top_s_j = tl.load(top_s_ptr + col, mask=in_col, other=0.0)
+        top_t_j = tl.load(top_t_ptr + col, mask=in_col, other=0.0)
+        log_sum_s_j = tl.load(log_sum_s_ptr + col, mask=in_col, other=float("inf"))
+        log_sum_t_j = tl.load(log_sum_t_ptr + col, mask=in_col, other=float("inf"))
+        grad_j = tl.load(grad_ptr + col, mask=in_col, other=0.0)
+        zs = tl.dot(s_i, tl.trans(s_j), input_precision=PRECISION)
+        zt = tl.dot(t_i, tl.trans(t_j), input_precision=PRECISION)
+        as_query = (
+            difference(
+                zs, zt, top_s_i[:, None], log_sum_s_i[:, None], top_t_i[:, None], log_sum_t_i[:, None], scale_s, scale_t
+            )
+            * grad_i[:, None]
+        )
+        as_key = (
+            difference(
+                zs, zt, top_s_j[None, :], log_sum_s_j[None, :], top_t_j[None, :], log_sum_t_j[None, :], scale_s, scale_t
+            )
+            * grad_j[None, :]
+        )
+        together = in_row[:, None] & in_col[None, :]
+        if HAS_DOCUMENTS:
+            col_document = tl.load(document_ptr + col, mask=in_col, other=-2)
+            together &= (row_document[:, None] == col_document[None, :]) & (row_document[:, None] >= 0)
+        sees = together
+        is_seen = together
+        if CAUSAL:
+            sees = together & (col[None, :] <= row[:, None])
+            is_seen = together & (col[None, :] >= row[:, None])
+        # selected, not multiplied: where a pair is not visible, its exponentials may be inf
+        c = tl.where(sees, as_query, 0.0) + tl.where(is_seen, as_key, 0.0)
+        acc = tl.dot(c.to(s_j.dtype), s_j, acc, input_precision=PRECISION)
+    for start in range(after, finish, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        in_col = col < n
+        mask = in_col[:, None] & (d[None, :] < HEAD_DIM)
+        to = col[:, None].to(tl.int64)
+        s_j = tl.load(s_ptr + to * stride_s_n + d[None, :], mask=mask, other=0.0)
+        t_j = tl.load(t_ptr + to * stride_t_n + d[None, :], mask=mask, other=0.0)
+        top_s_j = tl.load(top_s_ptr + col, mask=in_col, other=0.0)
+        top_t_j = tl.load(top_t_ptr + col, mask=in_col, other=0.0)
+        log_sum_s_j = tl.load(log_sum_s_ptr + col, mask=in_col, other=float("inf"))
+        log_sum_t_j = tl.load(log_sum_t_ptr + col, mask=in_col, other=float("inf"))
+        grad_j = tl.load(grad_ptr + col, mask=in_col, other=0.0)
+        zs = tl.dot(s_i, tl.trans(s_j), input_precision=PRECISION)
+        zt = tl.dot(t_i, tl.trans(t_j), input_precision=PRECISION)
+        c = (
+            difference(
+                zs, zt, top_s_j[None, :], log_sum_s_j[None, :], top_t_j[None, :], log_sum_t_j[None, :], scale_s, scale_t
+            )
+            * grad_j[None, :]
+        )
+        acc = tl.dot(c.to(s_j.dtype), s_j, acc, input_precision=PRECISION)
+    grad_s_ptr += batch * stride_g_b + own_head * stride_g_h
+    tl.store(grad_s_ptr + at * stride_g_n + d[None, :], (acc * factor).to(grad_s_ptr.dtype.element_ty), mask=x_mask)
+
+
+def relation_kl_backward(
+    grad: torch.Tensor,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    parts: torch.Tensor,
+    student_scale: float,
+    teacher_scale: float,
+    visibility: Visibility,
+) -> torch.Tensor:
+    """Gradient to `student` in its dtype and layout, given float32 `grad` [batch, n_heads, n]."""
+    batch, n_heads, n, _ = student.shape
+    grad_s = torch.empty_like(student)
+    options = launch_options(student, visibility, "backward")
+    _relation_kl_bwd_kernel[(triton.cdiv(n, options["BLOCK_M"]), batch * n_heads)](
+        student,
+        teacher,
+        *parts,
+        grad.contiguous(),
+        grad_s,
+        *visibility.tensors,
+        student_scale * LOG2E,
+        teacher_scale * LOG2E,
+        student_scale,
+        n,
+        n_heads,
+        *student.stride()[:3],
+        *teacher.stride()[:3],
+        *grad_s.stride()[:3],
+        **options,
+    )
+    return grad_s
