@@ -1,6 +1,38 @@
-"""Inputs of the KLs of rows, and what they are to be as exact as."""
+"""Inputs of the operators on rows of maps, the implementations of these, and what they are to be as exact as."""
 
+import pytest
 import torch
+
+# chunked torch on a CPU; Triton's interpreter on a CPU, which reads the same code as a GPU compiles; a GPU, with the
+# kernels that it chooses and with those for any GPU
+IMPLEMENTATIONS = ["chunked", "interpreter", *(pytest.param(x, marks=pytest.mark.gpu) for x in ("gpu", "any gpu"))]
+
+
+def implementation(name, monkeypatch, dtype=torch.float32):
+    if name == "interpreter":
+        if dtype == torch.bfloat16:
+            pytest.skip("the interpreter computes in numpy, which has no bfloat16")
+        if torch.cuda.is_available():
+            pytest.skip("the kernels are compiled here")
+        monkeypatch.setattr("rope_kernels.row_kl.custom_op.runs_on_triton", lambda x: True)
+    if name == "any gpu":
+        monkeypatch.setattr("rope_kernels.row_kl.custom_op.runs_on_hopper", lambda *_: False)
+    return "cuda" if name.endswith("gpu") else "cpu"
+
+
+def visible(n, *, causal=True, key_mask=None, documents=None, device="cpu"):
+    """[batch or 1, 1, n, n], one pair at a time: no thought is shared with the code under test."""
+    batch = 1 if key_mask is None and documents is None else len(key_mask if key_mask is not None else documents)
+    seen = torch.zeros(batch, 1, n, n, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(n):
+            for j in range(n):
+                seen[b, 0, i, j] = (
+                    (j <= i or not causal)
+                    and (key_mask is None or bool(key_mask[b, i] and key_mask[b, j]))
+                    and (documents is None or documents[b][i] == documents[b][j])
+                )
+    return seen.to(device)
 
 
 def relations(batch, n_heads, n, head_dim, *, dtype=torch.float32, device="cpu", spread=1.0):

@@ -24,13 +24,12 @@ def attention_map_kl_ref(
         student_scale: None means head_dim ** -0.5.
         teacher_scale: None means head_dim ** -0.5.
     """
-    log_maps = []
-    for q, k, scale in ((student_q, student_k, student_scale), (teacher_q, teacher_k, teacher_scale)):
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        log_maps.append(scores.masked_fill(~visible, -torch.inf).log_softmax(-1).masked_fill(~visible, 0))
-    student_map, teacher_map = log_maps
-    return (teacher_map.exp() * (teacher_map - student_map)).masked_fill(~visible, 0).sum(-1)
+    group = student_q.shape[1] // student_k.shape[1]
+    student, teacher = (
+        _log_map(q, k.repeat_interleave(group, 1), visible, scale)
+        for q, k, scale in ((student_q, student_k, student_scale), (teacher_q, teacher_k, teacher_scale))
+    )
+    return (teacher.exp() * (teacher - student)).masked_fill(~visible, 0).sum(-1)
 
 
 def relation_kl_ref(
@@ -53,3 +52,33 @@ def relation_kl_ref(
     return attention_map_kl_ref(
         student, student, teacher, teacher, visible, student_scale=student_scale, teacher_scale=teacher_scale
     )
+
+
+def relation_mse_ref(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    visible: torch.Tensor,
+    *,
+    student_scale: float | None = None,
+    teacher_scale: float | None = None,
+) -> torch.Tensor:
+    """Reference twin of `relation_mse`: the formula, with dense maps, in the dtype of `student`.
+
+    Args:
+        student: [batch, n_heads, n, head_dim].
+        teacher: of the same shape; no gradient flows to it.
+        visible: [..., n, n] bool, that broadcasts to [batch, n_heads, n, n].
+        student_scale: None means head_dim ** -0.5.
+        teacher_scale: None means head_dim ** -0.5.
+    """
+    student_map, teacher_map = (
+        _log_map(x, x, visible, scale).exp()
+        for x, scale in ((student, student_scale), (teacher.detach(), teacher_scale))
+    )
+    return (teacher_map - student_map).masked_fill(~visible, 0).square().sum(-1)
+
+
+def _log_map(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Log of softmax_row(scale Q K^T) over what is visible, 0 elsewhere."""
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.masked_fill(~visible, -torch.inf).log_softmax(-1).masked_fill(~visible, 0)

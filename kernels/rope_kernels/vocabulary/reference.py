@@ -14,6 +14,25 @@ def linear_ce_rows_ref(
     return F.cross_entropy(F.linear(hidden, weight, bias), labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
+def linear_kl_rows_ref(
+    student_hidden: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    student_bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Reference twin of `linear_kl_rows`: all logits at once, in the dtype of the inputs, through autograd."""
+    log_q = _log_probabilities(student_hidden, student_weight, student_bias, logit_scale, softcap, temperature)
+    with torch.no_grad():
+        log_p = _log_probabilities(teacher_hidden, teacher_weight, teacher_bias, logit_scale, softcap, temperature)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
 def linear_ce_kl_ref(
     hidden_std: torch.Tensor,
     hidden_view: torch.Tensor,
@@ -31,18 +50,12 @@ def linear_ce_kl_ref(
     teacher_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference twin of `linear_ce_kl`'s scalar: all logits at once, in the dtype of the inputs, through autograd."""
-
-    def log_probabilities(
-        hidden: torch.Tensor, weight: torch.Tensor = weight, bias: torch.Tensor | None = bias
-    ) -> torch.Tensor:
-        z = F.linear(hidden, weight, bias) * logit_scale
-        return (z if softcap is None else softcap * torch.tanh(z / softcap)).log_softmax(-1)
-
-    log_q, log_p = log_probabilities(hidden_std), log_probabilities(hidden_view)
+    log_q = _log_probabilities(hidden_std, weight, bias, logit_scale, softcap)
+    log_p = _log_probabilities(hidden_view, weight, bias, logit_scale, softcap)
     ce = F.nll_loss(log_q, labels, ignore_index=IGNORE_INDEX, reduction="none")
     if teacher_hidden is not None:
         assert teacher_weight is not None
-        log_q = log_probabilities(teacher_hidden, teacher_weight, teacher_bias)
+        log_q = _log_probabilities(teacher_hidden, teacher_weight, teacher_bias, logit_scale, softcap)
     log_q = log_q.detach()
     if direction == "reverse":
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -52,3 +65,15 @@ def linear_ce_kl_ref(
         log_m = ((log_p.exp() + log_q.exp()) / 2).log()
         kl = ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
     return (ce_weight * ce + kl_weight * kl).sum()
+
+
+def _log_probabilities(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    z = F.linear(hidden, weight, bias) * logit_scale
+    return ((z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature).log_softmax(-1)

@@ -1,7 +1,10 @@
+"""`relation_mse` and its twin against loops over rows."""
+
 import torch
 
 from rope_kernels import relation_mse
 from rope_kernels.row_kl import chunked
+from rope_kernels.row_kl.reference import relation_mse_ref
 
 
 def test_it_is_the_formula_with_its_gradient(monkeypatch):
@@ -20,6 +23,8 @@ def test_it_is_the_formula_with_its_gradient(monkeypatch):
             t = (0.5 * (teacher[b, :, i, None] * teacher[b, :, keys]).sum(-1)).softmax(-1)
             wanted[b, :, i] = (s - t).square().sum(-1)
     torch.testing.assert_close(found, wanted)
+    seen = torch.ones(10, 10, dtype=torch.bool).tril() & (key_mask[:, None, :, None] & key_mask[:, None, None, :])
+    torch.testing.assert_close(relation_mse_ref(student, teacher, seen, student_scale=0.7), wanted)
     coefficients = torch.rand(2, 3, 10)
     mine, right = (torch.autograd.grad((kl * coefficients).sum(), student)[0] for kl in (found, wanted))
     torch.testing.assert_close(mine, right)

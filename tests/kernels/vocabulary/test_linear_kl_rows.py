@@ -3,6 +3,7 @@ import torch
 
 from rope_kernels import linear_kl_rows
 from rope_kernels.vocabulary import linear_kl_rows as module
+from rope_kernels.vocabulary.reference import linear_kl_rows_ref
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -49,6 +50,8 @@ def test_what_a_family_does_to_its_logits_is_done_on_both_sides():
         student, teacher, student_weight, teacher_weight, bias, 2.0, lambda z: 1.5 * (0.7 * z / 1.5).tanh()
     )
     torch.testing.assert_close(found, wanted)
+    twin = linear_kl_rows_ref(student, teacher, student_weight, teacher_weight, student_bias=bias, **options)
+    torch.testing.assert_close(twin, wanted)
     pairs = zip(torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True)
     for mine, right in pairs:
         torch.testing.assert_close(mine, right)

@@ -1,0 +1,33 @@
+"""`attention_map_kl` on every implementation, against dense float64 maps with repeated keys."""
+
+import pytest
+import torch
+from support.row_kl import check, relations, visible
+
+from rope_kernels import attention_map_kl, attention_map_kl_ref
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
+def test_attention_map_kl_is_as_exact_as_torch(heads, dtype, device):
+    n_heads, n_kv_heads = heads
+    q, teacher_q = relations(2, n_heads, 50, 32, dtype=dtype, device=device)
+    k, teacher_k = relations(2, n_kv_heads, 50, 32, dtype=dtype, device=device)
+    seen = visible(50, device=device)
+    check(
+        attention_map_kl(q, k, teacher_q, teacher_k),
+        [q, k],
+        lambda a, b: attention_map_kl_ref(a, b, teacher_q, teacher_k, seen),
+        lambda a, b: attention_map_kl_ref(a, b, teacher_q.double(), teacher_k.double(), seen),
+        torch.rand(2, n_heads, 50, device=device),
+    )
+
+
+def test_keys_that_do_not_divide_the_queries_are_refused():
+    q, k = torch.zeros(1, 4, 8, 32), torch.zeros(1, 3, 8, 32)
+    with pytest.raises(
+        ValueError, match=r"student_k must be \[1, n_kv_heads, 8, 32\].*a divisor of 4, got \[1, 3, 8, 32\]"
+    ):
+        attention_map_kl(q, k, q, k)
