@@ -12,7 +12,8 @@ What is timed, each a JSON line as soon as it is there:
           did before, and the same ones by `greedy_answers`: `ratio` is old over new seconds. `replies_that_differ`
           counts replies that are not the same; in bf16 the order of sums decides near ties, so some may.
   kernel  attention alone at the shape, in milliseconds a layer: all of a prompt by each SDPA kernel that takes it, the
-          last half of it behind the first, and one token of each of 20 rows.
+          last half of it behind the first, and one token of each of 20 rows by `decode_attention` and by SDPA with a
+          mask: `ratio` is the milliseconds of the latter over those of the line.
 """
 
 import argparse
@@ -213,9 +214,13 @@ def kernels(model: Any, length: int) -> Iterator[dict[str, Any]]:
     rows = max(min(20, int(4 * GIB // (k.nbytes + v.nbytes))), 1)
     q, k, v = q[:, :, 0].repeat(rows, 1, 1), k.repeat(rows, 1, 1, 1), v.repeat(rows, 1, 1, 1)
     end = torch.full((rows,), length, device=model.device)
-    for name, run in (("kernel", decode_attention), ("masked SDPA", decode_attention_ref)):
-        ms = milliseconds(lambda run=run: run(q, k, v, torch.zeros_like(end), end), 10)
-        yield {"attention": f"one token of {rows} rows, {name}", "ms": ms, "tb_per_s": (k.nbytes + v.nbytes) / ms / 1e9}
+    ways = {"kernel": decode_attention, "masked SDPA": decode_attention_ref}
+    times = {
+        name: milliseconds(lambda run=run: run(q, k, v, torch.zeros_like(end), end), 10) for name, run in ways.items()
+    }
+    for name, ms in times.items():
+        rate = {"tb_per_s": (k.nbytes + v.nbytes) / ms / 1e9, "ratio": times["masked SDPA"] / ms}
+        yield {"attention": f"one token of {rows} rows, {name}", "ms": ms, **rate}
 
 
 def setting() -> dict[str, Any]:

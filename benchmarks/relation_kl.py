@@ -1,52 +1,92 @@
-"""Time and memory of relation_kl beside flash attention and the LinearARD authors' kernels, in one run.
+"""Time and memory of losses on maps beside flash attention and the LinearARD authors' kernels, in one run.
 
 Run: python benchmarks/relation_kl.py [--authors FOLDER] [--lengths 2048 4096 8192 16384] [--out FILE.json]
+         [--operators relation_kl attention_map_kl relation_mse]
+     python benchmarks/relation_kl.py --quick        a tiny shape, which a CPU can do in seconds
 
-Forward and backward in bf16, batch 1, causal. Peers: attention forward and backward of the same shape through cuDNN and
-through FlashAttention-2, both as torch ships them, FlashAttention-4 where it is installed, and with --authors the
-kernels of LinearARD's authors from a checkout of their repository. Calls come from Python, and those of small shapes
-take as long as Python does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. Before
-anything is timed, loss and gradient are compared with the dense float64 formula.
+Forward and backward in bf16 (on a CPU float32), batch 1, causal. Each JSON line is there as soon as it is measured.
+`ratio` is our time of forward and backward over that of each peer. Peers of relation_kl and attention_map_kl are
+attention forward and backward of the same shape through cuDNN and through FlashAttention-2, both as torch ships them,
+and FlashAttention-4 where it is installed. With --authors relation_kl also stands beside the kernels of LinearARD's
+authors, from a checkout of their repository. relation_mse is plain torch; it stands beside relation_kl, whose control it
+is, and beside its twin where dense maps fit. Calls come from Python, and those of small shapes take as long as Python
+does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. Before anything is timed, loss and
+gradients are compared with the dense float64 formula.
 """
 
 import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from eval_speed import setting
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rope_kernels import relation_kl, relation_kl_ref
+from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref, relation_mse
+from rope_kernels.row_kl.reference import relation_mse_ref
 
 GIB = 1 << 30
-# name -> heads, head_dim
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+# name -> heads, heads of keys, head_dim; relations are of heads alone
 SHAPES = {
-    "H32 D128": (32, 128),
-    "H8 D128 (Llama-3 keys)": (8, 128),
-    "H9 D64 (SmolLM2 queries)": (9, 64),
-    "H3 D64 (SmolLM2 keys)": (3, 64),
+    "H32 D128": (32, 8, 128),
+    "H8 D128 (Llama-3 keys)": (8, 8, 128),
+    "H9 D64 (SmolLM2 queries)": (9, 3, 64),
+    "H3 D64 (SmolLM2 keys)": (3, 3, 64),
 }
+TINY = {"H4 D32": (4, 2, 32)}
+DENSE_LENGTH = 4096  # the longest row whose dense maps, their gradients and copies of 32 heads fit one GPU
 
 
-def inputs(n_heads: int, n: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class Operator:
+    """An operator on maps and its twin; both take student and teacher, each a tuple of X or of Q and K."""
+
+    run: Callable[..., torch.Tensor]
+    twin: Callable[..., torch.Tensor]
+    n_sides: int  # tensors of a student: X alone, or Q and K
+    in_graphs: bool = True
+
+
+OPERATORS = {
+    "relation_kl": Operator(relation_kl, relation_kl_ref, 1),
+    "attention_map_kl": Operator(attention_map_kl, attention_map_kl_ref, 2),
+    # checkpoints ask for the state of the random generator, which a capture refuses
+    "relation_mse": Operator(relation_mse, relation_mse_ref, 1, in_graphs=False),
+}
+Inputs = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def inputs(shape: tuple[int, int, int], n: int, n_sides: int = 1) -> Inputs:
     """A student that is a little off its teacher, as after a rescaling."""
-    teacher = torch.randn(1, n_heads, n, head_dim, device="cuda", dtype=torch.bfloat16)
-    student = (teacher + 0.3 * torch.randn_like(teacher)).requires_grad_()
-    return student, teacher
+    *heads, head_dim = shape
+    teacher = [torch.randn(1, h, n, head_dim, device=DEVICE, dtype=DTYPE) for h in heads[:n_sides]]
+    return [(x + 0.3 * torch.randn_like(x)).requires_grad_() for x in teacher], teacher
 
 
 def milliseconds(run: Callable[[], object]) -> float:
     """Median time of one call."""
-    return statistics.median(triton.testing.do_bench(run, warmup=50, rep=300, return_mode="all"))
+    if DEVICE == "cuda":
+        import triton
+
+        return statistics.median(triton.testing.do_bench(run, warmup=50, rep=300, return_mode="all"))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        run()
+        times.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(times)
 
 
-def both(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dict[str, float]:
+def both(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], in_graphs: bool = True) -> dict[str, float]:
     """Milliseconds of a forward, of forward and backward together, and of these in a CUDA graph."""
     weight = torch.rand_like(forward())
 
@@ -57,7 +97,8 @@ def both(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> dic
 
     with torch.no_grad():
         alone = milliseconds(forward)
-    return {"forward_ms": alone, "both_ms": milliseconds(step), "both_graph_ms": milliseconds(captured(step))}
+    times = {"forward_ms": alone, "both_ms": milliseconds(step)}
+    return {**times, "both_graph_ms": milliseconds(captured(step))} if in_graphs and DEVICE == "cuda" else times
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
@@ -74,48 +115,52 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def check(n_heads: int = 2, n: int = 1024, head_dim: int = 128) -> dict[str, float]:
-    """Relative errors of loss and gradient against the formula in float64."""
-    student, teacher = inputs(n_heads, n, head_dim)
-    exact = student.detach().double().requires_grad_()
-    seen = torch.ones(n, n, dtype=torch.bool, device="cuda").tril()
-    loss, wanted = relation_kl(student, teacher).sum(), relation_kl_ref(exact, teacher.double(), seen).sum()
+def check(operator: Operator, shape: tuple[int, int, int] = (2, 1, 128), n: int = 1024) -> dict[str, float]:
+    """Relative errors of loss and gradients against the formula in float64, the largest of all gradients."""
+    student, teacher = inputs(shape, n, operator.n_sides)
+    exact = [x.detach().double().requires_grad_() for x in student]
+    seen = torch.ones(n, n, dtype=torch.bool, device=DEVICE).tril()
+    loss = operator.run(*student, *teacher).sum()
+    truth = operator.twin(*exact, *(x.double() for x in teacher), seen).sum()
     loss.backward()
-    wanted.backward()
-    assert student.grad is not None and exact.grad is not None
-    gradient = (student.grad.double() - exact.grad).norm() / exact.grad.norm()
-    return {"loss": abs(loss.item() / wanted.item() - 1), "gradient": gradient.item()}
+    truth.backward()
+    gaps = [(x.grad.double() - y.grad).norm() / y.grad.norm() for x, y in zip(student, exact, strict=True)]  # type: ignore[union-attr]
+    return {"loss": abs(loss.item() / truth.item() - 1), "gradient": max(gap.item() for gap in gaps)}
 
 
-def attention(backend: SDPBackend, n_heads: int, n: int, head_dim: int) -> dict[str, float]:
-    """Flash attention of the same shape."""
-    q, k, v = (
-        torch.randn(1, n_heads, n, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-    )
+def attention(backend: SDPBackend | None, shape: tuple[int, int, int], n: int) -> dict[str, float]:
+    """Attention of as many heads of queries, keys and values as there are maps; None: what torch chooses."""
+    n_heads, _, head_dim = shape
+    q, k, v = (torch.randn(1, n_heads, n, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    if backend is None:
+        return both(forward, [q, k, v])
     with sdpa_kernel(backend):
-        return both(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v])
+        return both(forward, [q, k, v])
 
 
-def flash4(n_heads: int, n: int, head_dim: int) -> dict[str, float] | None:
+def flash4(shape: tuple[int, int, int], n: int) -> dict[str, float] | None:
     """FlashAttention-4 of the same shape, None where it is not installed."""
     try:
         from flash_attn.cute import flash_attn_func
     except ImportError:
         return None
-    q, k, v = (
-        torch.randn(1, n, n_heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-    )
+    n_heads, _, head_dim = shape
+    q, k, v = (torch.randn(1, n, n_heads, head_dim, device=DEVICE, dtype=DTYPE, requires_grad=True) for _ in range(3))
 
     def forward() -> torch.Tensor:
-        found = flash_attn_func(q, k, v, causal=True)
-        return found[0] if isinstance(found, tuple) else found
+        attended = flash_attn_func(q, k, v, causal=True)
+        return attended[0] if isinstance(attended, tuple) else attended
 
     return both(forward, [q, k, v])
 
 
-def memory(n: int, n_heads: int = 32, head_dim: int = 128) -> dict[str, float]:
-    """Peak of forward and backward above the inputs, over inputs and gradient."""
-    student, teacher = inputs(n_heads, n, head_dim)
+def memory(n: int, shape: tuple[int, int, int] = (32, 8, 128)) -> dict[str, Any]:
+    """Peak of relation_kl's forward and backward above the inputs, over inputs and gradient."""
+    (student,), (teacher,) = inputs(shape, n)
     held = student.nbytes * 3
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -125,13 +170,13 @@ def memory(n: int, n_heads: int = 32, head_dim: int = 128) -> dict[str, float]:
     return {"n": n, "inputs_and_gradient_gib": held / GIB, "ratio": (held - student.nbytes + peak) / held}
 
 
-def authors(folder: Path, n_heads: int, n: int, head_dim: int) -> dict[str, Any]:
+def authors(folder: Path, shape: tuple[int, int, int], n: int) -> dict[str, Any]:
     """The authors' kernels on the same inputs, which give the sum of rows: times, and how far the results are apart."""
     sys.path.insert(0, str(folder / "kernels"))
     from attention_KL.integration import attn_kl_align
 
-    student, teacher = inputs(n_heads, n, head_dim)
-    scale = head_dim**-0.5
+    (student,), (teacher,) = inputs(shape, n)
+    scale = shape[-1] ** -0.5
 
     def forward() -> torch.Tensor:
         return attn_kl_align(student, student, teacher, teacher, sm_scale_s=scale, sm_scale_t=scale)
@@ -146,45 +191,70 @@ def authors(folder: Path, n_heads: int, n: int, head_dim: int) -> dict[str, Any]
     }
 
 
+def peers(name: str, shape: tuple[int, int, int], n: int, folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Times of whatever does comparable work at the shape."""
+    if name == "relation_mse":
+        student, teacher = inputs(shape, n)
+        times = {"relation_kl": both(lambda: relation_kl(*student, *teacher), student)}
+        if n <= DENSE_LENGTH:
+            seen = torch.ones(n, n, dtype=torch.bool, device=DEVICE).tril()
+            times["twin"] = both(lambda: relation_mse_ref(*student, *teacher, seen), student)
+        return times
+    if DEVICE == "cpu":
+        return {"sdpa": attention(None, shape, n)}
+    times = {
+        "cudnn": attention(SDPBackend.CUDNN_ATTENTION, shape, n),
+        "flash2": attention(SDPBackend.FLASH_ATTENTION, shape, n),
+    }
+    fourth = flash4(shape, n)
+    if fourth is not None:
+        times["flash4"] = fourth
+    if folder and name == "relation_kl" and shape[0] == 32 and n <= 8192:
+        times["authors"] = authors(folder, shape, n)
+    return times
+
+
+def measured(name: str, shape_name: str, shape: tuple[int, int, int], n: int, folder: Path | None) -> dict[str, Any]:
+    """A row of results: our times under the operator's name, those of peers beside it, and our time over theirs."""
+    operator = OPERATORS[name]
+    student, teacher = inputs(shape, n, operator.n_sides)
+    ours = both(lambda: operator.run(*student, *teacher), student, operator.in_graphs)
+    others = peers(name, shape, n, folder)
+    ratio = {peer: ours["both_ms"] / times["both_ms"] for peer, times in others.items()}
+    row = {"operator": name, "shape": shape_name, "n": n, name: ours, **others, "ratio": ratio}
+    return row if operator.n_sides == 1 else {**row, "n_kv_heads": shape[1]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS))
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--memory-lengths", type=int, nargs="*", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--authors", type=Path, help="checkout of the authors' repository")
+    parser.add_argument("--quick", action="store_true", help="rows of 128 tokens of a tiny shape, and no memory")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    shapes = TINY if args.quick else SHAPES
+    if args.quick:
+        args.lengths, args.memory_lengths, args.authors = [128], [], None
+    elif DEVICE == "cpu":
+        parser.error("without a CUDA GPU only --quick can be measured")
     facts: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "dtype": "bfloat16",
-        "error_against_float64": check(),
+        **{key: value for key, value in setting().items() if key != "line"},
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "error_against_float64": {name: check(OPERATORS[name]) for name in args.operators},
         "rows": [],
         "memory": [],
     }
-    print("relative errors against float64:", facts["error_against_float64"], flush=True)
-    for name, (n_heads, head_dim) in SHAPES.items():
-        for n in args.lengths:
-            student, teacher = inputs(n_heads, n, head_dim)
-            row: dict[str, Any] = {"shape": name, "n": n}
-            row["relation_kl"] = both(lambda s=student, t=teacher: relation_kl(s, t), [student])  # type: ignore[misc]
-            row["cudnn"] = attention(SDPBackend.CUDNN_ATTENTION, n_heads, n, head_dim)
-            row["flash2"] = attention(SDPBackend.FLASH_ATTENTION, n_heads, n, head_dim)
-            fourth = flash4(n_heads, n, head_dim)
-            if fourth is not None:
-                row["flash4"] = fourth
-            if args.authors and n_heads == 32 and n <= 8192:
-                row["authors"] = authors(args.authors, n_heads, n, head_dim)
-            facts["rows"].append(row)
-            times = "  ".join(
-                f"{k} {v['forward_ms']:.2f} / {v['both_ms']:.2f} ({v['both_graph_ms']:.2f}) ms"
-                for k, v in row.items()
-                if isinstance(v, dict)
-            )
-            print(f"{name:26}{n:7}  {times}", flush=True)
+    print(json.dumps({key: value for key, value in facts.items() if value}), flush=True)
+    for name in args.operators:
+        for shape_name, shape in shapes.items():
+            for n in args.lengths:
+                facts["rows"].append(measured(name, shape_name, shape, n, args.authors))
+                print(json.dumps(facts["rows"][-1]), flush=True)
     for n in args.memory_lengths:
         facts["memory"].append(memory(n))
-        print("memory", facts["memory"][-1], flush=True)
+        print(json.dumps({"memory": facts["memory"][-1]}), flush=True)
     if args.out:
         args.out.write_text(json.dumps(facts, indent=1) + "\n")
 
