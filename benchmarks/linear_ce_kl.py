@@ -4,11 +4,12 @@ Run: python benchmarks/linear_ce_kl.py [--operators linear_ce_kl linear_kl_rows 
          [--out FILE.json]
      python benchmarks/linear_ce_kl.py --quick        a tiny shape, which a CPU can do in seconds
 
-In bf16 (on a CPU float32), head trained and frozen. linear_ce_kl is cross-entropy on one view and reverse KL of another
-to it, and linear_kl_rows KL of a student to a teacher, both forward and backward; linear_ce_rows is cross-entropy alone,
-forward. Peers: TRL's chunked log-probabilities and chunked divergence, which its trainers add up, and liger-kernel's
-fused linear cross-entropy and fused linear JSD where it is installed. Each is compared with float64 before it is timed.
-Each JSON line is there as soon as it is measured; its `ratio` is our time over that of each peer.
+In bf16 (on a CPU float32), head trained and frozen. linear_ce_kl is cross-entropy on one view and reverse KL of
+another to it, and linear_kl_rows KL of a student to a teacher, both forward and backward. linear_ce_rows is
+cross-entropy alone, forward. Peers: TRL's chunked log-probabilities and chunked divergence, which its trainers add
+up, and liger-kernel's fused linear cross-entropy and fused linear JSD where it is installed. Each is compared with
+float64 before it is timed. Each JSON line is there as soon as it is measured; its `ratio` is our time over that of
+each peer.
 """
 
 import argparse

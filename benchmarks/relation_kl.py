@@ -8,10 +8,10 @@ Forward and backward in bf16 (on a CPU float32), batch 1, causal. Each JSON line
 `ratio` is our time of forward and backward over that of each peer. Peers of relation_kl and attention_map_kl are
 attention forward and backward of the same shape through cuDNN and through FlashAttention-2, both as torch ships them,
 and FlashAttention-4 where it is installed. With --authors relation_kl also stands beside the kernels of LinearARD's
-authors, from a checkout of their repository. relation_mse is plain torch; it stands beside relation_kl, whose control it
-is, and beside its twin where dense maps fit. Calls come from Python, and those of small shapes take as long as Python
-does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. Before anything is timed, loss and
-gradients are compared with the dense float64 formula.
+authors, from a checkout of their repository. relation_mse is plain torch; it stands beside relation_kl, for which it
+is the control, and beside its twin where dense maps fit. Calls come from Python, and those of small shapes take as
+long as Python does; so calls that were captured in a CUDA graph are timed, too: the kernels alone. Before anything is
+timed, loss and gradients are compared with the dense float64 formula.
 """
 
 import argparse
