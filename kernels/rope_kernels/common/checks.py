@@ -18,7 +18,7 @@ def require_tensor(name: str, x: Any, allowed: str) -> None:
     """Refuse what is no tensor.
 
     Raises:
-        ValueError: see above.
+        ValueError: `x` is no tensor.
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be {allowed}, a tensor, got {described(x)}.")

@@ -26,7 +26,7 @@ def require_heads(name: str, x: torch.Tensor, other_name: str, other: torch.Tens
     """Refuse what is not a pair of [batch, n_heads, n, head_dim] of one shape, dtype and device.
 
     Raises:
-        ValueError: see above.
+        ValueError: one is no such tensor, they differ, or they are too large for a launch on a GPU.
     """
     allowed = "[batch, n_heads, n, head_dim], none 0, float16, bfloat16, float32 or float64"
     require_tensor(name, x, allowed)

@@ -27,7 +27,7 @@ def row_kl(
     Args:
         student: Q_s [batch, n_heads, n, head_dim] and K_s [batch, n_kv_heads, n, head_dim]; None in place of K_s means
             that it is Q_s, and the gradient to it has both parts.
-        teacher: Q_t and K_t, likewise; no gradient flows to them.
+        teacher: Q_t and K_t, of the shapes of Q_s and K_s, or None for K_t; no gradient flows to them.
         student_scale: None means head_dim ** -0.5.
         teacher_scale: None means head_dim ** -0.5.
         visibility: which keys each query sees.

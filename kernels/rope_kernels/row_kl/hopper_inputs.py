@@ -26,7 +26,7 @@ def runs_on_hopper(tensors: tuple[torch.Tensor, ...], visibility: Visibility) ->
 
 
 def heads_of_a_launch(heads: int, sums_bytes: int) -> int:
-    """How many of `heads` a launch of the backward takes, given the bytes of integer sums of one of them.
+    """How many of `heads` a launch of the backward takes, from the bytes of integer sums that each needs.
 
     Sums of several heads take `_SUMS_BYTES` at most. One head takes what it takes, 4 bytes for each of the 64 or 128
     features of a token: at a head_dim above 64 it is more from 64K tokens on, 64 MiB at 128K, and else half as much.

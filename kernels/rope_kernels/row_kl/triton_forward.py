@@ -94,8 +94,8 @@ def _row_kl_fwd_kernel(
     at = row[:, None].to(tl.int64)
     out = head.to(tl.int64) * n + row
     if REPAIR:
-        found = tl.load(kl_ptr + out, mask=in_row, other=0.0)
-        if tl.sum((found != found).to(tl.int32)) == 0:
+        written = tl.load(kl_ptr + out, mask=in_row, other=0.0)
+        if tl.sum((written != written).to(tl.int32)) == 0:
             return
     qs = tl.load(
         qs_ptr + batch * stride_qs_b + q_head * stride_qs_h + at * stride_qs_n + d[None, :], mask=q_mask, other=0.0

@@ -83,8 +83,8 @@ class Visibility:
         seen = key <= query if self.causal else torch.ones(len(query), len(key), dtype=torch.bool, device=device)
         if self.document is None:
             return seen[None, None]
-        own = self.document[:, None, rows, None]
-        return seen & (own == self.document[:, None, None, keys]) & (own >= 0)
+        of_query = self.document[:, None, rows, None]
+        return seen & (of_query == self.document[:, None, None, keys]) & (of_query >= 0)
 
 
 def visibility_of(
@@ -166,17 +166,17 @@ def make_visibility(
 def _borders(cu_seqlens: torch.Tensor | Sequence[int], batch: int, seq_len: int) -> torch.Tensor:
     """`cu_seqlens` as a tensor, if it is as `make_visibility` wants it."""
     n_tokens = batch * seq_len
-    wanted = f"cu_seqlens must be [n_documents + 1] integers rising from 0 to {n_tokens}"
+    allowed = f"cu_seqlens must be [n_documents + 1] integers rising from 0 to {n_tokens}"
     if not isinstance(cu_seqlens, torch.Tensor):
         if not isinstance(cu_seqlens, (list, tuple)) or not all(type(border) is int for border in cu_seqlens):
-            raise ValueError(f"{wanted}, a tensor or a list, got {described(cu_seqlens)}.")
+            raise ValueError(f"{allowed}, a tensor or a list, got {described(cu_seqlens)}.")
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int64)
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
-        raise ValueError(f"{wanted}, got {described(cu_seqlens)}.")
+        raise ValueError(f"{allowed}, got {described(cu_seqlens)}.")
     starts = f"cu_seqlens must hold every start of a row, multiples of {seq_len}, as documents end with rows."
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         ends = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == n_tokens)
-        torch._assert_async(ends & (cu_seqlens[1:] > cu_seqlens[:-1]).all(), f"{wanted}.")
+        torch._assert_async(ends & (cu_seqlens[1:] > cu_seqlens[:-1]).all(), f"{allowed}.")
         rows = torch.arange(0, n_tokens, seq_len, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         place = torch.searchsorted(cu_seqlens, rows).clamp(max=len(cu_seqlens) - 1)
         torch._assert_async((cu_seqlens[place] == rows).all(), starts)
@@ -184,7 +184,7 @@ def _borders(cu_seqlens: torch.Tensor | Sequence[int], batch: int, seq_len: int)
     borders = cu_seqlens.tolist()
     rises = all(a < b for a, b in zip(borders, borders[1:], strict=False))
     if borders[0] != 0 or borders[-1] != n_tokens or not rises:
-        raise ValueError(f"{wanted}, got {borders if len(borders) < 9 else f'{borders[:4]} .. {borders[-4:]}'}.")
+        raise ValueError(f"{allowed}, got {borders if len(borders) < 9 else f'{borders[:4]} .. {borders[-4:]}'}.")
     if not set(range(0, n_tokens, seq_len)) <= set(borders):
         raise ValueError(starts)
     return cu_seqlens

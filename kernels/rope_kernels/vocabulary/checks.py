@@ -13,7 +13,7 @@ def require_chunk_rows(chunk_rows: Any) -> None:
     """Refuse what is neither None nor a whole number of rows.
 
     Raises:
-        ValueError: see above.
+        ValueError: `chunk_rows` is no int, or is below 1.
     """
     if chunk_rows is None:
         return
@@ -32,7 +32,7 @@ def require_head(
     """Refuse rows [N, H], a head [V, H] and a bias [V] or None that do not fit, or are not of one dtype and device.
 
     Raises:
-        ValueError: see above.
+        ValueError: a shape, dtype or device does not fit the others.
     """
     require_tensor(hidden_name, hidden, "[N, H] and floating point")
     if hidden.ndim != 2 or not hidden.is_floating_point():
@@ -62,7 +62,7 @@ def require_labels(labels: Any, hidden_name: str, hidden: torch.Tensor, vocab_si
     """Refuse labels that are not [N] int64 in [0, V) or -100, on the device of `hidden` [N, H].
 
     Raises:
-        ValueError: see above.
+        ValueError: the shape, dtype or device does not fit, or a label is out of range.
     """
     n_rows = len(hidden)
     require_tensor("labels", labels, f"[{n_rows}] int64")

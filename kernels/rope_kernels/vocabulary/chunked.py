@@ -81,7 +81,7 @@ class LinearCEKL(torch.autograd.Function):
                     hidden = hidden_view[chunk]
                     _product(taught.hidden[chunk], taught.weight, taught.bias, logits[:n])
                     _product(hidden, weight, bias, logits[n : 2 * n])
-                found, gradient = in_rows(
+                metrics, gradient = in_rows(
                     logits[: sides * n],
                     torch.full_like(chunk, IGNORE_INDEX) if taught is not None else labels[chunk],
                     scaled_ce[chunk],
@@ -93,13 +93,13 @@ class LinearCEKL(torch.autograd.Function):
                     ce_cap,
                 )
                 if both:
-                    kl[chunk] = found.kl
+                    kl[chunk] = metrics.kl
                 targets = [(grad_std, slice(0, n)), (grad_view, slice(n, 2 * n))][:sides]
                 if taught is not None:
                     gradient, targets = gradient[n:], [(grad_view, slice(0, n))]
                 else:
-                    ce[chunk], entropy[chunk] = found.ce, found.entropy
-                    is_top1[chunk], ce_factor[chunk] = found.is_top1, found.ce_factor
+                    ce[chunk], entropy[chunk] = metrics.ce, metrics.entropy
+                    is_top1[chunk], ce_factor[chunk] = metrics.is_top1, metrics.ce_factor
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0, dtype=exact)
                 if any(grad is not None for grad, _ in targets):

@@ -121,7 +121,7 @@ def _teacher(
     hidden_view: torch.Tensor | None,
     own_weight: torch.Tensor,
 ) -> Teacher | None:
-    """What was given of a teacher, in the dtype that it is multiplied in, or None.
+    """The teacher's arguments in the dtype that they are multiplied in, or None where there is no teacher.
 
     Raises:
         ValueError: it does not fit.

@@ -36,8 +36,8 @@ def linear_kl_rows(
         teacher_hidden: [N, H_t], floating point, on the same device.
         student_weight: [V, H], of the dtype and device of `student_hidden`.
         teacher_weight: [V, H_t], of those of `teacher_hidden`.
-        student_bias: [V] or None, likewise.
-        teacher_bias: [V] or None, likewise.
+        student_bias: [V] or None, of the dtype and device of `student_hidden`.
+        teacher_bias: [V] or None, of the dtype and device of `teacher_hidden`.
         temperature: T, above 0.
         logit_scale: factor of the products, of both sides, above 0.
         softcap: bound of the logits, of both sides, above 0 or None.
@@ -77,10 +77,10 @@ def linear_kl_rows(
 
     def rows(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            wanted = _log_probabilities(teacher, teacher_weight, teacher_bias, output, temperature)
-        found = _log_probabilities(student, student_weight, student_bias, output, temperature)
+            log_p = _log_probabilities(teacher, teacher_weight, teacher_bias, output, temperature)
+        log_q = _log_probabilities(student, student_weight, student_bias, output, temperature)
         # 0 ln 0 is 0: a head may mask words with -inf
-        return (wanted.exp() * torch.where(wanted != -torch.inf, wanted - found, 0.0)).sum(-1)
+        return (log_p.exp() * torch.where(log_p != -torch.inf, log_p - log_q, 0.0)).sum(-1)
 
     parts = [
         checkpoint(rows, student, teacher, use_reentrant=False)

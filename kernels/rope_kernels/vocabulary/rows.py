@@ -97,12 +97,12 @@ def vocabulary_rows(
             the view, or [n, V] of the standard view where no row has a divergence; may be overwritten.
         labels: [n] int64, -100 for none.
         ce_weight: [n] of the dtype of `products`; what it says about rows without a label does not count.
-        kl_weight: [n], likewise.
+        kl_weight: [n] of the dtype of `products`.
         direction: of the divergence.
         head: what turns products into logits.
         dtype: of the gradient.
         ce_reference: [n] or None, as in `ce_factors`, whose values are constants.
-        ce_cap: likewise.
+        ce_cap: the largest factor, as `cap` in `ce_factors`.
 
     Returns:
         Metrics, and the gradient in the shape of `products`.
@@ -135,9 +135,9 @@ def vocabulary_rows(
     else:
         log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=p.dtype))
         gap = torch.where(p != 0, log_p - log_m, 0.0)
-        own = (p * gap).sum(-1)
-        kl = (own + (q * torch.where(q != 0, log_q - log_m, 0.0)).sum(-1)) / 2
-        view_gradient = p * (gap - own[:, None]) / 2
+        mean_gap = (p * gap).sum(-1)
+        kl = (mean_gap + (q * torch.where(q != 0, log_q - log_m, 0.0)).sum(-1)) / 2
+        view_gradient = p * (gap - mean_gap[:, None]) / 2
     kl = torch.where(kl_weight != 0, kl, 0.0)
     view_gradient = head.back(view_gradient * kl_weight[:, None], z)
     return RowMetrics(ce, kl, entropy, is_top1, factor), torch.cat([gradient, view_gradient]).to(dtype)

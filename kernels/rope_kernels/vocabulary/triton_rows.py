@@ -105,7 +105,7 @@ def _vocabulary_rows_kernel(
     sum_q = tl.sum(sum_q * shrink_q, 0)
     mean_q = tl.sum(mean_q * shrink_q, 0)
     lse_q = top_q + tl.log(sum_q)
-    own = 0.0
+    mean_gap = 0.0
     factor = 1.0
     if labelled:
         z_label = tl.load(std_ptr + label) * scale
@@ -132,7 +132,7 @@ def _vocabulary_rows_kernel(
         kl_weight = tl.load(kl_weight_ptr + row)
         if DIRECTION == "reverse":
             kl = gap / sum_p - lse_p + lse_q
-            own = kl
+            mean_gap = kl
         elif DIRECTION == "forward":
             kl = gap / sum_q - lse_q + lse_p
         else:
@@ -144,9 +144,9 @@ def _vocabulary_rows_kernel(
                 lm = _ln_mean(lp, lq)
                 p = tl.exp(lp)
                 q = tl.exp(lq)
-                own += tl.sum(tl.where(p != 0, p * (lp - lm), 0.0), 0)
+                mean_gap += tl.sum(tl.where(p != 0, p * (lp - lm), 0.0), 0)
                 other += tl.sum(tl.where(q != 0, q * (lq - lm), 0.0), 0)
-            kl = (own + other) / 2
+            kl = (mean_gap + other) / 2
         tl.store(kl_ptr + row, tl.where(kl_weight != 0, kl, 0.0))
     for start in tl.range(0, n_cols, BLOCK, num_stages=STAGES):
         col = start + place
@@ -161,11 +161,11 @@ def _vocabulary_rows_kernel(
             lp = zp - lse_p
             p = tl.exp(lp)
             if DIRECTION == "reverse":
-                view_gradient = tl.where(p != 0, p * (lp - (zq - lse_q) - own), 0.0)
+                view_gradient = tl.where(p != 0, p * (lp - (zq - lse_q) - mean_gap), 0.0)
             elif DIRECTION == "forward":
                 view_gradient = p - q
             else:
-                view_gradient = tl.where(p != 0, p * (lp - _ln_mean(lp, zq - lse_q) - own), 0.0) / 2
+                view_gradient = tl.where(p != 0, p * (lp - _ln_mean(lp, zq - lse_q) - mean_gap), 0.0) / 2
             view_gradient = _product_gradient(
                 view_gradient * kl_weight, tl.where(p != 0, zp, 0.0), scale, softcap, SOFTCAP
             )
