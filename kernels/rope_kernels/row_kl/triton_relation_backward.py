@@ -8,6 +8,78 @@ from .triton_tiles import LOG2E, difference, launch_options
 from .visibility import Visibility
 
 
+@triton.jit
+def _sweep(
+    acc,
+    begin,
+    finish,
+    own,
+    pointers,
+    numbers,
+    row,
+    row_document,
+    document_ptr,
+    AS_QUERIES: tl.constexpr,
+    AS_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add sum_j C_ij X_j of a block's rows i to `acc` [M, D], over tiles of rows j with begin <= j < finish.
+
+    AS_QUERIES: the block's rows see rows j, and their own softmax counts. AS_KEYS: rows j see them, and that of rows j
+    counts. With one of both it is so for every pair; with both it depends on the pair, by causality and documents.
+
+    `own` holds X of student and teacher [M, D], top and log_sum of both and the incoming gradient [M]; `pointers` the
+    same of all rows of the head; `numbers` the strides of a row and the scales of both, and how many rows there are.
+    """
+    s_i, t_i, top_s_i, log_sum_s_i, top_t_i, log_sum_t_i, grad_i = own
+    s_ptr, t_ptr, top_s_ptr, log_sum_s_ptr, top_t_ptr, log_sum_t_ptr, grad_ptr = pointers
+    stride_s_n, stride_t_n, scale_s, scale_t, n = numbers
+    d = tl.arange(0, acc.shape[1])
+    for start in range(begin, finish, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        in_col = col < n
+        mask = in_col[:, None] & (d[None, :] < HEAD_DIM)
+        to = col[:, None].to(tl.int64)
+        s_j = tl.load(s_ptr + to * stride_s_n + d[None, :], mask=mask, other=0.0)
+        t_j = tl.load(t_ptr + to * stride_t_n + d[None, :], mask=mask, other=0.0)
+        if AS_KEYS:
+            top_s_j = tl.load(top_s_ptr + col, mask=in_col, other=0.0)
+            top_t_j = tl.load(top_t_ptr + col, mask=in_col, other=0.0)
+            log_sum_s_j = tl.load(log_sum_s_ptr + col, mask=in_col, other=float("inf"))
+            log_sum_t_j = tl.load(log_sum_t_ptr + col, mask=in_col, other=float("inf"))
+            grad_j = tl.load(grad_ptr + col, mask=in_col, other=0.0)
+        zs = tl.dot(s_i, tl.trans(s_j), input_precision=PRECISION)
+        zt = tl.dot(t_i, tl.trans(t_j), input_precision=PRECISION)
+        if AS_QUERIES:
+            top_s, log_sum_s = top_s_i[:, None], log_sum_s_i[:, None]
+            top_t, log_sum_t = top_t_i[:, None], log_sum_t_i[:, None]
+            c = difference(zs, zt, top_s, log_sum_s, top_t, log_sum_t, scale_s, scale_t) * grad_i[:, None]
+        if AS_KEYS:
+            top_s, log_sum_s = top_s_j[None, :], log_sum_s_j[None, :]
+            top_t, log_sum_t = top_t_j[None, :], log_sum_t_j[None, :]
+            as_key = difference(zs, zt, top_s, log_sum_s, top_t, log_sum_t, scale_s, scale_t) * grad_j[None, :]
+            if AS_QUERIES:
+                together = (row < n)[:, None] & in_col[None, :]
+                if HAS_DOCUMENTS:
+                    col_document = tl.load(document_ptr + col, mask=in_col, other=-2)
+                    together &= (row_document[:, None] == col_document[None, :]) & (row_document[:, None] >= 0)
+                sees = together
+                is_seen = together
+                if CAUSAL:
+                    sees = together & (col[None, :] <= row[:, None])
+                    is_seen = together & (col[None, :] >= row[:, None])
+                # selected, not multiplied: where a pair is not visible, its exponentials may be inf
+                c = tl.where(sees, c, 0.0) + tl.where(is_seen, as_key, 0.0)
+            else:
+                c = as_key
+        acc = tl.dot(c.to(s_j.dtype), s_j, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["n", "n_heads"])
 def _relation_kl_bwd_kernel(
     s_ptr,
@@ -81,96 +153,29 @@ def _relation_kl_bwd_kernel(
         low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
         begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         finish = tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0)
+    own = (s_i, t_i, top_s_i, log_sum_s_i, top_t_i, log_sum_t_i, grad_i)
+    pointers = (s_ptr, t_ptr, top_s_ptr, log_sum_s_ptr, top_t_ptr, log_sum_t_ptr, grad_ptr)
+    numbers = (stride_s_n, stride_t_n, scale_s, scale_t, n)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     before = begin
-    after = begin
+    after = finish
     if CAUSAL and not HAS_DOCUMENTS:
         # blocks wholly before are keys of all rows; blocks wholly after read all rows
         before = block * BLOCK_M // BLOCK_N * BLOCK_N
         after = tl.minimum(tl.cdiv((block + 1) * BLOCK_M, BLOCK_N) * BLOCK_N, n)
-        for start in range(0, before, BLOCK_N):
-            col = start + tl.arange(0, BLOCK_N)
-            mask = (d[None, :] < HEAD_DIM) & (col[:, None] < n)
-            to = col[:, None].to(tl.int64)
-            s_j = tl.load(s_ptr + to * stride_s_n + d[None, :], mask=mask, other=0.0)
-            t_j = tl.load(t_ptr + to * stride_t_n + d[None, :], mask=mask, other=0.0)
-            zs = tl.dot(s_i, tl.trans(s_j), input_precision=PRECISION)
-            zt = tl.dot(t_i, tl.trans(t_j), input_precision=PRECISION)
-            c = (
-                difference(
-                    zs,
-                    zt,
-                    top_s_i[:, None],
-                    log_sum_s_i[:, None],
-                    top_t_i[:, None],
-                    log_sum_t_i[:, None],
-                    scale_s,
-                    scale_t,
-                )
-                * grad_i[:, None]
-            )
-            acc = tl.dot(c.to(s_j.dtype), s_j, acc, input_precision=PRECISION)
-    else:
-        after = finish
-    for start in range(before, after, BLOCK_N):
-        col = start + tl.arange(0, BLOCK_N)
-        in_col = col < n
-        mask = in_col[:, None] & (d[None, :] < HEAD_DIM)
-        to = col[:, None].to(tl.int64)
-        s_j = tl.load(s_ptr + to * stride_s_n + d[None, :], mask=mask, other=0.0)
-        t_j = tl.load(t_ptr + to * stride_t_n + d[None, :], mask=mask, other=0.0)
-        top_s_j = tl.load(top_s_ptr + col, mask=in_col, other=0.0)
-        top_t_j = tl.load(top_t_ptr + col, mask=in_col, other=0.0)
-        log_sum_s_j = tl.load(log_sum_s_ptr + col, mask=in_col, other=float("inf"))
-        log_sum_t_j = tl.load(log_sum_t_ptr + col, mask=in_col, other=float("inf"))
-        grad_j = tl.load(grad_ptr + col, mask=in_col, other=0.0)
-        zs = tl.dot(s_i, tl.trans(s_j), input_precision=PRECISION)
-        zt = tl.dot(t_i, tl.trans(t_j), input_precision=PRECISION)
-        as_query = (
-            difference(
-                zs, zt, top_s_i[:, None], log_sum_s_i[:, None], top_t_i[:, None], log_sum_t_i[:, None], scale_s, scale_t
-            )
-            * grad_i[:, None]
-        )
-        as_key = (
-            difference(
-                zs, zt, top_s_j[None, :], log_sum_s_j[None, :], top_t_j[None, :], log_sum_t_j[None, :], scale_s, scale_t
-            )
-            * grad_j[None, :]
-        )
-        together = in_row[:, None] & in_col[None, :]
-        if HAS_DOCUMENTS:
-            col_document = tl.load(document_ptr + col, mask=in_col, other=-2)
-            together &= (row_document[:, None] == col_document[None, :]) & (row_document[:, None] >= 0)
-        sees = together
-        is_seen = together
-        if CAUSAL:
-            sees = together & (col[None, :] <= row[:, None])
-            is_seen = together & (col[None, :] >= row[:, None])
-        # selected, not multiplied: where a pair is not visible, its exponentials may be inf
-        c = tl.where(sees, as_query, 0.0) + tl.where(is_seen, as_key, 0.0)
-        acc = tl.dot(c.to(s_j.dtype), s_j, acc, input_precision=PRECISION)
-    for start in range(after, finish, BLOCK_N):
-        col = start + tl.arange(0, BLOCK_N)
-        in_col = col < n
-        mask = in_col[:, None] & (d[None, :] < HEAD_DIM)
-        to = col[:, None].to(tl.int64)
-        s_j = tl.load(s_ptr + to * stride_s_n + d[None, :], mask=mask, other=0.0)
-        t_j = tl.load(t_ptr + to * stride_t_n + d[None, :], mask=mask, other=0.0)
-        top_s_j = tl.load(top_s_ptr + col, mask=in_col, other=0.0)
-        top_t_j = tl.load(top_t_ptr + col, mask=in_col, other=0.0)
-        log_sum_s_j = tl.load(log_sum_s_ptr + col, mask=in_col, other=float("inf"))
-        log_sum_t_j = tl.load(log_sum_t_ptr + col, mask=in_col, other=float("inf"))
-        grad_j = tl.load(grad_ptr + col, mask=in_col, other=0.0)
-        zs = tl.dot(s_i, tl.trans(s_j), input_precision=PRECISION)
-        zt = tl.dot(t_i, tl.trans(t_j), input_precision=PRECISION)
-        c = (
-            difference(
-                zs, zt, top_s_j[None, :], log_sum_s_j[None, :], top_t_j[None, :], log_sum_t_j[None, :], scale_s, scale_t
-            )
-            * grad_j[None, :]
-        )
-        acc = tl.dot(c.to(s_j.dtype), s_j, acc, input_precision=PRECISION)
+        acc = _sweep(
+            acc, begin, before, own, pointers, numbers, row, row_document, document_ptr, True, False,
+            HEAD_DIM, CAUSAL, HAS_DOCUMENTS, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    acc = _sweep(
+        acc, before, after, own, pointers, numbers, row, row_document, document_ptr, True, True,
+        HEAD_DIM, CAUSAL, HAS_DOCUMENTS, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    if CAUSAL and not HAS_DOCUMENTS:
+        acc = _sweep(
+            acc, after, finish, own, pointers, numbers, row, row_document, document_ptr, False, True,
+            HEAD_DIM, CAUSAL, HAS_DOCUMENTS, BLOCK_N, PRECISION,
+        )  # fmt: skip
     grad_s_ptr += batch * stride_g_b + own_head * stride_g_h
     tl.store(grad_s_ptr + at * stride_g_n + d[None, :], (acc * factor).to(grad_s_ptr.dtype.element_ty), mask=x_mask)
 
