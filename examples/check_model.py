@@ -28,11 +28,11 @@ from rope_patch.distillation import (
     CopiedTeacher,
     RelationDistiller,
     RelationTargets,
+    SelfDistiller,
     ViewConsistency,
-    ViewDistiller,
+    ViewTape,
 )
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.labelled import Labelled
 from rope_patch.views import Skip
 from trl_ext.user_errors import run_command
 
@@ -267,14 +267,14 @@ def self_distillation(one: Subject) -> str:
     patch_model(one.model, one.view)
     with one.trained_weights() as weights:
         for one_pass in (True, False):
-            distiller = ViewDistiller(one.model, ViewConsistency(), one_pass=one_pass)
+            distiller = SelfDistiller(one.model, ViewConsistency(), one_pass=one_pass)
             reason = "" if distiller.one_pass or not one_pass else "; this model needs two passes"
             labelled = Labelled.of(data)
-            tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, one.ids)
+            tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
             with distiller.active():
                 one.model(one.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-                tape.loss.backward()
-            results.append((tape.loss.detach(), tape.rows.kl.sum(), _gradients(weights)))
+                tape.result.loss.backward()
+            results.append((tape.result.loss.detach(), tape.result.rows.kl.sum(), _gradients(weights)))
             one.model.zero_grad(set_to_none=True)
     (loss, kl, gradients), (wanted_loss, _, wanted) = results
     if not kl > 0:

@@ -16,7 +16,7 @@ from .attention_calls import (
     sliding_window,
     watched_attention,
 )
-from .distillation.labelled import Labelled
+from .labelled import Labelled
 from .rotary import find_core, find_decoder
 
 GROUPS = "shifted_attention_groups"

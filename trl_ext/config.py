@@ -10,6 +10,9 @@ from trl import SFTConfig
 
 from rope_patch.methods import resolve_rescaling, resolve_view
 
+from .cues import require_cue
+from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
+
 logger = logging.get_logger(__name__)
 
 _ROWS_OF_TRL: Any = next(own.default for own in fields(SFTConfig) if own.name == "max_length")
@@ -68,7 +71,7 @@ class RopeSFTConfig(SFTConfig):
             relation_args, takes the place, at true positions; None: never.
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
-        longce_args: of "longce", fields of `rope_patch.distillation.LongCE`, e.g. `{"short_context": 4096}`.
+        longce_args: of "longce", fields of `rope_patch.next_token.LongCE`, e.g. `{"short_context": 4096}`.
         shifted_attention: LongLoRA: in training each head attends within groups of this share of `max_length` tokens,
             half of the heads with shifted borders (`rope_patch.shifted_attention`); the paper takes 0.25. None: full
             attention, as evaluation and everything afterwards has.
@@ -119,12 +122,11 @@ class RopeSFTConfig(SFTConfig):
     rescale_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rescaling as a JSON object, e.g. '{\"factor\": 4.0}'."}
     )
-    objective: Literal["clm", "self-distill", "relation-distill", "hidden-distill", "native-distill"] = field(
+    objective: str = field(
         default="clm",
         metadata={
-            "help": "Loss: 'clm' is next-token cross-entropy on the sampled view, 'self-distill' that under true "
-            "positions plus the KL of the view to those, 'relation-distill' and 'hidden-distill' distil the model as "
-            "it was pretrained into the rescaled one, 'native-distill' its predictions into the sampled view."
+            "help": f"Loss: {'; '.join(f'{name!r} {kind.help}' for name, kind in OBJECTIVES.items())}.",  # type: ignore[attr-defined]
+            "choices": [*OBJECTIVES],
         },
     )
     view: str = field(
@@ -255,8 +257,6 @@ class RopeSFTConfig(SFTConfig):
     def _check_view(self) -> None:
         options = self._options("view_args")
         if self.cue is not None:
-            from .cues import require_cue
-
             for one in [self.cue] if isinstance(self.cue, str) else self.cue:
                 require_cue(one)
             if self.view != "endprompt" or "cue_tokens" in options or self.max_length is None:
@@ -285,59 +285,20 @@ class RopeSFTConfig(SFTConfig):
             )
 
     def _check_objective(self) -> None:
-        from .objectives import OBJECTIVES
-        from .objectives.hidden import hidden_options
-        from .objectives.native import native_options
-        from .objectives.next_token import cue_options, longce_options
-        from .objectives.relation import relation_options
-        from .objectives.self_distill import self_distill_options
-
-        if self.objective != "clm" and self.objective not in OBJECTIVES:
-            raise ValueError(
-                f"objective must be one of 'clm', {', '.join(map(repr, OBJECTIVES))}, got {self.objective!r}."
-            )
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective must be one of {', '.join(map(repr, OBJECTIVES))}, got {self.objective!r}.")
         if self.trainable not in ("all", "qkv"):
             raise ValueError(f"trainable must be 'all' or 'qkv', got {self.trainable!r}.")
-        owners = {
-            "relation_args": "relation-distill",
-            "logit_kl_args": "relation-distill",
-            "hidden_args": "hidden-distill",
-            "native_args": "native-distill",
-            "self_distill_args": "self-distill",
-        }
-        if self.restore_every is not None:
-            if self.objective != "self-distill" or type(self.restore_every) is not int or self.restore_every < 2:
-                raise ValueError(
-                    "restore_every goes with objective='self-distill' and is a number of steps of at least 2, got "
-                    f"{self.restore_every!r} and objective={self.objective!r}."
-                )
-            owners = {name: owner for name, owner in owners.items() if owner != "relation-distill"}
-        for name, objective in owners.items():
-            if getattr(self, name) and self.objective != objective:
-                raise ValueError(f"{name} belongs to objective={objective!r}, got objective={self.objective!r}.")
-        relation_options(self._options("relation_args"), self._options("logit_kl_args"))
-        hidden_options(self._options("hidden_args"))
-        native_options(self._options("native_args"))
-        self_distill_options(self.kl_weight, self._options("self_distill_args"))
-        longce = longce_options(self)
-        if longce is not None and self.objective not in ("clm", "self-distill"):
-            raise ValueError(
-                f"token_weighting weighs the cross-entropy of 'clm' and 'self-distill', got {self.objective!r}."
-            )
-        if longce is not None and self.max_length is not None:
-            longce.check_length(self.max_length, "leave out token_weighting")
-        cue_options(self)
+        self._refuse_fields_of_other_objectives()
+        options = self.objective_options
         if self.shifted_attention is not None:
             self._check_shifted_attention()
-        if self.kl_weight != 1.0 and self.objective != "self-distill":
-            raise ValueError(f"kl_weight belongs to objective='self-distill', got objective={self.objective!r}.")
-        native = self._options("self_distill_args").get("teacher") == "native" or self.restore_every is not None
-        if self.teacher_offload and (self.objective == "clm" or (self.objective == "self-distill" and not native)):
+        if self.teacher_offload and not options.needs_teacher:
             raise ValueError(
-                "teacher_offload needs a teacher: objective 'relation-distill', 'hidden-distill', 'native-distill', "
-                f"or 'self-distill' with teacher='native' or restore_every; got objective={self.objective!r}."
+                "teacher_offload needs a teacher, the model as it was pretrained, and objective "
+                f"{self.objective!r} has none with these options: leave it out."
             )
-        if self.neftune_noise_alpha and (self.objective != "clm" or self.token_weighting is not None):
+        if self.neftune_noise_alpha and options.compares_forwards:
             raise ValueError(
                 "neftune_noise_alpha goes with objective='clm' without token_weighting: it adds other noise to each "
                 "forward, and other objectives compare forwards, which would differ by it. Got neftune_noise_alpha="
@@ -351,10 +312,30 @@ class RopeSFTConfig(SFTConfig):
                 f"label_smoothing_factor={self.label_smoothing_factor}."
             )
 
+    def _refuse_fields_of_other_objectives(self) -> None:
+        """Raise ValueError for a field that only objectives read which are not this run's."""
+        readers: dict[str, list[str]] = {}
+        for objective, kind in OBJECTIVES.items():
+            for name in kind.options_class.config_fields:  # type: ignore[attr-defined]
+                readers.setdefault(name, []).append(objective)
+        defaults = {f.name: f.default for f in fields(self)}
+        for name, objectives in readers.items():
+            # an empty dict of options is none
+            if self.objective not in objectives and getattr(self, name) not in (defaults[name], {}):
+                raise ValueError(
+                    f"{name} belongs to objective={' or '.join(map(repr, objectives))}, got "
+                    f"objective={self.objective!r}."
+                )
+
+    @property
+    def objective_options(self) -> ObjectiveOptions:
+        """What the objective reads of this configuration, checked."""
+        return objective_of(self).options_class.of(self)
+
     @property
     def has_own_loss(self) -> bool:
         """Whether another loss than TRL's is minimised."""
-        return self.objective != "clm" or self.token_weighting is not None or self.cue_weight != 1.0
+        return not self.objective_options.is_trl_loss
 
     @property
     def needs_rope(self) -> bool:
@@ -375,7 +356,7 @@ class RopeSFTConfig(SFTConfig):
             raise ValueError(
                 f"shifted_attention needs a max_length of which {share} is 2 tokens or more, got {self.max_length}."
             )
-        if self.objective != "clm" or self.token_weighting is not None:
+        if self.objective_options.compares_forwards:
             raise ValueError(
                 "shifted_attention is for next-token training: other objectives and LongCE compare forwards that would "
                 f"all attend so; got objective={self.objective!r}, token_weighting={self.token_weighting!r}."

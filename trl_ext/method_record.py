@@ -13,11 +13,6 @@ from rope_patch.views import View
 
 from .config import RopeSFTConfig
 from .cues import CUES
-from .objectives.hidden import hidden_options
-from .objectives.native import native_options
-from .objectives.next_token import longce_options
-from .objectives.relation import relation_options
-from .objectives.self_distill import self_distill_options
 from .run_folder import record_settings
 
 logger = logging.get_logger(__name__)
@@ -44,31 +39,12 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
         "view_args": view.options(),
         "trainable": args.trainable,
         "long_documents": args.long_documents,
-        "restore_every": args.restore_every,
-        "token_weighting": args.token_weighting,
         "shifted_attention": args.shifted_attention,
         "cue": _texts(args.cue),
-        "cue_weight": args.cue_weight,
+        **args.objective_options.record(),
     }
     if view.perturbs:
         method["view_seed"] = seed
-    if args.token_weighting is not None:
-        method["longce_args"] = longce_options(args)
-    if args.objective == "self-distill":
-        chosen = self_distill_options(args.kl_weight, args._options("self_distill_args"))
-        options = {**_fields(chosen.consistency), "teacher": chosen.teacher, "control": None}
-        if chosen.control is not None:
-            options |= {"control": chosen.control.kind, "strength": chosen.control.strength}
-        method["kl_weight"] = options.pop("weight")
-        method["self_distill_args"] = options
-    if args.objective == "relation-distill" or args.restore_every is not None:
-        targets, logit_kl = relation_options(args._options("relation_args"), args._options("logit_kl_args"))
-        # one that is logged alone trains nothing
-        method |= {"relation_args": targets, "logit_kl_args": logit_kl if logit_kl and logit_kl.weight else None}
-    if args.objective == "hidden-distill":
-        method["hidden_args"] = hidden_options(args._options("hidden_args"))
-    if args.objective == "native-distill":
-        method["native_args"] = native_options(args._options("native_args"))
     return json.loads(json.dumps(method, default=_as_json))
 
 

@@ -272,10 +272,8 @@ def _stage(defaults: dict[str, Any], name: str, given: Mapping[str, Any] | None,
 
 def _require_window(config: RopeSFTConfig, window: int | None) -> None:
     """Raise if the rows of stage 1 are longer than what its teacher, the model as it came, has learned."""
-    taught = config.objective in ("relation-distill", "hidden-distill", "native-distill")
-    taught |= config._options("self_distill_args").get("teacher") == "native"
     length = config.max_length or 0
-    if taught and window is not None and length > window:
+    if config.objective_options.needs_teacher and window is not None and length > window:
         raise ValueError(
             f"distil: max_length must be within the window of {window} positions that the model came with, beyond "
             f"which its teacher teaches what it never learned, got {length}. Give distil={{'max_length': {window}}}."

@@ -36,7 +36,7 @@ from .config import RopeSFTConfig
 from .cues import with_cue
 from .cut_rows import cut_rows
 from .method_record import require_same_method, training_method, write_method
-from .objectives import OBJECTIVES, AlternatingObjective, NextTokenObjective, Objective
+from .objectives import Objective, objective_of
 from .sentences import sentence_ends
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
@@ -234,13 +234,13 @@ class RopeSFTTrainer(SFTTrainer):
             self._objective.check_length(longest)
             self._objective.check_documents(lengths)
         if draws:
-            objective = self.args.objective
+            objective = objective_of(self.args)
             require_effect_on(
                 view,
                 lengths,
                 find_decoder(self.model).config.num_hidden_layers,
-                reads_last=objective not in ("clm", "self-distill"),
-                controls=objective == "clm",
+                reads_last=objective.counts_every_token,
+                controls=objective.takes_view_controls,
                 documents=partial(document_tokens, self.train_dataset),
             )
 
@@ -364,7 +364,7 @@ class RopeSFTTrainer(SFTTrainer):
         self._refuse_what_only_trls_loss_has(args)
         self._refuse_reentrant_checkpointing(args)
         self._refuse_sharded_sequences()
-        reads_short = args.token_weighting is not None or "kl_longce" in args._options("self_distill_args")
+        reads_short = args.objective_options.reads_short_contexts
         if reads_short and (self.is_fsdp_enabled or is_deepspeed_zero3_enabled()):
             raise ValueError(
                 "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, "
@@ -375,10 +375,7 @@ class RopeSFTTrainer(SFTTrainer):
                 "token_weighting='longce' and kl_longce read short windows of a row's tokens without its images: leave "
                 "them out for a dataset with images."
             )
-        if args.restore_every is not None:
-            return AlternatingObjective(self.model, args, self.accelerator)
-        kind = NextTokenObjective if args.objective == "clm" else OBJECTIVES[args.objective]
-        return kind(self.model, args, self.accelerator)
+        return objective_of(args).build(self.model, args, self.accelerator)
 
     def _refuse_reentrant_checkpointing(self, args: RopeSFTConfig) -> None:
         # Transformers goes by the new name where it has one; what TRL sets for adapters under ZeRO-3 is the old one

@@ -17,6 +17,7 @@ from rope_patch.special_tokens import SpecialTokens
 from .config import RopeSFTConfig
 from .document_survey import Survey
 from .long_documents import STAY_WHOLE, cut_batch
+from .objectives import objective_of
 
 logger = logging.get_logger(__name__)
 
@@ -218,7 +219,7 @@ class _Way:
 
     @property
     def labelled(self) -> bool:
-        return self.args.objective in ("clm", "self-distill")
+        return not objective_of(self.args).counts_every_token
 
     @property
     def truncates(self) -> bool:
@@ -320,7 +321,7 @@ def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any)
     columns = dataset.features
     if not all(isinstance(columns.get(column), List | LargeList) for column in ("input_ids", "labels")):
         return
-    labelled = args.objective in ("clm", "self-distill")
+    labelled = not objective_of(args).counts_every_token
     found = Survey.of(dataset, tuple(tokenizer.all_special_ids), labelled=labelled)
     _require_text_to_predict(found.teaches, name)
     if not found.teaches.all() and args.process_index == 0:

@@ -1,36 +1,36 @@
-"""Distillation from the model as it was pretrained into the model as it is rescaled."""
+"""Distillation from the model as it was pretrained, or from true positions, into the model under training."""
 
-from .consistency import ViewConsistency
-from .controls import Control, ControlDistiller
-from .cue import CueWeight
-from .distiller import TAPE
+from ..forward_loss import TAPE
+from .consistency import ConsistencyLoss, ViewConsistency, consistency_loss
+from .controls import Control
 from .hidden import HiddenDistiller, HiddenTargets
-from .longce import LongCE
-from .native import NativeDistiller, NativeTargets
+from .native import NativeDistiller, NativeTape, NativeTargets
+from .passes import OnePass, SequentialPasses, StandardTape, TwoPasses, ViewTape
 from .relations import LogitKL, RelationDistiller
-from .sequential import SequentialDistiller
+from .self_distillation import SelfDistiller
 from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
-from .two_views import ViewDistiller
-from .weighted import WeightedDistiller
 
 __all__ = [
     "TAPE",
+    "ConsistencyLoss",
     "Control",
-    "ControlDistiller",
     "CopiedTeacher",
-    "CueWeight",
     "HiddenDistiller",
     "HiddenTargets",
     "LogitKL",
-    "LongCE",
     "NativeDistiller",
+    "NativeTape",
     "NativeTargets",
+    "OnePass",
     "RelationDistiller",
     "RelationTargets",
-    "SequentialDistiller",
+    "SelfDistiller",
+    "SequentialPasses",
     "SharedTeacher",
+    "StandardTape",
+    "TwoPasses",
     "ViewConsistency",
-    "ViewDistiller",
-    "WeightedDistiller",
+    "ViewTape",
+    "consistency_loss",
 ]

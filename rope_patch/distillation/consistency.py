@@ -1,24 +1,19 @@
-"""Consistency of predictions: what is compared, row by row, and the loss of it in one sweep over the vocabulary."""
+"""Consistency of predictions: which rows are compared, and the loss of them in one sweep over the vocabulary."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
 
 from rope_kernels import RowMetrics
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from rope_kernels.vocabulary.rows import ce_factors
 
-from ..attention_calls import AttentionCall
 from ..checked_numbers import require_number
 from ..heads import head_losses
-from ..limits import why_no_losses
-from .distiller import Distiller, Tape, require
-from .labelled import Labelled, Rows
-from .longce import LongCE
-from .teacher import CopiedTeacher, SharedTeacher
+from ..labelled import Labelled, Rows
+from ..next_token import LongCE, NextTokenLoss
+from ..next_token.longce import head_weights
 
 Direction = Literal["reverse", "forward", "jsd"]
 Reduction = Literal["sequence", "token", "uniform"]
@@ -89,242 +84,193 @@ class ViewConsistency:
                 )
 
 
-class ViewTape(Tape):
-    """Hidden states of the standard view, and the loss and metrics of both.
+@dataclass(frozen=True)
+class ComparedRows:
+    """Which queries of a batch count, and what the KL of each weighs.
 
     Args:
-        labelled: the batch.
-        ce_divisor: what the sum of cross-entropies is divided by.
-        kl_divisor: what the KL is divided by, `ConsistencyDistiller.kl_count` of all that the mean is over.
-        ids: of the tokens, [batch, n].
+        queries: indices of the rows among the flattened tokens, [N]: those with a label, and those that are compared.
+        labels: of the rows, -100 for none, [N].
+        document: ordinal of each row's document, [N].
+        in_kl: queries that the KL sums over, bool [batch, n].
+        kl_factor: what the reduction makes of the KL of each row, but for lambda and the divisor, float32 [N].
+        kl_weight: what the KL of each row weighs in the loss, float32 [N].
     """
 
-    reference: torch.Tensor | None = None  # [batch, n], cross-entropy in a short context
-    kl_reference: torch.Tensor | None = None  # likewise, for the weights of the KL
-    attention: Callable[[AttentionCall], torch.Tensor] | None = None  # in place of the model's
-    attended = False  # whether it was called
-    native: torch.Tensor | None = None  # [batch, n, H], of the teacher, where there is one
-    standard: torch.Tensor
-    loss: torch.Tensor
-    rows: RowMetrics
-    view_ce: torch.Tensor | None = None  # sum over labels, as LongCE weighs them, where it counts
-    in_kl: torch.Tensor  # [batch, n], queries that the KL sums over
-    suffix_length: torch.Tensor  # [batch, n], L - s
-    kl_factor: torch.Tensor  # [N], what the reduction makes of the KL of each row, but for lambda and the divisor
-    queries: torch.Tensor  # [N] indices of `rows` among the flattened queries
+    queries: torch.Tensor
+    labels: torch.Tensor
+    document: torch.Tensor
+    in_kl: torch.Tensor
+    kl_factor: torch.Tensor
+    kl_weight: torch.Tensor
 
-    def __init__(self, labelled: Labelled, ce_divisor: int, kl_divisor: int, ids: torch.Tensor) -> None:
-        super().__init__(labelled.valid, labelled.ordinal)
-        self.labelled, self.ce_divisor, self.kl_divisor, self.ids = labelled, ce_divisor, kl_divisor, ids
-
-    def visit(self, call: AttentionCall) -> torch.Tensor | None:
-        """What the forward in flight computes in place of the model's own attention."""
-        if self.attention is None:
-            return None
-        self.attended = True
-        return self.attention(call)
-
-
-class ConsistencyDistiller(Distiller):
-    """Distils the predictions of one forward into those of another, in one call of the model.
-
-    Args:
-        model: patched or not, bare or wrapped.
-        consistency: rows, divisors and direction.
-        longce: token weights of the cross-entropy, or None.
-        teacher: the model as it was pretrained, whose predictions are then q; None takes the standard view's.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
+    @classmethod
+    def of(
+        cls,
         consistency: ViewConsistency,
-        longce: LongCE | None,
-        teacher: SharedTeacher | CopiedTeacher | None = None,
-    ) -> None:
-        super().__init__(model, teacher)
-        require(why_no_losses(self.core, self.decoder))
-        self.consistency, self.longce = consistency, longce
-
-    @property
-    def compares(self) -> bool:
-        """Whether a forward runs the second view: in training only where it weighs something, in evaluation always."""
-        return not self.decoder.training or bool(self.consistency.weight or self.consistency.view_clm)
-
-    def can_differ(self, last: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Whether some draw changes the prediction of a document's query `last` or of one before it.
+        labelled: Labelled,
+        first_changed: torch.Tensor,
+        counted: torch.Tensor,
+        share: torch.Tensor | None,
+        *,
+        kl_divisor: int,
+        training: bool,
+    ) -> "ComparedRows":
+        """Choose the rows.
 
         Args:
-            last: t of the last query that is compared, int64, -1 for none.
-            length: tokens of the document, in the same shape.
-
-        Returns:
-            bool in that shape.
+            consistency: rows, divisors and weight.
+            labelled: the batch.
+            first_changed: s of each document, in the shape of its documents.
+            counted: which documents count in the mean of the KL, bool [documents].
+            share: probability over draws that each token lies behind s, [batch, n]; for "uniform" alone.
+            kl_divisor: what the sum of the KL is divided by.
+            training: whether the KL weighs lambda; evaluation measures it whatever it weighs.
         """
-        return last >= 0
-
-    def compared(self, labelled: Labelled) -> torch.Tensor:
-        """Which documents count in the mean of the KL, bool [documents]."""
-        return self.can_differ(labelled.last_queries(self.consistency.rows), labelled.lengths)
-
-    def kl_count(self, labelled: Labelled) -> int:
-        """What the sum of the KL is divided by, as its reduction has it.
-
-        The number of documents that count, for "token" the sum of their L - s under the clock's next draws, for
-        "uniform" that of their L.
-        """
-        compared = self.compared(labelled)
-        if self.consistency.reduction == "sequence":
-            return int(compared.sum())
-        first = self.affected_from(labelled) if self.consistency.reduction == "token" else 0
-        return labelled.suffix_total(first, compared)
-
-    def affected_from(self, labelled: Labelled) -> torch.Tensor:
-        """The s of each document, in the shape of the batch's documents, before the forward that draws it."""
-        raise NotImplementedError
-
-    def _first(self, labelled: Labelled) -> torch.Tensor:
-        """The s of each document in the forward that has run."""
-        raise NotImplementedError
-
-    def _read_short(self, tape: ViewTape, decoder: Any) -> None:
-        """Cross-entropies in short contexts, where something is weighed by them, on the tape."""
-        if not decoder.training:
-            return
-        if self.longce is not None:
-            tape.reference = self.longce.reference(self.core, decoder, tape.ids, tape.labelled)
-        own = self.consistency.kl_longce
-        if own is not None:
-            same = self.longce is not None and replace(self.longce, cap=own.cap) == own
-            found = tape.reference if same else own.reference(self.core, decoder, tape.ids, tape.labelled)
-            tape.kl_reference = found
-
-    @torch.no_grad()
-    def _row_factors(
-        self, tape: ViewTape, standard: torch.Tensor, view: torch.Tensor, kl_weight: torch.Tensor
-    ) -> torch.Tensor:
-        """What `kl_longce` and `kl_top` multiply each row's KL by; rows that they drop leave the tape's `in_kl`."""
-        factor = torch.ones_like(kl_weight)
-        on = (kl_weight != 0).nonzero().squeeze(1)
-        queries = tape.queries[on]
-        none = torch.zeros(len(on), device=on.device)
-        if tape.kl_reference is not None:
-            assert self.consistency.kl_longce is not None
-            labels = tape.labelled.next_label.flatten()[queries]
-            _, metrics = head_losses(self.core, standard[on], None, labels, none, None)
-            reference = tape.kl_reference.flatten()[queries].to(metrics.ce.dtype)
-            factor[on] = ce_factors(metrics.ce, reference, self.consistency.kl_longce.cap).to(factor.dtype)
-        if self.consistency.kl_top is not None and self.decoder.training:
-            direction = self.consistency.direction
-            labels = torch.full_like(queries, IGNORE_INDEX)
-            teacher = self._teacher_of(tape, on)
-            _, metrics = head_losses(
-                self.core, standard[on], view[on], labels, none, none + 1, teacher, direction=direction
-            )
-            kept = top_share(metrics.kl, tape.labelled.ordinal.flatten()[queries], self.consistency.kl_top)
-            factor[on[~kept]] = 0.0
-            tape.in_kl.view(-1)[queries[~kept]] = False
-        return factor
-
-    def _share(self, labelled: Labelled) -> torch.Tensor:
-        """Probability over draws that each token lies behind s, [batch, n]."""
-        return torch.ones_like(labelled.t, dtype=torch.float64)
-
-    def _states(self, tape: ViewTape, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states of `tape.queries` in the standard view and the other, given those of the last forward."""
-        standard, view = (x.flatten(0, 1)[tape.queries] for x in (tape.standard, hidden))
-        del tape.standard
-        return standard, view
-
-    def _compare_student(self, tape: ViewTape, output: Any) -> None:
-        if not self.compares:
-            self._next_token(tape, output.last_hidden_state)
-            return
-        kl_weight = self._choose_rows(tape)
-        standard, view = self._states(tape, output.last_hidden_state)
-        labels = tape.labelled.next_label.flatten()[tape.queries]
-        self._sweep(tape, standard, view, labels, labels, kl_weight)
-
-    def _next_token(self, tape: ViewTape, hidden: torch.Tensor) -> None:
-        """Cross-entropy of the standard view alone, onto the tape."""
-        labels = tape.labelled.next_label.flatten()
-        tape.queries = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        ce_weight = torch.full((len(tape.queries),), 1 / tape.ce_divisor, device=labels.device)
-        states, labels = hidden.flatten(0, 1)[tape.queries], labels[tape.queries]
-        tape.loss, tape.rows = head_losses(self.core, states, None, labels, ce_weight, None, **self._head_options(tape))
-
-    def _choose_rows(self, tape: ViewTape) -> torch.Tensor:
-        """Which queries count, written on the tape, and what the KL of each of `tape.queries` weighs."""
-        labelled = tape.labelled
-        first = self._first(labelled)
-        if self.teacher is not None:
-            first = torch.zeros_like(first)  # another model differs from the first row on
-        tape.in_kl, tape.suffix_length = labelled.suffix(first, self.consistency.rows)
-        tape.in_kl = tape.in_kl & self.compared(labelled)[labelled.ordinal]
-        # evaluation measures the KL whatever it weighs in training
-        weight = self.consistency.weight if self.decoder.training else 1.0
-        factor = tape.in_kl.double()
-        if self.consistency.reduction == "sequence":
-            factor = factor / tape.suffix_length.clamp(min=1)
-        elif self.consistency.reduction == "uniform":
-            factor = torch.where(tape.in_kl, factor / self._share(labelled), 0.0)
+        in_kl, suffix_length = labelled.suffix(first_changed, consistency.rows)
+        in_kl = in_kl & counted[labelled.ordinal]
+        weight = consistency.weight if training else 1.0
+        factor = in_kl.double()
+        if consistency.reduction == "sequence":
+            factor = factor / suffix_length.clamp(min=1)
+        elif consistency.reduction == "uniform":
+            assert share is not None
+            factor = torch.where(in_kl, factor / share, 0.0)
         factor = factor.flatten().float()
-        counts = (labelled.next_label.flatten() != IGNORE_INDEX) | (weight * factor != 0)
-        tape.queries = counts.nonzero().squeeze(1)
-        tape.kl_factor = factor[tape.queries]
-        return tape.kl_factor * (weight / tape.kl_divisor)
+        labels = labelled.next_label.flatten()
+        queries = ((labels != IGNORE_INDEX) | (weight * factor != 0)).nonzero().squeeze(1)
+        factor, document = factor[queries], labelled.ordinal.flatten()[queries]
+        return cls(queries, labels[queries], document, in_kl, factor, factor * (weight / kl_divisor))
 
-    def _sweep(
-        self,
-        tape: ViewTape,
-        standard: torch.Tensor,
-        view: torch.Tensor,
-        labels: torch.Tensor,
-        view_labels: torch.Tensor,
-        kl_weight: torch.Tensor,
-    ) -> None:
-        """Losses and metrics of hidden states of `tape.queries`, with labels of either view, onto the tape."""
-        ce_weight = torch.full_like(kl_weight, 1 / tape.ce_divisor)
-        if tape.kl_reference is not None or self.consistency.kl_top is not None:
-            factor = self._row_factors(tape, standard, view, kl_weight)
-            kl_weight, tape.kl_factor = kl_weight * factor, tape.kl_factor * factor
-        options = self._head_options(tape)
-        n_rows = len(labels)
-        teacher, other = self._teacher_of(tape, slice(None)), view
-        if self.consistency.view_clm and self.decoder.training:
-            # the view's states once more, as rows of their own that have no KL
-            standard, other = torch.cat([standard, view]), torch.cat([view, view])
-            labels = torch.cat([labels, view_labels])
-            ce_weight = torch.cat([ce_weight, self.consistency.view_clm * ce_weight])
-            kl_weight = torch.cat([kl_weight, torch.zeros_like(kl_weight)])
-            teacher = teacher and (teacher[0], teacher[1].repeat(2, 1))
-            options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        tape.loss, metrics = head_losses(
-            self.core,
-            standard,
-            other,
-            labels,
-            ce_weight,
-            kl_weight,
-            teacher,
-            direction=self.consistency.direction,
-            **options,
-        )
-        tape.native = None
-        tape.rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
-        if len(labels) > n_rows:
-            tape.view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum()
+    def weighed(self, factor: torch.Tensor) -> "ComparedRows":
+        """The same with `factor`, [N], on the KL of each row."""
+        return replace(self, kl_factor=self.kl_factor * factor, kl_weight=self.kl_weight * factor)
 
-    def _head_options(self, tape: ViewTape) -> dict[str, Any]:
-        """What `linear_ce_kl` is to know besides rows and their weights."""
-        return weighting(self.longce, tape)
+    def without(self, dropped: torch.Tensor) -> "ComparedRows":
+        """The same without the KL of the rows at these indices among the N."""
+        kept, in_kl = torch.ones_like(self.kl_factor), self.in_kl.clone()
+        kept[dropped] = 0.0
+        in_kl.view(-1)[self.queries[dropped]] = False
+        return replace(self.weighed(kept), in_kl=in_kl)
 
-    def _teacher_of(self, tape: ViewTape, rows: torch.Tensor | slice) -> tuple[Any, torch.Tensor] | None:
-        """The teacher's head and hidden states for some of `tape.queries`, None without a teacher."""
-        if self.teacher is None:
-            return None
-        assert tape.native is not None
-        return self.teacher.head, tape.native.flatten(0, 1)[tape.queries[rows]]
+
+@dataclass(frozen=True)
+class ShortContexts:
+    """`LongCE.reference` of a batch for what is weighed by it, [batch, n], None where nothing is.
+
+    Args:
+        ce: for the cross-entropy.
+        kl: for `kl_longce`.
+    """
+
+    ce: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ConsistencyLoss(NextTokenLoss):
+    """The loss of both views with its parts, row by row: loss = ce + view_clm view_ce + weight kl.
+
+    Args:
+        in_kl: queries that the KL sums over, bool [batch, n].
+        kl_factor: sum(kl_factor rows.kl) / divisor is the KL, [N].
+        view_ce: sum of the view's own cross-entropies, as LongCE weighs them; None where it does not count.
+    """
+
+    in_kl: torch.Tensor
+    kl_factor: torch.Tensor
+    view_ce: torch.Tensor | None
+
+
+def consistency_loss(
+    core: Any,
+    consistency: ViewConsistency,
+    rows: ComparedRows,
+    standard: torch.Tensor,
+    view: torch.Tensor,
+    *,
+    ce_divisor: int,
+    training: bool,
+    teacher: tuple[Any, torch.Tensor] | None = None,
+    longce: LongCE | None = None,
+    short: ShortContexts = ShortContexts(),  # noqa: B008  # frozen
+    earlier: NextTokenLoss | None = None,
+    **options: Any,
+) -> ConsistencyLoss:
+    """Cross-entropy of the standard view, the KL of the other one to it, and the view's own cross-entropy.
+
+    Args:
+        core: the causal LM, for its head.
+        consistency: weights and direction.
+        rows: which rows count.
+        standard: last hidden states of the rows under true positions, [N, H].
+        view: last hidden states of the rows in the other forward, [N, H].
+        ce_divisor: what sums of cross-entropies are divided by.
+        training: whether `view_clm` and `kl_top` are in force.
+        teacher: output head and last hidden states of the rows in another model, [N, H_t], which the KL is to; None
+            takes the standard view's.
+        longce: token weights of the cross-entropies, or None.
+        short: cross-entropies in short contexts, which `longce` and `kl_longce` go by.
+        earlier: the standard view's cross-entropy, if its own call has had it: it is no part of this loss then.
+        **options: of `rope_kernels.linear_ce_kl`.
+    """
+    if short.kl is not None or consistency.kl_top is not None:
+        rows = _chosen(core, consistency, rows, standard, view, teacher, short.kl, training)
+    n_rows, kl_weight = len(rows.queries), rows.kl_weight
+    labels = rows.labels if earlier is None else torch.full_like(rows.labels, IGNORE_INDEX)
+    ce_weight = torch.full_like(kl_weight, 1 / ce_divisor)
+    of_longce = head_weights(longce, short.ce, rows.queries)
+    options |= of_longce
+    other, two_ce = view, bool(consistency.view_clm) and training
+    if two_ce:
+        # the view's states once more, as rows of their own that have no KL
+        standard, other = torch.cat([standard, view]), torch.cat([view, view])
+        labels = torch.cat([labels, rows.labels])
+        ce_weight = torch.cat([ce_weight, consistency.view_clm * ce_weight])
+        kl_weight = torch.cat([kl_weight, torch.zeros_like(kl_weight)])
+        teacher = teacher and (teacher[0], teacher[1].repeat(2, 1))
+        options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    direction = consistency.direction
+    loss, metrics = head_losses(
+        core, standard, other, labels, ce_weight, kl_weight, teacher, direction=direction, **options
+    )
+    of_rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
+    if earlier is not None:
+        of_rows = _with_kl_of(earlier, of_rows, rows)
+    view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum() if two_ce else None
+    token_weight = of_rows.ce_factor if of_longce else None
+    return ConsistencyLoss(loss, of_rows, rows.queries, token_weight, rows.in_kl, rows.kl_factor, view_ce)
+
+
+@torch.no_grad()
+def _chosen(
+    core: Any,
+    consistency: ViewConsistency,
+    rows: ComparedRows,
+    standard: torch.Tensor,
+    view: torch.Tensor,
+    teacher: tuple[Any, torch.Tensor] | None,
+    short_ce: torch.Tensor | None,
+    training: bool,
+) -> ComparedRows:
+    """The rows as `kl_longce` weighs them and `kl_top` chooses among them."""
+    on = (rows.kl_weight != 0).nonzero().squeeze(1)
+    none = torch.zeros(len(on), device=on.device)
+    chosen = rows
+    if short_ce is not None:
+        assert consistency.kl_longce is not None
+        _, metrics = head_losses(core, standard[on], None, rows.labels[on], none, None)
+        reference = short_ce.flatten()[rows.queries[on]].to(metrics.ce.dtype)
+        factor = torch.ones_like(rows.kl_weight)
+        factor[on] = ce_factors(metrics.ce, reference, consistency.kl_longce.cap).to(factor.dtype)
+        chosen = chosen.weighed(factor)
+    if consistency.kl_top is not None and training:
+        labels = torch.full_like(on, IGNORE_INDEX)
+        other = None if teacher is None else (teacher[0], teacher[1][on])
+        direction = consistency.direction
+        _, metrics = head_losses(core, standard[on], view[on], labels, none, none + 1, other, direction=direction)
+        chosen = chosen.without(on[~top_share(metrics.kl, rows.document[on], consistency.kl_top)])
+    return chosen
 
 
 def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:
@@ -338,8 +284,10 @@ def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.T
     return kept
 
 
-def weighting(longce: LongCE | None, tape: ViewTape) -> dict[str, Any]:
-    """What `linear_ce_kl` is to know of token weights."""
-    if longce is None or tape.reference is None:
-        return {}
-    return {"ce_reference": tape.reference.flatten()[tape.queries], "ce_cap": longce.cap}
+def _with_kl_of(earlier: NextTokenLoss, metrics: RowMetrics, rows: ComparedRows) -> RowMetrics:
+    """What an earlier call has found at its rows, at these rows, with the KL of this one."""
+    found = {}
+    for name, values in vars(earlier.rows).items():
+        every = values.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, values)
+        found[name] = every[rows.queries]
+    return RowMetrics(**{**found, "kl": metrics.kl})

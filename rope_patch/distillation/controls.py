@@ -1,7 +1,7 @@
 """Controls for self-distillation: the standard view against itself under noise that is not one of positions."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -12,10 +12,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from ..attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
 from ..checked_numbers import require_number
-from .consistency import ConsistencyDistiller, ViewConsistency, ViewTape
-from .distiller import TAPE
-from .labelled import Labelled
-from .longce import LongCE
+from ..forward_loss import Arguments, DecoderCall
+from ..labelled import Labelled
+from .passes import PairedStates, Pairing, Passes, ViewTape
 
 Kind = Literal["dropout", "attention_noise"]
 
@@ -45,89 +44,52 @@ class Control:
         require_number(f"strength of {self.kind!r}", self.strength, below=largest)
 
 
-class _Untouched(ViewTape):
-    """Goes through the first pass: no hook of the second one takes it for its own, in a recompute neither."""
-
-    def __init__(self) -> None:
-        self.teaching = self.taught = True
-
-    def visit(self, call: AttentionCall) -> None:
-        return None
-
-
-class ControlDistiller(ConsistencyDistiller):
-    """Distils a model into itself under noise, in two passes of one call.
+class NoisyPasses(Passes):
+    """A forward as it is, then one under noise, both at true positions.
 
     Noise comes from torch's generator, which a checkpoint's recompute repeats and a trainer's checkpoint holds. A batch
     of an evaluation starts from `evaluation_seed`, which a caller sets for each one: evaluations in batches of the same
     size have the same noise.
 
     Args:
-        model: bare or wrapped, with no view that perturbs.
-        consistency: direction and divisors; s is 0.
+        core: the causal LM.
+        decoder: its decoder.
         control: the noise.
-        longce: token weights of the cross-entropy, or None.
 
     Raises:
-        ValueError: a view that perturbs, layers without attention and MLP, or an attention that takes no such mask.
+        ValueError: layers without attention and MLP, or an attention that takes no such mask.
     """
 
-    def __init__(
-        self, model: nn.Module, consistency: ViewConsistency, control: Control, longce: LongCE | None = None
-    ) -> None:
-        super().__init__(model, consistency, longce)
-        if self.state is not None and self.state.source is not None and self.state.source.view.perturbs:
-            raise ValueError("a control compares true positions with themselves: leave view at 'standard'.")
-        self.control = control
-        self._modules = self._noisy_modules() if control.kind == "dropout" else []
-        if control.kind == "attention_noise" and attention_kernel(self.core) not in ("sdpa", "eager", "flex"):
+    def __init__(self, core: Any, decoder: Any, control: Control) -> None:
+        self.core, self.decoder, self.control = core, decoder, control
+        self._modules = _noisy_modules(decoder) if control.kind == "dropout" else []
+        if control.kind == "attention_noise" and attention_kernel(core) not in ("sdpa", "eager", "flex"):
             raise ValueError(
-                f"attention_noise changes scores, which {attention_name(self.core)!r} does not let: load the model "
+                f"attention_noise changes scores, which {attention_name(core)!r} does not let: load the model "
                 "with flex_attention, or for short rows with sdpa."
             )
         self.evaluation_seed = 0
         self._dropping = False
 
-    def affected_from(self, labelled: Labelled) -> torch.Tensor:
-        return torch.zeros_like(labelled.documents.length)
-
-    def _first(self, labelled: Labelled) -> torch.Tensor:
-        return self.affected_from(labelled)
-
-    def _noisy_modules(self) -> list[nn.Module]:
-        found: list[nn.Module] = []
-        for layer in self.decoder.layers:
-            children = list(layer.children())
-            attention = [m for m in children if "attention" in type(m).__name__.lower()]
-            mlp = [
-                m for m in children if any(part in type(m).__name__.lower() for part in ("mlp", "moe", "feedforward"))
-            ]
-            if not attention or not mlp:
-                names = ", ".join(type(m).__name__ for m in children)
-                raise ValueError(f"dropout goes behind attention and MLP of each layer, which has only: {names}.")
-            found += [*attention, *mlp]
-        return found
-
-    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tape = kwargs.get(TAPE)
-        if tape is None or tape.taught:
-            return
-        tape.taught = True
-        self._read_short(tape, decoder)
+    def pair(self, call: DecoderCall, tape: ViewTape) -> Pairing:
         # in training the first pass drops too; its loss in evaluation is the plain one
-        self._dropping = decoder.training
-        if not self.compares:
-            return
-        tape.standard = decoder(*args, **{**kwargs, TAPE: _Untouched()}).last_hidden_state
+        self._dropping = self.decoder.training
+        standard = call.run_before().last_hidden_state
         self._dropping = True
         if self.control.kind == "attention_noise":
             if attention_kernel(self.core) == "flex":
                 tape.attention = _NoisyFlexAttention(self.control.strength)
             else:
                 tape.attention = _NoisyAttention(tape.labelled, self.decoder.config, self.control.strength)
+        output = yield None
+        return PairedStates(standard, output.last_hidden_state, torch.zeros_like(tape.labelled.documents.length))
+
+    def standard(self, call: DecoderCall) -> Generator[Arguments | None, Any, torch.Tensor]:
+        self._dropping = self.decoder.training
+        return (yield from super().standard(call))
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         handles = [module.register_forward_hook(self._drop) for module in self._modules]
         try:
             if self.decoder.training:
@@ -147,6 +109,20 @@ class ControlDistiller(ConsistencyDistiller):
         if isinstance(output, tuple):
             return F.dropout(output[0], self.control.strength), *output[1:]
         return F.dropout(output, self.control.strength)
+
+
+def _noisy_modules(decoder: Any) -> list[nn.Module]:
+    """Attention and MLP of each layer."""
+    modules: list[nn.Module] = []
+    for layer in decoder.layers:
+        children = list(layer.children())
+        attention = [m for m in children if "attention" in type(m).__name__.lower()]
+        mlp = [m for m in children if any(part in type(m).__name__.lower() for part in ("mlp", "moe", "feedforward"))]
+        if not attention or not mlp:
+            names = ", ".join(type(m).__name__ for m in children)
+            raise ValueError(f"dropout goes behind attention and MLP of each layer, which has only: {names}.")
+        modules += [*attention, *mlp]
+    return modules
 
 
 @dataclass(frozen=True)

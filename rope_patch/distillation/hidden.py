@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from ..forward_loss import DecoderCall, Steps, Tape
 from ..patch import rope_view
-from .distiller import TAPE, Distiller, Tape
+from .distiller import Distiller
 from .targets import checked_layers, require_number
 from .teacher import CopiedTeacher, SharedTeacher
 
@@ -54,10 +55,8 @@ class HiddenTargets:
 
 
 class HiddenTape(Tape):
-    """Hidden states of the teacher, and sums of 1 - cos: over layers and tokens, and over tokens of the last states."""
+    """Sums of 1 - cos come back: over layers and tokens, and over tokens of the last states."""
 
-    teacher: list[torch.Tensor]
-    teacher_last: torch.Tensor
     distance: torch.Tensor
     far: torch.Tensor | None = None  # only in training
 
@@ -90,32 +89,22 @@ class HiddenDistiller(Distiller):
     def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> HiddenTape:
         return HiddenTape(valid, document)
 
-    def _keep_teacher(self, tape: HiddenTape, output: Any) -> None:
-        tape.teacher = [output.hidden_states[i] for i in self.layers]
-        tape.teacher_last = output.last_hidden_state
-
-    def _before_student(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tape = kwargs.get(TAPE)
-        if tape is None or tape.teaching or tape.taught:
-            return
-        super()._before_student(decoder, args, kwargs)
-        if not self.targets.short_to_long or not decoder.training:
-            return
-        tape.teaching = True  # no hook of this pass is to compare
-        try:
-            with rope_view(decoder, "standard"):
-                tape.distance = self._distance(tape, decoder(*args, **kwargs))
-        finally:
-            tape.teaching = False
-
-    def _compare_student(self, tape: HiddenTape, output: Any) -> None:
-        if self.targets.short_to_long and self.decoder.training:
-            tape.far = _one_minus_cos(output.last_hidden_state, tape.teacher_last, tape.valid)
+    def _steps(self, tape: HiddenTape, call: DecoderCall) -> Steps:
+        taught = self._ask_teacher(tape, call)
+        chosen, last = [taught.hidden_states[i] for i in self.layers], taught.last_hidden_state
+        del taught
+        two_passes = self.targets.short_to_long and self.decoder.training
+        if two_passes:
+            with rope_view(self.decoder, "standard"):
+                tape.distance = self._distance(tape, call.run_before(), chosen)
+        output = yield None
+        if two_passes:
+            tape.far = _one_minus_cos(output.last_hidden_state, last, tape.valid)
         else:
-            tape.distance = self._distance(tape, output)
+            tape.distance = self._distance(tape, output, chosen)
 
-    def _distance(self, tape: HiddenTape, output: Any) -> torch.Tensor:
-        pairs = zip(self.layers, tape.teacher, strict=True)
+    def _distance(self, tape: HiddenTape, output: Any, teacher: list[torch.Tensor]) -> torch.Tensor:
+        pairs = zip(self.layers, teacher, strict=True)
         return torch.stack([_one_minus_cos(output.hidden_states[i], t, tape.valid) for i, t in pairs]).sum()
 
 

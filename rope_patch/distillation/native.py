@@ -10,11 +10,12 @@ from rope_kernels import RowMetrics
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from ..checked_numbers import require_number
+from ..forward_loss import DecoderCall, Steps, Tape, require
 from ..heads import head_losses
+from ..labelled import Labelled
 from ..limits import why_no_losses
 from .consistency import Direction
-from .distiller import TAPE, Distiller, Tape, require
-from .labelled import Labelled
+from .distiller import Distiller
 from .teacher import CopiedTeacher, SharedTeacher
 
 
@@ -62,7 +63,7 @@ class NativeTargets:
 
 
 class NativeTape(Tape):
-    """Hidden states of the teacher, and the loss and metrics of the student.
+    """A batch with its labels goes in; the loss and metrics of the student come back.
 
     Args:
         labelled: the batch.
@@ -71,7 +72,6 @@ class NativeTape(Tape):
         n_next: what the sum of cross-entropies of next tokens is divided by.
     """
 
-    teacher: torch.Tensor  # [N, H], of `queries`
     loss: torch.Tensor
     rows: RowMetrics  # of `queries`
 
@@ -127,22 +127,17 @@ class NativeDistiller(Distiller):
         """Raise ValueError if documents of `length` tokens are more than the teacher's window."""
         self.require_taught_length("the teacher, the model as it was pretrained,", length)
 
-    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tape = kwargs.get(TAPE)
-        if tape is not None and not tape.teaching and not tape.taught:
-            self.check_length(int(tape.labelled.documents.length.max()))
-        return super()._before_student(decoder, args, kwargs)
-
-    def _keep_teacher(self, tape: NativeTape, output: Any) -> None:
-        states = output.last_hidden_state.flatten(0, 1)[tape.queries]
-        tape.teacher = states.to("cpu") if self.offload else states
-
-    def _compare_student(self, tape: NativeTape, output: Any) -> None:
+    def _steps(self, tape: NativeTape, call: DecoderCall) -> Steps:
+        self.check_length(int(tape.labelled.documents.length.max()))
+        states = self._ask_teacher(tape, call).last_hidden_state.flatten(0, 1)[tape.queries]
+        taught = states.to("cpu") if self.offload else states
+        del states
+        output = yield None
         hidden = output.last_hidden_state.flatten(0, 1)[tape.queries]
         labels, ce_weight = self._asked(tape)
         kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.n_tokens)
-        teacher = self.teacher.head, tape.teacher.to(hidden.device)
-        del tape.teacher
+        teacher = self.teacher.head, taught.to(hidden.device)
+        del taught
         options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
         if self.targets.temperature == 1:
             tape.loss, tape.rows = head_losses(

@@ -13,10 +13,11 @@ from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.common.autocast import as_multiplied
 
 from ..attention_calls import AttentionCall
+from ..forward_loss import TAPE, DecoderCall, Steps, Tape, require
 from ..heads import head_kl
 from ..limits import why_no_losses, why_no_relations
 from ..rotary import find_decoder, named_rotary_modules
-from .distiller import TAPE, Distiller, Tape, require
+from .distiller import Distiller
 from .targets import RelationTargets, require_number
 from .teacher import CopiedTeacher, SharedTeacher
 
@@ -79,7 +80,6 @@ class RelationTape(Tape):
         self.teacher: dict[int, dict[str, torch.Tensor]] = {}
         # layer -> sums over heads (each divided by heads) and tokens, one a target, in the order of targets.weights
         self.sums: dict[int, torch.Tensor] = {}
-        self.teacher_hidden: torch.Tensor | None = None
         self.logit_kl: torch.Tensor | None = None
 
     def visit(self, call: AttentionCall) -> None:
@@ -237,11 +237,24 @@ class RelationDistiller(Distiller):
                         stack.callback(handle.remove)
             yield
 
-    def _before_student(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tape = kwargs.get(TAPE)
-        if tape is not None and not tape.teaching:
-            tape.with_gradient = torch.is_grad_enabled()
-        return super()._before_student(decoder, args, kwargs)
+    def _steps(self, tape: RelationTape, call: DecoderCall) -> Steps:
+        tape.with_gradient = torch.is_grad_enabled()
+        taught = self._ask_teacher(tape, call).last_hidden_state
+        if self.logit_kl is None:
+            del taught
+            yield None  # the layers compute their losses
+            return
+        chosen = self.logit_kl.chosen(tape.valid)
+        taught = taught[chosen]
+        output = yield None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
+            tape.logit_kl = head_kl(
+                self.core,
+                self.teacher.head,
+                output.last_hidden_state[chosen],
+                taught,
+                temperature=self.logit_kl.temperature,
+            ).sum()
 
     def _take_off(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._in_flight = kwargs.get(TAPE)
@@ -250,24 +263,6 @@ class RelationDistiller(Distiller):
         if self._in_flight is not None:
             kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
             self._in_flight.rotations[self._in_flight.teaching][kind] = output
-
-    def _keep_teacher(self, tape: RelationTape, output: Any) -> None:
-        if self.logit_kl is not None:
-            tape.teacher_hidden = output.last_hidden_state[self.logit_kl.chosen(tape.valid)]
-
-    def _compare_student(self, tape: RelationTape, output: Any) -> None:
-        if self.logit_kl is None:
-            return
-        assert tape.teacher_hidden is not None
-        chosen = self.logit_kl.chosen(tape.valid)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
-            tape.logit_kl = head_kl(
-                self.core,
-                self.teacher.head,
-                output.last_hidden_state[chosen],
-                tape.teacher_hidden,
-                temperature=self.logit_kl.temperature,
-            ).sum()
 
     def _attention_factor(self) -> float:
         factors = {getattr(m, "attention_scaling", 1.0) for _, m in named_rotary_modules(self.decoder)}

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..adapter_watch import adapter_configs
@@ -173,12 +172,3 @@ def _without_dropout(decoder: nn.Module) -> Iterator[None]:
     finally:
         for module in active:
             module.training = True
-
-
-@contextmanager
-def without_gradient(device_type: str) -> Iterator[None]:
-    """No gradients, and no cast weights kept by autocast: those would be found without gradient by the student."""
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type)
-    with torch.no_grad(), torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False):
-        yield

@@ -12,8 +12,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..attention_calls import AttentionCall, attention_kernel, block_mask, sliding_window
-from .one_pass import Segment, TwoViewLayout
 from .prefix_attention import prefix_attention
+from .two_view_layout import Segment, TwoViewLayout
 
 
 def copy_granule(core: nn.Module, seq_len: int) -> int:

@@ -20,11 +20,11 @@ from rope_patch.distillation import (
     CopiedTeacher,
     RelationDistiller,
     RelationTargets,
+    SelfDistiller,
     ViewConsistency,
-    ViewDistiller,
+    ViewTape,
 )
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.labelled import Labelled
 from rope_patch.limits import why_not_relative
 from rope_patch.rotary import find_decoder
 from rope_patch.views import Skip, View
@@ -254,13 +254,13 @@ def test_relation_distillation(model, record_property):
 def distilled(model, ids, one_pass):
     """Tape and gradients of one step."""
     model.zero_grad()
-    distiller = ViewDistiller(model, ViewConsistency(), one_pass=one_pass)
-    distiller.source.clock.set(3, 0)
+    distiller = SelfDistiller(model, ViewConsistency(), one_pass=one_pass)
+    distiller.view.clock.set(3, 0)
     labelled = Labelled.of({"input_ids": ids, "labels": ids})
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, ids)
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
     with distiller.active():
         model(input_ids=ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
-        tape.loss.backward()
+        tape.result.loss.backward()
     return tape, gradients(model)
 
 
@@ -284,7 +284,7 @@ def test_self_distillation(model, record_property):
         p, q = seen.log_softmax(-1)[:, SPLIT:-1], plain.log_softmax(-1)[:, SPLIT:-1]
         kl = (p.exp() * (p - q)).sum(-1).sum(1).mean() / (N - SPLIT)
         assert kl > 1e-6
-        torch.testing.assert_close(tape.loss.detach(), ce + kl, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tape.result.loss.detach(), ce + kl, rtol=1e-4, atol=1e-5)
         if one_pass:
             _, wanted = distilled(model, ids, one_pass=False)
             same_gradients(found, wanted)

@@ -12,15 +12,15 @@ from rope_patch.distillation import (
     CopiedTeacher,
     LogitKL,
     NativeDistiller,
+    NativeTape,
     NativeTargets,
     RelationDistiller,
     RelationTargets,
+    SelfDistiller,
     ViewConsistency,
+    ViewTape,
 )
-from rope_patch.distillation import ViewDistiller as Views
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.native import NativeTape
+from rope_patch.labelled import Labelled
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 256}
@@ -35,16 +35,16 @@ def two_views(family, attention, dtype, data, one_pass, rounded_to):
             parameter.mul_(0.35 if parameter.ndim > 1 else 1.0)
     model = model.to(rounded_to).to(dtype)
     model = patch_model(model.cuda(), "skip", max_skip=40).train()
-    distiller = Views(model, ViewConsistency(), one_pass=one_pass)
+    distiller = SelfDistiller(model, ViewConsistency(), one_pass=one_pass)
     assert distiller.one_pass == one_pass
-    distiller.source.clock.set(3, 0)
+    distiller.view.clock.set(3, 0)
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, data["input_ids"])
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.loss.backward()
-    return tape.loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters()])
+        tape.result.loss.backward()
+    return tape.result.loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
@@ -96,13 +96,14 @@ def offloaded(objective, offload, data, dtype):
         distiller = RelationDistiller(model, targets, teacher, logit_kl=LogitKL(weight=1.0), offload=offload)
         tape = distiller.tape(data["input_ids"], data.get("attention_mask"), data.get("position_ids"))
     else:
-        distiller = Views(model, ViewConsistency(), teacher=teacher)
-        tape = ViewTape(labelled, *divisors, data["input_ids"])
+        distiller = SelfDistiller(model, ViewConsistency(), teacher=teacher)
+        tape = ViewTape(labelled, *divisors)
     model.model._rope_patch.source.clock.set(3, 0)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        loss = tape.logit_kl / divisors[1] if objective == "relations" else tape.loss
+        losses = {"relations": lambda: tape.logit_kl / divisors[1], "native": lambda: tape.loss}
+        loss = losses.get(objective, lambda: tape.result.loss)()
         loss.backward()
     assert {p.device.type for p in teacher.copy.parameters()} == {"cpu" if offload else "cuda"}
     return loss.detach(), torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])

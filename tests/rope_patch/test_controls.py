@@ -10,24 +10,23 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AttentionInterface
 
 from rope_patch import patch_model
-from rope_patch.distillation import TAPE, Control, ControlDistiller, ViewConsistency
-from rope_patch.distillation.consistency import ViewTape
+from rope_patch.distillation import TAPE, Control, SelfDistiller, ViewConsistency, ViewTape
 from rope_patch.distillation.controls import HashedNoise
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.labelled import Labelled
 
 STRENGTH = 0.3
 
 
 def run(model, data, kind, consistency=None, strength=STRENGTH):
-    distiller = ControlDistiller(model, consistency or ViewConsistency(), Control(kind=kind, strength=strength))
+    distiller = SelfDistiller(model, consistency or ViewConsistency(), control=Control(kind=kind, strength=strength))
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, data["input_ids"])
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     torch.manual_seed(7)
     with distiller.active():
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        if tape.loss.requires_grad:
-            tape.loss.backward()
+        if tape.result.loss.requires_grad:
+            tape.result.loss.backward()
     return tape
 
 
@@ -105,7 +104,7 @@ def test_loss_and_every_gradient_are_those_of_two_noisy_passes(kind, family, che
     model.gradient_checkpointing_disable()
     wanted = by_hand(model, data, kind)
     wanted.backward()
-    torch.testing.assert_close(tape.loss, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(tape.result.loss, wanted, rtol=1e-6, atol=0)
     for name, p in model.named_parameters():
         # float32 norms inside a float64 model
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item())
@@ -117,8 +116,9 @@ def test_documents_stay_apart_and_all_their_rows_count(kind, data):
     data = batch(data)
     tape = run(tiny("mistral-sliding", dtype=torch.float64).train(), data, kind)
     lengths = [n for _, _, n in documents_of(data)]
-    assert tape.in_kl.sum() == sum(lengths) - len(lengths) and tape.loss.isfinite()
-    assert sorted(set(tape.suffix_length[tape.in_kl].tolist())) == sorted(set(lengths))
+    assert tape.result.in_kl.sum() == sum(lengths) - len(lengths) and tape.result.loss.isfinite()
+    factor = tape.result.kl_factor
+    assert {round(1 / x) for x in factor[factor > 0].tolist()} == set(lengths)
 
 
 @pytest.mark.usefixtures("flex_runs_eagerly")
@@ -128,8 +128,8 @@ def test_flex_attention_forms_its_noise_tile_by_tile(family):
     # without gradients, which flex attention has on a GPU alone
     data, model = batch("plain"), tiny(family, "flex_attention").train()
     tape = run(model, data, "attention_noise")
-    torch.testing.assert_close(tape.loss, by_hand(model, data, "attention_noise", "hashed_by_hand"))
-    assert tape.rows.kl.sum() > 0
+    torch.testing.assert_close(tape.result.loss, by_hand(model, data, "attention_noise", "hashed_by_hand"))
+    assert tape.result.rows.kl.sum() > 0
 
 
 @pytest.mark.gpu
@@ -145,7 +145,7 @@ def test_flex_attention_has_the_gradients_of_its_noise(checkpointing):
     model.gradient_checkpointing_disable()
     wanted = by_hand(model, data, "attention_noise", "hashed_by_hand")
     wanted.backward()
-    torch.testing.assert_close(tape.loss, wanted, rtol=1e-3, atol=0)
+    torch.testing.assert_close(tape.result.loss, wanted, rtol=1e-3, atol=0)
     for name, p in model.named_parameters():
         error = (found[name] - p.grad).norm() / p.grad.norm()
         assert error < 5e-3, f"gradient of {name} is off by {error:.1e}"
@@ -160,7 +160,7 @@ def test_noise_of_long_rows_takes_no_mask():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     tape = run(model, {"input_ids": ids, "labels": ids}, "attention_noise")
-    assert tape.rows.kl.mean() > 0 and tape.loss.isfinite()
+    assert tape.result.rows.kl.mean() > 0 and tape.result.loss.isfinite()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     # what one head of one layer would take in float32
     assert torch.cuda.max_memory_allocated() - before < 4 * length**2
@@ -174,11 +174,11 @@ def test_flex_attention_under_noise_keeps_documents_apart():
     first = run(model, data, "attention_noise")
     data["input_ids"][:, 7:19] = data["input_ids"][:, 7:19].flip(1)
     again = run(model, data, "attention_noise")
-    row = torch.arange(len(first.rows.kl))
+    row = torch.arange(len(first.result.rows.kl))
     others = (row < 6) | (row >= 19)
-    assert first.rows.kl[:5].sum() > 0
-    torch.testing.assert_close(first.rows.kl[others], again.rows.kl[others])
-    assert not torch.allclose(first.rows.kl[~others], again.rows.kl[~others])
+    assert first.result.rows.kl[:5].sum() > 0
+    torch.testing.assert_close(first.result.rows.kl[others], again.result.rows.kl[others])
+    assert not torch.allclose(first.result.rows.kl[~others], again.result.rows.kl[~others])
 
 
 def test_hashed_noise_is_its_formula_in_exact_arithmetic():
@@ -211,7 +211,7 @@ def test_hashed_noise_is_normal_and_nothing_repeats():
 
 def test_no_noise_is_no_difference():
     """KL falls with the square of the noise, so what is left without it is nothing."""
-    kl = [run(tiny(dtype=torch.float64).train(), batch("plain"), "attention_noise", strength=s).rows.kl.sum()
+    kl = [run(tiny(dtype=torch.float64).train(), batch("plain"), "attention_noise", strength=s).result.rows.kl.sum()
           for s in (1e-2, 2e-2)]  # fmt: skip
     assert kl[0] > 0 and kl[1] / kl[0] == pytest.approx(4, rel=0.1)
 
@@ -222,8 +222,8 @@ def test_evaluation_has_the_plain_loss_and_the_same_noise_each_time(kind):
     data, model = batch("plain"), tiny(dtype=torch.float64).eval()
     first, again = (run(model, data, kind) for _ in range(2))
     plain = model(**data).loss
-    assert first.rows.ce.mean() == pytest.approx(plain.item(), rel=1e-5)
-    assert first.rows.kl.sum() > 0 and torch.equal(first.rows.kl, again.rows.kl)
+    assert first.result.rows.ce.mean() == pytest.approx(plain.item(), rel=1e-5)
+    assert first.result.rows.kl.sum() > 0 and torch.equal(first.result.rows.kl, again.result.rows.kl)
 
 
 def test_what_is_no_control_is_refused():
@@ -232,8 +232,8 @@ def test_what_is_no_control_is_refused():
     with pytest.raises(ValueError, match=r"strength of 'dropout' must be a number above 0 and below 1, got 1.0"):
         Control(kind="dropout", strength=1.0)
     with pytest.raises(ValueError, match="leave view at 'standard'"):
-        ControlDistiller(patch_model(tiny(), "skip"), ViewConsistency(), Control(kind="dropout"))
+        SelfDistiller(patch_model(tiny(), "skip"), ViewConsistency(), control=Control(kind="dropout"))
     flash = tiny()
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attention_noise changes scores, which 'flash_attention_2' does not let"):
-        ControlDistiller(flash, ViewConsistency(), Control(kind="attention_noise"))
+        SelfDistiller(flash, ViewConsistency(), control=Control(kind="attention_noise"))

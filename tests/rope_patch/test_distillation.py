@@ -16,14 +16,13 @@ from rope_patch.distillation import (
     HiddenDistiller,
     HiddenTargets,
     LogitKL,
-    LongCE,
     RelationDistiller,
     RelationTargets,
+    SelfDistiller,
     SharedTeacher,
     ViewConsistency,
-    ViewDistiller,
-    WeightedDistiller,
 )
+from rope_patch.next_token import LongCE, WeightedNextToken
 from rope_patch.rotary import find_decoder, named_rotary_modules
 from rope_patch.views import Skip
 
@@ -434,8 +433,8 @@ def test_an_adapter_on_the_head_is_refused_where_the_head_is_read():
     model = patch_model(patch_model(get_peft_model(tiny(), config), "pi", factor=2.0), "skip", max_skip=9)
     teacher = SharedTeacher(model)
     for make in (
-        lambda: ViewDistiller(model, ViewConsistency()),
-        lambda: WeightedDistiller(model, LongCE()),
+        lambda: SelfDistiller(model, ViewConsistency()),
+        lambda: WeightedNextToken(model, LongCE()),
         lambda: RelationDistiller(model, RelationTargets(), teacher, logit_kl=LogitKL(weight=1.0)),
     ):
         with pytest.raises(ValueError, match="the output head has an adapter"):

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from rope_patch import describe, native_rope, patch_model, rope_view
-from rope_patch.distillation import ViewConsistency, ViewDistiller
+from rope_patch.distillation import SelfDistiller, ViewConsistency
 from rope_patch.documents import real_tokens_of
 from rope_patch.draws import DrawKey
 from rope_patch.eval.subject import Subject
@@ -212,7 +212,7 @@ def test_finished_masks_of_flex_attention():
 def test_a_head_of_more_than_one_product_is_refused_where_losses_take_hidden_states():
     model = patch_model(tiny_family("modernbert-decoder"), "skip")
     with pytest.raises(ValueError, match=r"ModernBertDecoderPredictionHead\) between the decoder and the output head"):
-        ViewDistiller(model, ViewConsistency())
+        SelfDistiller(model, ViewConsistency())
     with pytest.raises(ValueError, match="between the decoder and the output head"):
         Subject(model)
 

@@ -16,12 +16,11 @@ from support.tiny import tiny
 from rope_patch import patch_model
 from rope_patch.patch import view_source
 from rope_patch.distillation import (
-    TAPE, CopiedTeacher, HiddenDistiller, HiddenTargets, LogitKL, RelationDistiller, RelationTargets, SharedTeacher,
-    ViewConsistency, ViewDistiller,
+    TAPE, CopiedTeacher, HiddenDistiller, HiddenTargets, LogitKL, RelationDistiller, RelationTargets, SelfDistiller,
+    SharedTeacher, ViewConsistency, ViewTape,
 )
 from rope_patch.rotary import find_decoder
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.labelled import Labelled
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -68,9 +67,9 @@ def views(one_pass, native=False, **rows):
         if native:
             teacher = SharedTeacher(model) if hasattr(model, "peft_config") else CopiedTeacher(model)
         consistency = ViewConsistency(view_clm=0.5, **rows)
-        distiller = ViewDistiller(model, consistency, teacher=teacher, one_pass=one_pass)
+        distiller = SelfDistiller(model, consistency, teacher=teacher, one_pass=one_pass)
         labelled = Labelled.of({"input_ids": ids})
-        return distiller, lambda: ViewTape(labelled, labelled.n_labels, 2, ids), lambda tape: tape.loss
+        return distiller, lambda: ViewTape(labelled, labelled.n_labels, 2), lambda tape: tape.result.loss
     return make
 
 

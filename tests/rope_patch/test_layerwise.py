@@ -9,7 +9,7 @@ from support.tiny import tiny, tokens
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from rope_patch import patch_model, rope_view, unpatch_model
-from rope_patch.distillation import ViewConsistency, ViewDistiller
+from rope_patch.distillation import SelfDistiller, ViewConsistency
 from rope_patch.draws import DrawKey
 from rope_patch.rotary import find_decoder
 from rope_patch.views import RPE, Compose, Cyclic, PerLayer, PosAug, RandomBase, Skip, Standard
@@ -83,7 +83,7 @@ def test_evaluation_and_other_views_are_as_before_and_an_unpatch_leaves_nothing(
 
 def test_self_distillation_takes_two_passes():
     model = patch_model(tiny(), PerLayer(PosAug(), "top")).train()
-    assert not ViewDistiller(model, ViewConsistency()).one_pass
+    assert not SelfDistiller(model, ViewConsistency()).one_pass
 
 
 def test_families_whose_layers_do_not_get_one_pair_are_refused():

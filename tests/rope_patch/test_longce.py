@@ -6,9 +6,10 @@ from support.batches import batch, documents_of
 from support.tiny import tiny
 
 from rope_patch import patch_model, rope_view
-from rope_patch.distillation import TAPE, LongCE, ViewConsistency, ViewDistiller, WeightedDistiller
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation import SelfDistiller, ViewConsistency, ViewTape
+from rope_patch.forward_loss import TAPE
+from rope_patch.labelled import Labelled
+from rope_patch.next_token import LongCE, NextTokenTape, WeightedNextToken
 
 K, D = 5, 3
 
@@ -37,13 +38,16 @@ def weights_by_hand(model, data, cap):
     return weights, losses
 
 
-def run(distiller, data, divisor=None):
+def run(distiller, data):
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, labelled.n_labels, divisor or labelled.n_documents, data["input_ids"])
+    if isinstance(distiller, SelfDistiller):
+        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+    else:
+        tape = NextTokenTape(labelled, labelled.n_labels)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
         distiller.core(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.loss.backward()
+        tape.result.loss.backward()
     return tape
 
 
@@ -53,14 +57,14 @@ def test_loss_weights_and_gradients_are_those_of_the_algorithm(family, kind):
     torch.manual_seed(2)
     data = batch(kind)
     model = patch_model(tiny(family, dtype=torch.float64), "standard").train()
-    tape = run(WeightedDistiller(model, LongCE(short_context=K, stride=D, cap=2.0)), data)
+    tape = run(WeightedNextToken(model, LongCE(short_context=K, stride=D, cap=2.0)), data)
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     weights, losses = weights_by_hand(model, data, cap=2.0)
     wanted = sum(weights[place] * losses[place] for place in losses) / len(losses)
     wanted.backward()
-    torch.testing.assert_close(tape.loss.detach(), wanted.detach(), rtol=1e-5, atol=1e-7)
-    assert tape.rows.ce_factor.sum().item() == pytest.approx(sum(weights.values()), rel=1e-4)
+    torch.testing.assert_close(tape.result.loss.detach(), wanted.detach(), rtol=1e-5, atol=1e-7)
+    assert tape.result.rows.ce_factor.sum().item() == pytest.approx(sum(weights.values()), rel=1e-4)
     assert len(set(weights.values())) > 3, "some tokens are weighed"
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item() + 1e-9)
@@ -69,18 +73,18 @@ def test_loss_weights_and_gradients_are_those_of_the_algorithm(family, kind):
 def test_it_weighs_the_standard_view_beside_the_kl():
     data = batch("plain")
     model = patch_model(tiny(dtype=torch.float64), "skip", split=4, skip=30).train()
-    plain = run(ViewDistiller(model, ViewConsistency()), data)
-    weighted = run(ViewDistiller(model, ViewConsistency(), LongCE(short_context=K, stride=D)), data)
-    difference = ((weighted.rows.ce_factor - 1) * weighted.rows.ce).sum() / Labelled.of(data).n_labels
-    torch.testing.assert_close(weighted.loss - plain.loss, difference)
-    torch.testing.assert_close(weighted.rows.kl, plain.rows.kl)
+    plain = run(SelfDistiller(model, ViewConsistency()), data)
+    weighted = run(SelfDistiller(model, ViewConsistency(), LongCE(short_context=K, stride=D)), data)
+    difference = ((weighted.result.rows.ce_factor - 1) * weighted.result.rows.ce).sum() / Labelled.of(data).n_labels
+    torch.testing.assert_close(weighted.result.loss - plain.result.loss, difference)
+    torch.testing.assert_close(weighted.result.rows.kl, plain.result.rows.kl)
 
 
 def test_documents_within_the_short_context_weigh_one():
     data = batch("packed")
     model = patch_model(tiny(), "standard").train()
-    tape = run(WeightedDistiller(model, LongCE(short_context=12, stride=4)), data)
-    assert (tape.rows.ce_factor == 1).all()
+    tape = run(WeightedNextToken(model, LongCE(short_context=12, stride=4)), data)
+    assert (tape.result.rows.ce_factor == 1).all()
 
 
 @pytest.mark.parametrize("options", [{"short_context": 0}, {"stride": 1.5}, {"cap": 0.0}, {"cap": float("inf")}])

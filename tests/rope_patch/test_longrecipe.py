@@ -8,11 +8,10 @@ from support.batches import batch, documents_of
 from support.tiny import VOCAB, tiny, tokens
 
 from rope_patch import patch_model, rope_view
-from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation import TAPE, SelfDistiller, ViewConsistency, ViewTape
 from rope_patch.documents import locate_documents
 from rope_patch.draws import DrawKey
+from rope_patch.labelled import Labelled
 from rope_patch.views import Compose, LongRecipe, Skip
 
 ENDS = [i for i in range(3, VOCAB) if i % 3 == 0]
@@ -127,17 +126,17 @@ def test_self_distillation_in_one_pass_is_that_in_two(kind, view):
     data, results = batch(kind), []
     for one_pass in (True, False):
         model = patch_model(tiny("qwen3", dtype=torch.float64), view).train()
-        distiller = ViewDistiller(model, ViewConsistency(reduction="token"), one_pass=one_pass)
-        distiller.source.clock.set(3, 0)
+        distiller = SelfDistiller(model, ViewConsistency(reduction="token"), one_pass=one_pass)
+        distiller.view.clock.set(3, 0)
         labelled = Labelled.of(data)
-        suffix = labelled.suffix_total(distiller.affected_from(labelled))
-        tape = ViewTape(labelled, labelled.n_labels, suffix, data["input_ids"])
+        suffix = labelled.suffix_total(distiller.changes.next_first(labelled))
+        tape = ViewTape(labelled, labelled.n_labels, suffix)
         inputs = {name: value for name, value in data.items() if name != "labels"}
         with distiller.active():
             model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-            tape.loss.backward()
-        assert tape.rows.kl.gt(0).any()
-        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+            tape.result.loss.backward()
+        assert tape.result.rows.kl.gt(0).any()
+        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
     for one, two in zip(*results, strict=True):
         assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
 

@@ -8,9 +8,8 @@ from support.batches import batch, documents_of
 from support.tiny import WINDOW, tiny, tokens, transformed_logits
 
 from rope_patch import patch_model
-from rope_patch.distillation import TAPE, CopiedTeacher, NativeDistiller, NativeTargets, SharedTeacher
-from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.native import NativeTape
+from rope_patch.distillation import TAPE, CopiedTeacher, NativeDistiller, NativeTape, NativeTargets, SharedTeacher
+from rope_patch.labelled import Labelled
 from rope_patch.patch import view_source
 from rope_patch.rotary import find_core
 from rope_patch.views import Mix, PosAug, PoSE, Skip, Standard

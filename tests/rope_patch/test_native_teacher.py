@@ -11,14 +11,13 @@ from rope_patch import patch_model
 from rope_patch.distillation import (
     TAPE,
     CopiedTeacher,
-    SequentialDistiller,
+    SelfDistiller,
     SharedTeacher,
+    StandardTape,
     ViewConsistency,
-    ViewDistiller,
+    ViewTape,
 )
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.sequential import SequentialTape
+from rope_patch.labelled import Labelled
 from rope_patch.patch import rope_view
 from rope_patch.rotary import find_core, find_decoder, named_rotary_modules
 
@@ -72,24 +71,24 @@ def in_formulas(model, native, data, bound, consistency):
 
 
 def run(distiller, model, data, sequential=False):
-    distiller.source.clock.set(3, 0)
+    distiller.view.clock.set(3, 0)
     labelled = Labelled.of(data)
     divisor = labelled.n_documents
     if distiller.consistency.reduction == "token":
-        divisor = labelled.suffix_total(distiller.affected_from(labelled))
-    kind = SequentialTape if sequential else ViewTape
-    tape = kind(labelled, labelled.n_labels, divisor, data["input_ids"])
+        divisor = labelled.suffix_total(distiller.changes.next_first(labelled))
     inputs = {name: value for name, value in data.items() if name != "labels"}
-    total = 0.0
+    total, earlier = 0.0, None
     with distiller.active():
         if sequential:
+            earlier = StandardTape(labelled, labelled.n_labels)
             with rope_view(distiller.decoder, "standard"):
-                model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-            tape.loss.backward()
-            total = tape.loss.detach()
+                model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: earlier})
+            earlier.result.loss.backward()
+            total = earlier.result.loss.detach()
+        tape = ViewTape(labelled, labelled.n_labels, divisor, earlier)
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.loss.backward()
-    return total + tape.loss.detach(), tape
+        tape.result.loss.backward()
+    return total + tape.result.loss.detach(), tape
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
@@ -107,9 +106,9 @@ def test_loss_and_gradients_are_those_of_the_formula(family, kind, direction):
         view_clm = 0.3 if reduction == "token" else 0.0
         consistency = ViewConsistency(weight=0.7, direction=direction, reduction=reduction, view_clm=view_clm)
         model.zero_grad()
-        distiller = ViewDistiller(model, consistency, teacher=CopiedTeacher(model))
+        distiller = SelfDistiller(model, consistency, teacher=CopiedTeacher(model))
         loss, _ = run(distiller, model, data)
-        wanted, grads, names = in_formulas(model, native, data, distiller.source.last, consistency)
+        wanted, grads, names = in_formulas(model, native, data, distiller.view.last, consistency)
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
         parameters = dict(model.named_parameters())
         for name, right in zip(names, grads, strict=True):
@@ -124,12 +123,10 @@ def test_every_way_of_running_gives_one_loss(passes):
         model = student("llama", adapters=True, max_skip=200)
         if way == "checkpointed":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        kind = SequentialDistiller if way == "sequential" else ViewDistiller
-        options = {} if way == "sequential" else {"one_pass": way != "two"}
-        distiller = kind(model, ViewConsistency(), teacher=SharedTeacher(model), **options)
+        distiller = SelfDistiller(model, ViewConsistency(), teacher=SharedTeacher(model), one_pass=way != "two")
         loss, tape = run(distiller, model, data, way == "sequential")
         found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        assert tape.rows.kl.gt(0).any() and len(found) == 12
+        assert tape.result.rows.kl.gt(0).any() and len(found) == 12
         results.append((loss, *found.values()))
     for one, other in zip(*results, strict=True):
         assert (one - other).abs().max() <= 2e-6 * other.abs().max() + 1e-9
@@ -139,7 +136,7 @@ def test_the_teacher_has_no_adapters_and_native_rope():
     """Without an effect of either on the student the KL is that of rounding alone."""
     data = batch("plain")
     model = student("llama", adapters=True, max_skip=200)
-    distiller = ViewDistiller(model, ViewConsistency(), teacher=SharedTeacher(model))
+    distiller = SelfDistiller(model, ViewConsistency(), teacher=SharedTeacher(model))
     with rope_view(model, "standard"), torch.no_grad(), SharedTeacher(model).ready() as decoder:
         native = decoder(input_ids=data["input_ids"], use_cache=False).last_hidden_state
         plain = tiny("llama", dtype=torch.float64).model(input_ids=data["input_ids"]).last_hidden_state
@@ -168,7 +165,7 @@ def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
     trained = model.get_base_model().lm_head.modules_to_save["default"].weight
     with torch.no_grad():
         trained += 0.3 * torch.randn_like(trained)
-    distiller = ViewDistiller(model, ViewConsistency(), teacher=SharedTeacher(model))
+    distiller = SelfDistiller(model, ViewConsistency(), teacher=SharedTeacher(model))
     assert (
         torch.equal(distiller.teacher.head.weight, native) and distiller.core.get_output_embeddings().weight is trained
     )
@@ -176,7 +173,7 @@ def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
     t, see = torch.arange(19)[None], oracle.causal(19)[None]
     weights = {n: w.detach() for n, w in oracle.weights_of(tiny("llama", dtype=torch.float64)).items()}
     frequencies = oracle.default_frequencies(distiller.core.config)
-    bound = distiller.source.last
+    bound = distiller.view.last
     total = 0.0
     for row in range(2):
         own = {name: value[row] for name, value in bound.parameters.items()}
@@ -187,16 +184,16 @@ def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
             student, distiller.core.config, data["input_ids"][row : row + 1], moved, see, frequencies / 4
         )
         total += divergence(seen[0, :-1].softmax(-1), target[0, :-1].softmax(-1), "reverse").sum()
-    torch.testing.assert_close(tape.rows.kl.sum().double(), total, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tape.result.rows.kl.sum().double(), total, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rescaled_model_needs_no_view():
     data = batch("right")
     model = student("qwen3", view="standard")
-    distiller = ViewDistiller(model, ViewConsistency(weight=1.0), teacher=CopiedTeacher(model))
+    distiller = SelfDistiller(model, ViewConsistency(weight=1.0), teacher=CopiedTeacher(model))
     loss, _ = run(distiller, model, data)
     native = tiny("qwen3", dtype=torch.float64)
-    wanted, grads, names = in_formulas(model, native, data, distiller.source.last, ViewConsistency())
+    wanted, grads, names = in_formulas(model, native, data, distiller.view.last, ViewConsistency())
     torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
     parameters = dict(model.named_parameters())
     for name, right in zip(names, grads, strict=True):
@@ -205,13 +202,13 @@ def test_a_rescaled_model_needs_no_view():
 
 def test_what_the_teacher_cannot_read_is_refused():
     model = student("llama", max_skip=200)
-    distiller = ViewDistiller(model, ViewConsistency(), teacher=CopiedTeacher(model))
+    distiller = SelfDistiller(model, ViewConsistency(), teacher=CopiedTeacher(model))
     ids = tokens(1, WINDOW + 1)
     with pytest.raises(ValueError, match=f"documents of at most {WINDOW} tokens, its window, got one of {WINDOW + 1}"):
         run(distiller, model, {"input_ids": ids, "labels": ids})
     plain = patch_model(tiny(), "standard")
     with pytest.raises(ValueError, match="same RoPE"):
-        ViewDistiller(plain, ViewConsistency(), teacher=CopiedTeacher(plain))
+        SelfDistiller(plain, ViewConsistency(), teacher=CopiedTeacher(plain))
 
 
 def test_a_copy_of_a_cast_model_has_the_frequencies_of_pretraining():

@@ -11,7 +11,7 @@ from support.tiny import SLIDING_WINDOW, tiny, tokens
 from torch.nn.attention.flex_attention import create_mask
 
 from rope_patch import patch_model, rope_view
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.labelled import Labelled
 from rope_patch.shifted_attention import ShiftedAttention, _Groups
 from rope_patch.views import Skip
 

@@ -21,14 +21,13 @@ from rope_patch.distillation import (
     CopiedTeacher,
     HiddenDistiller,
     HiddenTargets,
-    LongCE,
     RelationDistiller,
     RelationTargets,
+    SelfDistiller,
     SharedTeacher,
     ViewConsistency,
-    ViewDistiller,
-    WeightedDistiller,
 )
+from rope_patch.next_token import LongCE, WeightedNextToken
 
 IDS = tokens(2, 20)
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -134,8 +133,8 @@ def test_prompts_are_refused_by_every_loss(kind):
     config = PROMPTS[kind](task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = patch_model(get_peft_model(tiny(), config), "skip")
     for make in (
-        lambda: WeightedDistiller(model, LongCE()),
-        lambda: ViewDistiller(model, ViewConsistency()),
+        lambda: WeightedNextToken(model, LongCE()),
+        lambda: SelfDistiller(model, ViewConsistency()),
         lambda: HiddenDistiller(model, HiddenTargets(), CopiedTeacher(tiny())),
         lambda: RelationDistiller(model, RelationTargets(), CopiedTeacher(tiny())),
     ):
@@ -147,9 +146,9 @@ def test_noised_embeddings_are_refused_whenever_they_come():
     model = patch_model(tiny(), "skip")
     handle = activate_neftune(model, 5.0)
     with pytest.raises(ValueError, match="NEFTune, neftune_noise_alpha=5.0"):
-        ViewDistiller(model, ViewConsistency())
+        SelfDistiller(model, ViewConsistency())
     deactivate_neftune(model, handle)
-    distiller = ViewDistiller(model, ViewConsistency())
+    distiller = SelfDistiller(model, ViewConsistency())
     activate_neftune(model, 5.0)
     with pytest.raises(ValueError, match="NEFTune, neftune_noise_alpha=5.0"), distiller.active():
         pass

@@ -11,11 +11,10 @@ from support.tiny import MIXED, SLIDING_WINDOW, tiny, tokens
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import patch_model, rope_view
-from rope_patch.distillation import TAPE, ViewConsistency, ViewDistiller, two_view_attention
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.distillation import TAPE, SelfDistiller, ViewConsistency, ViewTape, two_view_attention
 from rope_patch.documents import Documents, locate_documents
 from rope_patch.draws import DrawKey
+from rope_patch.labelled import Labelled
 from rope_patch.views import Cyclic, Dilation, Skip
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
@@ -78,22 +77,22 @@ def by_hand(model, data, view, parameters, consistency):
 
 def run(model, data, consistency, step=3, one_pass=True):
     """The distiller's loss in one call of the model."""
-    distiller = ViewDistiller(model, consistency, one_pass=one_pass)
+    distiller = SelfDistiller(model, consistency, one_pass=one_pass)
     assert distiller.one_pass == one_pass
-    distiller.source.clock.set(step, 0)
+    distiller.view.clock.set(step, 0)
     labelled = Labelled.of(data)
     divisor = labelled.n_documents
     if consistency.reduction == "token":
-        divisor = labelled.suffix_total(distiller.affected_from(labelled))
+        divisor = labelled.suffix_total(distiller.changes.next_first(labelled))
     elif consistency.reduction == "uniform":
         divisor = int(labelled.counted.sum())
-    tape = ViewTape(labelled, labelled.n_labels, divisor, data["input_ids"])
+    tape = ViewTape(labelled, labelled.n_labels, divisor)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        if tape.loss.requires_grad:
-            tape.loss.backward()
-    return tape, distiller.source.last
+        if tape.result.loss.requires_grad:
+            tape.result.loss.backward()
+    return tape, distiller.view.last
 
 
 def compare(family, kind, options, consistency, checkpointing=False, one_pass=True):
@@ -107,7 +106,7 @@ def compare(family, kind, options, consistency, checkpointing=False, one_pass=Tr
     model.zero_grad()
     wanted, _ = by_hand(model, data, bound.view, bound.parameters, consistency)
     wanted.backward()
-    torch.testing.assert_close(tape.loss.detach(), wanted.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(tape.result.loss.detach(), wanted.detach(), rtol=1e-6, atol=1e-7)
     for name, p in model.named_parameters():
         # float32 norms inside a float64 model
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item() + 1e-9)
@@ -165,7 +164,7 @@ def test_one_pass_runs_under_autocast_as_two_passes_do(attention, kind):
         model = patch_model(tiny("qwen3", attention), **SKIP).train()
         with torch.autocast("cpu", torch.bfloat16):
             tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
     for one, two in zip(*results, strict=True):
         assert (one - two).norm() <= 0.1 * two.norm()
 
@@ -211,7 +210,7 @@ def test_one_pass_is_two_passes_under_every_view(view, kind, rest, monkeypatch):
         if rest == "float64":
             in_float64(model, monkeypatch)
         tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
     for one, two in zip(*results, strict=True):
         assert (one - two).abs().max() <= EXACT[rest] * two.abs().max()
 
@@ -236,7 +235,7 @@ def test_one_pass_is_two_passes_by_every_attention(attention, rest, family, kind
         if one_pass and attention == "flash":
             as_flash(model)
         tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
     assert bool(calls) == (attention == "flash")
     for one, two in zip(*results, strict=True):
         assert (one - two).abs().max() <= EXACT[rest] * two.abs().max()
@@ -261,7 +260,7 @@ def test_flex_attention_gives_the_losses_of_sdpa(family, kind):
         model = tiny(family.removesuffix("-mixed"), attention, torch.float32, **shape, **mixed)
         with torch.no_grad():
             tape, _ = run(patch_model(model, **SKIP), data, ViewConsistency())
-        losses.append((tape.rows.ce.sum(), tape.rows.kl.sum()))
+        losses.append((tape.result.rows.ce.sum(), tape.result.rows.kl.sum()))
     assert losses[1][1] > 1e-3
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
@@ -279,27 +278,27 @@ def test_capped_scores_need_an_attention_that_caps_them():
         config = Gemma2Config(**shape, sliding_window=SLIDING_WINDOW, attn_logit_softcapping=0.5)
         model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").double().train()
         tape, _ = run(patch_model(model, **SKIP), batch("plain"), ViewConsistency(), one_pass=one_pass)
-        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
     for one, two in zip(*results, strict=True):
         assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
     model = patch_model(tiny(), **SKIP)
     model.config.attn_logit_softcapping = 0.5
-    assert not ViewDistiller(model, ViewConsistency()).one_pass
+    assert not SelfDistiller(model, ViewConsistency()).one_pass
 
 
 def test_a_prefix_keeps_its_graph():
     """Detached keys and values of the prefix would leave the loss as it is and make gradients wrong."""
     data, view = batch("plain"), {"split": 12, "skip": 40}
     model = patch_model(tiny(dtype=torch.float64), "skip", **view).train()
-    distiller = ViewDistiller(model, ViewConsistency(weight=1.0))
+    distiller = SelfDistiller(model, ViewConsistency(weight=1.0))
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, 10**9, labelled.n_documents, data["input_ids"])  # the KL alone
+    tape = ViewTape(labelled, 10**9, labelled.n_documents)  # the KL alone
     seen = {}
     with distiller.active():
         handle = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
         model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{TAPE: tape})
         handle.remove()
-        grad = torch.autograd.grad(tape.loss, seen["x"])[0]
+        grad = torch.autograd.grad(tape.result.loss, seen["x"])[0]
     assert grad.shape[1] == 19 + 7, "tokens, and copies of the suffix"
     assert grad[:, :12].abs().max() > 1e-3 * grad.abs().max()
 
@@ -376,8 +375,8 @@ def test_evaluation_samples_the_view_too_and_takes_it_off_again():
     with torch.no_grad():
         tape, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
         again, _ = run(model, batch("plain"), ViewConsistency(), step=-1)
-    assert tape.rows.kl.sum() > 0 and not model.model._rope_patch.overrides
-    assert tape.rows.kl.shape == again.rows.kl.shape
+    assert tape.result.rows.kl.sum() > 0 and not model.model._rope_patch.overrides
+    assert tape.result.rows.kl.shape == again.result.rows.kl.shape
 
 
 @pytest.mark.parametrize("view", [Skip(), Cyclic(), Dilation()])
@@ -396,15 +395,15 @@ def test_under_the_uniform_reduction_every_token_weighs_the_same(view):
 def test_a_view_that_cannot_say_how_often_has_no_uniform_reduction():
     model = patch_model(tiny(), "pose", target=300)
     with pytest.raises(ValueError, match="view 'pose' does not know how often a token lies behind"):
-        ViewDistiller(model, ViewConsistency(reduction="uniform"))
-    ViewDistiller(patch_model(tiny(), "dilation"), ViewConsistency(reduction="uniform"))
+        SelfDistiller(model, ViewConsistency(reduction="uniform"))
+    SelfDistiller(patch_model(tiny(), "dilation"), ViewConsistency(reduction="uniform"))
 
 
 def test_what_cannot_be_distilled_is_refused():
     with pytest.raises(ValueError, match="compares a view with true positions: give view"):
-        ViewDistiller(patch_model(tiny(), "standard"), ViewConsistency())
+        SelfDistiller(patch_model(tiny(), "standard"), ViewConsistency())
     with pytest.raises(ValueError, match="give view='skip' or another that perturbs"):
-        ViewDistiller(patch_model(tiny(), "pi", factor=2.0), ViewConsistency())
+        SelfDistiller(patch_model(tiny(), "pi", factor=2.0), ViewConsistency())
     with pytest.raises(ValueError, match="direction must be one of"):
         ViewConsistency(direction="both")
     with pytest.raises(ValueError, match="weight must be a number of at least 0"):
@@ -446,7 +445,7 @@ def test_one_pass_is_two_passes_in_families_that_differ(kind):
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
         tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
-        results.append((tape.loss.detach(), *(p.grad for p in model.parameters())))
+        results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
     assert results[0][0] > 0
     for one, two in zip(*results, strict=True):
         assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9

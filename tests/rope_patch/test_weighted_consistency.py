@@ -8,17 +8,10 @@ from support.batches import batch, documents_of
 from support.tiny import tiny
 
 from rope_patch import native_rope, patch_model, rope_view
-from rope_patch.distillation import (
-    TAPE,
-    CopiedTeacher,
-    LongCE,
-    SequentialDistiller,
-    ViewConsistency,
-    ViewDistiller,
-)
-from rope_patch.distillation.consistency import ViewTape, top_share
-from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.sequential import SequentialTape
+from rope_patch.distillation import TAPE, CopiedTeacher, SelfDistiller, StandardTape, ViewConsistency, ViewTape
+from rope_patch.distillation.consistency import top_share
+from rope_patch.labelled import Labelled
+from rope_patch.next_token import LongCE
 
 LONGCE = LongCE(short_context=5, stride=3, cap=1.5)
 SPLIT, SKIP = 3, 30
@@ -86,33 +79,30 @@ def test_rows_count_as_they_are_told(way, kind, passes, native):
     patch_model(model, "skip", split=SPLIT, skip=SKIP).train()
     consistency = ViewConsistency(weight=0.8, **WAYS[way])
     teacher = CopiedTeacher(model) if native else None
-    if passes == "sequential":
-        distiller = SequentialDistiller(model, consistency, teacher=teacher)
-    else:
-        distiller = ViewDistiller(model, consistency, teacher=teacher, one_pass=passes == "one")
+    distiller = SelfDistiller(model, consistency, teacher=teacher, one_pass=passes != "two")
     labelled = Labelled.of(data)
-    kind_of_tape = SequentialTape if passes == "sequential" else ViewTape
-    tape = kind_of_tape(labelled, labelled.n_labels, labelled.n_documents, data["input_ids"])
     inputs = {name: value for name, value in data.items() if name != "labels"}
-    total = 0.0
+    total, earlier = 0.0, None
     with distiller.active():
         if passes == "sequential":
+            earlier = StandardTape(labelled, labelled.n_labels)
             with rope_view(model, "standard"):
-                model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-            tape.loss.backward()
-            total = tape.loss.detach()
+                model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: earlier})
+            earlier.result.loss.backward()
+            total = earlier.result.loss.detach()
+        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, earlier)
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        tape.loss.backward()
+        tape.result.loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     wanted, factors = by_hand(model, data, consistency, native)
     wanted.backward()
     assert len(set(factors.values())) > (1 if way == "top" else 3), "some rows are weighed"
-    torch.testing.assert_close(total + tape.loss.detach(), wanted.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(total + tape.result.loss.detach(), wanted.detach(), rtol=1e-5, atol=1e-7)
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item() + 1e-9)
     if consistency.kl_top is not None:
-        chosen = {(r, i) for r, i in tape.in_kl.nonzero().tolist()}
+        chosen = {(r, i) for r, i in tape.result.in_kl.nonzero().tolist()}
         assert chosen == {place for place, factor in factors.items() if factor > 0}
 
 
@@ -121,11 +111,11 @@ def test_evaluation_weighs_all_alike():
     for options in ({}, WAYS["both"]):
         model = patch_model(tiny(), "skip", split=SPLIT, skip=SKIP).eval()
         labelled = Labelled.of(data)
-        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, data["input_ids"])
-        distiller = ViewDistiller(model, ViewConsistency(**options))
+        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+        distiller = SelfDistiller(model, ViewConsistency(**options))
         with distiller.active(), torch.no_grad():
             model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        results.append(tape.rows.kl)
+        results.append(tape.result.rows.kl)
     assert torch.equal(*results) and results[0].gt(0).any()
 
 
@@ -171,10 +161,10 @@ def test_autocast_keeps_no_weight_that_was_cast_to_choose_rows(native):
     """Torch before 2.11 hands a weight that was cast without gradients to the forward that wants them."""
     model = patch_model(patch_model(tiny(), "pi", factor=2.0), "skip", max_skip=9).train()
     consistency = ViewConsistency(kl_top=0.5, kl_longce=LongCE(short_context=5, stride=3))
-    distiller = ViewDistiller(model, consistency, teacher=CopiedTeacher(model) if native else None)
+    distiller = SelfDistiller(model, consistency, teacher=CopiedTeacher(model) if native else None)
     data = batch("plain")
     labelled = Labelled.of(data)
-    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, data["input_ids"])
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
     with distiller.active(), torch.autocast("cpu", torch.bfloat16), _Multiplications() as seen:
         model(input_ids=data["input_ids"], logits_to_keep=1, use_cache=False, **{TAPE: tape})
     assert seen.without_gradient and not seen.kept

@@ -13,17 +13,17 @@ from rope_patch.distillation import (
     HiddenTargets,
     LogitKL,
     NativeDistiller,
+    NativeTape,
     NativeTargets,
     RelationDistiller,
     RelationTargets,
-    SequentialDistiller,
+    SelfDistiller,
+    StandardTape,
     ViewConsistency,
-    ViewDistiller,
+    ViewTape,
 )
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.native import NativeTape
-from rope_patch.distillation.sequential import SequentialTape
+from rope_patch.labelled import Labelled
+from rope_patch.next_token import NextTokenTape
 from rope_patch.patch import view_source
 
 from .cells import Cell, compare_gradients
@@ -83,26 +83,21 @@ def _backward(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _self_distill(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
-    labelled, consistency = _labelled(inputs), ViewConsistency(weight=0.7)
-    sequential = objective.endswith("sequential")
-    make = SequentialTape if sequential else ViewTape
-    tape = make(labelled, *divisors, inputs["input_ids"])
-    if sequential:
-        distiller: ViewDistiller = SequentialDistiller(model, consistency)
-    else:
-        distiller = ViewDistiller(model, consistency, one_pass=not objective.endswith("two passes"))
-        assert distiller.one_pass != objective.endswith("two passes")
+    labelled, two_passes = _labelled(inputs), objective.endswith("two passes")
+    distiller = SelfDistiller(model, ViewConsistency(weight=0.7), one_pass=not two_passes)
+    assert distiller.one_pass != two_passes
 
-    def call() -> torch.Tensor:
+    def call(tape: NextTokenTape) -> torch.Tensor:
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-        return _backward(tape.loss)
+        return _backward(tape.result.loss)
 
     with distiller.active():
-        if not sequential:
-            return call()
+        if not objective.endswith("sequential"):
+            return call(ViewTape(labelled, *divisors))
+        earlier = StandardTape(labelled, divisors[0])
         with rope_view(model, "standard"):
-            first = call()
-        return first + call()
+            first = call(earlier)
+        return first + call(ViewTape(labelled, *divisors, earlier))
 
 
 def _keep_native(model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:

@@ -47,7 +47,7 @@ def test_it_extends_and_restores_at_once(tmp_path):
 def test_a_copy_serves_both(tmp_path):
     run = trainer(tmp_path, **EXTEND, **PI, self_distill_args={"teacher": "native"}, restore_every=2)
     objective = run._objective
-    assert objective.restore.distiller.teacher is objective.extend.distiller.teacher is not None
+    assert objective.restore.forward_loss.teacher is objective.extend.forward_loss.teacher is not None
 
 
 def test_resuming_in_a_step_that_restores(tmp_path):

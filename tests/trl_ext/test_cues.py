@@ -11,8 +11,8 @@ from support.training import logged, tokenizer, trainer
 from tokenizers import AddedToken
 
 from rope_patch import rope_view
-from rope_patch.distillation import CueWeight
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.labelled import Labelled
+from rope_patch.next_token import CueWeight
 from rope_patch.patch import view_source
 from trl_ext import RopeSFTConfig, append_cue
 from trl_ext.cues import CUES, cue_ids

@@ -89,7 +89,7 @@ def test_qlora(tmp_path):
     options = {"train_dataset": data, "eval_dataset": data, "learning_rate": 3e-3, "max_steps": 30}
     run = trainer(tmp_path / "run", model=load(), peft_config=config, **RELATION, **options)
     ids = torch.tensor([data["input_ids"][0]])
-    with torch.no_grad(), run._objective.distiller.teacher.ready() as decoder:
+    with torch.no_grad(), run._objective.forward_loss.teacher.ready() as decoder:
         # in training mode: in evaluation, bitsandbytes has another product for some CPUs
         assert torch.equal(decoder(ids).last_hidden_state, load().train().model(ids).last_hidden_state)
     before = run.evaluate()["eval_loss"]
@@ -108,7 +108,7 @@ def test_only_q_k_and_v_are_trained_on_request(tmp_path):
 
 def test_the_teacher_costs_no_second_copy_and_stays(tmp_path):
     run = trainer(tmp_path, peft_config=lora(), **RELATION)
-    teacher = run._objective.distiller.teacher
+    teacher = run._objective.forward_loss.teacher
     assert not hasattr(teacher, "copy")
     ids = torch.randint(3, VOCAB, (1, 30))
     with torch.no_grad(), teacher.ready() as decoder:

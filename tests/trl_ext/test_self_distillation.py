@@ -419,7 +419,7 @@ def test_draws_that_would_copy_too_much_run_one_view_after_the_other(way, tmp_pa
     def watched(objective, read):
         apart = ask(objective, read)
         if objective._max_copies < 1:
-            first = objective.distiller.affected_from(read)
+            first = objective.forward_loss.affected_from(read)
             copied = ((read.t >= first) & read.valid).sum(1) / read.t.shape[1]
             seen.append((bool(copied.max() > 0.6), apart))
         return apart

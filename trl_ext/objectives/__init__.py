@@ -1,27 +1,27 @@
-"""What `RopeSFTTrainer` minimises instead of next-token cross-entropy, by name."""
+"""What `RopeSFTTrainer` minimises, by name: each objective is a file with its options and its loss."""
 
 from .alternating import AlternatingObjective
-from .base import Objective
-from .hidden import HiddenObjective
-from .native import NativeObjective
-from .next_token import NextTokenObjective
-from .relation import RelationObjective
-from .self_distill import SelfDistillObjective
-
-OBJECTIVES: dict[str, type[Objective]] = {
-    "self-distill": SelfDistillObjective,
-    "relation-distill": RelationObjective,
-    "hidden-distill": HiddenObjective,
-    "native-distill": NativeObjective,
-}
+from .base import OBJECTIVES, Objective, ObjectiveOptions, objective_of
+from .hidden import HiddenObjective, HiddenOptions
+from .native import NativeObjective, NativeOptions
+from .next_token import NextTokenObjective, NextTokenOptions
+from .relation import RelationObjective, RelationOptions
+from .self_distill import SelfDistillObjective, SelfDistillOptions
 
 __all__ = [
     "OBJECTIVES",
     "AlternatingObjective",
     "HiddenObjective",
+    "HiddenOptions",
     "NativeObjective",
+    "NativeOptions",
     "NextTokenObjective",
+    "NextTokenOptions",
     "Objective",
+    "ObjectiveOptions",
     "RelationObjective",
+    "RelationOptions",
     "SelfDistillObjective",
+    "SelfDistillOptions",
+    "objective_of",
 ]

@@ -1,17 +1,21 @@
-"""The seam between the trainer and an objective that distils."""
+"""The seam between the trainer and what it minimises: options of an objective, its loss, and their registry."""
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
 
-from rope_patch.distillation import TAPE, CopiedTeacher, SharedTeacher
-from rope_patch.distillation.distiller import Distiller, real_tokens
+from rope_patch.distillation import CopiedTeacher, SharedTeacher
 from rope_patch.distillation.teacher import adapter_layers
+from rope_patch.forward_loss import TAPE, ForwardLoss
+from rope_patch.labelled import real_tokens
 from rope_patch.methods import from_options
+from rope_patch.registry import Registry
 from rope_patch.rotary import find_core
 
 from ..step_means import Part
@@ -21,9 +25,55 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+OBJECTIVES = Registry("objective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions(ABC):
+    """What an objective reads of the trainer's config, as the objects that check it."""
+
+    config_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of `RopeSFTConfig` that it reads. With objectives that do not read them they must be left out."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, args: "RopeSFTConfig") -> Self:
+        """Read and check them.
+
+        Raises:
+            ValueError: an option is unknown, missing, out of its range, or does not go with the rest of the config.
+        """
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the model as it was pretrained teaches."""
+        return True
+
+    @property
+    def is_trl_loss(self) -> bool:
+        """Whether the loss is TRL's own, with all of its options."""
+        return False
+
+    @property
+    def compares_forwards(self) -> bool:
+        """Whether forwards of a step are compared, so that what each draws anew would be taken for a difference."""
+        return True
+
+    @property
+    def reads_short_contexts(self) -> bool:
+        """Whether a step reads as many more windows of tokens as the rank's own documents have."""
+        return False
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Fields of the config that say what is trained, defaults filled in, for the record of a run.
+
+        Left out is what moves work and changes no number.
+        """
+
 
 class Objective:
-    """A loss that is computed while the student's forward runs.
+    """A loss that is computed while the model's forward runs, registered in `OBJECTIVES` under its name.
 
     Args:
         model: patched, with its adapters, before anything wraps it.
@@ -31,6 +81,17 @@ class Objective:
         accelerator: of the trainer.
         teacher: the model as it was pretrained, if there is one already.
     """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    """One clause for the help of `--objective`."""
+    options_class: ClassVar[type[ObjectiveOptions]]
+    counts_every_token: ClassVar[bool] = True
+    """Whether tokens without a label count too, and the last one of a document, which has no next token."""
+    takes_view_controls: ClassVar[bool] = False
+    """Whether a view that changes nothing on purpose, as a control of another, is trained with."""
+
+    options: Any
 
     def __init__(
         self,
@@ -40,7 +101,13 @@ class Objective:
         teacher: SharedTeacher | CopiedTeacher | None = None,
     ) -> None:
         self.args, self.accelerator, self.teacher = args, accelerator, teacher
-        self.distiller = self._make_distiller(model)
+        self.options = self.options_class.of(args)
+        self.forward_loss: Any = self._make_loss(model)
+
+    @classmethod
+    def build(cls, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> "Objective":
+        """The objective, or what alternates with it, that `args` asks for."""
+        return cls(model, args, accelerator)
 
     @property
     def draws(self) -> bool:
@@ -63,7 +130,7 @@ class Objective:
 
     def active(self) -> AbstractContextManager[None]:
         """To be open around forward and backward of a step."""
-        return self.distiller.active()
+        return self.forward_loss.active()
 
     def read(self, batch: dict[str, Any]) -> Any:
         """What of a batch `counts` and `loss` need, read once: here which tokens are real, bool [batch, n]."""
@@ -76,10 +143,10 @@ class Objective:
     def loss(
         self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], own: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        """Run teacher and student.
+        """Run the model, and a teacher before it.
 
         Args:
-            model: the student, wrapped as the trainer has it.
+            model: the one under training, wrapped as the trainer has it.
             inputs: of the batch.
             read: of the batch.
             counts: of the optimizer step that the batch belongs to.
@@ -105,7 +172,7 @@ class Objective:
         return zero
 
     def _warn_beyond_window(self, length: int) -> None:
-        state = self.distiller.state
+        state = self.forward_loss.state
         window = None if state is None else state.native.max_position_embeddings
         if window is not None and length > window:
             logger.warning(
@@ -122,30 +189,42 @@ class Objective:
             self.teacher = SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=offload)
         return self.teacher
 
-    def _make_distiller(self, model: nn.Module) -> Distiller:
+    def _make_loss(self, model: nn.Module) -> ForwardLoss:
+        """What computes the loss while a forward with a tape runs."""
         raise NotImplementedError
 
     def _tape(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
-        return self.distiller.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
+        return self.forward_loss.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
 
     def _forward_options(self) -> dict[str, Any]:
         return {}
 
     def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
+        """The loss and its parts, from what the forward has left on the tape."""
         raise NotImplementedError
+
+
+def objective_of(args: "RopeSFTConfig") -> type[Objective]:
+    """The class of the objective that `args` names.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    kind: type[Objective] = OBJECTIVES[args.objective]
+    return kind
 
 
 T = TypeVar("T")
 
 
-def from_fields(cls: type[T], name: str, options: dict[str, Any]) -> T:
-    """The options of an objective as the object that checks them.
+def from_field(cls: type[T], name: str, options: Any) -> T:
+    """The options in a field of the config, None for none, as the object that checks them.
 
     Raises:
         ValueError: an unknown option, one that is missing, or one out of its range.
     """
     try:
-        return from_options(cls, name, options)
+        return from_options(cls, name, options or {})
     except ValueError as error:
         known = str(error) if name in str(error) else f"{name}: {error}"
         raise ValueError(known) from error

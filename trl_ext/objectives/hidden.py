@@ -1,6 +1,7 @@
 """objective="hidden-distill": the short term of LongReD, a baseline."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -8,9 +9,33 @@ from torch import nn
 from rope_patch.distillation import HiddenDistiller, HiddenTargets
 
 from ..step_means import Part
-from .base import Objective, from_fields
+from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class HiddenOptions(ObjectiveOptions):
+    """Options of "hidden-distill".
+
+    Args:
+        targets: which hidden states count.
+    """
+
+    config_fields = ("hidden_args",)
+
+    targets: HiddenTargets
+
+    @classmethod
+    def of(cls, args: "RopeSFTConfig") -> Self:
+        return cls(targets=from_field(HiddenTargets, "hidden_args", args.hidden_args))
+
+    def record(self) -> dict[str, Any]:
+        return {"hidden_args": self.targets}
+
+
+@OBJECTIVES.register("hidden-distill")
 class HiddenObjective(Objective):
     """Hidden states of the model as it was pretrained, distilled into the rescaled one.
 
@@ -20,11 +45,13 @@ class HiddenObjective(Objective):
     Source: LongReD, arXiv:2502.07365, short-text and short-to-long distillation.
     """
 
-    distiller: HiddenDistiller
+    help = "distils hidden states of the model as it was pretrained into the rescaled one"
+    options_class = HiddenOptions
+    options: HiddenOptions
+    forward_loss: HiddenDistiller
 
-    def _make_distiller(self, model: nn.Module) -> HiddenDistiller:
-        targets = hidden_options(self.args._options("hidden_args"))
-        return HiddenDistiller(model, targets, self._native(model))
+    def _make_loss(self, model: nn.Module) -> HiddenDistiller:
+        return HiddenDistiller(model, self.options.targets, self._native(model))
 
     def check_length(self, length: int) -> None:
         self._warn_beyond_window(length)
@@ -33,18 +60,9 @@ class HiddenObjective(Objective):
         return {"output_hidden_states": True}
 
     def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
-        loss = self.distiller.targets.weight * tape.distance / counts["tokens"]
+        loss = self.options.targets.weight * tape.distance / counts["tokens"]
         parts: dict[str, Part] = {"hidden/distance": (tape.distance, own["tokens"])}
         if tape.far is not None:
-            loss = loss + self.distiller.targets.short_to_long * tape.far / counts["tokens"]
+            loss = loss + self.options.targets.short_to_long * tape.far / counts["tokens"]
             parts["hidden/far"] = (tape.far, own["tokens"])
         return loss, parts
-
-
-def hidden_options(hidden_args: dict[str, Any]) -> HiddenTargets:
-    """The options of the objective, checked.
-
-    Raises:
-        ValueError: an unknown option, or one out of its range.
-    """
-    return from_fields(HiddenTargets, "hidden_args", hidden_args)

@@ -1,18 +1,42 @@
 """objective="native-distill": predictions of the model as it was pretrained, kept under a view."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
-from rope_patch.distillation import NativeDistiller, NativeTargets
-from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.native import NativeTape
+from rope_patch.distillation import NativeDistiller, NativeTape, NativeTargets
+from rope_patch.labelled import Labelled
 
 from ..step_means import Part
-from .base import Objective, from_fields
+from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class NativeOptions(ObjectiveOptions):
+    """Options of "native-distill".
+
+    Args:
+        targets: what counts in the loss.
+    """
+
+    config_fields = ("native_args",)
+
+    targets: NativeTargets
+
+    @classmethod
+    def of(cls, args: "RopeSFTConfig") -> Self:
+        return cls(targets=from_field(NativeTargets, "native_args", args.native_args))
+
+    def record(self) -> dict[str, Any]:
+        return {"native_args": self.targets}
+
+
+@OBJECTIVES.register("native-distill")
 class NativeObjective(Objective):
     """KL of the model under its view to the model as it was pretrained at true positions, and a cross-entropy beside.
 
@@ -23,14 +47,16 @@ class NativeObjective(Objective):
     Source: ours, see `rope_patch.distillation.NativeTargets`.
     """
 
-    distiller: NativeDistiller
+    help = "distils predictions of the model as it was pretrained into the sampled view"
+    options_class = NativeOptions
+    options: NativeOptions
+    forward_loss: NativeDistiller
 
-    def _make_distiller(self, model: nn.Module) -> NativeDistiller:
-        targets = native_options(self.args._options("native_args"))
-        return NativeDistiller(model, targets, self._native(model), offload=self.args.teacher_offload)
+    def _make_loss(self, model: nn.Module) -> NativeDistiller:
+        return NativeDistiller(model, self.options.targets, self._native(model), offload=self.args.teacher_offload)
 
     def check_length(self, length: int) -> None:
-        self.distiller.check_length(length)
+        self.forward_loss.check_length(length)
 
     def read(self, batch: dict[str, Any]) -> Labelled:
         """Labels and documents."""
@@ -48,20 +74,11 @@ class NativeObjective(Objective):
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         rows = tape.rows
         parts: dict[str, Part] = {"kl": (rows.kl.double().sum(), own["tokens"])}
-        if self.distiller.reads_labels:
+        if self.forward_loss.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
             # where running text is read too, other tokens have such values as well
             of_labels = {name: values.double().masked_fill(~tape.has_label, 0) for name, values in sums.items()}
             parts |= {name: (values.sum(), own["labelled"]) for name, values in of_labels.items()}
-        if self.distiller.reads_text:
+        if self.forward_loss.reads_text:
             parts["text_ce"] = rows.ce.double().sum(), own["next"]
         return tape.loss, parts
-
-
-def native_options(native_args: dict[str, Any]) -> NativeTargets:
-    """The options of the objective, checked.
-
-    Raises:
-        ValueError: an unknown option, or one out of its range.
-    """
-    return from_fields(NativeTargets, "native_args", native_args)

@@ -1,37 +1,81 @@
-"""Next-token training whose tokens differ in weight: objective="clm" with token_weighting="longce" or a cue_weight."""
+"""objective="clm": the next-token loss, TRL's own, or with weights of tokens by token_weighting or cue_weight."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
 
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from rope_patch.checked_numbers import require_number
-from rope_patch.distillation import CueWeight, LongCE, WeightedDistiller
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.distiller import Distiller
-from rope_patch.distillation.labelled import Labelled
+from rope_patch.labelled import Labelled
+from rope_patch.next_token import CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
 
 from ..step_means import Part
-from .base import Objective, from_fields
+from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
 
+_WITHOUT_LONGCE = "leave out token_weighting"
 
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenOptions(ObjectiveOptions):
+    """Options of "clm".
+
+    Args:
+        longce: LongCE's weights of tokens, or None.
+        cue: weight of a cue's tokens, or None.
+    """
+
+    config_fields = ("token_weighting", "longce_args", "cue_weight")
+
+    longce: LongCE | None
+    cue: CueWeight | None
+
+    @classmethod
+    def of(cls, args: "RopeSFTConfig") -> Self:
+        return cls(longce=longce_of(args), cue=_cue_of(args))
+
+    @property
+    def needs_teacher(self) -> bool:
+        return False
+
+    @property
+    def is_trl_loss(self) -> bool:
+        return self.longce is None and self.cue is None
+
+    @property
+    def compares_forwards(self) -> bool:
+        return self.longce is not None
+
+    @property
+    def reads_short_contexts(self) -> bool:
+        return self.longce is not None
+
+    def record(self) -> dict[str, Any]:
+        return {**record_of_longce(self.longce), "cue_weight": 1.0 if self.cue is None else self.cue.weight}
+
+
+@OBJECTIVES.register("clm")
 class NextTokenObjective(Objective):
     """Next-token loss of the sampled view with weights of tokens: LongCE's, EndPrompt's or both.
 
     loss = (sum over labels of w CE) / labels of the step. Evaluation gives the plain cross-entropy. Both are logged,
-    the plain one as `ce` and that of the loss as `weighted_ce`.
+    the plain one as `ce` and that of the loss as `weighted_ce`. Without weights the loss is TRL's own, and the trainer
+    has no objective.
 
     Source: LongCE, arXiv:2410.23771; EndPrompt.
     """
 
-    distiller: Any
+    help = "next-token cross-entropy under the sampled view"
+    options_class: ClassVar[type[ObjectiveOptions]] = NextTokenOptions
+    counts_every_token = False
+    takes_view_controls = True
 
-    def _make_distiller(self, model: nn.Module) -> Distiller:
-        return WeightedDistiller(model, longce_options(self.args), cue_options(self.args))
+    def _make_loss(self, model: nn.Module) -> Any:
+        return WeightedNextToken(model, self.options.longce, self.options.cue)
 
     def read(self, batch: dict[str, Any]) -> Labelled:
         """Labels and documents."""
@@ -41,48 +85,57 @@ class NextTokenObjective(Objective):
         """Real tokens and labels."""
         return {"tokens": int(read.valid.sum()), "labels": read.n_labels}
 
-    def _kl_divisor(self, counts: dict[str, int]) -> int:
-        return 1  # there is no KL
-
-    def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> ViewTape:
-        return ViewTape(read, counts["labels"], self._kl_divisor(counts), inputs["input_ids"])
+    def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NextTokenTape:
+        return NextTokenTape(read, counts["labels"])
 
     def _combine(
-        self, tape: ViewTape, counts: dict[str, int], own: dict[str, int]
+        self, tape: NextTokenTape, counts: dict[str, int], own: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        parts = self._parts(tape, own)
-        if self.distiller.decoder.training:
-            return tape.loss, parts
+        parts = self._parts(tape.result, tape.labelled, own)
+        if self.forward_loss.decoder.training:
+            return tape.result.loss, parts
         total, _ = parts["ce"]
-        return (total / own["labels"]).to(tape.loss.dtype), parts  # nan, as TRL's, for a batch without labels
+        # nan, as TRL's, for a batch without labels
+        return (total / own["labels"]).to(tape.result.loss.dtype), parts
 
-    def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, Part]:
-        rows, n_labels = tape.rows, own["labels"]
+    def _parts(self, result: NextTokenLoss, labelled: Labelled, own: dict[str, int]) -> dict[str, Part]:
+        rows, n_labels = result.rows, own["labels"]
         sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
-        if self.distiller.decoder.training and self._weighs_tokens:
-            labelled = tape.labelled.next_label.flatten()[tape.queries] != IGNORE_INDEX
-            factor = torch.where(labelled, rows.ce_factor * self._cue_factors(tape), 0.0)
-            sums |= {"token_weight": factor, "weighted_ce": factor * rows.ce}
+        if result.token_weight is not None:
+            has_label = labelled.next_label.flatten()[result.queries] != IGNORE_INDEX
+            weight = torch.where(has_label, result.token_weight, 0.0)
+            sums |= {"token_weight": weight, "weighted_ce": weight * rows.ce}
         return {name: (values.double().sum(), n_labels) for name, values in sums.items()}
 
-    @property
-    def _weighs_tokens(self) -> bool:
-        return self.distiller.longce is not None or self._cue is not None
-
-    @property
-    def _cue(self) -> CueWeight | None:
-        return self.distiller.cue if isinstance(self.distiller, WeightedDistiller) else None
-
-    def _cue_factors(self, tape: ViewTape) -> torch.Tensor | float:
-        return 1.0 if self._cue is None else self._cue.factors(tape.labelled).flatten()[tape.queries]
-
     def check_length(self, length: int) -> None:
-        longce = self.distiller.longce
-        if longce is not None:
-            longce.check_length(length, "leave out token_weighting")
+        if self.options.longce is not None:
+            self.options.longce.check_length(length, _WITHOUT_LONGCE)
 
 
-def cue_options(args: "RopeSFTConfig") -> CueWeight | None:
+def longce_of(args: "RopeSFTConfig") -> LongCE | None:
+    """The token weights that `args` asks for.
+
+    Raises:
+        ValueError: an unknown weighting or option, one out of its range, or rows in which all tokens would weigh 1.
+    """
+    if args.token_weighting is None:
+        if args.longce_args:
+            raise ValueError(f"longce_args belongs to token_weighting='longce', got longce_args={args.longce_args}.")
+        return None
+    if args.token_weighting != "longce":
+        raise ValueError(f"token_weighting must be 'longce' or None, got {args.token_weighting!r}.")
+    longce = from_field(LongCE, "longce_args", args.longce_args)
+    if args.max_length is not None:
+        longce.check_length(args.max_length, _WITHOUT_LONGCE)
+    return longce
+
+
+def record_of_longce(longce: LongCE | None) -> dict[str, Any]:
+    """The fields of the config that say how tokens are weighed."""
+    return {"token_weighting": None} if longce is None else {"token_weighting": "longce", "longce_args": longce}
+
+
+def _cue_of(args: "RopeSFTConfig") -> CueWeight | None:
     """The weight of a cue's tokens that `args` asks for.
 
     Raises:
@@ -91,29 +144,12 @@ def cue_options(args: "RopeSFTConfig") -> CueWeight | None:
     require_number("cue_weight", args.cue_weight, least=0)
     if args.cue_weight == 1.0:
         return None
-    in_force = args._options("view_args").get(
-        "cue_tokens", int(args.cue is not None)
-    )  # known once there is a tokenizer
-    tokens = in_force if args.view == "endprompt" else 0
-    if not tokens or args.objective != "clm":
+    options: Any = args.view_args or {}
+    # a cue's tokens are known once there is a tokenizer
+    tokens = options.get("cue_tokens", int(args.cue is not None)) if args.view == "endprompt" else 0
+    if not tokens:
         raise ValueError(
             "cue_weight weighs the tokens of view='endprompt', objective='clm', with cue_tokens above 0; got "
             f"cue_weight={args.cue_weight}, view={args.view!r}, objective={args.objective!r}."
         )
     return CueWeight(tokens=tokens, weight=args.cue_weight)
-
-
-def longce_options(args: "RopeSFTConfig") -> LongCE | None:
-    """The token weights that `args` asks for.
-
-    Raises:
-        ValueError: an unknown weighting or option, or one out of its range.
-    """
-    options = args._options("longce_args")
-    if args.token_weighting is None:
-        if options:
-            raise ValueError(f"longce_args belongs to token_weighting='longce', got longce_args={options}.")
-        return None
-    if args.token_weighting != "longce":
-        raise ValueError(f"token_weighting must be 'longce' or None, got {args.token_weighting!r}.")
-    return from_fields(LongCE, "longce_args", options)

@@ -1,6 +1,7 @@
 """objective="relation-distill": LinearARD."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -8,9 +9,38 @@ from torch import nn
 from rope_patch.distillation import LogitKL, RelationDistiller, RelationTargets
 
 from ..step_means import Part
-from .base import Objective, from_fields
+from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class RelationOptions(ObjectiveOptions):
+    """Options of "relation-distill".
+
+    Args:
+        targets: which relations count.
+        logit_kl: a KL of next-token distributions beside them, None without logit_kl_args.
+    """
+
+    config_fields = ("relation_args", "logit_kl_args")
+
+    targets: RelationTargets
+    logit_kl: LogitKL | None
+
+    @classmethod
+    def of(cls, args: "RopeSFTConfig") -> Self:
+        logit_kl = from_field(LogitKL, "logit_kl_args", args.logit_kl_args) if args.logit_kl_args else None
+        return cls(targets=from_field(RelationTargets, "relation_args", args.relation_args), logit_kl=logit_kl)
+
+    def record(self) -> dict[str, Any]:
+        # a logit KL of weight 0 is logged alone and trains nothing
+        trained = self.logit_kl if self.logit_kl is not None and self.logit_kl.weight else None
+        return {"relation_args": self.targets, "logit_kl_args": trained}
+
+
+@OBJECTIVES.register("relation-distill")
 class RelationObjective(Objective):
     """Relations of the model as it was pretrained, distilled into the rescaled one.
 
@@ -20,12 +50,15 @@ class RelationObjective(Objective):
     Source: LinearARD, arXiv:2604.00004.
     """
 
-    distiller: RelationDistiller
+    help = "distils relations of the model as it was pretrained into the rescaled one"
+    options_class = RelationOptions
+    options: RelationOptions
+    forward_loss: RelationDistiller
 
-    def _make_distiller(self, model: nn.Module) -> RelationDistiller:
-        targets, logit_kl = relation_options(self.args._options("relation_args"), self.args._options("logit_kl_args"))
+    def _make_loss(self, model: nn.Module) -> RelationDistiller:
+        options, offload = self.options, self.args.teacher_offload
         return RelationDistiller(
-            model, targets, self._native(model), logit_kl=logit_kl, offload=self.args.teacher_offload
+            model, options.targets, self._native(model), logit_kl=options.logit_kl, offload=offload
         )
 
     def check_length(self, length: int) -> None:
@@ -34,29 +67,17 @@ class RelationObjective(Objective):
     def counts(self, read: torch.Tensor) -> dict[str, int]:
         """Real tokens, and those that the logit KL counts."""
         counts = super().counts(read)
-        if self.distiller.logit_kl is not None:
-            counts["last"] = int(self.distiller.logit_kl.chosen(read).sum())
+        if self.options.logit_kl is not None:
+            counts["last"] = int(self.options.logit_kl.chosen(read).sum())
         return counts
 
     def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
-        sums = {name: tape.loss(name) for name in self.distiller.targets.weights}
-        loss = torch.stack([weight * sums[name] for name, weight in self.distiller.targets.weights.items()]).sum()
+        sums = {name: tape.loss(name) for name in self.options.targets.weights}
+        loss = torch.stack([weight * sums[name] for name, weight in self.options.targets.weights.items()]).sum()
         loss = loss / counts["tokens"]
         parts: dict[str, Part] = {name: (total, own["tokens"]) for name, total in sums.items()}
-        if self.distiller.logit_kl is not None:
-            if self.distiller.logit_kl.weight:
-                loss = loss + self.distiller.logit_kl.weight * tape.logit_kl / counts["last"]
+        if self.options.logit_kl is not None:
+            if self.options.logit_kl.weight:
+                loss = loss + self.options.logit_kl.weight * tape.logit_kl / counts["last"]
             parts["logit_kl"] = (tape.logit_kl, own["last"])
         return loss, {f"relation/{name}": value for name, value in parts.items()}
-
-
-def relation_options(
-    relation_args: dict[str, Any], logit_kl_args: dict[str, Any] | None
-) -> tuple[RelationTargets, LogitKL | None]:
-    """The options of the objective, checked; no logit KL without logit_kl_args.
-
-    Raises:
-        ValueError: an unknown option, or one out of its range.
-    """
-    targets = from_fields(RelationTargets, "relation_args", relation_args)
-    return targets, from_fields(LogitKL, "logit_kl_args", logit_kl_args) if logit_kl_args else None

@@ -1,9 +1,10 @@
 """objective="self-distill": RPSD."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers.utils import logging
@@ -11,184 +12,41 @@ from transformers.utils import logging
 from rope_patch import rope_view
 from rope_patch.checked_numbers import require_number
 from rope_patch.distillation import (
+    ConsistencyLoss,
     Control,
-    ControlDistiller,
-    LongCE,
-    SequentialDistiller,
+    SelfDistiller,
+    StandardTape,
     ViewConsistency,
-    ViewDistiller,
+    ViewTape,
 )
-from rope_patch.distillation.consistency import ViewTape
-from rope_patch.distillation.labelled import Labelled
-from rope_patch.distillation.sequential import SequentialTape
+from rope_patch.distillation.controls import NoisyPasses
+from rope_patch.labelled import Labelled
+from rope_patch.next_token import LongCE, NextTokenLoss
 from rope_patch.registry import unknown
+from rope_patch.rotary import find_decoder
+from rope_patch.state import state_of
 from rope_patch.views import Skip
 
 from ..step_means import Part
-from .base import from_fields
-from .next_token import NextTokenObjective, longce_options
+from .alternating import AlternatingObjective
+from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+from .next_token import NextTokenObjective, longce_of, record_of_longce
+from .relation import RelationObjective, RelationOptions
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
 
 logger = logging.get_logger(__name__)
 Passes = Literal["auto", "two", "sequential"]
 Teacher = Literal["self", "native"]
 
 
-class SelfDistillObjective(NextTokenObjective):
-    """Next-token loss under true positions, and the KL of the sampled view's predictions to those.
-
-    loss = (sum of cross-entropies) / labels of the step + kl_weight L_KL, with L_KL as in
-    `rope_patch.distillation.ViewConsistency` over the documents of the optimizer step. Evaluation gives the
-    cross-entropy alone, and logs the KL beside it. What is logged as `ce` and `kl` makes up the loss: it is
-    ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE.
-
-    Source: RPSD, arXiv:2604.14339, Eq. 3-6.
-    """
-
-    distiller: ViewDistiller | ControlDistiller
-
-    def _make_distiller(self, model: nn.Module) -> ViewDistiller | ControlDistiller:
-        chosen = self_distill_options(self.args.kl_weight, self.args._options("self_distill_args"))
-        longce = longce_options(self.args)
-        if chosen.control is not None:
-            return ControlDistiller(model, chosen.consistency, chosen.control, longce)
-        teacher = self._native(model) if chosen.teacher == "native" else None
-        self._max_copies = 0.0 if chosen.passes == "sequential" else chosen.max_copies or 1.0
-        if self._max_copies < 1:
-            if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-                raise ValueError(
-                    "passes='sequential' and max_copies have two backward passes a batch, DeepSpeed one: leave them "
-                    "out of self_distill_args."
-                )
-            logger.info(
-                "Views run one after the other, each with its own backward, where one forward would copy more than "
-                f"{self._max_copies:.0%} of a row."
-            )
-            return SequentialDistiller(model, chosen.consistency, longce, teacher=teacher)
-        one_pass = chosen.passes == "auto"
-        return ViewDistiller(model, chosen.consistency, longce, teacher=teacher, one_pass=one_pass)
-
-    def begin(self, step: int | None, first_document: int = 0) -> None:
-        if isinstance(self.distiller, ControlDistiller):
-            self.distiller.evaluation_seed = first_document
-
-    @property
-    def draws(self) -> bool:
-        return self.distiller.compares
-
-    def check_length(self, length: int) -> None:
-        super().check_length(length)
-        kl_longce = self.distiller.consistency.kl_longce
-        if kl_longce is not None:
-            kl_longce.check_length(length, "leave kl_longce out of self_distill_args")
-        if isinstance(self.distiller, ViewDistiller):
-            self.distiller.check_length(length)
-
-    def check_documents(self, lengths: torch.Tensor) -> None:
-        if not (self.distiller.consistency.weight or self.distiller.consistency.view_clm):
-            return
-        last = lengths - (2 if self.distiller.consistency.rows == "paper" else 1)
-        last = torch.where(lengths > 1, last, -1)
-        alike = ~self.distiller.can_differ(last, lengths)
-        n_alike = int(alike.sum())
-        if not n_alike:
-            return
-        what = "training"
-        if isinstance(self.distiller, ViewDistiller) and self.distiller.teacher is None:
-            what = repr(self.distiller.source.view)
-        if n_alike == len(lengths):
-            raise ValueError(
-                f"train_dataset must have documents in which {what} can change a prediction, got {n_alike} of at most "
-                f"{int(lengths.max())} tokens, in all of which the KL is 0. Give longer documents, or other view_args."
-            )
-        logger.warning(
-            f"{n_alike} of {len(lengths)} documents, {int(lengths[alike].sum())} of {int(lengths.sum())} tokens, add "
-            f"nothing to the KL and do not count in its mean: {what} can change no prediction in them."
-        )
-
-    def loss(
-        self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, Part]]:
-        if not self._one_after_the_other(read):
-            return super().loss(model, inputs, read, counts, own)
-        tape = SequentialTape(read, counts["labels"], self._kl_divisor(counts), inputs["input_ids"])
-        # gradients of both backward passes are exchanged with the second
-        with self.accelerator.no_sync(model):
-            with rope_view(self.distiller.decoder, "standard"):
-                first = self._call(model, inputs, tape) + tape.loss
-            # counts are those of all ranks, whose gradients are averaged
-            factor = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            self.accelerator.backward(first * factor)
-        tie = self._call(model, inputs, tape)
-        loss, parts = self._combine(tape, counts, own)
-        return loss + tie + first.detach(), parts
-
-    def _one_after_the_other(self, read: Labelled) -> bool:
-        """Whether a batch runs in two calls; on all ranks if on one, which gather weights and gradients together."""
-        if not isinstance(self.distiller, SequentialDistiller) or not self.distiller.decoder.training:
-            return False
-        if not self._max_copies:
-            return True
-        many = torch.tensor(float(self.distiller.copies(read) > self._max_copies), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(many).item())
-
-    def counts(self, read: Labelled) -> dict[str, int]:
-        """Real tokens, labels, and what the KL's sum is divided by, which may go by the clock's draws."""
-        counts = super().counts(read)
-        if self.distiller.compares:
-            counts["compared"] = self.distiller.kl_count(read)
-        return counts
-
-    def _kl_divisor(self, counts: dict[str, int]) -> int:
-        return max(1, counts.get("compared", 1))
-
-    def _parts(self, tape: ViewTape, own: dict[str, int]) -> dict[str, Part]:
-        parts = super()._parts(tape, own)
-        if tape.view_ce is not None:
-            parts["view_ce"] = tape.view_ce, own["labels"]
-        if not self.distiller.consistency.weight and self.distiller.decoder.training:
-            return parts  # no KL was computed
-        parts["kl"] = (tape.rows.kl.double() * tape.kl_factor).sum(), own["compared"]
-        return {**parts, **self._by_depth(tape), **self._by_skip(tape)}
-
-    def _by_depth(self, tape: ViewTape) -> dict[str, Part]:
-        """Mean KL of the queries in each quarter of their document."""
-        labelled = tape.labelled
-        length = labelled.documents.length.expand_as(labelled.t)
-        return _by_quarter("kl/depth", tape, labelled.t, length)
-
-    def _by_skip(self, tape: ViewTape) -> dict[str, Part]:
-        """Mean KL of the queries that the view moves, by how far: in quarters of the largest skip that it draws."""
-        if isinstance(self.distiller, ControlDistiller):
-            return {}
-        source = self.distiller.source
-        assert source.last is not None
-        if not isinstance(source.view, Skip) or source.view.skip is not None:
-            return {}
-        t = tape.labelled.t
-        skip = source.view.rope_index(t, source.last.parameters) - t  # 0 in a prefix, which no quarter has
-        largest = tape.labelled.documents.length.expand_as(skip)
-        if source.view.max_skip is not None:
-            largest = torch.full_like(skip, source.view.max_skip)
-        return _by_quarter("kl/skip", tape, skip - 1, largest)
-
-
-def _by_quarter(name: str, tape: ViewTape, value: torch.Tensor, end: torch.Tensor) -> dict[str, Part]:
-    """KL of the queries whose value is in each quarter of [0, end), and their number."""
-    quarter = (4 * value // end.clamp(min=1)).clamp(max=3).flatten()[tape.queries]
-    chosen = tape.in_kl.flatten()[tape.queries]
-    parts: dict[str, Part] = {}
-    for i in range(4):
-        here = chosen & (quarter == i)
-        parts[f"{name}_{i + 1}of4"] = torch.where(here, tape.rows.kl, 0.0).sum(), here.sum()
-    return parts
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The options of the objective.
+@dataclass(frozen=True, kw_only=True)
+class SelfDistillOptions(ObjectiveOptions):
+    """Options of "self-distill".
 
     Args:
-        consistency: rows, divisors and direction.
+        consistency: rows, divisors, direction and weight.
         control: what stands in for the view, or None.
         passes: "auto" one forward for both views where that is exact, "two", or "sequential": two, each with its own
             backward, in little more memory than next-token training takes.
@@ -196,22 +54,79 @@ class Chosen:
             of all, runs sequentially. None: no bound.
         teacher: "self", true positions in the model as it is, or "native", in the model as it was pretrained: adapters
             off or a frozen copy, native RoPE. All rows are then compared, s being 0.
+        longce: token weights of the cross-entropy, or None.
+        restore_every: every how many steps relations are distilled instead, None for never.
+        restore: of those steps.
     """
+
+    config_fields = (
+        "kl_weight",
+        "self_distill_args",
+        "token_weighting",
+        "longce_args",
+        "restore_every",
+        *RelationOptions.config_fields,
+    )
 
     consistency: ViewConsistency
     control: Control | None
     passes: Passes
     max_copies: float | None
     teacher: Teacher
+    longce: LongCE | None
+    restore_every: int | None
+    restore: RelationOptions | None
+
+    @classmethod
+    def of(cls, args: "RopeSFTConfig") -> Self:
+        given: Any = args.self_distill_args
+        restore_every, restore = args.restore_every, None
+        if restore_every is not None:
+            if type(restore_every) is not int or restore_every < 2:
+                raise ValueError(f"restore_every must be a number of steps of at least 2, got {restore_every!r}.")
+            restore = RelationOptions.of(args)
+        for name in RelationOptions.config_fields:
+            if restore is None and getattr(args, name):
+                raise ValueError(
+                    f"{name} belongs to objective='relation-distill', or to restore_every; got objective="
+                    f"{args.objective!r} without it."
+                )
+        return cls(
+            longce=longce_of(args),
+            restore_every=restore_every,
+            restore=restore,
+            **_chosen(args.kl_weight, dict(given or {})),
+        )
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.teacher == "native" or self.restore is not None
+
+    @property
+    def reads_short_contexts(self) -> bool:
+        return self.longce is not None or self.consistency.kl_longce is not None
+
+    @property
+    def compares_in_training(self) -> bool:
+        """Whether training runs the view at all."""
+        return bool(self.consistency.weight or self.consistency.view_clm)
+
+    def record(self) -> dict[str, Any]:
+        options = {f.name: getattr(self.consistency, f.name) for f in fields(self.consistency)}
+        weight = options.pop("weight")
+        options |= {"teacher": self.teacher, "control": None}
+        if self.control is not None:
+            options |= {"control": self.control.kind, "strength": self.control.strength}
+        own = {"kl_weight": weight, "self_distill_args": options, "restore_every": self.restore_every}
+        return {**own, **record_of_longce(self.longce), **({} if self.restore is None else self.restore.record())}
 
 
-def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) -> Chosen:
-    """The options of the objective, checked.
+def _chosen(kl_weight: float, rest: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `SelfDistillOptions` from kl_weight and self_distill_args, which are used up.
 
     Raises:
         ValueError: an unknown option, or one out of its range.
     """
-    rest = dict(self_distill_args)
     if "weight" in rest:
         raise ValueError("self_distill_args has no weight: give kl_weight.")
     require_number("kl_weight", kl_weight, least=0)
@@ -236,7 +151,7 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
     if max_copies is not None and passes != "auto":
         raise ValueError(f"max_copies in self_distill_args is for passes='auto', got passes={passes!r}: leave one out.")
     if isinstance(rest.get("kl_longce"), dict):
-        rest["kl_longce"] = from_fields(LongCE, "kl_longce in self_distill_args", rest["kl_longce"])
+        rest["kl_longce"] = from_field(LongCE, "kl_longce in self_distill_args", rest["kl_longce"])
     strength = {"strength": rest.pop("strength")} if "strength" in rest else {}
     if kind is None and strength:
         raise ValueError("strength in self_distill_args is that of a control: give control='dropout', or leave it out.")
@@ -245,10 +160,183 @@ def self_distill_options(kl_weight: float, self_distill_args: dict[str, Any]) ->
             "a control runs in two passes of the model itself: leave out passes, max_copies and teacher of "
             "self_distill_args."
         )
-    return Chosen(
-        from_fields(ViewConsistency, "self_distill_args", {"weight": kl_weight, **rest}),
-        None if kind is None else from_fields(Control, "self_distill_args", {"kind": kind, **strength}),
-        passes,
-        max_copies,
-        teacher,
-    )
+    return {
+        "consistency": from_field(ViewConsistency, "self_distill_args", {"weight": kl_weight, **rest}),
+        "control": None if kind is None else from_field(Control, "self_distill_args", {"kind": kind, **strength}),
+        "passes": passes,
+        "max_copies": max_copies,
+        "teacher": teacher,
+    }
+
+
+@OBJECTIVES.register("self-distill")
+class SelfDistillObjective(NextTokenObjective):
+    """Next-token loss under true positions, and the KL of the sampled view's predictions to those.
+
+    loss = (sum of cross-entropies) / labels of the step + kl_weight L_KL, with L_KL as in
+    `rope_patch.distillation.ViewConsistency` over the documents of the optimizer step. Evaluation gives the
+    cross-entropy alone, and logs the KL beside it. What is logged as `ce` and `kl` makes up the loss: it is
+    ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE.
+
+    Source: RPSD, arXiv:2604.14339, Eq. 3-6.
+    """
+
+    help = "next-token cross-entropy under true positions plus the KL of the view to those"
+    options_class = SelfDistillOptions
+    takes_view_controls = False
+    options: SelfDistillOptions
+    forward_loss: SelfDistiller
+
+    @classmethod
+    def build(cls, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> Objective:
+        """The objective; with restore_every LinearARD's relations take its place in every so many steps."""
+        if args.restore_every is None:
+            return cls(model, args, accelerator)
+        state = state_of(find_decoder(model))
+        if state is None or not state.rescalings:
+            raise ValueError("restore_every restores a rescaled model: give rescale, e.g. 'yarn', or leave it out.")
+        restore = RelationObjective(model, args, accelerator)
+        extend = cls(model, args, accelerator, teacher=restore.teacher)
+        return AlternatingObjective(extend, restore, args.restore_every)
+
+    def _make_loss(self, model: nn.Module) -> SelfDistiller:
+        options = self.options
+        self._max_copies = 0.0 if options.passes == "sequential" else options.max_copies or 1.0
+        if self._max_copies < 1:
+            self._allow_two_calls()
+        return SelfDistiller(
+            model,
+            options.consistency,
+            options.longce,
+            teacher=self._native(model) if options.teacher == "native" else None,
+            control=options.control,
+            one_pass=options.passes != "two",
+        )
+
+    def _allow_two_calls(self) -> None:
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError(
+                "passes='sequential' and max_copies have two backward passes a batch, DeepSpeed one: leave them "
+                "out of self_distill_args."
+            )
+        logger.info(
+            "Views run one after the other, each with its own backward, where one forward would copy more than "
+            f"{self._max_copies:.0%} of a row."
+        )
+
+    def begin(self, step: int | None, first_document: int = 0) -> None:
+        if isinstance(self.forward_loss.passes, NoisyPasses):
+            self.forward_loss.passes.evaluation_seed = first_document
+
+    @property
+    def draws(self) -> bool:
+        return self.forward_loss.compares
+
+    def check_length(self, length: int) -> None:
+        super().check_length(length)
+        kl_longce = self.options.consistency.kl_longce
+        if kl_longce is not None:
+            kl_longce.check_length(length, "leave kl_longce out of self_distill_args")
+        self.forward_loss.check_length(length)
+
+    def check_documents(self, lengths: torch.Tensor) -> None:
+        if not (self.options.consistency.weight or self.options.consistency.view_clm):
+            return
+        last = lengths - (2 if self.options.consistency.rows == "paper" else 1)
+        last = torch.where(lengths > 1, last, -1)
+        alike = ~self.forward_loss.changes.can_differ(last, lengths)
+        n_alike = int(alike.sum())
+        if not n_alike:
+            return
+        what = "training"
+        if self.forward_loss.view is not None and self.forward_loss.teacher is None:
+            what = repr(self.forward_loss.view.view)
+        if n_alike == len(lengths):
+            raise ValueError(
+                f"train_dataset must have documents in which {what} can change a prediction, got {n_alike} of at most "
+                f"{int(lengths.max())} tokens, in all of which the KL is 0. Give longer documents, or other view_args."
+            )
+        logger.warning(
+            f"{n_alike} of {len(lengths)} documents, {int(lengths[alike].sum())} of {int(lengths.sum())} tokens, add "
+            f"nothing to the KL and do not count in its mean: {what} can change no prediction in them."
+        )
+
+    def loss(
+        self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
+        if not self._takes_two_calls(read):
+            return super().loss(model, inputs, read, counts, own)
+        # gradients of both backward passes are exchanged with the second
+        with self.accelerator.no_sync(model):
+            earlier = StandardTape(read, counts["labels"])
+            with rope_view(self.forward_loss.decoder, "standard"):
+                first = self._call(model, inputs, earlier) + earlier.result.loss
+            # counts are those of all ranks, whose gradients are averaged
+            factor = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            self.accelerator.backward(first * factor)
+        tape = ViewTape(read, counts["labels"], self._kl_divisor(counts), earlier)
+        tie = self._call(model, inputs, tape)
+        loss, parts = self._combine(tape, counts, own)
+        return loss + tie + first.detach(), parts
+
+    def _takes_two_calls(self, read: Labelled) -> bool:
+        """Whether a batch runs in two calls; on all ranks if on one, which gather weights and gradients together."""
+        if self._max_copies == 1 or not self.forward_loss.decoder.training:
+            return False
+        if not self._max_copies:
+            return True
+        many = torch.tensor(float(self.forward_loss.copies(read) > self._max_copies), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(many).item())
+
+    def counts(self, read: Labelled) -> dict[str, int]:
+        """Real tokens, labels, and what the KL's sum is divided by, which may go by the clock's draws."""
+        counts = super().counts(read)
+        if self.forward_loss.compares:
+            counts["compared"] = self.forward_loss.kl_count(read)
+        return counts
+
+    def _kl_divisor(self, counts: dict[str, int]) -> int:
+        return max(1, counts.get("compared", 1))
+
+    def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> ViewTape:
+        return ViewTape(read, counts["labels"], self._kl_divisor(counts))
+
+    def _parts(self, result: NextTokenLoss, labelled: Labelled, own: dict[str, int]) -> dict[str, Part]:
+        parts = super()._parts(result, labelled, own)
+        if not isinstance(result, ConsistencyLoss):
+            return parts  # training without the view
+        if result.view_ce is not None:
+            parts["view_ce"] = result.view_ce, own["labels"]
+        if not self.options.consistency.weight and self.forward_loss.decoder.training:
+            return parts  # no KL was computed
+        parts["kl"] = (result.rows.kl.double() * result.kl_factor).sum(), own["compared"]
+        return {**parts, **self._by_depth(result, labelled), **self._by_skip(result, labelled)}
+
+    def _by_depth(self, result: ConsistencyLoss, labelled: Labelled) -> dict[str, Part]:
+        """Mean KL of the queries in each quarter of their document."""
+        length = labelled.documents.length.expand_as(labelled.t)
+        return _by_quarter("kl/depth", result, labelled.t, length)
+
+    def _by_skip(self, result: ConsistencyLoss, labelled: Labelled) -> dict[str, Part]:
+        """Mean KL of the queries that the view moves, by how far: in quarters of the largest skip that it draws."""
+        source = self.forward_loss.view
+        if source is None or not isinstance(source.view, Skip) or source.view.skip is not None:
+            return {}
+        assert source.last is not None
+        t = labelled.t
+        skip = source.view.rope_index(t, source.last.parameters) - t  # 0 in a prefix, which no quarter has
+        largest = labelled.documents.length.expand_as(skip)
+        if source.view.max_skip is not None:
+            largest = torch.full_like(skip, source.view.max_skip)
+        return _by_quarter("kl/skip", result, skip - 1, largest)
+
+
+def _by_quarter(name: str, result: ConsistencyLoss, value: torch.Tensor, end: torch.Tensor) -> dict[str, Part]:
+    """KL of the queries whose value is in each quarter of [0, end), and their number."""
+    quarter = (4 * value // end.clamp(min=1)).clamp(max=3).flatten()[result.queries]
+    chosen = result.in_kl.flatten()[result.queries]
+    parts: dict[str, Part] = {}
+    for i in range(4):
+        here = chosen & (quarter == i)
+        parts[f"{name}_{i + 1}of4"] = torch.where(here, result.rows.kl, 0.0).sum(), here.sum()
+    return parts

@@ -8,10 +8,14 @@ import torch
 
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
-from ..documents import Documents, locate_documents
-from .distiller import real_tokens
+from .documents import Documents, locate_documents
 
 Rows = Literal["paper", "query_in_suffix"]
+
+
+def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Which tokens are not padding, bool [batch, n]."""
+    return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from ..checked_numbers import require_integer, require_number
+from ..forward_loss import without_gradient
 from ..heads import head_losses
+from ..labelled import Labelled
 from ..patch import rope_view
-from .labelled import Labelled
-from .teacher import without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +55,15 @@ class LongCE:
             )
 
     @torch.no_grad()
-    def reference(self, core: Any, decoder: Any, ids: torch.Tensor, labelled: Labelled) -> torch.Tensor:
+    def reference(self, core: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
         """Cross-entropy of the label of each query in its short context, float32 [batch, n], nan where it has none.
 
         Args:
             core: the causal LM, for its head.
             decoder: its decoder.
-            ids: [batch, n].
             labelled: the batch.
         """
+        ids = labelled.ids
         found = torch.full(ids.shape, float("nan"), device=ids.device).flatten()
         size, seq_len = self.short_context + self.stride, ids.shape[1]
         # windows as [first token among all rows, tokens]
@@ -93,3 +93,16 @@ class LongCE:
             _, metrics = head_losses(core, hidden[asked], None, labels[queries], none, None)
             found[queries] = metrics.ce.float()
         return found.view(ids.shape)
+
+
+def head_weights(longce: LongCE | None, short_ce: torch.Tensor | None, queries: torch.Tensor) -> dict[str, Any]:
+    """What `rope_kernels.linear_ce_kl` is to know of token weights: nothing without them.
+
+    Args:
+        longce: the weights, or None.
+        short_ce: `LongCE.reference` of the batch, [batch, n], or None.
+        queries: indices of its rows among the flattened tokens, [N].
+    """
+    if longce is None or short_ce is None:
+        return {}
+    return {"ce_reference": short_ce.flatten()[queries], "ce_cap": longce.cap}

@@ -7,7 +7,7 @@ import torch
 
 from ..checked_numbers import require_integer, require_number
 from ..documents import closing_tokens
-from .labelled import Labelled
+from ..labelled import Labelled
 
 
 @dataclass(frozen=True, kw_only=True)
