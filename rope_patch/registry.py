@@ -1,14 +1,14 @@
-"""Names of views and rescalings, with errors that help."""
+"""Names of views, rescalings and objectives, with errors that help."""
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 _MOST_LISTED = 30  # names in an error: fields of a trainer's config would fill a page
 
 
-class Registry(dict[str, type]):
+class Registry(dict[str, type[Any]]):
     """Name -> class for one kind of thing: a dict with two helpful errors."""
 
     def __init__(self, kind: str) -> None:

@@ -86,6 +86,11 @@ def test_rope_kernels_adds_torch_only():
     assert not added & {"triton", "transformers", "trl", "rope_patch", "trl_ext"}
 
 
+def test_objectives_do_not_import_the_config_that_lists_them():
+    printed = run_in_root("import sys\nimport trl_ext.objectives\nprint('trl_ext.config' in sys.modules)")
+    assert printed.splitlines()[-1] == "False"
+
+
 def test_only_our_three_packages_are_installed():
     top_level = importlib.metadata.distribution("rope-patch").read_text("top_level.txt")
     assert set(top_level.split()) == {"rope_kernels", "rope_patch", "trl_ext"}

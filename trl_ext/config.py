@@ -125,7 +125,7 @@ class RopeSFTConfig(SFTConfig):
     objective: str = field(
         default="clm",
         metadata={
-            "help": f"Loss: {'; '.join(f'{name!r} {kind.help}' for name, kind in OBJECTIVES.items())}.",  # type: ignore[attr-defined]
+            "help": f"Loss: {'; '.join(f'{name!r} {kind.help}' for name, kind in OBJECTIVES.items())}.",
             "choices": [*OBJECTIVES],
         },
     )
@@ -316,7 +316,7 @@ class RopeSFTConfig(SFTConfig):
         """Raise ValueError for a field that only objectives read which are not this run's."""
         readers: dict[str, list[str]] = {}
         for objective, kind in OBJECTIVES.items():
-            for name in kind.options_class.config_fields:  # type: ignore[attr-defined]
+            for name in kind.options_class.config_fields:
                 readers.setdefault(name, []).append(objective)
         defaults = {f.name: f.default for f in fields(self)}
         for name, objectives in readers.items():

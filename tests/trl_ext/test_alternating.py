@@ -66,7 +66,7 @@ def test_resuming_in_a_step_that_restores(tmp_path):
     [
         ({**EXTEND, "restore_every": 2}, "restore_every restores a rescaled model"),
         ({**EXTEND, **PI, "restore_every": 1}, "a number of steps of at least 2, got 1"),
-        ({"objective": "clm", **PI, "restore_every": 2}, "goes with objective='self-distill'"),
+        ({"objective": "clm", **PI, "restore_every": 2}, "restore_every belongs to objective='self-distill'"),
         ({**EXTEND, **PI, "relation_args": {"v": 0.5}}, "relation_args belongs to objective='relation-distill'"),
     ],
 )

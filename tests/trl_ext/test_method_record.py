@@ -263,7 +263,7 @@ def test_every_field_of_ours_is_compared_or_may_change(tmp_path):
     found = set()
     restore = {**SELF, **RELATION, "objective": "self-distill", "restore_every": 2}
     distil = [{**RELATION, "objective": name} for name in ("hidden-distill", "native-distill")]
-    for options in ({**restore, **LONGCE}, *distil):
+    for options in ({}, {**restore, **LONGCE}, *distil):
         found |= trainer(tmp_path, **options)._method.keys()
     ours = {f.name for f in fields(RopeSFTConfig)} - {f.name for f in fields(SFTConfig)}
     assert found == ours - may_change - by_schedule

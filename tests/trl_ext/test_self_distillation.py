@@ -242,7 +242,7 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
             {"view": "standard", "view_args": None, "self_distill_args": {"control": "dropout", "strength": True}},
             "strength of 'dropout' must be a number above 0 and below 1, got True",
         ),
-        ({"restore_every": True}, "restore_every goes with objective='self-distill' and is a number of steps"),
+        ({"restore_every": True}, "restore_every must be a number of steps of at least 2, got True"),
         ({"kl_weight": 0.0, "self_distill_args": {"kl_top": 0.5}}, "kl_top chooses rows of a KL that weighs 0"),
         ({"kl_weight": 0.0, "self_distill_args": {"kl_longce": {}}}, "kl_longce chooses rows of a KL that weighs 0"),
         ({"kl_weight": 0.0, "self_distill_args": {"passes": "sequential"}}, "are of two views, and training runs one"),
@@ -302,7 +302,7 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
                 "rescale_args": {"factor": 2.0},
                 "token_weighting": "longce",
             },
-            "token_weighting weighs the cross-entropy of 'clm' and 'self-distill'",
+            "token_weighting belongs to objective='clm' or 'self-distill', got objective='relation-distill'",
         ),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
         ({"loss_type": "dft"}, "loss_type and label_smoothing_factor are of TRL's own loss"),
@@ -414,17 +414,17 @@ def test_passes_change_neither_loss_nor_weights(way, passes, tmp_path):
 @pytest.mark.parametrize("way", ["plain", "packed", "longce"])
 def test_draws_that_would_copy_too_much_run_one_view_after_the_other(way, tmp_path, monkeypatch):
     """Both ways occur in the run, by what each batch would copy, and gradients are those of one way."""
-    seen, weights, ask = [], [], SelfDistillObjective._one_after_the_other
+    seen, weights, ask = [], [], SelfDistillObjective._takes_two_calls
 
     def watched(objective, read):
         apart = ask(objective, read)
         if objective._max_copies < 1:
-            first = objective.forward_loss.affected_from(read)
+            first = objective.forward_loss.changes.next_first(read)
             copied = ((read.t >= first) & read.valid).sum(1) / read.t.shape[1]
             seen.append((bool(copied.max() > 0.6), apart))
         return apart
 
-    monkeypatch.setattr(SelfDistillObjective, "_one_after_the_other", watched)
+    monkeypatch.setattr(SelfDistillObjective, "_takes_two_calls", watched)
     for args in ({}, {"max_copies": 0.6}):
         options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, **SEQUENTIAL[way]}
         torch.manual_seed(0)
