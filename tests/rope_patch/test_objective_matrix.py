@@ -1,6 +1,6 @@
 """Objective x attention implementation x batch kind: loss and gradients are those of each document alone, by eager.
 
-That documents alone are right is shown against formulas in test_two_views.py and test_distillation.py.
+That documents alone are right is shown against formulas in the files of distillation.
 """
 
 import functools
