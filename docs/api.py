@@ -12,9 +12,10 @@ MODULES = {
     "rope_patch.views": "RoPE indices",
     "rope_patch.rescalings": "RoPE frequencies",
     "rope_patch.distillation": "losses of a model under a view or a rescaling",
+    "rope_patch.next_token": "next-token losses whose tokens differ in weight",
     "rope_patch.eval": "what a model can do, within its window and beyond",
     "trl_ext": "training with TRL",
-    "trl_ext.objectives": "what a trainer distils",
+    "trl_ext.objectives": "what a trainer minimises",
     "trl_ext.rows": "rows to train on",
     "rope_kernels": "operators of losses and attention",
 }

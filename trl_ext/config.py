@@ -125,8 +125,8 @@ class RopeSFTConfig(SFTConfig):
     objective: str = field(
         default="clm",
         metadata={
-            "help": f"Loss: {'; '.join(f'{name!r} {kind.help}' for name, kind in OBJECTIVES.items())}.",
-            "choices": [*OBJECTIVES],
+            "help": f"Loss: {'; '.join(f'{name!r} {kind.help}' for name, kind in sorted(OBJECTIVES.items()))}.",
+            "choices": sorted(OBJECTIVES),
         },
     )
     view: str = field(
@@ -286,7 +286,9 @@ class RopeSFTConfig(SFTConfig):
 
     def _check_objective(self) -> None:
         if self.objective not in OBJECTIVES:
-            raise ValueError(f"objective must be one of {', '.join(map(repr, OBJECTIVES))}, got {self.objective!r}.")
+            raise ValueError(
+                f"objective must be one of {', '.join(map(repr, sorted(OBJECTIVES)))}, got {self.objective!r}."
+            )
         if self.trainable not in ("all", "qkv"):
             raise ValueError(f"trainable must be 'all' or 'qkv', got {self.trainable!r}.")
         self._refuse_fields_of_other_objectives()
@@ -315,7 +317,7 @@ class RopeSFTConfig(SFTConfig):
     def _refuse_fields_of_other_objectives(self) -> None:
         """Raise ValueError for a field that only objectives read which are not this run's."""
         readers: dict[str, list[str]] = {}
-        for objective, kind in OBJECTIVES.items():
+        for objective, kind in sorted(OBJECTIVES.items()):
             for name in kind.options_class.config_fields:
                 readers.setdefault(name, []).append(objective)
         defaults = {f.name: f.default for f in fields(self)}

@@ -26,7 +26,7 @@ GIVEN = {
 
 
 def test_every_field_of_an_objective_has_a_value_here():
-    assert set(GIVEN) == set(FIELDS) <= {f.name for f in fields(RopeSFTConfig)}, "add the new field and a value to GIVEN"
+    assert set(GIVEN) == set(FIELDS) <= {f.name for f in fields(RopeSFTConfig)}, "add the field to GIVEN"
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
