@@ -192,10 +192,10 @@ def test_a_logit_kl_of_weight_0_is_logged_and_changes_no_bit(way, tmp_path):
     [
         (
             {"objective": "distill"},
-            "objective must be one of 'clm', 'self-distill', 'relation-distill', 'hidden-distill', 'native-distill', "
+            "objective must be one of 'clm', 'hidden-distill', 'native-distill', 'relation-distill', 'self-distill', "
             "got 'distill'",
         ),
-        ({"relation_args": {"v": 0.0}}, "relation_args belongs to objective='relation-distill', got objective='clm'"),
+        ({"relation_args": {"v": 0.0}}, "relation_args belongs to objective='relation-distill' or 'self-distill', got"),
         ({**RELATION, "relation_args": {"w": 1.0}}, "Unknown option 'w' of relation_args. Known: attention"),
         ({**RELATION, "relation_args": {"q": -1}}, "weight of 'q' must be"),
         ({**RELATION, "logit_kl_args": {"last": 4}}, "logit_kl_args needs weight, got {'last': 4}"),
