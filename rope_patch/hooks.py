@@ -15,7 +15,7 @@ from .call_stack import frames
 from .documents import real_tokens_of
 from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
 from .limits import why_no_checkpointing
-from .rotary import parameter_names, rope_types
+from .rotary import parameter_names, picks_by_row, rope_types
 from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
 from .trainers import is_generating, require_driver
 
@@ -154,7 +154,7 @@ class RotaryEntry:
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         x = kwargs["x"] if "x" in kwargs else args[0]
         stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
-        picks = any("dynamic" in t or t == "longrope" for t in rope_types(module))
+        picks = any(picks_by_row(t) for t in rope_types(module))
         at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
         if picks:
             # these pick frequencies by the largest index: they saw the true ones, now hold on to the choice

@@ -9,27 +9,6 @@ from .views import VIEWS, View
 
 T = TypeVar("T")
 
-# what papers, configs and other programs call the methods here
-_SYNONYMS = {
-    "linear": "pi",
-    "interpolation": "pi",
-    "position-interpolation": "pi",
-    "linear-scaling": "pi",
-    "ntk-aware": "ntk",
-    "ntk-scaling": "ntk",
-    "dynamic": "dynamic-ntk",
-    "base": "abf",
-    "theta": "abf",
-    "rope-theta": "abf",
-    "adjusted-base-frequency": "abf",
-    "su": "longrope",
-    "llama3.1": "llama3",
-    "rope": "standard",
-    "default": "standard",
-    "none": "standard",
-    "plain": "standard",
-}
-
 
 def list_methods() -> list[str]:
     """Names that `patch_model` accepts: the rescalings, then the views."""
@@ -45,8 +24,21 @@ def resolve_method(method: str | View | Rescaling, options: dict[str, Any] | Non
     return _resolve("method", {**RESCALINGS, **VIEWS}, method, options)
 
 
+def find_view(name: str | View) -> type[View]:
+    """The class of a view.
+
+    Raises:
+        ValueError: no view has the name.
+    """
+    _require_not("view", VIEWS, "rescaling", RESCALINGS, name)
+    if isinstance(name, View):
+        return type(name)
+    _require_known("view", VIEWS, name)
+    return VIEWS[name]
+
+
 def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> View:
-    """The same for views only."""
+    """The same as `resolve_method` for views only."""
     _require_not("view", VIEWS, "rescaling", RESCALINGS, view)
     found = _resolve("view", VIEWS, view, options)
     assert isinstance(found, View)
@@ -54,7 +46,7 @@ def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> Vie
 
 
 def resolve_rescaling(rescaling: str | Rescaling, options: dict[str, Any] | None = None) -> Rescaling:
-    """The same for rescalings only."""
+    """The same as `resolve_method` for rescalings only."""
     _require_not("rescaling", RESCALINGS, "view", VIEWS, rescaling)
     found = _resolve("rescaling", RESCALINGS, rescaling, options)
     assert isinstance(found, Rescaling)
@@ -68,6 +60,12 @@ def _require_not(kind: str, known: dict[str, type], other: str, others: dict[str
         raise ValueError(f"{name!r} is a {other}; a {kind} is one of {', '.join(sorted(known))}.")
 
 
+def _require_known(kind: str, known: dict[str, Any], method: object) -> None:
+    """Raise ValueError unless `method` is a name among `known`; what others call one of them leads to it."""
+    if not isinstance(method, str) or method not in known:
+        raise unknown(kind, method, known, synonyms={s: name for name, cls in known.items() for s in cls.synonyms})
+
+
 def _resolve(kind: str, known: dict[str, type], method: object, options: dict[str, Any] | None) -> View | Rescaling:
     options = options or {}
     if isinstance(method, View | Rescaling):
@@ -76,8 +74,8 @@ def _resolve(kind: str, known: dict[str, type], method: object, options: dict[st
                 f"options {sorted(options)} go with a method's name; {method!r} has its arguments already."
             )
         return method
-    if not isinstance(method, str) or method not in known:
-        raise unknown(kind, method, known, synonyms=_SYNONYMS)
+    _require_known(kind, known, method)
+    assert isinstance(method, str)
     cls = known[method]
     return from_options(cls, f"{kind} {method!r}", options)
 

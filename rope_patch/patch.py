@@ -18,7 +18,16 @@ from .methods import resolve_method, resolve_view
 from .one_config import require_frequencies_of_config, require_one_config, require_saved_schedule, text_config
 from .rescale import RopeSchedule, healed, names_no_window, own_config, rescaled
 from .rescalings import Rescaling
-from .rotary import find_core, find_decoder, layers_call_rotary, named_rotary_modules, rope_types, rotary_by_name
+from .rotary import (
+    find_core,
+    find_decoder,
+    grows_with_rows,
+    layers_call_rotary,
+    named_rotary_modules,
+    rope_types,
+    rotary_by_name,
+    switches_by_row,
+)
 from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, inside_native_rope, state_of
 from .views import View
 from .views.base import MAX_INDEX
@@ -281,7 +290,7 @@ def _types(decoder: nn.Module) -> set[str]:
 
 
 def _refuse_dynamic(types: set[str], view: View | None) -> None:
-    if any("dynamic" in rope_type for rope_type in types) and (view is None or view.perturbs):
+    if any(map(grows_with_rows, types)) and (view is None or view.perturbs):
         raise ValueError(
             "rope type 'dynamic' picks its frequencies by the longest row so far and keeps them for the next forward, "
             "so a training view on top of it would change more than positions. Rescale with 'ntk' or 'yarn' instead."
@@ -292,7 +301,7 @@ def _refuse_fixed(decoder: nn.Module, types: set[str], view: View | None) -> Non
     fixed = why_fixed_frequencies(decoder)
     if fixed is None or (view is not None and not view.perturbs):
         return
-    if "longrope" in types or (view is not None and view.rescales):
+    if any(map(switches_by_row, types)) or (view is not None and view.rescales):
         raise ValueError(
             f"{fixed}, with 'longrope' by the largest index, so a view there would change more than positions, and a "
             "view of frequencies nothing."

@@ -8,7 +8,7 @@ T = TypeVar("T")
 _MOST_LISTED = 30  # names in an error: fields of a trainer's config would fill a page
 
 
-class Registry(dict[str, type[Any]]):
+class Registry(dict[str, Any]):
     """Name -> class for one kind of thing: a dict with two helpful errors."""
 
     def __init__(self, kind: str) -> None:

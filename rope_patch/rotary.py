@@ -143,15 +143,29 @@ def rope_types(module: Any) -> set[str]:
     return set(rope_type.values() if isinstance(rope_type, dict) else [rope_type]) - {None}
 
 
+def grows_with_rows(rope_type: str) -> bool:
+    """Whether a schedule of Transformers takes other frequencies for a longer row, and keeps them in later forwards."""
+    return "dynamic" in rope_type
+
+
+def switches_by_row(rope_type: str) -> bool:
+    """Whether a schedule of Transformers takes one of two sets of frequencies by the largest index of a forward."""
+    return rope_type == "longrope"
+
+
+def picks_by_row(rope_type: str) -> bool:
+    """Whether a schedule of Transformers picks its frequencies by the largest index of a forward, in either way."""
+    return grows_with_rows(rope_type) or switches_by_row(rope_type)
+
+
 def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":
     """What every rotary module has of its schedule, by `own_name`."""
     return {name: RotaryState.of(module) for name, module in rotary_by_name(decoder).items()}
 
 
 def is_recomputed(module: Any, buffer: str) -> bool:
-    """Whether a buffer of a rotary module holds what its last forward picked, as of 'dynamic' and 'longrope'."""
-    picks = any(kind == "longrope" or "dynamic" in kind for kind in rope_types(module))
-    return picks and not buffer.endswith("original_inv_freq")
+    """Whether a buffer of a rotary module holds what its last forward picked."""
+    return any(map(picks_by_row, rope_types(module))) and not buffer.endswith("original_inv_freq")
 
 
 @dataclass(frozen=True)

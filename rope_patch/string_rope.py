@@ -11,7 +11,7 @@ from torch import nn
 
 from .attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
 from .documents import locate_documents
-from .rotary import find_core, find_decoder, named_rotary_modules, parameter_names, rope_types
+from .rotary import find_core, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
 from .state import has_view
 
 PLAN = "string_positions_plan"
@@ -83,7 +83,7 @@ class _StringPositions:
         types = {kind for module in modules for kind in rope_types(module)}
         if len(modules) != 1 or isinstance(getattr(modules[0], "rope_type", None), dict):
             raise ValueError(f"{type(self.decoder).__name__} has several RoPE schedules: string_positions needs one.")
-        if any("dynamic" in kind or kind == "longrope" for kind in types):
+        if any(map(picks_by_row, types)):
             raise ValueError(
                 "string_positions needs frequencies that do not depend on length: not dynamic or longrope."
             )

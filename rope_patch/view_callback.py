@@ -1,7 +1,6 @@
 """The callback with which Transformers' Trainer and TRL's trainers draw views, and what it refuses."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -127,20 +126,11 @@ def _require_one_draw_a_reply(name: str, args: Any, view: View) -> None:
             "steps: gradient_accumulation_steps must be a multiple of steps_per_generation * num_iterations, got "
             f"{args.gradient_accumulation_steps} and {args.steps_per_generation} * {args.num_iterations}."
         )
-    if any(getattr(part, "granularity", None) == "micro-batch" for part in _parts(view)):
+    if view.draws_by_forward:
         raise ValueError(
             f"{view!r} draws once a micro-batch, and {name} shuffles replies between the forwards that have to draw "
             "alike: choose granularity 'step' or 'sample'."
         )
-
-
-def _parts(view: View) -> Iterator[View]:
-    """A view and those that it is made of."""
-    yield view
-    for value in vars(view).values():
-        for inner in value if isinstance(value, tuple) else (value,):
-            if isinstance(inner, View):
-                yield from _parts(inner)
 
 
 def _share_view(trainer: Any, decoder: Any) -> None:

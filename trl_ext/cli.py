@@ -118,9 +118,11 @@ def _settings(args: argparse.Namespace, has_gpu: bool) -> DemoSettings:
     defaults = GPU if choose_device(args.device, has_gpu) == "cuda" else CPU
     given = {k: v for k, v in vars(args).items() if v is not None and hasattr(defaults, k)}
     if given.get("view", defaults.view) != defaults.view:
-        # the default options belong to the default view; a skip has to reach what is measured
-        reach = given.get("measure_length", defaults.measure_length) - given.get("train_length", defaults.train_length)
-        given.setdefault("view_args", {"max_skip": max(reach, 1)} if given["view"] == "skip" else {})
+        # the default options belong to the default view; another one has to reach what is measured
+        from rope_patch.methods import find_view
+
+        lengths = (given.get(name, getattr(defaults, name)) for name in ("train_length", "measure_length"))
+        given.setdefault("view_args", find_view(given["view"]).reaching(*lengths))
     for name in ("measure_length", "measure_rows", "train_length", "batch_size", "steps", "lora_rank"):
         if given.get(name, 1) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given[name]}.")

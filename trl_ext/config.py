@@ -8,9 +8,11 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 from trl import SFTConfig
 
-from rope_patch.methods import resolve_rescaling, resolve_view
+from rope_patch.methods import find_view, resolve_rescaling, resolve_view
+from rope_patch.rescalings import RESCALINGS
+from rope_patch.views import TRUE_POSITIONS, View
 
-from .cues import require_cue
+from .cues import require_cue, views_with_cues
 from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
 
 logger = logging.get_logger(__name__)
@@ -117,7 +119,7 @@ class RopeSFTConfig(SFTConfig):
     )
     rescale: str | None = field(
         default=None,
-        metadata={"help": "Rescaling of the RoPE frequencies: pi, ntk, dynamic-ntk, abf, yarn, longrope, llama3."},
+        metadata={"help": f"Rescaling of the RoPE frequencies: {', '.join(sorted(RESCALINGS))}."},
     )
     rescale_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rescaling as a JSON object, e.g. '{\"factor\": 4.0}'."}
@@ -130,8 +132,11 @@ class RopeSFTConfig(SFTConfig):
         },
     )
     view: str = field(
-        default="standard",
-        metadata={"help": "View of the RoPE indices, drawn anew in each training forward; 'standard' changes nothing."},
+        default=TRUE_POSITIONS,
+        metadata={
+            "help": "View of the RoPE indices, drawn anew in each training forward; "
+            f"{TRUE_POSITIONS!r} changes nothing."
+        },
     )
     view_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the view as a JSON object, e.g. '{\"max_skip\": 32768}'."}
@@ -179,12 +184,12 @@ class RopeSFTConfig(SFTConfig):
     cue: None | str | list[str] = field(
         default=None,
         metadata={
-            "help": "Cue behind each document for view 'endprompt': 'sentence', 'word', 'end-of-turn', a text, or, in "
-            "a recipe, a list of which each document gets one."
+            "help": f"Cue behind each document for {views_with_cues()}: 'sentence', 'word', 'end-of-turn', a text, or, "
+            "in a recipe, a list of which each document gets one."
         },
     )
     cue_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the cue's tokens in the loss of view 'endprompt'."}
+        default=1.0, metadata={"help": f"Weight of the cue's tokens in the loss of {views_with_cues()}."}
     )
     teacher_offload: bool = field(
         default=False, metadata={"help": "Keep what the teacher needs on the CPU while it is not in use."}
@@ -199,7 +204,7 @@ class RopeSFTConfig(SFTConfig):
             resolve_rescaling(self.rescale, self._options("rescale_args"))
         elif self.rescale_args:
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
-        if self.view == "standard" and self.view_args:
+        if self.view == TRUE_POSITIONS and self.view_args:
             raise ValueError(f"view_args needs view, the name of the view; got {self.view_args}.")
         self._check_data()
         self._check_view()
@@ -255,34 +260,44 @@ class RopeSFTConfig(SFTConfig):
             raise ValueError(f"max_length must be at least 2 tokens, or None, got {self.max_length}.")
 
     def _check_view(self) -> None:
-        options = self._options("view_args")
         if self.cue is not None:
-            for one in [self.cue] if isinstance(self.cue, str) else self.cue:
-                require_cue(one)
-            if self.view != "endprompt" or "cue_tokens" in options or self.max_length is None:
-                raise ValueError(
-                    "cue goes with view='endprompt', whose cue_tokens it sets, and with a max_length; got "
-                    f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
-                )
-            if self.packing and self.packing_strategy == "wrapped":
-                raise ValueError(
-                    "packing_strategy='wrapped' cuts documents and forgets where they end, so that rows end without "
-                    "their cue: pack with 'bfd', or not at all."
-                )
-            options = {**options, "cue_tokens": 1}  # known once there is a tokenizer
-        if self.view == "longrecipe":
-            options = {"sentence_ends": [0], **options}  # likewise
-        resolve_view(self.view, options)
-        if self.view == "pose" and options.get("window") is not None and (self.packing or self.padding_free):
+            self._check_cue()
+        view = self.make_view()
+        view.check_run(self)
+        if view.cuts is None:
+            return
+        if self.packing or self.padding_free:
             raise ValueError(
-                "view 'pose' with a window cuts one document a row: switch packing and padding_free off, or leave out "
-                f"window; got packing={self.packing}, padding_free={self.padding_free}, view_args={options}."
+                f"view {view.name!r} with {view.cuts} cuts one document a row: switch packing and padding_free off, or "
+                f"leave out {view.cuts}; got packing={self.packing}, padding_free={self.padding_free}."
             )
-        if self.view == "pose" and options.get("window") is not None and self.objective != "clm":
+        if objective_of(self).evaluates_view:
             raise ValueError(
-                f"view 'pose' with a window cuts rows in training alone, and {self.objective!r} evaluates the view "
-                "too: use objective='clm', or leave out window."
+                f"view {view.name!r} with {view.cuts} cuts rows in training alone, and {self.objective!r} evaluates "
+                f"the view too: use objective='clm', or leave out {view.cuts}."
             )
+
+    def _check_cue(self) -> None:
+        for text in [self.cue] if isinstance(self.cue, str) else self.cue or []:
+            require_cue(text)
+        option, options = find_view(self.view).cue_option, self._options("view_args")
+        if option is None or option in options or self.max_length is None:
+            raise ValueError(
+                f"cue goes with {views_with_cues()}, whose {option or 'option'} it sets, and with a max_length; got "
+                f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
+            )
+
+    def make_view(self) -> View:
+        """The view of `view` and `view_args`; options that it takes from texts are stand-ins until those are known.
+
+        Raises:
+            ValueError: an unknown view or option, one that is missing, or a value out of its range.
+        """
+        kind = find_view(self.view)
+        stand_ins = dict(kind.from_text)
+        if self.cue is not None and kind.cue_option is not None:
+            stand_ins[kind.cue_option] = 1
+        return resolve_view(self.view, {**stand_ins, **self._options("view_args")})
 
     def _check_objective(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -344,7 +359,7 @@ class RopeSFTConfig(SFTConfig):
         """Whether anything is asked of a model's RoPE or attention, or TRL's training is all there is."""
         return (
             self.rescale is not None
-            or self.view != "standard"
+            or self.view != TRUE_POSITIONS
             or self.has_own_loss
             or self.shifted_attention is not None
             or self.trainable != "all"

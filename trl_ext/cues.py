@@ -1,23 +1,19 @@
-"""Cues behind documents, for `view="endprompt"`: all of their tokens behind each, and nothing cut in silence."""
+"""Cues behind documents: all of their tokens behind each, and nothing cut in silence."""
 
-import copy
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
-from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rope_patch.draws import philox4x32
 from rope_patch.registry import unknown
 from rope_patch.special_tokens import SpecialTokens
+from rope_patch.views import VIEWS
 
 from .long_documents import cut_ids
-
-if TYPE_CHECKING:
-    from .config import RopeSFTConfig
 
 _MASK = 0xFFFFFFFF
 CUES = {
@@ -33,6 +29,11 @@ _NAMES = (*CUES, "end-of-turn", "none")
 _A_NAME = re.compile(r"[a-z]+(-[a-z]+)*")
 _ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|eot|>", "<|end|>")
 _QUESTION, _REPLY = "What is the name?", "It is Aurelius."
+
+
+def views_with_cues() -> str:
+    """The registered views that a cue goes with, as errors and help name them."""
+    return " or ".join(f"view={name!r}" for name, view in VIEWS.items() if view.cue_option is not None)
 
 
 def require_cue(cue: object) -> None:
@@ -174,29 +175,6 @@ def drawn(n: int, number: int, seed: int) -> int:
     stream = 0x0C0E
     word, *_ = philox4x32((0, number & _MASK, stream, 0), (seed & _MASK, (seed >> 32) & _MASK))
     return int(word) * n >> 32
-
-
-def with_cue(
-    model: str | nn.Module, args: "RopeSFTConfig", dataset: Any, tokenizer: Any
-) -> tuple["RopeSFTConfig", Dataset]:
-    """A trainer's `args` and training set with `args.cue` behind its documents; those given stay as they are.
-
-    Raises:
-        ValueError: a training set that is no `datasets.Dataset`, or what `append_cue` refuses.
-    """
-    if not isinstance(dataset, Dataset):
-        raise ValueError(f"cue needs a datasets.Dataset as train_dataset, got {type(dataset).__name__}.")
-    if tokenizer is None:
-        name: Any = model if isinstance(model, str) else model.config._name_or_path  # type: ignore[union-attr]
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    assert args.cue is not None and args.max_length is not None
-    seed = args.seed if args.view_seed is None else args.view_seed
-    dataset, tokens = append_cue(
-        dataset, tokenizer, cue=args.cue, max_length=args.max_length, seed=seed, text_field=args.dataset_text_field
-    )
-    args = copy.copy(args)
-    args.view_args = {**args._options("view_args"), "cue_tokens": tokens}
-    return args, dataset
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, texts: list[str], room: int) -> list[list[int]]:

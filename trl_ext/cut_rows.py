@@ -1,14 +1,14 @@
-"""Long documents of a batch cut to the window of a view."""
+"""Long documents of a batch cut to what a view reads of them."""
 
 from typing import Any
 
 import torch
 
 from rope_patch.draws import DrawKey
-from rope_patch.views import PoSE
+from rope_patch.views import View
 
 
-def cut_rows(view: PoSE, batch: dict[str, Any], key: DrawKey) -> bool:
+def cut_rows(view: View, batch: dict[str, Any], key: DrawKey) -> bool:
     """Cut the rows of a collator's batch, one document each, in place; whether one was too long."""
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     length = mask.sum(1, keepdim=True)

@@ -1,6 +1,5 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
-import copy
 import json
 import math
 import re
@@ -25,19 +24,17 @@ from rope_patch.documents import count_documents, locate_documents
 from rope_patch.draws import DrawKey
 from rope_patch.methods import resolve_rescaling, resolve_view
 from rope_patch.patch import view_source
-from rope_patch.rescalings import ABF, Rescaling
+from rope_patch.rescalings import Rescaling
 from rope_patch.rotary import find_core, find_decoder
 from rope_patch.shifted_attention import ShiftedAttention
 from rope_patch.sidecar import require_same_rope
 from rope_patch.state import ViewSource, When, state_of
-from rope_patch.views import VIEWS, PoSE, View
+from rope_patch.views import TRUE_POSITIONS, View
 
 from .config import RopeSFTConfig
-from .cues import with_cue
 from .cut_rows import cut_rows
 from .method_record import require_same_method, training_method, write_method
 from .objectives import Objective, objective_of
-from .sentences import sentence_ends
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
 from .training_set import (
@@ -48,6 +45,7 @@ from .training_set import (
     require_text,
     with_masked_loss,
 )
+from .training_text import prepare_text
 from .view_effect import require_effect_on
 from .window_check import check_window, farthest_target
 
@@ -128,10 +126,7 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
                 "model_init_kwargs={'dtype': 'bfloat16'} to halve its memory."
             )
-        if config.view == "longrecipe" and "sentence_ends" not in config._options("view_args"):
-            config = copy.copy(config)  # view_args get what is found in a tokenizer, and the caller may have others
-        if config.cue is not None:
-            config, train_dataset = with_cue(model, config, train_dataset, processing_class)
+        config, train_dataset = prepare_text(model, config, train_dataset, processing_class)
         if formatting_func is None:
             config = with_masked_loss(config, train_dataset)
             require_text(train_dataset, "train_dataset", config)
@@ -167,7 +162,7 @@ class RopeSFTTrainer(SFTTrainer):
         self._perturbs = self._source is not None and self._source.view.perturbs
         self._runs = 0  # of train, evaluate and predict, one inside the other
         self._method = (
-            training_method(config, VIEWS["standard"](), config.seed)
+            training_method(config, resolve_view(TRUE_POSITIONS), config.seed)
             if self._source is None
             else training_method(config, self._source.view, self._source.clock.seed)
         )
@@ -219,10 +214,10 @@ class RopeSFTTrainer(SFTTrainer):
         if self._source is None:
             return
         draws = self._perturbs and (self._objective is None or self._objective.draws)
-        view = self._source.view if draws else VIEWS["standard"]()
+        view = self._source.view if draws else resolve_view(TRUE_POSITIONS)
+        view.check_run(self.args)  # also one that the model came with
         lengths = document_lengths(self.train_dataset)
-        if lengths is not None and isinstance(view, PoSE) and view.window is not None:
-            lengths = lengths.clamp(max=view.window)
+        lengths = None if lengths is None else view.kept(lengths)
         longest = None if lengths is None else int(lengths.max())
         check_window(self.model, view, longest, tell=self.args.process_index == 0)
         if lengths is None or not longest:
@@ -321,16 +316,13 @@ class RopeSFTTrainer(SFTTrainer):
     def _patch(self, args: RopeSFTConfig) -> None:
         """Apply what `args` names; if it cannot be, leave the model as it came."""
         rescaling = None if args.rescale is None else resolve_rescaling(args.rescale, args._options("rescale_args"))
-        if args.view == "longrecipe" and "sentence_ends" not in args._options("view_args"):
-            found = sentence_ends(self.processing_class)
-            args.view_args = {**args._options("view_args"), "sentence_ends": found}
         view = resolve_view(args.view, args._options("view_args"))
         was_patched = _is_patched(self.model)
         try:
             if rescaling is not None:
                 _require_new(rescaling, self.model)
                 patch_model(self.model, self._with_window(rescaling, args, view))
-            # "standard" is the default: it does not take off a view that the user has put on
+            # a view that changes nothing is the default: it does not take off a view that the user has put on
             before = view_source(self.model)
             if view.perturbs or before is None or before.of_trainer:
                 patch_model(self.model, view, seed=args.seed if args.view_seed is None else args.view_seed)
@@ -341,12 +333,12 @@ class RopeSFTTrainer(SFTTrainer):
             raise
 
     def _with_window(self, rescaling: Rescaling, args: RopeSFTConfig, view: View) -> Rescaling:
-        """A new base does not say how far it reaches: promise the rows and the target that it is trained on."""
-        if not isinstance(rescaling, ABF) or rescaling.max_position_embeddings is not None:
+        """Where a rescaling does not say how far it reaches, promise the rows and the target that it is trained on."""
+        if not rescaling.wants_window:
             return rescaling
         rows = args.max_length or self._longest() or 0
         window = max(rows, farthest_target(view), find_decoder(self.model).config.max_position_embeddings)
-        return ABF(theta=rescaling.theta, max_position_embeddings=window)
+        return rescaling.with_window(window)
 
     def _refuse_sharded_sequences(self) -> None:
         what = f"view {self.args.view!r} draws for" if self._perturbs else f"{self.args.objective!r} relates tokens of"
@@ -457,12 +449,12 @@ class RopeSFTTrainer(SFTTrainer):
         """Let a view that keeps a part of long documents take it; whether there were any."""
         assert self._source is not None
         view = self._source.view
-        if not isinstance(view, PoSE) or view.window is None:
+        if view.cuts is None:
             return False
         if any("position_ids" in batch for batch in batches):
             raise ValueError(
-                "view 'pose' with a window cuts one document a row: switch packing and padding_free off, or leave out "
-                "window and give shorter documents."
+                f"view {view.name!r} with {view.cuts} cuts one document a row: switch packing and padding_free off, or "
+                f"leave out {view.cuts} and give shorter documents."
             )
         found = [cut_rows(view, batch, self._key(batch)) for batch in batches]
         return any(found)

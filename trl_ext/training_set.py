@@ -228,8 +228,8 @@ class _Way:
 
     @property
     def notes(self) -> list[str]:
-        window = self.args._options("view_args").get("window") if self.args.view == "pose" else None
-        return [] if window is None else [f"of longer rows view 'pose' reads window={window} tokens, others each epoch"]
+        view = self.args.make_view()
+        return [] if view.cuts is None else [f"of longer rows view {view.name!r} reads another part each epoch ({view.cuts})"]
 
     def cuts(self, masked: np.ndarray) -> np.ndarray:
         """Which documents may be cut, given which have masked labels."""

@@ -1,34 +1,18 @@
 """Whether the positions of a training run lie within the window of the model, told before it starts."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from rope_patch.rescalings import ABF, Rescaling
-from rope_patch.rotary import find_decoder
+from rope_patch.rescale import names_no_window
+from rope_patch.rescalings import Rescaling, example
+from rope_patch.rotary import find_decoder, grows_with_rows
 from rope_patch.state import state_of
-from rope_patch.views import Compose, Mix, PerLayer, View
+from rope_patch.views import View
 
 logger = logging.get_logger(__name__)
-
-
-def targets(view: View) -> Iterator[tuple[str, int]]:
-    """Name and `target` of each view in `view` that moves tokens up to a fixed index, `target` - 1.
-
-    Such a view trains a window; others ("skip", "posaug", "rpe", ...) show positions that need not be of any.
-    """
-    if isinstance(view, Compose | Mix):
-        for part in view.views:
-            yield from targets(part)
-    elif isinstance(view, PerLayer):
-        yield from targets(view.view)
-    else:
-        target = getattr(view, "target", None)
-        if target is not None and view.reach(1) != 0:  # 0: an EndPrompt without a cue, which moves nothing
-            yield view.name, target
 
 
 def check_window(model: Any, view: View, longest: int | None, *, tell: bool = True) -> None:
@@ -47,9 +31,9 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
     window = getattr(decoder.config, "max_position_embeddings", None)
     state = state_of(decoder)
     rescaling = None if state is None else state.rescaling
-    if window is None or _is_open(decoder, rescaling):
+    if window is None or _is_open(decoder, rescaling, window):
         return
-    for name, target in targets(view):
+    for name, target in view.targets():
         if target > window:
             raise ValueError(
                 f"view_args: target of view {name!r} must not exceed the model's window of {window} positions, got "
@@ -79,24 +63,20 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
 
 def farthest_target(view: View) -> int:
     """The window that a view trains, in positions; 0 if it names none."""
-    return max((target for _, target in targets(view)), default=0)
+    return max((target for _, target in view.targets()), default=0)
 
 
-def _is_open(decoder: PreTrainedModel, rescaling: Rescaling | None) -> bool:
-    """Whether no window is promised that could be passed: the schedule follows the row, or a new base says none."""
+def _is_open(decoder: PreTrainedModel, rescaling: Rescaling | None, window: int) -> bool:
+    """Whether no window is promised that could be passed: the schedule follows the row, or the rescaling says none."""
     rope: Any = getattr(decoder.config, "rope_parameters", None) or {}
     schedules = [rope, *(own for own in rope.values() if isinstance(own, dict))]  # one a layer type, in some families
-    if any(own.get("rope_type") == "dynamic" for own in schedules):
+    if any(grows_with_rows(own.get("rope_type", "")) for own in schedules):
         return True
-    return isinstance(rescaling, ABF) and rescaling.max_position_embeddings is None
+    return rescaling is not None and names_no_window(rescaling, window)
 
 
 def _remedy(rescaling: Rescaling | None, window: int, wanted: int) -> str:
-    if isinstance(rescaling, ABF):
-        return f"Set rescale_args max_position_embeddings to at least {wanted}"
-    factor = getattr(rescaling, "factor", 1.0)
-    needed = math.ceil(wanted * factor / window)
-    if rescaling is None:
-        options = f"rescale='yarn', rescale_args={{'factor': {float(needed)}}}"
-        return f"Rescale the model by a factor of at least {needed}, e.g. {options}"
-    return f"Set factor in rescale_args to at least {needed}"
+    if rescaling is not None:
+        return rescaling.remedy(window, wanted)
+    factor = math.ceil(wanted / window)
+    return f"Rescale the model by a factor of at least {factor}, e.g. {example(float(factor))}"

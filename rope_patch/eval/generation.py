@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
 from ..attention_calls import attention_kernel, attention_name
-from ..rotary import find_decoder, named_rotary_modules, rope_types
+from ..rotary import find_decoder, named_rotary_modules, picks_by_row, rope_types
 from ..state import has_view
 from .kv_rows import KVRows
 from .reading import Question, Reader, Reply
@@ -188,7 +188,7 @@ def bytes_per_token(core: Any) -> int | None:
 def _reads_whole_prompts(core: Any) -> bool:
     """Whether RoPE frequencies go by the longest position of a forward: parts of a prompt would get other ones."""
     types = {t for _, rotary in named_rotary_modules(core) for t in rope_types(rotary)}
-    return any("dynamic" in t or t == "longrope" for t in types)
+    return any(map(picks_by_row, types))
 
 
 def _bytes_if_alike(core: Any) -> int:

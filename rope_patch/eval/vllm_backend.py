@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..describe import describe
-from ..rotary import find_core
+from ..rotary import find_core, picks_by_row
 from .decoding import end_tokens
 from .generation import ask_greedily
 from .reading import Question, Reply
@@ -21,8 +21,6 @@ CHECKED = 4
 """Questions of each call that our own reader answers too."""
 NEAR_TIE = 0.25
 """Nats by which a token may be less likely than another and still be chosen in half precision."""
-# vLLM gives short rows the long factors of the one, and its table of the other ends at the window
-_SERVED_WRONG = ("longrope", "dynamic")
 _SHARE = 0.85  # of free GPU memory that vLLM may take: the model itself stays beside it, to check answers
 
 
@@ -104,7 +102,8 @@ def _check_served(model: nn.Module) -> None:
             "not in its files: save it with save_pretrained and name that folder, or leave out backend 'vllm'."
         )
     rope_type = str(found.rope_parameters.get("rope_type", "default"))
-    if rope_type in _SERVED_WRONG:
+    # vLLM gives short rows the factors of long ones, and a table of frequencies that grow ends at the window
+    if picks_by_row(rope_type):
         raise ValueError(
             f"vLLM serves the rescaling {rope_type!r} otherwise than Transformers does, so its answers are not this "
             "model's: leave out backend 'vllm'."

@@ -5,6 +5,18 @@ from .base_change import ABF, NTK
 from .interpolation import PI, DynamicNTK
 from .llama3 import Llama3
 from .longrope import LongRope
-from .yarn import Yarn
+from .yarn import Yarn, example
 
-__all__ = ["ABF", "NTK", "PI", "RESCALINGS", "DynamicNTK", "Llama3", "LongRope", "NativeRope", "Rescaling", "Yarn"]
+__all__ = [
+    "ABF",
+    "NTK",
+    "PI",
+    "RESCALINGS",
+    "DynamicNTK",
+    "Llama3",
+    "LongRope",
+    "NativeRope",
+    "Rescaling",
+    "Yarn",
+    "example",
+]

@@ -1,5 +1,6 @@
 """What a rescaling is: how the frequencies of a model are stretched to a longer window."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -43,6 +44,7 @@ class Rescaling:
     """
 
     name: ClassVar[str]
+    synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         """Entries of Transformers' `rope_parameters` that replace the scaling entries of `native`.
@@ -55,6 +57,25 @@ class Rescaling:
     def target_window(self, native_window: int) -> int | None:
         """Window after rescaling, in positions: `max_position_embeddings` to write. None leaves it as it is."""
         raise NotImplementedError
+
+    @property
+    def wants_window(self) -> bool:
+        """Whether the options leave open how far the rescaling reaches, so that `with_window` can say it."""
+        return False
+
+    def with_window(self, window: int) -> "Rescaling":
+        """The same rescaling, which promises `window` positions if it `wants_window`.
+
+        A trainer asks for the rows and the targets of views that it trains on, or the trained window if that is more.
+        """
+        return self
+
+    def remedy(self, window: int, wanted: int) -> str:
+        """How to get a window of `wanted` positions where these options give `window`: what an error tells to do."""
+        factor = self.options().get("factor")
+        if factor is None:
+            return f"Choose rescale_args of {self.name!r} whose window holds {wanted} positions"
+        return f"Set factor in rescale_args to at least {math.ceil(wanted * factor / window)}"
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(f'{name} {value}' for name, value in self.options().items())})"

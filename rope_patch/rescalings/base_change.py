@@ -1,6 +1,6 @@
 """Another base: every frequency changes, the fastest least and the slowest most."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .base import (
@@ -32,6 +32,8 @@ class NTK(Rescaling):
     """
 
     factor: float
+
+    synonyms = ("ntk-aware", "ntk-scaling")
 
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
@@ -65,6 +67,8 @@ class ABF(Rescaling):
     theta: float
     max_position_embeddings: int | None = None
 
+    synonyms = ("base", "theta", "rope-theta", "adjusted-base-frequency")
+
     def __post_init__(self) -> None:
         if self.theta is None:
             raise ValueError("rescaling 'abf': theta must be the new base, a finite number above 1, got None.")
@@ -76,3 +80,13 @@ class ABF(Rescaling):
 
     def target_window(self, native_window: int) -> int | None:
         return self.max_position_embeddings
+
+    @property
+    def wants_window(self) -> bool:
+        return self.max_position_embeddings is None
+
+    def with_window(self, window: int) -> "ABF":
+        return replace(self, max_position_embeddings=window) if self.wants_window else self
+
+    def remedy(self, window: int, wanted: int) -> str:
+        return f"Set rescale_args max_position_embeddings to at least {wanted}"

@@ -21,6 +21,8 @@ class PI(Rescaling):
     factor: float
     rope_theta: float | None = None
 
+    synonyms = ("linear", "interpolation", "position-interpolation", "linear-scaling")
+
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_base(self, "rope_theta", self.rope_theta)
@@ -51,6 +53,8 @@ class DynamicNTK(Rescaling):
 
     factor: float
     rope_theta: float | None = None
+
+    synonyms = ("dynamic",)
 
     def __post_init__(self) -> None:
         require_factor(self, self.factor)

@@ -41,6 +41,8 @@ class Llama3(Rescaling):
     original_max_position_embeddings: int | None = None
     rope_theta: float | None = None
 
+    synonyms = ("llama3.1",)
+
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)

@@ -43,6 +43,8 @@ class LongRope(Rescaling):
     attention_factor: float | None = None
     rope_theta: float | None = None
 
+    synonyms = ("su",)
+
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)

@@ -90,3 +90,8 @@ class Yarn(Rescaling):
 
     def target_window(self, native_window: int) -> int:
         return stretched(self.original_max_position_embeddings or native_window, self.factor)
+
+
+def example(factor: float) -> str:
+    """The rescaling that errors advise, as arguments of a trainer's configuration: YaRN keeps most without training."""
+    return f"rescale={Yarn.name!r}, rescale_args={{'factor': {factor}}}"

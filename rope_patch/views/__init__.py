@@ -1,6 +1,6 @@
 """Views: rules from token index to RoPE index. Each is a frozen dataclass, found by name in `VIEWS`."""
 
-from .base import VIEWS, View
+from .base import TRUE_POSITIONS, VIEWS, TrainingText, View
 from .chunk_permute import ChunkPermute
 from .compose import Compose
 from .cream import Cream
@@ -20,6 +20,7 @@ from .standard import Standard
 
 __all__ = [
     "RPE",
+    "TRUE_POSITIONS",
     "VIEWS",
     "ChunkPermute",
     "Compose",
@@ -36,5 +37,6 @@ __all__ = [
     "RandomBase",
     "Skip",
     "Standard",
+    "TrainingText",
     "View",
 ]

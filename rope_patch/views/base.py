@@ -1,8 +1,9 @@
 """What a view is: a rule from token index to RoPE index, drawn anew for each document."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -12,7 +13,13 @@ from ..registry import Registry
 
 VIEWS = Registry("view")
 
+TRUE_POSITIONS = "standard"
+"""Name of the view that changes nothing, which stands for having none."""
+
 Parameters = dict[str, torch.Tensor]
+
+Cue = int | Sequence[Sequence[int]]
+"""What documents end with: as many tokens behind each, or one of a set, as token ids."""
 
 MAX_INDEX = 2**24
 """Largest RoPE index: Transformers multiplies it in float32, which holds no larger integer exactly.
@@ -22,17 +29,44 @@ frequencies are off by up to .03 at 2**20 and .5 at 2**24, in Transformers as he
 """
 
 
+class TrainingText(Protocol):
+    """The training set of a run before it is tokenized, which a trainer hands to `View.prepare_text`."""
+
+    @property
+    def dataset(self) -> Any:
+        """The rows, a `datasets.Dataset` in one of TRL's formats, or what else the trainer was given."""
+
+    @property
+    def args(self) -> Any:
+        """The trainer's configuration, a `trl_ext.RopeSFTConfig`."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model; loaded when it is asked for."""
+
+    def ended_with(self, cue: str | Sequence[str]) -> tuple[Any, Cue]:
+        """The rows with a cue, or one of several, behind each document, and what `cue_option` is to say of them."""
+
+
 class View:
     """Base of all views; subclasses are frozen dataclasses registered in `VIEWS`.
 
     A view acts on t = 0, 1, ..., the index of a token within its document, and has two parts: `draw` gives the
     parameters of each document, `rope_index` maps t with them. The second is elementwise, so that it is right for a
     whole row, for a packed row, for one token that is decoded with a cache and for a shard of a row.
+
+    All else that a trainer has to know of a view are methods with defaults, which it asks of every view alike: what to
+    do with texts (`prepare_text`, `cue`), with long documents (`cuts`, `kept`, `cut`), what to refuse (`check_run`,
+    `check_length`, `can_change`) and how far positions go (`reach`, `targets`).
     """
 
     name: ClassVar[str]
     perturbs: ClassVar[bool] = True  # False: `rope_index` is t whatever is drawn
     conditional: ClassVar[tuple[str, ...]] = ()  # options that are None where no other option lets anything read them
+    synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
+    cue_option: ClassVar[str | None] = None  # the option that says what documents end with; a trainer's `cue` sets it
+    # options that `prepare_text` finds out, each with a stand-in by which the others are checked before
+    from_text: ClassVar[Mapping[str, object]] = MappingProxyType({})
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         """Parameters of each document.
@@ -90,6 +124,83 @@ class View:
         first = torch.full_like(begin, torch.iinfo(torch.int64).max, dtype=torch.int64)
         first.scatter_reduce_(0, ordinal.flatten(), torch.where(changed, t, length).flatten(), "amin")
         return torch.minimum(first[documents.ordinal], documents.length)
+
+    @classmethod
+    def prepare_text(cls, options: dict[str, Any], text: TrainingText) -> tuple[dict[str, Any], Any]:
+        """The view's options and the training set that belong together, made before documents are tokenized.
+
+        By default a view with a `cue_option` has the `cue` of the trainer's configuration put behind all documents.
+
+        Args:
+            options: as the user gave them.
+            text: the training set, its tokenizer and the configuration.
+
+        Returns:
+            Options, those `from_text` among them, and the training set.
+
+        Raises:
+            ValueError: texts or tokenizer lack what the view needs.
+        """
+        if cls.cue_option is None or text.args.cue is None:
+            return options, text.dataset
+        dataset, cue = text.ended_with(text.args.cue)
+        return {**options, cls.cue_option: cue}, dataset
+
+    def cue(self) -> Cue:
+        """What documents end with that is no text of theirs, whose loss `cue_weight` weighs; 0 for nothing."""
+        return 0 if self.cue_option is None else getattr(self, self.cue_option)
+
+    @property
+    def cuts(self) -> str | None:
+        """The option that cuts documents, as "name=value" for messages; None where documents stay whole."""
+        return None
+
+    def kept(self, length: torch.Tensor) -> torch.Tensor:
+        """How many tokens of documents of `length` tokens `cut` keeps, in the shape of `length`."""
+        return length
+
+    def cut(self, length: torch.Tensor, key: DrawKey) -> torch.Tensor | None:
+        """Which tokens of each document to keep in a step, drawn with the key that `draw` then gets for what is kept.
+
+        Args:
+            length: of the documents, one a row, [batch, 1].
+            key: of `draw`.
+
+        Returns:
+            Indices into the row, rising, [batch, most tokens kept]; those from a document's own length on are none of
+            its tokens. None where no document is too long.
+        """
+        return None
+
+    def check_run(self, args: Any) -> None:
+        """Raise ValueError, with the reason and what to do, if no run of this configuration can train under the view.
+
+        Args:
+            args: of the trainer, a `trl_ext.RopeSFTConfig`. It is called before anything is loaded: options `from_text`
+                may be stand-ins.
+        """
+
+    def why_control(self) -> str | None:
+        """Why next-token training is meant to be as without the view, which is then told and not refused; else None."""
+        return None
+
+    def conditions(self) -> list[str]:
+        """What must hold for documents to be changed, a clause each; the error that none is changed lists them."""
+        return []
+
+    def alternatives(self) -> "Sequence[View]":
+        """The views of which each document takes one: each of them has to change something."""
+        return [self]
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether draws go by token ids, and not by lengths alone."""
+        return type(self).draw_for is not View.draw_for
+
+    @property
+    def draws_by_forward(self) -> bool:
+        """Whether a draw is shared by the documents of a forward, so that it depends on how a step is divided."""
+        return False
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         """Whether some draw changes a distance between two tokens of a document of `length` tokens.
@@ -164,6 +275,26 @@ class View:
 
         Returns:
             The index, rounded up; None where the view does not know it.
+        """
+        return None
+
+    def targets(self) -> list[tuple[str, int]]:
+        """The windows that the view trains, each with the name of the view whose `target` it is, in positions.
+
+        A model's window must hold them. Views that show positions of no window in particular have none.
+        """
+        return []
+
+    @classmethod
+    def reaching(cls, length: int, target: int) -> dict[str, Any]:
+        """Options with which documents of `length` tokens show positions up to `target`; {} where defaults do."""
+        return {}
+
+    def largest_skip(self, length: torch.Tensor) -> torch.Tensor | None:
+        """Largest r(t) - t that can be drawn for documents of `length` tokens, by which a KL is logged in quarters.
+
+        Returns:
+            int64 in the shape of `length`; None where the view draws none.
         """
         return None
 

@@ -46,6 +46,9 @@ class Compose(Several):
         if any(isinstance(view, RPE) for view in self.views[1:]):
             raise ValueError("view 'compose': view 'rpe' goes by the index of a token, so it must come first.")
 
+    def conditions(self) -> list[str]:
+        return [*super().conditions(), "the views of a composition must not undo each other"]
+
     def reach(self, length: int, last: int | None = None) -> int | None:
         for view in self.views:
             last = view.reach(length, last)

@@ -6,15 +6,16 @@ from typing import Literal, get_args
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View
-from .options import require_choice, require_int, require_number, require_reach, settle
+from .base import VIEWS, Parameters
+from .options import require_choice, require_int, require_number, settle
+from .targeted import Targeted
 
 Law = Literal["uniform", "gaussian"]
 
 
 @VIEWS.register("cream")
 @dataclass(frozen=True)
-class Cream(View):
+class Cream(Targeted):
     """r(t) = t for the first h of a document's n tokens, t + L - n for its last h, and t + e - (n - h - 1) between.
 
     e is the index of the middle's last token, n - h - 1 where it is contiguous with the head, L - h - 1 with the tail.
@@ -51,14 +52,8 @@ class Cream(View):
         if self.sigma is not None:
             require_number(self, "sigma", self.sigma)
 
-    def check_length(self, length: int) -> None:
-        require_reach(self, length, self.target)
-
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return (length > 2) & (length < self.target)  # of two tokens neither is an end
-
-    def reach(self, length: int, last: int | None = None) -> int:
-        return (length - 1 if last is None else last) + max(self.target - length, 0)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         factor, third = self.target // length, length // 3

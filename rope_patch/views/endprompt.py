@@ -2,21 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from ..documents import Documents, closing_tokens
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View
-from .options import require_choice, require_effect, require_ids, require_int, require_reach
+from .base import VIEWS, Cue, Parameters
+from .options import require_choice, require_effect, require_ids, require_int
+from .targeted import Targeted
 
 Placement = Literal["end", "random"]
 
 
 @VIEWS.register("endprompt")
 @dataclass(frozen=True)
-class EndPrompt(View):
+class EndPrompt(Targeted):
     """r(t) = t for the body, t < a, and the last b = `cue_tokens` tokens of a document of a + b have far positions.
 
     - "end": r(t) = L - b + (t - a), so that the last token is at L - 1.
@@ -41,8 +42,10 @@ class EndPrompt(View):
     """
 
     target: int
-    cue_tokens: int | Sequence[Sequence[int]]
+    cue_tokens: Cue
     placement: Placement = "end"
+
+    cue_option = "cue_tokens"
 
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)
@@ -57,17 +60,39 @@ class EndPrompt(View):
             f"placement={self.placement!r} places a cue, and cue_tokens=0 is the control without one: leave it out.",
         )
 
-    def check_length(self, length: int) -> None:
-        require_reach(self, length, self.target)
+    def check_run(self, args: Any) -> None:
+        if args.cue is not None and args.packing and args.packing_strategy == "wrapped":
+            raise ValueError(
+                "packing_strategy='wrapped' cuts documents and forgets where they end, so that rows end without their "
+                "cue: pack with 'bfd', or not at all."
+            )
+
+    def why_control(self) -> str | None:
+        if max(self._cue_lengths()) > 1:
+            return None
+        return f"with cue_tokens={self.cue_tokens} no token is predicted from far"
+
+    def conditions(self) -> list[str]:
+        return [*super().conditions(), "a cue must have two tokens or more and end documents"]
+
+    @property
+    def reads_tokens(self) -> bool:
+        return not isinstance(self.cue_tokens, int)
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
-        cues = [self.cue_tokens] if isinstance(self.cue_tokens, int) else [len(cue) for cue in self.cue_tokens]
-        shortest = min((b for b in cues if b), default=self.target)
+        shortest = min((b for b in self._cue_lengths() if b), default=self.target)
         return (length > shortest) & (length < self.target)
 
+    def _cue_lengths(self) -> list[int]:
+        return [self.cue_tokens] if isinstance(self.cue_tokens, int) else [len(cue) for cue in self.cue_tokens]
+
     def reach(self, length: int, last: int | None = None) -> int:
-        far = 0 if self.cue_tokens == 0 else max(self.target - length, 0)
-        return (length - 1 if last is None else last) + far
+        if self.cue_tokens == 0:
+            return length - 1 if last is None else last
+        return super().reach(length, last)
+
+    def targets(self) -> list[tuple[str, int]]:
+        return [] if self.cue_tokens == 0 else super().targets()
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         if not isinstance(self.cue_tokens, int):

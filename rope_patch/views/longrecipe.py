@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View
-from .options import require_ids, require_int, require_reach
+from .base import VIEWS, Parameters, TrainingText
+from .options import require_ids, require_int
+from .sentences import sentence_ends
+from .targeted import Targeted
 
 _SENTENCES = 64  # first slot of their draws
 _APART = 2**32  # more than any offset: documents do not mix when offsets are sorted
@@ -16,7 +20,7 @@ _APART = 2**32  # more than any offset: documents do not mix when offsets are so
 
 @VIEWS.register("longrecipe")
 @dataclass(frozen=True)
-class LongRecipe(View):
+class LongRecipe(Targeted):
     """r(t) = t for t < c, and t + u_j from there on, j the sentence of token t, in a document of n tokens.
 
     A sentence ends with a token of `sentence_ends`. Of m sentences each has a draw from U{0 .. L - n}; they are sorted,
@@ -37,6 +41,8 @@ class LongRecipe(View):
     target: int
     sentence_ends: Sequence[int]
 
+    from_text = MappingProxyType({"sentence_ends": (0,)})
+
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)
         ends: object = self.sentence_ends
@@ -44,14 +50,14 @@ class LongRecipe(View):
             raise ValueError(f"view 'longrecipe': sentence_ends must be one or more token ids, got {ends!r}.")
         object.__setattr__(self, "sentence_ends", tuple(sorted(set(self.sentence_ends))))
 
-    def check_length(self, length: int) -> None:
-        require_reach(self, length, self.target)
+    @classmethod
+    def prepare_text(cls, options: dict[str, Any], text: TrainingText) -> tuple[dict[str, Any], Any]:
+        if "sentence_ends" in options:
+            return options, text.dataset
+        return {**options, "sentence_ends": sentence_ends(text.tokenizer)}, text.dataset
 
-    def can_change(self, length: torch.Tensor) -> torch.Tensor:
-        return (length > 1) & (length < self.target)
-
-    def reach(self, length: int, last: int | None = None) -> int:
-        return (length - 1 if last is None else last) + max(self.target - length, 0)
+    def conditions(self) -> list[str]:
+        return [*super().conditions(), "sentence_ends must be within documents"]
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         raise ValueError("view 'longrecipe' goes by tokens, not by lengths alone: use draw_for.")

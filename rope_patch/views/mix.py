@@ -63,6 +63,9 @@ class Mix(Several):
     def stands_alone(self) -> bool:
         return True
 
+    def alternatives(self) -> Sequence[View]:
+        return self.views
+
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         assert self.shares is not None
         each = zip(self.shares, self.views, strict=True)

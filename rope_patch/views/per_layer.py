@@ -8,7 +8,7 @@ import torch
 
 from ..documents import Documents
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View
+from .base import TRUE_POSITIONS, VIEWS, Parameters, View
 from .options import require_effect
 from .several import as_view
 
@@ -69,11 +69,28 @@ class PerLayer(View):
         return bool(self.view.follows_progress)
 
     @property
+    def draws_by_forward(self) -> bool:
+        return bool(self.view.draws_by_forward)
+
+    @property
+    def reads_tokens(self) -> bool:
+        return bool(self.view.reads_tokens)
+
+    @property
     def layerwise(self) -> bool:
         return True
 
+    def check_run(self, args: Any) -> None:
+        self.view.check_run(args)
+
     def check_length(self, length: int) -> None:
         self.view.check_length(length)
+
+    def conditions(self) -> list[str]:
+        return list(self.view.conditions())
+
+    def targets(self) -> list[tuple[str, int]]:
+        return list(self.view.targets())
 
     def reach(self, length: int, last: int | None = None) -> int | None:
         own = self.view.reach(length, last)
@@ -121,7 +138,7 @@ class PerLayer(View):
             return [([i], self.view, own[i]) for i in range(n_layers)]
         chosen = self._chosen(n_layers)
         others = [i for i in range(n_layers) if i not in chosen]
-        return [(chosen, self.view, parameters), (others, VIEWS["standard"](), {})]
+        return [(chosen, self.view, parameters), (others, VIEWS[TRUE_POSITIONS](), {})]
 
     def _chosen(self, n_layers: int) -> list[int]:
         """The layers in which the view is in force, in order."""

@@ -119,6 +119,10 @@ class PosAug(View):
         return self.curriculum is not None
 
     @property
+    def draws_by_forward(self) -> bool:
+        return self.granularity == "micro-batch"
+
+    @property
     def _from_values(self) -> bool:
         return self.law in ("discrete", "cycling")
 

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View
-from .options import require_int, require_reach
+from .base import VIEWS, Parameters
+from .options import require_int
+from .targeted import Targeted
 
 _OFFSETS, _CONTENT = 64, 128  # first slots of the draws of each kind
 
 
 @VIEWS.register("pose")
 @dataclass(frozen=True)
-class PoSE(View):
+class PoSE(Targeted):
     """r(t) = t + u_i for the tokens of chunk i of a document of n tokens, u_0 = 0, u_i ~ U{u_(i-1) .. L - n}.
 
     With two chunks the first has c ~ U{1 .. floor((n + 1) / 2)} tokens; with more, their borders are drawn from
@@ -42,18 +43,12 @@ class PoSE(View):
             raise ValueError(f"view 'pose': window must not exceed target={self.target}, got {self.window}.")
 
     def check_length(self, length: int) -> None:
-        require_reach(self, length, self.target)
+        super().check_length(length)
         if self.window is not None and length > self.window:
             raise ValueError(
                 f"view 'pose': documents of {length} tokens must be cut to window={self.window} first, which "
                 "RopeSFTTrainer does where the view stands alone; elsewhere take `cut`, or leave out window."
             )
-
-    def can_change(self, length: torch.Tensor) -> torch.Tensor:
-        return (length > 1) & (length < self.target)
-
-    def reach(self, length: int, last: int | None = None) -> int:
-        return (length - 1 if last is None else last) + max(self.target - length, 0)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         parameters = {f"_border_{i}": border for i, border in enumerate(self._borders(length, key), 1)}
@@ -76,20 +71,17 @@ class PoSE(View):
             moved = torch.where(t >= parameters[f"_border_{i}"], t + parameters[f"skip_{i}"], moved)
         return moved
 
+    @property
+    def cuts(self) -> str | None:
+        return None if self.window is None else f"window={self.window}"
+
+    def kept(self, length: torch.Tensor) -> torch.Tensor:
+        return length if self.window is None else length.clamp(max=self.window)
+
     def cut(self, length: torch.Tensor, key: DrawKey) -> torch.Tensor | None:
-        """Which tokens of each document to keep, [batch, window], for what `draw` then gives the cut documents.
-
-        Args:
-            length: of the documents, one a row, [batch, 1].
-            key: of `draw`.
-
-        Returns:
-            Indices into the row, rising; those from a document's own length on are none of its tokens. None where no
-            document is too long.
-        """
         if self.window is None or int(length.max()) <= self.window:
             return None
-        kept = length.clamp(max=self.window)
+        kept = self.kept(length)
         t = torch.arange(self.window, device=length.device).expand(len(length), -1)
         content, offset = t, torch.zeros_like(length)
         for i, border in enumerate(self._borders(kept, key), 1):

@@ -46,6 +46,9 @@ class RPE(View):
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return (length > 1) & (length < self.max_index)
 
+    def conditions(self) -> list[str]:
+        return ["max_index must exceed the tokens of documents"]
+
     def reach(self, length: int, last: int | None = None) -> int:
         return self.max_index - 1 + (0 if last is None else max(last - length + 1, 0))
 

@@ -1,6 +1,7 @@
 """What views that are made of several others have in common."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,9 +22,27 @@ class Several(View):
     def follows_progress(self) -> bool:
         return any(view.follows_progress for view in self.views)
 
+    @property
+    def draws_by_forward(self) -> bool:
+        return any(view.draws_by_forward for view in self.views)
+
+    @property
+    def reads_tokens(self) -> bool:
+        return any(view.reads_tokens for view in self.views)
+
+    def check_run(self, args: Any) -> None:
+        for view in self.views:
+            view.check_run(args)
+
     def check_length(self, length: int) -> None:
         for view in self.views:
             view.check_length(length)
+
+    def conditions(self) -> list[str]:
+        return list(dict.fromkeys(clause for view in self.views for clause in view.conditions()))
+
+    def targets(self) -> list[tuple[str, int]]:
+        return [target for view in self.views for target in view.targets()]
 
     def can_change(self, length: torch.Tensor) -> torch.Tensor:
         return torch.stack([view.can_change(length) for view in self.views]).any(0)

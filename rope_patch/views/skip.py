@@ -1,7 +1,7 @@
 """The suffix of a document moves away from its prefix."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -100,6 +100,18 @@ class Skip(View):
         farthest = self.skip if self.skip is not None else self.max_skip or length
         return (length - 1 if last is None else last) + max(farthest, 0)
 
+    @classmethod
+    def reaching(cls, length: int, target: int) -> dict[str, Any]:
+        return {"max_skip": max(target - length, 1)}
+
+    def largest_skip(self, length: torch.Tensor) -> torch.Tensor | None:
+        if self.skip is not None:
+            return None
+        return length if self.max_skip is None else torch.full_like(length, self.max_skip)
+
+    def conditions(self) -> list[str]:
+        return ["a fixed split must lie within documents"]
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         split = key.integers(0, length - 1, slot=0) if self.split is None else torch.full_like(length, self.split)
         if self.skip is not None:
@@ -118,7 +130,8 @@ class Skip(View):
 
     def _largest(self, length: torch.Tensor, key: DrawKey) -> torch.Tensor:
         """Y of each document at this point of training."""
-        largest = length if self.max_skip is None else torch.full_like(length, self.max_skip)
+        largest = self.largest_skip(length)
+        assert largest is not None
         if self.curriculum is None or key.progress is None:
             return largest
         assert self.start is not None

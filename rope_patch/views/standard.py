@@ -5,15 +5,16 @@ from dataclasses import dataclass
 import torch
 
 from ..draws import DrawKey
-from .base import VIEWS, Parameters, View
+from .base import TRUE_POSITIONS, VIEWS, Parameters, View
 
 
-@VIEWS.register("standard")
+@VIEWS.register(TRUE_POSITIONS)
 @dataclass(frozen=True)
 class Standard(View):
     """r(t) = t: the positions that the model was trained with."""
 
     perturbs = False
+    synonyms = ("rope", "default", "none", "plain")
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {}

@@ -8,7 +8,7 @@ from support.training import logged, tokenizer, trainer
 
 from rope_patch.patch import view_source
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
-from trl_ext.sentences import sentence_ends
+from rope_patch.views.sentences import sentence_ends
 
 TEXT = "One is here. Two goes (as said!) there? Three.\nFour is 3 times nothing; and on it goes. "
 

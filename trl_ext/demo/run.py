@@ -175,7 +175,7 @@ def _checked_window(settings: DemoSettings, loaded: PreTrainedModel) -> int:
             f"{settings.measure_length}: what the demo shows is there."
         )
     view = resolve_view(settings.view, settings.view_args)
-    if getattr(view, "window", None) is None:  # one with a window takes its part of a longer row
+    if view.cuts is None:  # else it takes its part of a longer row
         view.check_length(settings.train_length)
     try:
         if settings.rescale is not None:

@@ -88,6 +88,8 @@ class Objective:
     options_class: ClassVar[type[ObjectiveOptions]]
     counts_every_token: ClassVar[bool] = True
     """Whether tokens without a label count too, and the last one of a document, which has no next token."""
+    evaluates_view: ClassVar[bool] = True
+    """Whether evaluations run the view too, and not training alone."""
     takes_view_controls: ClassVar[bool] = False
     """Whether a view that changes nothing on purpose, as a control of another, is trained with."""
 

@@ -11,6 +11,7 @@ from rope_patch.checked_numbers import require_number
 from rope_patch.labelled import Labelled
 from rope_patch.next_token import CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
 
+from ..cues import views_with_cues
 from ..step_means import Part
 from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
 
@@ -72,6 +73,7 @@ class NextTokenObjective(Objective):
     help = "next-token cross-entropy under the sampled view"
     options_class: ClassVar[type[ObjectiveOptions]] = NextTokenOptions
     counts_every_token = False
+    evaluates_view = False
     takes_view_controls = True
 
     def _make_loss(self, model: nn.Module) -> Any:
@@ -144,12 +146,10 @@ def _cue_of(args: "RopeSFTConfig") -> CueWeight | None:
     require_number("cue_weight", args.cue_weight, least=0)
     if args.cue_weight == 1.0:
         return None
-    options: Any = args.view_args or {}
-    # a cue's tokens are known once there is a tokenizer
-    tokens = options.get("cue_tokens", int(args.cue is not None)) if args.view == "endprompt" else 0
+    tokens = args.make_view().cue()
     if not tokens:
         raise ValueError(
-            "cue_weight weighs the tokens of view='endprompt', objective='clm', with cue_tokens above 0; got "
+            f"cue_weight weighs the tokens of {views_with_cues()}, objective='clm', with a cue of a token or more; got "
             f"cue_weight={args.cue_weight}, view={args.view!r}, objective={args.objective!r}."
         )
     return CueWeight(tokens=tokens, weight=args.cue_weight)

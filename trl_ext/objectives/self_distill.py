@@ -25,7 +25,6 @@ from rope_patch.next_token import LongCE, NextTokenLoss
 from rope_patch.registry import unknown
 from rope_patch.rotary import find_decoder
 from rope_patch.state import state_of
-from rope_patch.views import Skip
 
 from ..step_means import Part
 from .alternating import AlternatingObjective
@@ -183,6 +182,7 @@ class SelfDistillObjective(NextTokenObjective):
 
     help = "next-token cross-entropy under true positions plus the KL of the view to those"
     options_class = SelfDistillOptions
+    evaluates_view = True
     takes_view_controls = False
     options: SelfDistillOptions
     forward_loss: SelfDistiller
@@ -320,15 +320,13 @@ class SelfDistillObjective(NextTokenObjective):
     def _by_skip(self, result: ConsistencyLoss, labelled: Labelled) -> dict[str, Part]:
         """Mean KL of the queries that the view moves, by how far: in quarters of the largest skip that it draws."""
         source = self.forward_loss.view
-        if source is None or not isinstance(source.view, Skip) or source.view.skip is not None:
+        largest = None if source is None else source.view.largest_skip(labelled.documents.length)
+        if source is None or largest is None:
             return {}
         assert source.last is not None
         t = labelled.t
         skip = source.view.rope_index(t, source.last.parameters) - t  # 0 in a prefix, which no quarter has
-        largest = labelled.documents.length.expand_as(skip)
-        if source.view.max_skip is not None:
-            largest = torch.full_like(skip, source.view.max_skip)
-        return _by_quarter("kl/skip", result, skip - 1, largest)
+        return _by_quarter("kl/skip", result, skip - 1, largest.expand_as(skip))
 
 
 def _by_quarter(name: str, result: ConsistencyLoss, value: torch.Tensor, end: torch.Tensor) -> dict[str, Part]:
