@@ -18,6 +18,7 @@ from .limits import why_no_checkpointing
 from .rotary import parameter_names, picks_by_row, rope_types
 from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
 from .trainers import is_generating, require_driver
+from .views import TRUE_POSITIONS
 
 
 class DecoderEntry:
@@ -53,7 +54,7 @@ class DecoderEntry:
             raise ValueError(
                 "a RoPE view that moves positions needs position_ids of shape [batch, seq_len] or None, got "
                 f"{tuple(position_ids.shape)}: of positions with several axes (mRoPE) no view says what they become. "
-                "Use view 'standard'; rescalings and distillation at true positions go with it."
+                f"Use view {TRUE_POSITIONS!r}; rescalings and distillation at true positions go with it."
             )
         if "Paged" in type(call.get("cache")).__name__:
             raise ValueError(

@@ -229,7 +229,9 @@ class _Way:
     @property
     def notes(self) -> list[str]:
         view = self.args.make_view()
-        return [] if view.cuts is None else [f"of longer rows view {view.name!r} reads another part each epoch ({view.cuts})"]
+        if view.cuts is None:
+            return []
+        return [f"of longer rows view {view.name!r} reads another part each epoch ({view.cuts})"]
 
     def cuts(self, masked: np.ndarray) -> np.ndarray:
         """Which documents may be cut, given which have masked labels."""

@@ -7,8 +7,8 @@ from support.tiny import tiny
 from support.training import logged, tokenizer, trainer
 
 from rope_patch.patch import view_source
-from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from rope_patch.views.sentences import sentence_ends
+from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
 TEXT = "One is here. Two goes (as said!) there? Three.\nFour is 3 times nothing; and on it goes. "
 

@@ -1,0 +1,85 @@
+"""The trainer and what belongs to it ask views and rescalings, and name none: others get all that ours get."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from rope_patch.rescalings import RESCALINGS
+from rope_patch.views import VIEWS
+
+ROOT = Path(__file__).parents[1]
+QUOTED = re.compile(r"(?:view|rescale)=?['\" ]+([a-z0-9-]+)['\"]")  # in a message
+NAMES = {*VIEWS, *RESCALINGS}
+CLASSES = {cls.__name__ for registry in (VIEWS, RESCALINGS) for cls in registry.values()}
+
+# what is about a method by its nature, or about a thing of the same name
+SUBJECTS = {
+    "trl_ext/demo": "shows two methods, by settings that name them",
+    "rope_patch/eval/probe.py": "measures what YaRN does untrained, and advises a skip view after it",
+    "rope_patch/eval/view_kl.py": "measures a KL by the length of a skip",
+}
+ALLOWED = {  # (start of a path, name) -> what else it is
+    ("trl_ext/rows/__init__.py", "mix"): "a module",
+    ("trl_ext/objectives/", "standard"): "true positions",
+    ("rope_patch/rotary.py", "longrope"): "a schedule of Transformers",
+}
+CORE = "patch state hooks methods describe view_callback sidecar adapters rotary rescale string_rope".split()
+
+
+def modules():
+    """Of the trainer, the evaluation and the core, relative to the root."""
+    found = [*(ROOT / "trl_ext").rglob("*.py"), *(ROOT / "rope_patch/eval").rglob("*.py")]
+    found += [ROOT / "rope_patch" / f"{name}.py" for name in CORE]
+    names = [file.relative_to(ROOT).as_posix() for file in found]
+    return sorted(name for name in names if not name.startswith(tuple(SUBJECTS)))
+
+
+def docstrings(tree):
+    """Prose for readers: strings that are statements."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def named_in(code):
+    """Views and rescalings that code names, as classes or by strings that are compared, looked up or given."""
+    tree = ast.parse(code)
+    prose = docstrings(tree)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            found |= {node.id if isinstance(node, ast.Name) else node.attr} & CLASSES
+        elif isinstance(node, ast.alias):
+            found |= {node.name} & CLASSES
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            found |= {node.value, *QUOTED.findall(node.value)} & NAMES
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("if view == 'pose': pass", {"pose"}),
+        ("isinstance(view, views.PoSE)", {"PoSE"}),
+        ("from rope_patch.views import Skip as S", {"Skip"}),
+        ("TABLE = {'endprompt': 1, 'pi': 2}", {"endprompt", "pi"}),
+        ("raise ValueError(\"take view='skip'\")", {"skip"}),
+        ("raise ValueError(f\"view 'pose' of {n}\")", {"pose"}),
+        ("def f():\n    \"\"\"As view 'pose' does.\"\"\"", set()),
+        ("kind = view.name", set()),
+    ],
+)  # fmt: skip
+def test_names_are_found(code, names):
+    assert named_in(code) == names
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_module_names_no_view_and_no_rescaling(module):
+    allowed = {name for path, name in ALLOWED if module.startswith(path)}
+    found = named_in((ROOT / module).read_text()) - allowed
+    assert not found, f"{module} names {found}: ask a method of View or Rescaling, which views from elsewhere have too"
+
+
+def test_the_modules_are_there():
+    assert {f"trl_ext/{n}.py" for n in ("config", "trainer", "training_set", "window_check", "cli")} <= set(modules())
+    assert all((ROOT / name).exists() for name in SUBJECTS)
