@@ -10,6 +10,11 @@ import keeping_results
 import pytest
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
+from support.training import trainer
+
+from rope_patch.patch import view_source
+from rope_patch.rescalings import Rescaling
+from rope_patch.views import VIEWS, View
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -48,6 +53,34 @@ def test_python_blocks_of_the_readme_run_one_after_the_other(tmp_path, monkeypat
         code = code.replace('" * 100}', '" * 2}')
         exec(compile(code, "README.md", "exec"), {})
     assert (tmp_path / "out" / "rope_patch.json").is_file()
+
+
+def test_the_view_of_the_page_on_positions_trains(tmp_path, monkeypatch):
+    """As it stands, but for the device."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "positions.md").read_text()
+    (block,) = re.findall(r"```python\n([^`]*VIEWS\.register[^`]*)```", page)
+    names = {}
+    try:
+        exec(
+            compile(block.replace('output_dir="out"', 'output_dir="out", use_cpu=True'), "positions.md", "exec"), names
+        )
+        run = trainer(tmp_path, view="far-half", view_args={"most": 40})
+        source = view_source(run.model)
+        run.train()
+        assert source.view == names["FarHalf"](most=40) and 1 <= source.last.parameters["skip"].min() <= 40
+        with pytest.raises(ValueError, match="view 'far-half' needs whole documents"):
+            trainer(tmp_path, view="far-half", view_args={"most": 40}, packing=True, packing_strategy="wrapped")
+    finally:
+        VIEWS.pop("far-half", None)
+
+
+@pytest.mark.parametrize(("heading", "base"), [("Add a view", View), ("Add a rescaling", Rescaling)])
+def test_contributing_names_every_method(heading, base):
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[1])}
+    assert named == {name for name in {*vars(base), *base.__annotations__} if name[0] != "_"} - {"name"}
 
 
 def anchors(page):
