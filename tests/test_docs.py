@@ -62,9 +62,8 @@ def test_the_view_of_the_page_on_positions_trains(tmp_path, monkeypatch):
     (block,) = re.findall(r"```python\n([^`]*VIEWS\.register[^`]*)```", page)
     names = {}
     try:
-        exec(
-            compile(block.replace('output_dir="out"', 'output_dir="out", use_cpu=True'), "positions.md", "exec"), names
-        )
+        code = block.replace('output_dir="out"', 'output_dir="out", use_cpu=True')
+        exec(compile(code, "positions.md", "exec"), names)
         run = trainer(tmp_path, view="far-half", view_args={"most": 40})
         source = view_source(run.model)
         run.train()

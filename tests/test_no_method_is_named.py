@@ -77,7 +77,10 @@ def test_names_are_found(code, names):
 def test_a_module_names_no_view_and_no_rescaling(module):
     allowed = {name for path, name in ALLOWED if module.startswith(path)}
     found = named_in((ROOT / module).read_text()) - allowed
-    assert not found, f"{module} names {found}: ask a method of View or Rescaling, which views from elsewhere have too"
+    assert not found, (
+        f"{module} names {found}: ask a method of View or Rescaling, which those from elsewhere have too; if it is "
+        "another thing of that name, say in ALLOWED what"
+    )
 
 
 def test_the_modules_are_there():
