@@ -68,6 +68,16 @@ class View:
     # options that `prepare_text` finds out, each with a stand-in by which the others are checked before
     from_text: ClassVar[Mapping[str, object]] = MappingProxyType({})
 
+    def __init_subclass__(cls) -> None:
+        """Refuse an option with the name of a method, which `dataclass` would take for the option's default."""
+        super().__init_subclass__()
+        for name in cls.__dict__.get("__annotations__", {}):
+            method = vars(View).get(name)
+            if callable(method) or isinstance(method, property | classmethod):
+                raise TypeError(
+                    f"{cls.__name__} has an option {name!r}, which is a method of View: give it another name."
+                )
+
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         """Parameters of each document.
 

@@ -322,6 +322,12 @@ def test_the_demo_takes_it_with_options_that_reach_what_is_measured():
     assert settings.view_args == {"far": 256, "end_tokens": 2, "stop": 0}
 
 
+@pytest.mark.parametrize("name", ["cue", "cuts", "prepare_text"])
+def test_an_option_with_the_name_of_a_method_is_refused(name):
+    with pytest.raises(TypeError, match=f"Wrong has an option '{name}', which is a method of View"):
+        type("Wrong", (View,), {"__annotations__": {name: int}})
+
+
 def test_names_lead_to_it():
     assert resolve_view("far-end", GIVEN["view_args"]) == far_end()
     assert resolve_rescaling("stretch", {"times": 2}) == Stretch(2)
