@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from .adapter_weights import digest, digest_of_folder
 from .call_stack import frames
-from .one_config import require_saved_schedule
-from .rotary import find_core, find_decoder
+from .one_config import require_saved_rope
+from .rotary import find_causal_lm, find_decoder
 from .sidecar import SIDECAR_NAME, specification
 from .state import RopeState, state_of
 
@@ -32,20 +32,20 @@ class _SaveWithSidecar:
 
     Args:
         peft_config: the config.
-        core: the model that it was found on. Weak: a model that held itself through its configs would stay in memory
+        causal_lm: the model with the config. Weak: a model that held itself through its configs would stay in memory
             until the garbage collector comes by.
     """
 
-    def __init__(self, peft_config: Any, core: nn.Module | None) -> None:
+    def __init__(self, peft_config: Any, causal_lm: nn.Module | None) -> None:
         self.peft_config = peft_config
-        self.core = _weak(core)
+        self.causal_lm = _weak(causal_lm)
         self.has_written = False
 
     def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         type(self.peft_config).save_pretrained(self.peft_config, save_directory, **kwargs)
         # one config may be that of adapters on several models: it is saved for the one that asks
         model = next((m for m in _callers() if hasattr(m, "peft_config")), None)
-        own = self.core() if model is None else model
+        own = self.causal_lm() if model is None else model
         state = None if own is None else _state_to_save(own)
         path = Path(save_directory) / SIDECAR_NAME
         if state is None:
@@ -61,33 +61,33 @@ class _SaveWithSidecar:
         self.has_written = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SaveWithSidecar":
-        core = self.core()
-        other = type(self)(copy.deepcopy(self.peft_config, memo), memo.get(id(core), core))
+        causal_lm = self.causal_lm()
+        other = type(self)(copy.deepcopy(self.peft_config, memo), memo.get(id(causal_lm), causal_lm))
         other.has_written = self.has_written
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "core": self.core()}
+        return {**vars(self), "causal_lm": self.causal_lm()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.core = _weak(state["core"])
+        self.causal_lm = _weak(state["causal_lm"])
 
 
 class _OfModel:
     """What is kept on a model and knows it. Weakly, as configs do; a copy belongs to the copy of the model."""
 
-    def __init__(self, core: nn.Module | None) -> None:
-        self.core = _weak(core)
+    def __init__(self, causal_lm: nn.Module | None) -> None:
+        self.causal_lm = _weak(causal_lm)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(memo.get(id(self.core()), self.core()))
+        return type(self)(memo.get(id(self.causal_lm()), self.causal_lm()))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"core": self.core()}
+        return {"causal_lm": self.causal_lm()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["core"])  # type: ignore[misc]
+        self.__init__(state["causal_lm"])  # type: ignore[misc]
 
 
 class _TraversalWatch(_OfModel):
@@ -99,7 +99,7 @@ class _TraversalWatch(_OfModel):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        decoder: Any = self.core()
+        decoder: Any = self.causal_lm()
         if decoder is None:
             raise ReferenceError("the model of this named_modules is gone: keep the model, and call its own method.")
         if not torch.compiler.is_compiling():  # Dynamo traces forwards that ask for their dtype, and no calls
@@ -121,14 +121,14 @@ class _CheckedSave(_OfModel):
     """Stands in for `save_pretrained` of one model, which may be given weights that nobody asked the decoder for."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model: Any = self.core()
+        model: Any = self.causal_lm()
         if model is None:
             raise ReferenceError("the model of this save_pretrained is gone: keep the model, and call its own method.")
         decoder = find_decoder(model)
         state = state_of(decoder)
         if state is not None:
             _cover(model, model)
-            require_saved_schedule(model, decoder, state)
+            require_saved_rope(model, decoder, state)
         return type(model).save_pretrained(model, *args, **kwargs)
 
 
@@ -142,30 +142,30 @@ class _SaveWatch:
     def __call__(self, decoder: Any, prefix: str, keep_vars: bool) -> None:
         around = _around(decoder)
         for module in around:
-            _cover(module, find_core(module))
+            _cover(module, find_causal_lm(module))
         outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
         state = state_of(decoder)
         if state is not None:
-            require_saved_schedule(outermost, decoder, state)
+            require_saved_rope(outermost, decoder, state)
 
 
-def watch_adapters(model: nn.Module, core: nn.Module) -> None:
+def watch_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
     """Let every adapter on `model` write the sidecar when it is saved, also one that is added later."""
     for module in model.modules():
-        _cover(module, core)
-    decoder = find_decoder(core)
+        _cover(module, causal_lm)
+    decoder = find_decoder(causal_lm)
     if not any(isinstance(hook, _SaveWatch) for hook in decoder._state_dict_pre_hooks.values()):
         decoder.register_state_dict_pre_hook(_SaveWatch())
         decoder.named_modules = _TraversalWatch(decoder)  # type: ignore[method-assign]
 
 
-def forget_adapters(model: nn.Module, core: nn.Module) -> None:
+def forget_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
     """Undo `watch_adapters`, as far as `model` reaches; a cover beyond it writes nothing for an unpatched model.
 
     A config that has written a sidecar stays covered: saved again to that folder, the adapter has the same weights and
     no rescaling, and the sidecar has to go.
     """
-    decoder = find_decoder(core)
+    decoder = find_decoder(causal_lm)
     hooks = decoder._state_dict_pre_hooks
     for handle in [h for h, hook in hooks.items() if isinstance(hook, _SaveWatch)]:
         del hooks[handle]
@@ -185,9 +185,9 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
     return {name: config for module in model.modules() for name, config in _adapter_configs(module).items()}
 
 
-def require_no_decoder_in_adapters(core: nn.Module) -> None:
-    """Raise ValueError if an adapter brought a decoder of its own, which a patch of `core` would leave as it is."""
-    for name, peft_config in _adapter_configs(core).items():
+def require_no_decoder_in_adapters(causal_lm: nn.Module) -> None:
+    """Raise ValueError if an adapter brought a decoder of its own, which a patch of the model would leave as it is."""
+    for name, peft_config in _adapter_configs(causal_lm).items():
         if getattr(peft_config, "peft_type", None) == "SHADOW":
             raise ValueError(
                 f"adapter {name!r} is PEFT's Shadow, which has a decoder of its own with the RoPE that the model had "
@@ -203,16 +203,16 @@ def _state_to_save(model: nn.Module) -> RopeState | None:
         ValueError: the adapter has a decoder of its own (PEFT's Shadow), which knows nothing of the model's view. It
             takes its frequencies from the config of the model, also when it is loaded.
     """
-    state = state_of(find_decoder(find_core(model)))
+    state = state_of(find_decoder(find_causal_lm(model)))
     if state is not None and state.source is not None and state.source.view.perturbs:
         find_decoder(model)
     return state
 
 
-def _cover(module: nn.Module, core: nn.Module) -> None:
+def _cover(module: nn.Module, causal_lm: nn.Module) -> None:
     for peft_config in _adapter_configs(module).values():
         if not isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
-            peft_config.save_pretrained = _SaveWithSidecar(peft_config, core)
+            peft_config.save_pretrained = _SaveWithSidecar(peft_config, causal_lm)
 
 
 def _check_saves(model: nn.Module) -> None:
@@ -234,8 +234,8 @@ def _adapter_configs(module: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def _weak(core: nn.Module | None) -> Callable[[], nn.Module | None]:
-    return _gone if core is None else weakref.ref(core)
+def _weak(causal_lm: nn.Module | None) -> Callable[[], nn.Module | None]:
+    return _gone if causal_lm is None else weakref.ref(causal_lm)
 
 
 def _gone() -> None:

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from .adapter_watch import watch_adapters
 from .adapter_weights import digest_of_folder
 from .patch import patch_model, unpatch_model
-from .rotary import find_core, find_decoder
+from .rotary import find_causal_lm, find_decoder
 from .sidecar import SIDECAR_NAME, always_view_of, read_sidecar, rescalings_of
 from .state import state_of
 
@@ -66,7 +66,7 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
         raise
     state = state_of(decoder)
     if state is not None:
-        watch_adapters(adapted, find_core(model))
+        watch_adapters(adapted, find_causal_lm(model))
     return adapted
 
 

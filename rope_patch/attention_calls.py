@@ -51,14 +51,14 @@ Watch = Callable[[AttentionCall], torch.Tensor | None]
 """What it returns, [batch, n, n_heads, value_dim], replaces the call's output; None lets the call run."""
 
 
-def attention_name(core: Any) -> str:
+def attention_name(causal_lm: Any) -> str:
     """The attention implementation that the text decoder runs, e.g. "sdpa"."""
-    return core.config.get_text_config(decoder=True)._attn_implementation
+    return causal_lm.config.get_text_config(decoder=True)._attn_implementation
 
 
-def attention_kernel(core: Any) -> str | None:
+def attention_kernel(causal_lm: Any) -> str | None:
     """The kind of that implementation, "flash", "sdpa", "flex" or "eager"; None for others."""
-    name = attention_name(core)
+    name = attention_name(causal_lm)
     if name.startswith("flash_attention"):
         return "flash"
     return {"sdpa": "sdpa", "flex_attention": "flex", "eager": "eager"}.get(name)
@@ -97,14 +97,14 @@ def block_mask(visible: Callable[..., torch.Tensor], batch: int, n_heads: int | 
 
 
 @contextmanager
-def watched_attention(core: nn.Module, watch: Watch) -> Iterator[None]:
-    """Call `watch` before every attention of models that run the implementation of `core`.
+def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
+    """Call `watch` before every attention of models that run the implementation of `causal_lm`.
 
     Transformers keeps attention functions in one table for the process; the entry in use is wrapped under its own name,
     as other names would change how masks are built, and put back. Blocks nest. A backward that recomputes checkpointed
     layers has to run inside the block.
     """
-    name = attention_name(core)
+    name = attention_name(causal_lm)
     before = ALL_ATTENTION_FUNCTIONS.get(name)
 
     def watching(

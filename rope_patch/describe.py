@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 
 from .adapter_watch import adapter_configs
-from .limits import limits
+from .capabilities import missing_capabilities
 from .local_layers import LocalLayers
 from .rescale import names_no_window
-from .rotary import find_core, find_decoder, is_nested, named_rotary_modules
+from .rotary import find_causal_lm, find_decoder, is_nested, named_rotary_modules
 from .sidecar import SIDECAR_NAME
 from .state import state_of
 
@@ -31,7 +31,7 @@ class RopeDescription:
         trained_window: positions that the model came with; None if its config names none.
         target_window: positions that its config now promises.
         keeps_window: whether a rescaling is in force that leaves the config's window as it was.
-        limits: what its family cannot do -> why; what is not named works.
+        missing_capabilities: what its family cannot do -> why; what is not named works.
         adapters: names of PEFT adapters, which are saved with the RoPE specification beside them.
     """
 
@@ -47,7 +47,7 @@ class RopeDescription:
     trained_window: int | None
     target_window: int | None
     keeps_window: bool
-    limits: dict[str, str]
+    missing_capabilities: dict[str, str]
     adapters: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class RopeDescription:
             lines.insert(4, f"  local layers    {', '.join(self.local_layers)}, which a view leaves at true positions")
         if self.rescaling:
             lines.insert(2, f"  native          {_schedule(self.native_rope_parameters)}")
-        lines += [f"  not possible    {what}: {reason}" for what, reason in self.limits.items()]
+        lines += [f"  not possible    {what}: {reason}" for what, reason in self.missing_capabilities.items()]
         if self.adapters:
             # PEFT keeps no trace of the folder that an adapter was loaded from, so what lies in it is not known here
             kept = (
@@ -89,7 +89,7 @@ def describe(model: nn.Module) -> RopeDescription:
     window = getattr(config, "max_position_embeddings", None)
     view = None if state is None or state.source is None else state.source.view
     return RopeDescription(
-        model=type(find_core(model)).__name__,
+        model=type(find_causal_lm(model)).__name__,
         patched=state is not None,
         rope_parameters=config.rope_parameters,
         native_rope_parameters=config.rope_parameters if state is None else state.native.rope_parameters,
@@ -101,7 +101,7 @@ def describe(model: nn.Module) -> RopeDescription:
         trained_window=window if state is None else state.native.max_position_embeddings,
         target_window=window,
         keeps_window=state is not None and state.rescaling is not None and names_no_window(state.rescaling, window),
-        limits=limits(model),
+        missing_capabilities=missing_capabilities(model),
         adapters=tuple(adapter_configs(model)),
     )
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from .adapter_watch import adapter_configs
 from .attention_calls import AttentionCall, watched_attention
-from .limits import why_unreachable
-from .rotary import find_core, find_decoder
+from .capabilities import why_unreachable
+from .rotary import find_causal_lm, find_decoder
 from .state import state_of
 
 TAPE = "distillation_tape"
@@ -85,9 +85,9 @@ class ForwardLoss:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.core: Any = find_core(model)
+        self.causal_lm: Any = find_causal_lm(model)
         self.decoder: Any = find_decoder(model)
-        require(why_unreachable(self.core, self.decoder))
+        require(why_unreachable(self.causal_lm, self.decoder))
         _refuse_prompts(model)
         self._refuse_noise()
         # Transformers' attention functions are those of encoders of images too, which may be handed the tape
@@ -95,7 +95,7 @@ class ForwardLoss:
         self.state = state_of(self.decoder)
 
     def _refuse_noise(self) -> None:
-        alpha = getattr(self.core.get_input_embeddings(), "neftune_noise_alpha", None)
+        alpha = getattr(self.causal_lm.get_input_embeddings(), "neftune_noise_alpha", None)
         if alpha is not None:
             raise ValueError(
                 f"the embeddings of this model are noised (NEFTune, neftune_noise_alpha={alpha}), each forward anew, "
@@ -110,10 +110,10 @@ class ForwardLoss:
             # before the hook that draws the view: a teacher's own forward ends with no view in force
             self.decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True, prepend=True),
             self.decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
-            self.core.register_forward_hook(_require_compared, with_kwargs=True),
+            self.causal_lm.register_forward_hook(_require_compared, with_kwargs=True),
         ]
         try:
-            with watched_attention(self.core, self._take_tape), self._watching():
+            with watched_attention(self.causal_lm, self._take_tape), self._watching():
                 yield
         finally:
             for handle in handles:
@@ -167,12 +167,12 @@ def without_gradient(device_type: str) -> Iterator[None]:
         yield
 
 
-def _require_compared(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _require_compared(causal_lm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     tape = kwargs.get(TAPE)
     if isinstance(tape, Tape) and not (tape.compared or tape.teaching):
         raise ValueError(
-            f"{type(core).__name__} does not pass keyword arguments on to its decoder, so nothing can be distilled in "
-            "it. Use objective='clm'."
+            f"{type(causal_lm).__name__} does not pass keyword arguments on to its decoder, so nothing can be "
+            "distilled in it. Use objective='clm'."
         )
 
 

@@ -29,7 +29,7 @@ def logit_transform(config: Any) -> tuple[float, float | None]:
 
 
 def head_losses(
-    core: Any,
+    causal_lm: Any,
     hidden_std: torch.Tensor,
     hidden_view: torch.Tensor | None,
     labels: torch.Tensor,
@@ -43,7 +43,7 @@ def head_losses(
     """`rope_kernels.linear_ce_kl` through the head of a causal LM, with what its family does to logits.
 
     Args:
-        core: the causal LM.
+        causal_lm: the causal LM.
         hidden_std: last hidden states, [N, H] of any floating dtype.
         hidden_view: likewise, or None.
         labels: [N].
@@ -57,9 +57,9 @@ def head_losses(
     Raises:
         ValueError: an output head is quantized, or `linear_ce_kl` refuses an argument.
     """
-    head = core.get_output_embeddings()
+    head = causal_lm.get_output_embeddings()
     other: Any = None if teacher is None else teacher[0]
-    scale, softcap = logit_transform(core.config.get_text_config())
+    scale, softcap = logit_transform(causal_lm.config.get_text_config())
     # z / T is z of these: softcap / T tanh(scale / T product / (softcap / T))
     scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
     metrics: list[RowMetrics] = []
@@ -91,12 +91,12 @@ def head_losses(
 
 
 def head_kl(
-    core: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, **options: Any
+    causal_lm: Any, teacher_head: Any, hidden: torch.Tensor, teacher_hidden: torch.Tensor, **options: Any
 ) -> torch.Tensor:
     """`rope_kernels.linear_kl_rows` through the heads of a causal LM and a teacher, with what the family does to them.
 
     Args:
-        core: the causal LM.
+        causal_lm: the causal LM.
         teacher_head: the teacher's output head.
         hidden: last hidden states, [N, H] of any floating dtype.
         teacher_hidden: the teacher's, likewise.
@@ -108,8 +108,8 @@ def head_kl(
     Raises:
         ValueError: an output head is quantized, or `linear_kl_rows` refuses an argument.
     """
-    head = core.get_output_embeddings()
-    scale, softcap = logit_transform(core.config.get_text_config())
+    head = causal_lm.get_output_embeddings()
+    scale, softcap = logit_transform(causal_lm.config.get_text_config())
 
     def rows(hidden: torch.Tensor, teacher_hidden: torch.Tensor) -> torch.Tensor:
         _require_floating(head, teacher_head)

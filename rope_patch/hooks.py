@@ -12,9 +12,9 @@ from torch import nn
 from transformers import Cache
 
 from .call_stack import frames
+from .capabilities import why_no_checkpointing
 from .documents import real_tokens_of
 from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
-from .limits import why_no_checkpointing
 from .rotary import parameter_names, picks_by_row, rope_types
 from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
 from .trainers import is_generating, require_driver

@@ -9,47 +9,49 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .rescale import RopeSchedule
+from .rescale import RopeParameters
 from .rotary import fresh_state, is_recomputed, rotary_by_name
 from .state import RopeState
 
-# a cast to bfloat16 rounds to 8 bits; schedules that are worth telling apart differ by more
+# a cast to bfloat16 rounds to 8 bits; RoPE parameters that are worth telling apart differ by more
 _ROUNDING = 2**-7
 
 
-def require_one_config(core: PreTrainedModel, decoder: PreTrainedModel) -> None:
+def require_one_config(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ValueError if the config of the whole model and of its decoder are apart: a rescaling would be in one."""
-    if not _holds(core.config, decoder.config):
+    if not _holds(causal_lm.config, decoder.config):
         raise ValueError(
-            f"the config of this {type(core).__name__} is another object than that of its {type(decoder).__name__}, "
-            "from which frequencies are built: what is written into one would not be saved with the other. Give both "
-            "the same one, e.g. model.config = model.model.config, before patch_model."
+            f"the config of this {type(causal_lm).__name__} is another object than that of its "
+            f"{type(decoder).__name__}, from which frequencies are built: what is written into one would not be saved "
+            "with the other. Give both the same one, e.g. model.config = model.model.config, before patch_model."
         )
 
 
-def require_saved_schedule(core: PreTrainedModel, decoder: PreTrainedModel, state: RopeState) -> None:
-    """Raise ValueError if `core` would be saved with a config of another schedule than its weights run with."""
+def require_saved_rope(causal_lm: PreTrainedModel, decoder: PreTrainedModel, state: RopeState) -> None:
+    """Raise ValueError if `causal_lm` would be saved with other RoPE parameters than its weights run with."""
     wanted = (state.current if state.beside_native is None else state.beside_native[0]).rope_parameters
-    for config in (decoder.config, text_config(core, decoder)):
+    for config in (decoder.config, text_config(causal_lm, decoder)):
         found = getattr(config, "rope_parameters", wanted)
         if found != wanted:
             raise ValueError(
-                f"the config of this {type(core).__name__} has RoPE {found}, and the model runs with {wanted}: what is "
-                "saved would be another model. A config that is replaced or edited after patch_model does not change "
-                "the model: put back the one that the decoder had, e.g. model.config = model.model.config, or call "
-                "unpatch_model first."
+                f"the config of this {type(causal_lm).__name__} has RoPE {found}, and the model runs with {wanted}: "
+                "what is saved would be another model. A config that is replaced or edited after patch_model does not "
+                "change the model: put back the one that the decoder had, e.g. model.config = model.model.config, or "
+                "call unpatch_model first."
             )
 
 
-def text_config(core: PreTrainedModel, decoder: PreTrainedModel) -> Any:
+def text_config(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> Any:
     """The config that is saved for `decoder` with the whole model."""
-    return decoder.config if _holds(core.config, decoder.config) else core.config.get_text_config(decoder=True)
+    return (
+        decoder.config if _holds(causal_lm.config, decoder.config) else causal_lm.config.get_text_config(decoder=True)
+    )
 
 
-def require_frequencies_of_config(schedule: RopeSchedule, decoder: PreTrainedModel) -> None:
+def require_frequencies_of_config(parameters: RopeParameters, decoder: PreTrainedModel) -> None:
     """Raise ValueError if the frequencies in force are not what Transformers builds from the config."""
     for name, module in rotary_by_name(decoder).items():
-        live = schedule.rotary[name].buffers
+        live = parameters.rotary[name].buffers
         if any(buffer.is_meta for buffer, _ in live.values()):
             continue
         fresh = fresh_state(module, module.config).buffers

@@ -1,4 +1,4 @@
-"""The public calls: patch a model, take the patch off, put a view or the native schedule in force for a while."""
+"""The public calls: patch a model, take the patch off, put a view or the native RoPE in force for a while."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
+from .capabilities import why_fixed_frequencies, why_no_native_rope, why_no_views
 from .hooks import attach_hooks, detach_hooks, is_checkpointing
-from .limits import why_fixed_frequencies, why_no_native_rope, why_no_views
 from .local_layers import LocalLayers
 from .methods import resolve_method, resolve_view
-from .one_config import require_frequencies_of_config, require_one_config, require_saved_schedule, text_config
-from .rescale import RopeSchedule, healed, names_no_window, own_config, rescaled
+from .one_config import require_frequencies_of_config, require_one_config, require_saved_rope, text_config
+from .rescale import RopeParameters, healed, names_no_window, own_config, rescaled
 from .rescalings import Rescaling
 from .rotary import (
-    find_core,
+    find_causal_lm,
     find_decoder,
     grows_with_rows,
     layers_call_rotary,
@@ -45,7 +45,7 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
 
     A rescaling takes effect at once and is written into the config, of which the model gets a copy of its own, so that
     `save_pretrained` gives a plain checkpoint that loads to the same logits without this package. A second rescaling
-    replaces the first: both start from the schedule that the model came with or, after `load_adapter`, from the one
+    replaces the first: both start from the RoPE that the model came with or, after `load_adapter`, from the one
     that the adapter was trained with, as on the merged checkpoint. A view is drawn anew in every training forward and
     leaves no trace in what is saved; a second view replaces the first. A rescaling and a view compose.
 
@@ -85,27 +85,27 @@ def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when
 def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed: int, when: When) -> M:
     state = state_of(decoder) or _new_state(decoder)
     state.require_no_native_rope("patch_model")
-    core = find_core(model)
+    causal_lm = find_causal_lm(model)
     if isinstance(chosen, Rescaling) or chosen.perturbs:
-        require_no_decoder_in_adapters(core)
+        require_no_decoder_in_adapters(causal_lm)
     if not state.rescalings and (isinstance(chosen, Rescaling) or chosen.perturbs):
         require_frequencies_of_config(state.original, decoder)
     if state.rescalings:
-        require_saved_schedule(core, decoder, state)
+        require_saved_rope(causal_lm, decoder, state)
     if isinstance(chosen, Rescaling):
-        require_one_config(core, decoder)
-        schedule = rescaled(decoder, state.start, chosen)
+        require_one_config(causal_lm, decoder)
+        parameters = rescaled(decoder, state.start, chosen)
         if state.source is not None:
-            types = {schedule.rope_parameters.get("rope_type", "")}
+            types = {parameters.rope_parameters.get("rope_type", "")}
             _refuse_dynamic(types, state.source.view)
             _refuse_fixed(decoder, types, state.source.view)
         if state.rescaling is None:
             own_config(model, decoder)
-        state.rescaling, state.current = chosen, schedule
-        schedule.write(decoder)
-        if names_no_window(chosen, schedule.max_position_embeddings):
+        state.rescaling, state.current = chosen, parameters
+        parameters.write(decoder)
+        if names_no_window(chosen, parameters.max_position_embeddings):
             logger.warning(
-                f"The config goes on to declare the window of {schedule.max_position_embeddings} positions, where "
+                f"The config goes on to declare the window of {parameters.max_position_embeddings} positions, where "
                 f"programs that serve the model stop: pass max_position_embeddings to {chosen.name!r} to name another."
             )
     else:
@@ -131,8 +131,8 @@ def unpatch_model(model: M) -> M:
         if state.overrides:
             raise ValueError("unpatch_model was called inside rope_view: leave the block first.")
         if state.rescalings:
-            require_no_decoder_in_adapters(find_core(model))
-        outer = text_config(find_core(model), decoder)  # another object where it was replaced since
+            require_no_decoder_in_adapters(find_causal_lm(model))
+        outer = text_config(find_causal_lm(model), decoder)  # another object where it was replaced since
         if getattr(outer, "rope_parameters", None) == state.current.rope_parameters:
             state.original.write_config(outer)
         state.original.write(decoder)
@@ -180,7 +180,7 @@ def rope_view(
         source = TableSource(_checked_index(index))
     decoder = find_decoder(model)
     if chosen is None or chosen.perturbs:
-        require_no_decoder_in_adapters(find_core(model))
+        require_no_decoder_in_adapters(find_causal_lm(model))
     if decoder.training:
         _refuse_dynamic(_types(decoder), chosen)
     _refuse_fixed(decoder, _types(decoder), chosen)
@@ -227,7 +227,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
         raise ValueError(reason)
     if state.native_blocks == 0:
         # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
-        state.beside_native = (state.current, RopeSchedule.of(decoder))
+        state.beside_native = (state.current, RopeParameters.of(decoder))
     state.native_blocks += 1
     try:
         state.native.write_modules(decoder)
@@ -257,7 +257,7 @@ def _normal_tensors() -> AbstractContextManager[None]:
 
 
 def _new_state(decoder: PreTrainedModel) -> RopeState:
-    original = RopeSchedule.of(decoder)
+    original = RopeParameters.of(decoder)
     if any(rotary.is_degraded() for rotary in original.rotary.values()):  # which the config is to heal
         require_frequencies_of_config(original, decoder)
     native = healed(original, decoder)
@@ -276,12 +276,12 @@ def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> No
         state.current.write_modules(decoder)
         setattr(decoder, STATE_ATTRIBUTE, state)
         attach_hooks(decoder, rotary_by_name(decoder), state)
-    watch_adapters(model, find_core(model))
+    watch_adapters(model, find_causal_lm(model))
 
 
 def _uninstall(model: nn.Module, decoder: PreTrainedModel, *, layers: bool = True) -> None:
     detach_hooks(decoder, rotary_by_name(decoder), layers=layers)
-    forget_adapters(model, find_core(model))
+    forget_adapters(model, find_causal_lm(model))
     delattr(decoder, STATE_ATTRIBUTE)
 
 

@@ -19,7 +19,7 @@ from .rescalings import NativeRope, Rescaling
 from .rotary import (
     RotaryState,
     attention_scales,
-    find_core,
+    find_causal_lm,
     fresh_state,
     is_nested,
     own_name,
@@ -36,8 +36,8 @@ _SCALING_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
-class RopeSchedule:
-    """One schedule of one model: all that differs between two schedules.
+class RopeParameters:
+    """All of a model that its RoPE parameters decide: what differs between two rescalings of it.
 
     Args:
         rope_parameters: of the text config; of each rotary module's own config, by module name, if it has one.
@@ -53,8 +53,8 @@ class RopeSchedule:
     attention_scales: dict[tuple[str, str], float]
 
     @classmethod
-    def of(cls, decoder: PreTrainedModel) -> "RopeSchedule":
-        """The schedule in force."""
+    def of(cls, decoder: PreTrainedModel) -> "RopeParameters":
+        """Those in force."""
         return cls(
             rope_parameters=decoder.config.rope_parameters,
             own_rope_parameters={
@@ -68,7 +68,7 @@ class RopeSchedule:
         )
 
     def write(self, decoder: PreTrainedModel) -> None:
-        """Put the schedule into force: config, rotary modules and softmax scales."""
+        """Put them in force: config, rotary modules and softmax scales."""
         self.write_config(decoder.config)
         rotary = rotary_by_name(decoder)
         for name, parameters in self.own_rope_parameters.items():
@@ -77,15 +77,15 @@ class RopeSchedule:
         self.write_modules(decoder)
 
     def write_config(self, config: Any) -> None:
-        """Put it into a text config alone."""
+        """Put them into a text config alone."""
         config.rope_parameters = self.rope_parameters
         if self.max_position_embeddings is not None:
             config.max_position_embeddings = self.max_position_embeddings
 
     def write_modules(self, decoder: PreTrainedModel) -> None:
-        """Put it into force in the modules alone; what would be saved stays."""
+        """Put them in force in the modules alone; what would be saved stays."""
         for name, module in rotary_by_name(decoder).items():
-            if name in self.rotary:  # else it came after the patch, with the schedule of the config
+            if name in self.rotary:  # else it came after the patch, with the RoPE parameters of the config
                 self.rotary[name].write(module)
         modules = {own_name(name): module for name, module in decoder.named_modules()}
         for (name, attribute), value in self.attention_scales.items():
@@ -96,11 +96,11 @@ class RopeSchedule:
 def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
     """Give `model` a copy of its config, which another model may have been built from, too.
 
-    A schedule written into a shared one would be that of the other model as well: it would describe itself, and be
+    RoPE parameters written into a shared one would be the other model's as well: it would describe itself, and be
     saved, with frequencies that it does not have.
     """
     copies: dict[int, Any] = {}
-    for owner in (find_core(model), decoder):  # the outer config holds the decoder's where a family nests them
+    for owner in (find_causal_lm(model), decoder):  # the outer config holds the decoder's where a family nests them
         copy.deepcopy(owner.config, copies)
     for module in model.modules():
         config = vars(module).get("config")
@@ -108,27 +108,27 @@ def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
             module.config = copies[id(config)]
 
 
-def healed(schedule: RopeSchedule, decoder: PreTrainedModel) -> RopeSchedule:
-    """The same schedule with frequencies in float32 where a cast of the model had rounded them."""
+def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParameters:
+    """The same with frequencies in float32 where a cast of the model had rounded them."""
     modules = rotary_by_name(decoder)
     rotary = {
         name: fresh_state(modules[name], modules[name].config) if state.is_degraded() else state
-        for name, state in schedule.rotary.items()
+        for name, state in parameters.rotary.items()
     }
-    return RopeSchedule(
-        schedule.rope_parameters,
-        schedule.own_rope_parameters,
-        schedule.max_position_embeddings,
+    return RopeParameters(
+        parameters.rope_parameters,
+        parameters.own_rope_parameters,
+        parameters.max_position_embeddings,
         rotary,
-        schedule.attention_scales,
+        parameters.attention_scales,
     )
 
 
 def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> int | None:
     """Positions that a checkpoint was pretrained on: a rescaled config declares more as its `window`."""
-    schedules = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
+    by_layer_type = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
     named = [
-        s["original_max_position_embeddings"] for s in schedules if s and s.get("original_max_position_embeddings")
+        s["original_max_position_embeddings"] for s in by_layer_type if s and s.get("original_max_position_embeddings")
     ]
     return min(named, default=window)
 
@@ -138,11 +138,11 @@ def names_no_window(rescaling: Rescaling, window: int | None) -> bool:
     return window is not None and rescaling.target_window(window) is None
 
 
-def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescaling) -> RopeSchedule:
-    """The schedule that `rescaling` makes of `native`, the one that the weights were trained with. Changes nothing.
+def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescaling) -> RopeParameters:
+    """What `rescaling` makes of `native`, which the weights were trained with. Changes nothing.
 
     Raises:
-        ValueError: the rescaling cannot start from the native schedule, or leaves what float32 can index.
+        ValueError: the rescaling cannot start from the native RoPE parameters, or leaves what float32 can index.
     """
     config = copy.deepcopy(decoder.config)
     window = native.max_position_embeddings
@@ -190,7 +190,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
         with _as_refusal(rescaling, config):
             rotary[name] = fresh_state(module, module_config)
         _require_shapes(rescaling, config, native.rotary[name], rotary[name])
-    return RopeSchedule(
+    return RopeParameters(
         config.rope_parameters,
         own,
         config.max_position_embeddings,
@@ -199,7 +199,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeSchedule, rescaling: Rescalin
     )
 
 
-def _require_bases(native: RopeSchedule, rescaling: Rescaling, rope_parameters: dict[str, Any]) -> None:
+def _require_bases(native: RopeParameters, rescaling: Rescaling, rope_parameters: dict[str, Any]) -> None:
     """Raise if modules are found by their base, in which one rescaling would make them one."""
     if native.own_rope_parameters and rope_parameters.get("rope_theta") != native.rope_parameters.get("rope_theta"):
         raise ValueError(
@@ -232,7 +232,7 @@ def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
 
 
 def _merged(
-    parameters: dict[str, Any], rescaling: Rescaling, native: RopeSchedule, window: int, buffer: str
+    parameters: dict[str, Any], rescaling: Rescaling, native: RopeParameters, window: int, buffer: str
 ) -> dict[str, Any]:
     """`parameters` with their scaling replaced by that of `rescaling`."""
     frequencies = next(

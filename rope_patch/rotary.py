@@ -93,7 +93,7 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     owners = {id(_owner(model, name)): _owner(model, name) for name, _ in named_rotary_modules(model)}
     if len(owners) > 1:
         names = ", ".join(sorted(type(owner).__name__ for owner in owners.values()))
-        inside = {id(module) for module in find_core(model).modules()}
+        inside = {id(module) for module in find_causal_lm(model).modules()}
         if not inside.issuperset(owners):
             raise ValueError(
                 f"the adapter of this {type(model).__name__} has a decoder with RoPE of its own ({names}), as PEFT's "
@@ -119,7 +119,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
     return owner
 
 
-def find_core(model: nn.Module) -> PreTrainedModel:
+def find_causal_lm(model: nn.Module) -> PreTrainedModel:
     """The outermost Transformers model inside any wrapper (PEFT, DDP, compile)."""
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
 

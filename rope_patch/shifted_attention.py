@@ -17,7 +17,7 @@ from .attention_calls import (
     watched_attention,
 )
 from .labelled import Labelled
-from .rotary import find_core, find_decoder
+from .rotary import find_causal_lm, find_decoder
 
 GROUPS = "shifted_attention_groups"
 """Name of the keyword argument that carries the groups of a forward through a model, down to its attention."""
@@ -45,14 +45,15 @@ class ShiftedAttention:
     """
 
     def __init__(self, model: nn.Module, group: int) -> None:
-        self.core: Any = find_core(model)
+        self.causal_lm: Any = find_causal_lm(model)
         self.decoder: Any = find_decoder(model)
         config = self.decoder.config
         if isinstance(group, bool) or not isinstance(group, int) or group < 2:
             raise ValueError(f"group must be an integer of at least 2 tokens, got {group!r}.")
-        if attention_kernel(self.core) is None:
+        if attention_kernel(self.causal_lm) is None:
             raise ValueError(
-                f"shifted attention runs with sdpa, eager, flash and flex attention, got {attention_name(self.core)!r}."
+                "shifted attention runs with sdpa, eager, flash and flex attention, got "
+                f"{attention_name(self.causal_lm)!r}."
             )
         other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if other:
@@ -68,7 +69,7 @@ class ShiftedAttention:
         """To be open around forward and backward, which runs checkpointed layers again."""
         handle = self.decoder.register_forward_pre_hook(self._send_groups, with_kwargs=True)
         try:
-            with watched_attention(self.core, self._attend):
+            with watched_attention(self.causal_lm, self._attend):
                 yield
         finally:
             handle.remove()
@@ -92,7 +93,7 @@ class ShiftedAttention:
             ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
         batch = {"input_ids": ids, "position_ids": positions}
         labelled = Labelled.of({**batch, "attention_mask": kwargs.get("attention_mask")})
-        groups = _Groups(labelled, self.group, eager=attention_kernel(self.core) == "eager")
+        groups = _Groups(labelled, self.group, eager=attention_kernel(self.causal_lm) == "eager")
         # a mask of four dimensions keeps Transformers from making one
         unused = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         return args, {**kwargs, "attention_mask": unused, "use_cache": False, GROUPS: groups}
@@ -102,7 +103,7 @@ class ShiftedAttention:
         if groups is None:
             return None
         window = sliding_window(call, self.decoder.config)
-        kernel = attention_kernel(self.core)
+        kernel = attention_kernel(self.causal_lm)
         if kernel == "flex":
             mask = groups.block_mask(call, window)
             return call.with_inputs(call.query, call.key, call.value, mask)

@@ -13,7 +13,7 @@ from torch import nn
 from .methods import resolve_rescaling, resolve_view
 from .registry import unknown
 from .rescalings import Rescaling
-from .rotary import find_core, find_decoder
+from .rotary import find_causal_lm, find_decoder
 from .version import __version__
 from .views import View
 
@@ -176,7 +176,7 @@ def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> N
     Its weights would load without an error and be those of another model. A checkpoint that says nothing passes.
     """
     sidecar, config = Path(checkpoint) / SIDECAR_NAME, Path(checkpoint) / "config.json"
-    own: Any = find_core(model).config
+    own: Any = find_causal_lm(model).config
     if sidecar.is_file():
         saved = [read_sidecar(checkpoint)["rope_parameters"]]
         found = [json.loads(json.dumps(find_decoder(model).config.rope_parameters))]

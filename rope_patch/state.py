@@ -21,7 +21,7 @@ from .open_views import OpenSources
 from .views.base import Parameters, View
 
 if TYPE_CHECKING:
-    from .rescale import RopeSchedule
+    from .rescale import RopeParameters
     from .rescalings import Rescaling
 
 When = Literal["train", "always"]
@@ -532,10 +532,10 @@ class RopeState:
     """All that was done to a model. Lives at `decoder._rope_patch`.
 
     Args:
-        original: schedule of the model before the first patch, bit for bit.
+        original: RoPE parameters of the model before the first patch, bit for bit.
         native: the same with frequencies in float32: what the model was trained with.
-        current: the schedule in force.
-        start: the schedule that a rescaling starts from: `native`, or the one that a loaded adapter was trained with.
+        current: those in force.
+        start: those that a rescaling starts from: `native`, or those that a loaded adapter was trained with.
         start_rescalings: what made `start` of `native`, in order.
         rescaling: the rescaling that made `current` of `start`, if any.
         local: the layers that a view leaves at true positions.
@@ -549,14 +549,14 @@ class RopeState:
         applied: whether a rotary module has used them.
         layers_call_rotary: a rotary module sits inside a layer, so that checkpointing runs it again in backward.
         native_blocks: how many `native_rope` blocks are open.
-        beside_native: the schedule that comes back at their end, and what the modules held of it.
+        beside_native: those that come back at their end, and what the modules held of them.
         temporary: whether a block put the patch on, which then ends with the last block.
     """
 
-    original: "RopeSchedule"
-    native: "RopeSchedule"
-    current: "RopeSchedule"
-    start: "RopeSchedule"
+    original: "RopeParameters"
+    native: "RopeParameters"
+    current: "RopeParameters"
+    start: "RopeParameters"
     start_rescalings: "tuple[Rescaling, ...]" = ()
     local: LocalLayers = LocalLayers()
     rescaling: "Rescaling | None" = None
@@ -570,11 +570,11 @@ class RopeState:
     applied: bool = False
     layers_call_rotary: bool = False
     native_blocks: int = 0
-    beside_native: "tuple[RopeSchedule, RopeSchedule] | None" = None
+    beside_native: "tuple[RopeParameters, RopeParameters] | None" = None
     temporary: bool = False
 
     def require_no_native_rope(self, what: str) -> None:
-        """Raise ValueError inside `native_rope`, whose end puts back the schedule that it found."""
+        """Raise ValueError inside `native_rope`, whose end puts back the RoPE parameters from before."""
         if self.native_blocks:
             raise ValueError(inside_native_rope(what))
 
@@ -584,11 +584,11 @@ class RopeState:
 
     @property
     def rescalings(self) -> "tuple[Rescaling, ...]":
-        """All that made the schedule in force of the native one, in order; () if it is native."""
+        """All that made the RoPE parameters in force of the native ones, in order; () if they are native."""
         return self.start_rescalings if self.rescaling is None else (*self.start_rescalings, self.rescaling)
 
     def settle(self) -> None:
-        """Let rescalings from now on start from the schedule in force, which the weights were trained with."""
+        """Let rescalings from now on start from the RoPE parameters in force, which the weights were trained with."""
         self.start, self.start_rescalings, self.rescaling = self.current, self.rescalings, None
 
     def in_training(self, decoder: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
 from .documents import locate_documents
-from .rotary import find_core, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
+from .rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
 from .state import has_view
 
 PLAN = "string_positions_plan"
@@ -43,7 +43,7 @@ def string_positions(model: nn.Module, *, offset: int | None = None, local: int 
     shifted = _StringPositions(model, offset, local)
     handle = shifted.decoder.register_forward_pre_hook(shifted.plan, with_kwargs=True)
     try:
-        with watched_attention(shifted.core, shifted.attend):
+        with watched_attention(shifted.causal_lm, shifted.attend):
             yield
     finally:
         handle.remove()
@@ -64,7 +64,7 @@ class _Plan:
 
 class _StringPositions:
     def __init__(self, model: nn.Module, offset: int | None, local: int) -> None:
-        self.core: Any = find_core(model)
+        self.causal_lm: Any = find_causal_lm(model)
         self.decoder: Any = find_decoder(model)
         config = self.decoder.config
         if offset is None:
@@ -75,7 +75,7 @@ class _StringPositions:
                     f"{name} must be an integer of at least {least}, got {value!r}; offset is above local."
                 )
         self.offset, self.local = offset, local
-        self.kind = attention_name(self.core)
+        self.kind = attention_name(self.causal_lm)
         if self.kind not in ("sdpa", "eager"):
             raise ValueError(f"string_positions runs with sdpa and eager attention, got {self.kind!r}.")
         self._require_inference()
@@ -131,7 +131,7 @@ class _StringPositions:
             def keep(call: AttentionCall, keys: list[torch.Tensor] = keys) -> None:
                 keys.append(call.key)
 
-            with watched_attention(self.core, keep):
+            with watched_attention(self.causal_lm, keep):
                 self.decoder(input_ids=ids, position_ids=ids + shift, use_cache=False)
             seen.append(keys)
         for before, after in zip(*seen, strict=True):

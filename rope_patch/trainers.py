@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .call_stack import frames
-from .rescale import RopeSchedule
+from .rescale import RopeParameters
 from .rotary import find_decoder
 from .state import RopeState
 
@@ -22,12 +22,12 @@ def reference_of(trainer: Any) -> Any:
     return find_decoder(reference) if isinstance(reference, nn.Module) else None
 
 
-def require_same_schedule(trainer: Any, decoder: Any) -> None:
+def require_same_rope_as_reference(trainer: Any, decoder: Any) -> None:
     """Raise if a `ref_model` has other frequencies than the model: it is not the model that training began with."""
     reference = reference_of(trainer)
     if reference is None or reference is decoder:
         return
-    own, other = RopeSchedule.of(decoder), RopeSchedule.of(reference)
+    own, other = RopeParameters.of(decoder), RopeParameters.of(reference)
     if not _alike(own, other):
         raise ValueError(
             "ref_model has other RoPE frequencies than model, as one that the trainer loads by name lacks the "
@@ -37,7 +37,7 @@ def require_same_schedule(trainer: Any, decoder: Any) -> None:
         )
 
 
-def _alike(one: RopeSchedule, other: RopeSchedule) -> bool:
+def _alike(one: RopeParameters, other: RopeParameters) -> bool:
     if one.rotary.keys() != other.rotary.keys():
         return False
     for name, own in one.rotary.items():
@@ -114,7 +114,7 @@ def require_driver(state: RopeState) -> None:
         )
     if not getattr(trainer, _VETTED, False):
         if reference_of(trainer) is not None:
-            require_same_schedule(trainer, find_decoder(trainer.model))
+            require_same_rope_as_reference(trainer, find_decoder(trainer.model))
         if state.rescalings and getattr(trainer.args, "use_vllm", False):
             raise ValueError(
                 "use_vllm=True samples replies from a model that vLLM loads by its name, without the rescaling that "

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from .patch import patch_model
 from .rotary import find_decoder
 from .state import Leader, ViewSource, state_of
-from .trainers import CLOCK_ATTRIBUTE, reference_of, require_same_schedule
+from .trainers import CLOCK_ATTRIBUTE, reference_of, require_same_rope_as_reference
 from .views import View
 
 _NUMBERS = itertools.count()
@@ -50,7 +50,7 @@ class RopeViewCallback(TrainerCallback):
         decoder = find_decoder(trainer.model)
         self._decoder = decoder
         self._pairs = _require_supported(trainer, _view_of(trainer, decoder).view)
-        require_same_schedule(trainer, decoder)
+        require_same_rope_as_reference(trainer, decoder)
         self._trainer = trainer
         self._number = next(_NUMBERS)
         setattr(trainer, CLOCK_ATTRIBUTE, self._number)
@@ -58,7 +58,7 @@ class RopeViewCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         source = _view_of(self._trainer, self._decoder)
         _require_supported(self._trainer, source.view)
-        require_same_schedule(self._trainer, self._decoder)
+        require_same_rope_as_reference(self._trainer, self._decoder)
         _share_view(self._trainer, self._decoder)
         self.on_step_begin(args, state, control)
 

@@ -25,7 +25,7 @@ from rope_patch.draws import DrawKey
 from rope_patch.methods import resolve_rescaling, resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import Rescaling
-from rope_patch.rotary import find_core, find_decoder
+from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.shifted_attention import ShiftedAttention
 from rope_patch.sidecar import require_same_rope
 from rope_patch.state import ViewSource, When, state_of
@@ -375,7 +375,7 @@ class RopeSFTTrainer(SFTTrainer):
         if not (args.gradient_checkpointing and checkpointing.get("use_reentrant")):
             return
         remedy = "Set gradient_checkpointing_kwargs={'use_reentrant': False}."
-        if is_deepspeed_zero3_enabled() and find_core(self.model) is not self.model:
+        if is_deepspeed_zero3_enabled() and find_causal_lm(self.model) is not self.model:
             remedy = (
                 "TRL sets use_reentrant=True for adapters under ZeRO-3: leave gradient_checkpointing_kwargs out, which "
                 "Transformers 5.23 takes for False, set gradient_checkpointing=False, or use FSDP2 or ZeRO-2."
@@ -707,7 +707,7 @@ def train_qkv_only(model: nn.Module) -> None:
         ValueError: the model has adapters, or no projection with a known name.
     """
     decoder = find_decoder(model)
-    if find_core(model) is not model:
+    if find_causal_lm(model) is not model:
         raise ValueError(
             "trainable='qkv' is for training without adapters: name target_modules in peft_config instead."
         )

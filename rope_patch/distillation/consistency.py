@@ -183,7 +183,7 @@ class ConsistencyLoss(NextTokenLoss):
 
 
 def consistency_loss(
-    core: Any,
+    causal_lm: Any,
     consistency: ViewConsistency,
     rows: ComparedRows,
     standard: torch.Tensor,
@@ -200,7 +200,7 @@ def consistency_loss(
     """Cross-entropy of the standard view, the KL of the other one to it, and the view's own cross-entropy.
 
     Args:
-        core: the causal LM, for its head.
+        causal_lm: the model, for its head.
         consistency: weights and direction.
         rows: which rows count.
         standard: last hidden states of the rows under true positions, [N, H].
@@ -215,7 +215,7 @@ def consistency_loss(
         **options: of `rope_kernels.linear_ce_kl`.
     """
     if short.kl is not None or consistency.kl_top is not None:
-        rows = _chosen(core, consistency, rows, standard, view, teacher, short.kl, training)
+        rows = _chosen(causal_lm, consistency, rows, standard, view, teacher, short.kl, training)
     n_rows, kl_weight = len(rows.queries), rows.kl_weight
     labels = rows.labels if earlier is None else torch.full_like(rows.labels, IGNORE_INDEX)
     ce_weight = torch.full_like(kl_weight, 1 / ce_divisor)
@@ -232,7 +232,7 @@ def consistency_loss(
         options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     direction = consistency.direction
     loss, metrics = head_losses(
-        core, standard, other, labels, ce_weight, kl_weight, teacher, direction=direction, **options
+        causal_lm, standard, other, labels, ce_weight, kl_weight, teacher, direction=direction, **options
     )
     of_rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
     if earlier is not None:
@@ -244,7 +244,7 @@ def consistency_loss(
 
 @torch.no_grad()
 def _chosen(
-    core: Any,
+    causal_lm: Any,
     consistency: ViewConsistency,
     rows: ComparedRows,
     standard: torch.Tensor,
@@ -259,7 +259,7 @@ def _chosen(
     chosen = rows
     if short_ce is not None:
         assert consistency.kl_longce is not None
-        _, metrics = head_losses(core, standard[on], None, rows.labels[on], none, None)
+        _, metrics = head_losses(causal_lm, standard[on], None, rows.labels[on], none, None)
         reference = short_ce.flatten()[rows.queries[on]].to(metrics.ce.dtype)
         factor = torch.ones_like(rows.kl_weight)
         factor[on] = ce_factors(metrics.ce, reference, consistency.kl_longce.cap).to(factor.dtype)
@@ -268,7 +268,7 @@ def _chosen(
         labels = torch.full_like(on, IGNORE_INDEX)
         other = None if teacher is None else (teacher[0], teacher[1][on])
         direction = consistency.direction
-        _, metrics = head_losses(core, standard[on], view[on], labels, none, none + 1, other, direction=direction)
+        _, metrics = head_losses(causal_lm, standard[on], view[on], labels, none, none + 1, other, direction=direction)
         chosen = chosen.without(on[~top_share(metrics.kl, rows.document[on], consistency.kl_top)])
     return chosen
 

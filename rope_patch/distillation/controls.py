@@ -52,7 +52,7 @@ class NoisyPasses(Passes):
     size have the same noise.
 
     Args:
-        core: the causal LM.
+        causal_lm: the model.
         decoder: its decoder.
         control: the noise.
 
@@ -60,12 +60,12 @@ class NoisyPasses(Passes):
         ValueError: layers without attention and MLP, or an attention that takes no such mask.
     """
 
-    def __init__(self, core: Any, decoder: Any, control: Control) -> None:
-        self.core, self.decoder, self.control = core, decoder, control
+    def __init__(self, causal_lm: Any, decoder: Any, control: Control) -> None:
+        self.causal_lm, self.decoder, self.control = causal_lm, decoder, control
         self._modules = _noisy_modules(decoder) if control.kind == "dropout" else []
-        if control.kind == "attention_noise" and attention_kernel(core) not in ("sdpa", "eager", "flex"):
+        if control.kind == "attention_noise" and attention_kernel(causal_lm) not in ("sdpa", "eager", "flex"):
             raise ValueError(
-                f"attention_noise changes scores, which {attention_name(core)!r} does not let: load the model "
+                f"attention_noise changes scores, which {attention_name(causal_lm)!r} does not let: load the model "
                 "with flex_attention, or for short rows with sdpa."
             )
         self.evaluation_seed = 0
@@ -77,7 +77,7 @@ class NoisyPasses(Passes):
         standard = call.run_before().last_hidden_state
         self._dropping = True
         if self.control.kind == "attention_noise":
-            if attention_kernel(self.core) == "flex":
+            if attention_kernel(self.causal_lm) == "flex":
                 tape.attention = _NoisyFlexAttention(self.control.strength)
             else:
                 tape.attention = _NoisyAttention(tape.labelled, self.decoder.config, self.control.strength)

@@ -82,7 +82,7 @@ class HiddenDistiller(Distiller):
             raise ValueError("short_to_long compares a view with true positions: give view='cream' or another.")
         if targets.short_to_long and self.state is not None and self.state.layers_call_rotary:
             raise ValueError(
-                f"{type(self.core).__name__} computes RoPE inside its layers, which have one view a step, and "
+                f"{type(self.causal_lm).__name__} computes RoPE inside its layers, which have one view a step, and "
                 "short_to_long needs two: leave it at 0."
             )
 

@@ -9,11 +9,11 @@ from torch import nn
 from rope_kernels import RowMetrics
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
+from ..capabilities import why_no_losses
 from ..checked_numbers import require_number
 from ..forward_loss import DecoderCall, Steps, Tape, require
 from ..heads import head_losses
 from ..labelled import Labelled
-from ..limits import why_no_losses
 from .consistency import Direction
 from .distiller import Distiller
 from .teacher import CopiedTeacher, SharedTeacher
@@ -106,7 +106,7 @@ class NativeDistiller(Distiller):
     ) -> None:
         self.targets, self.offload = targets, offload
         super().__init__(model, teacher)
-        require(why_no_losses(self.core, self.decoder))
+        require(why_no_losses(self.causal_lm, self.decoder))
 
     def _require_difference(self) -> None:
         # with a cross-entropy the KL holds the student to its start, by whatever RoPE
@@ -141,12 +141,12 @@ class NativeDistiller(Distiller):
         options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
         if self.targets.temperature == 1:
             tape.loss, tape.rows = head_losses(
-                self.core, hidden, hidden, labels, ce_weight, kl_weight, teacher, **options
+                self.causal_lm, hidden, hidden, labels, ce_weight, kl_weight, teacher, **options
             )
             return
-        ce, rows = head_losses(self.core, hidden, None, labels, ce_weight, None)
+        ce, rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
         none = torch.full_like(labels, IGNORE_INDEX)
-        kl, of_kl = head_losses(self.core, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
+        kl, of_kl = head_losses(self.causal_lm, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
         tape.loss, tape.rows = ce + kl, replace(rows, kl=of_kl.kl)
 
     def _asked(self, tape: NativeTape) -> tuple[torch.Tensor, torch.Tensor]:

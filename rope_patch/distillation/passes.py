@@ -162,14 +162,14 @@ class OnePass(Passes):
     Where the model around the decoder gives it finished masks, that call takes two passes.
 
     Args:
-        core: the causal LM.
+        causal_lm: the model.
         decoder: its decoder.
         parameters: names of what its forward takes, in order.
         state: of the patched model.
         source: of the view.
     """
 
-    core: nn.Module
+    causal_lm: nn.Module
     decoder: Any
     parameters: tuple[str, ...]
     state: RopeState
@@ -184,17 +184,17 @@ class OnePass(Passes):
             return (yield from TwoPasses(self.source, n_layers).pair(call, tape))
         bound, positions = self._bind(named, tape.labelled)
         first = first_changed(self.source, tape.labelled, n_layers)
-        layout = TwoViewLayout.of(tape.labelled, first, copy_granule(self.core, positions.shape[1]))
+        layout = TwoViewLayout.of(tape.labelled, first, copy_granule(self.causal_lm, positions.shape[1]))
         index = layout.index(positions, _from_document_starts(bound(positions), positions, tape.labelled))
-        tape.attention = TwoViewAttention(layout, self.core, self.decoder.config)
+        tape.attention = TwoViewAttention(layout, self.causal_lm, self.decoder.config)
         table = TableSource(index)
         self.state.overrides.append(table)  # what a forward that raises has left, `SelfDistiller.active` takes off
         output = yield (), _with_copies(named, layout, positions)
         self.state.overrides.remove(table)
         if not tape.attended:
             raise ValueError(
-                f"{type(self.core).__name__} does not call its attention through Transformers' table with the keyword "
-                "arguments that it gets, so one forward cannot give both views: ask for two passes, "
+                f"{type(self.causal_lm).__name__} does not call its attention through Transformers' table with the "
+                "keyword arguments that it gets, so one forward cannot give both views: ask for two passes, "
                 "self_distill_args={'passes': 'two'}."
             )
         return PairedStates(output.last_hidden_state, output.last_hidden_state, first, layout.seen)

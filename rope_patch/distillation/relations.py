@@ -13,9 +13,9 @@ from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.common.autocast import as_multiplied
 
 from ..attention_calls import AttentionCall
+from ..capabilities import why_no_losses, why_no_relations
 from ..forward_loss import TAPE, DecoderCall, Steps, Tape, require
 from ..heads import head_kl
-from ..limits import why_no_losses, why_no_relations
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
 from .targets import RelationTargets, require_number
@@ -211,10 +211,12 @@ class RelationDistiller(Distiller):
         super().__init__(model, teacher)
         self.targets, self.logit_kl, self.offload = targets, logit_kl, offload
         if targets.rope == "pre" and self.state is not None and self.state.layers_call_rotary:
-            raise ValueError(f"rope='pre' needs RoPE outside the layers, which {type(self.core).__name__} has inside.")
-        require(why_no_relations(self.core, self.decoder))
+            raise ValueError(
+                f"rope='pre' needs RoPE outside the layers, which {type(self.causal_lm).__name__} has inside."
+            )
+        require(why_no_relations(self.causal_lm, self.decoder))
         if logit_kl is not None:
-            require(why_no_losses(self.core, self.decoder))
+            require(why_no_losses(self.causal_lm, self.decoder))
         n_layers = self.decoder.config.num_hidden_layers
         if targets.layers is not None and max(targets.layers) >= n_layers:
             raise ValueError(f"layers must be below {n_layers}, the layers of this model, got {targets.layers}.")
@@ -249,7 +251,7 @@ class RelationDistiller(Distiller):
         output = yield None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
             tape.logit_kl = head_kl(
-                self.core,
+                self.causal_lm,
                 self.teacher.head,
                 output.last_hidden_state[chosen],
                 taught,

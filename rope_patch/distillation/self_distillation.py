@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..capabilities import why_no_losses, why_no_self_distillation, why_two_passes
 from ..forward_loss import DecoderCall, Steps, require
 from ..labelled import Labelled
-from ..limits import why_no_losses, why_no_self_distillation, why_two_passes
 from ..next_token import LongCE, NextTokenTape, next_token_loss
 from ..rotary import parameter_names
 from ..state import BoundView, ViewSource
@@ -63,7 +63,7 @@ class SelfDistiller(Distiller):
         one_pass: bool = True,
     ) -> None:
         super().__init__(model, teacher)
-        require(why_no_losses(self.core, self.decoder))
+        require(why_no_losses(self.causal_lm, self.decoder))
         self.consistency, self.longce = consistency, longce
         self.view: ViewSource | None = None
         if control is None:
@@ -74,7 +74,7 @@ class SelfDistiller(Distiller):
     def _compare_noise(self, control: Control) -> None:
         if self.state is not None and self.state.source is not None and self.state.source.view.perturbs:
             raise ValueError("a control compares true positions with themselves: leave view at 'standard'.")
-        self.passes, self.changes = NoisyPasses(self.core, self.decoder, control), AllChanges()
+        self.passes, self.changes = NoisyPasses(self.causal_lm, self.decoder, control), AllChanges()
 
     def _compare_views(self, one_pass: bool) -> None:
         source = None if self.state is None else self.state.source
@@ -83,19 +83,19 @@ class SelfDistiller(Distiller):
                 "objective 'self-distill' compares a view with true positions: give view='skip' or another that "
                 "perturbs. With teacher='native' and a rescaled model, view='standard' does too."
             )
-        require(why_no_self_distillation(self.core, self.decoder))
+        require(why_no_self_distillation(self.causal_lm, self.decoder))
         n_layers = self.decoder.config.num_hidden_layers
         self.view = source
         uniform = self.consistency.reduction == "uniform" and self.teacher is None
         self.drawn = ViewChanges.of(source, n_layers, needs_share=uniform)
         # another model differs from the first row on
         self.changes = self.drawn if self.teacher is None else AllChanges()
-        reason = why_two_passes(self.core, self.decoder) if one_pass else "been asked for it"
+        reason = why_two_passes(self.causal_lm, self.decoder) if one_pass else "been asked for it"
         if source.view.layerwise or source.view.rescales:
             reason = "a view that differs by layer or rescales frequencies"
         self.passes = TwoPasses(source, n_layers)
         if reason is None:
-            self.passes = OnePass(self.core, self.decoder, parameter_names(self.decoder), self.state, source)
+            self.passes = OnePass(self.causal_lm, self.decoder, parameter_names(self.decoder), self.state, source)
         self._tell_passes(reason)
 
     def _tell_passes(self, reason: str | None) -> None:
@@ -181,7 +181,7 @@ class SelfDistiller(Distiller):
         short = self._read_short(tape.labelled)
         hidden = yield from self.passes.standard(call)
         tape.result = next_token_loss(
-            self.core, tape.labelled, hidden, tape.ce_divisor, longce=self.longce, short_ce=short.ce
+            self.causal_lm, tape.labelled, hidden, tape.ce_divisor, longce=self.longce, short_ce=short.ce
         )
 
     def _standard_steps(self, tape: StandardTape, call: DecoderCall) -> Steps:
@@ -189,7 +189,7 @@ class SelfDistiller(Distiller):
         tape.short = self._read_short(tape.labelled)
         hidden = yield from self.passes.standard(call)
         tape.result = next_token_loss(
-            self.core,
+            self.causal_lm,
             tape.labelled,
             hidden,
             tape.ce_divisor,
@@ -213,7 +213,7 @@ class SelfDistiller(Distiller):
         teacher = None if taught is None else (self.teacher.head, taught.flatten(0, 1)[rows.queries])
         del pair, taught  # states of all tokens, before memory peaks in the loss
         tape.result = consistency_loss(
-            self.core,
+            self.causal_lm,
             self.consistency,
             rows,
             standard,
@@ -254,15 +254,15 @@ class SelfDistiller(Distiller):
             return ShortContexts()
         of_kl, ce, kl = self.consistency.kl_longce, None, None
         if self.longce is not None:
-            ce = self.longce.reference(self.core, self.decoder, labelled)
+            ce = self.longce.reference(self.causal_lm, self.decoder, labelled)
         if of_kl is not None:
             same = self.longce is not None and replace(self.longce, cap=of_kl.cap) == of_kl
-            kl = ce if same else of_kl.reference(self.core, self.decoder, labelled)
+            kl = ce if same else of_kl.reference(self.causal_lm, self.decoder, labelled)
         return ShortContexts(ce, kl)
 
     def _few_rows(self) -> int:
         """Rows at a time of the loss in two calls, whose memory peaks there, beside the gradients of all weights."""
-        vocabulary = self.core.get_output_embeddings().weight.shape[0]
+        vocabulary = self.causal_lm.get_output_embeddings().weight.shape[0]
         rows = _LOGITS_BYTES // (2 * 4 * vocabulary)
         return max(1, rows // 128 * 128 or rows)
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from ..adapter_watch import adapter_configs
-from ..limits import is_noisy
+from ..capabilities import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
-from ..rescale import RopeSchedule, healed
-from ..rotary import find_core, find_decoder
+from ..rescale import RopeParameters, healed
+from ..rotary import find_causal_lm, find_decoder
 
 
 class SharedTeacher:
@@ -72,7 +72,7 @@ class SharedTeacher:
     @property
     def head(self) -> Any:
         """The output head as it was pretrained, also where PEFT trains a copy of it (`modules_to_save`)."""
-        head = find_core(self.model).get_output_embeddings()
+        head = find_causal_lm(self.model).get_output_embeddings()
         return getattr(head, "original_module", head)
 
 
@@ -93,12 +93,12 @@ class CopiedTeacher:
                 "a copy of a model with adapters is not the model as it was pretrained: use SharedTeacher, which "
                 "switches them off, or merge_and_unload them to begin from what they were trained to."
             )
-        self.student: Any = find_core(model)
+        self.student: Any = find_causal_lm(model)
         self.offload = offload
         self.copy = unpatch_model(_deepcopy(self.student)).requires_grad_(False).eval()
         decoder = find_decoder(self.copy)
         # frequencies that a cast of the model had rounded before it was patched are not those of its pretraining
-        healed(RopeSchedule.of(decoder), decoder).write_modules(decoder)
+        healed(RopeParameters.of(decoder), decoder).write_modules(decoder)
         if offload:
             self.copy.to("cpu")
 
@@ -119,16 +119,16 @@ class CopiedTeacher:
         return self.copy.get_output_embeddings()
 
 
-def _deepcopy(core: nn.Module) -> Any:
+def _deepcopy(causal_lm: nn.Module) -> Any:
     """A copy of its own; of weights that DeepSpeed ZeRO-3 has partitioned, gathered one after the other."""
     whole: dict[int, Any] = {}
-    for parameter in core.parameters():
+    for parameter in causal_lm.parameters():
         if hasattr(parameter, "ds_id"):
             import deepspeed
 
             with deepspeed.zero.GatheredParameters(parameter):
                 whole[id(parameter)] = nn.Parameter(parameter.detach().clone())
-    return copy.deepcopy(core, whole)
+    return copy.deepcopy(causal_lm, whole)
 
 
 # of LoRA, by PEFT's names: the base weights get what the new adapter adds taken off, or are quantised

@@ -16,13 +16,13 @@ from .prefix_attention import prefix_attention
 from .two_view_layout import Segment, TwoViewLayout
 
 
-def copy_granule(core: nn.Module, seq_len: int) -> int:
+def copy_granule(causal_lm: nn.Module, seq_len: int) -> int:
     """What copies should begin at multiples of, in tokens.
 
     Under sdpa a 32nd of the row: cuDNN's attention, which PyTorch runs on Hopper GPUs, is planned for each length that
     it meets, which takes tens to hundreds of milliseconds. So lengths repeat, for a 64th of a row in copies on average.
     """
-    return max(1, seq_len // 32) if attention_kernel(core) == "sdpa" else 1
+    return max(1, seq_len // 32) if attention_kernel(causal_lm) == "sdpa" else 1
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class TwoViewAttention:
 
     Args:
         layout: of the batch.
-        core: the causal LM.
+        causal_lm: the causal LM.
         config: of its decoder.
     """
 
     layout: TwoViewLayout
-    core: nn.Module
+    causal_lm: nn.Module
     config: Any
     _masks: dict[Any, Any] = field(default_factory=dict)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Output [batch, n + m, n_heads, value_dim]."""
         window = sliding_window(call, self.config)
-        kernel = attention_kernel(self.core)
+        kernel = attention_kernel(self.causal_lm)
         if kernel == "sdpa":
             with self._repeated_plans():
                 return self._sdpa(call, window)

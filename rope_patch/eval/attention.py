@@ -259,7 +259,7 @@ def _read(
     queries = queries.to(subject.device)
     with (
         subject.evaluating(),
-        _watched(subject.core, queries, visit),
+        _watched(subject.causal_lm, queries, visit),
         token_bar(subject.model, rows.numel(), title, show=progress) as done,
     ):
         for k, row in enumerate(rows, 1):
@@ -267,15 +267,15 @@ def _read(
             done(k * rows.shape[1])
 
 
-def _watched(core: Any, queries: torch.Tensor, visit: Visit) -> AbstractContextManager[None]:
+def _watched(causal_lm: Any, queries: torch.Tensor, visit: Visit) -> AbstractContextManager[None]:
     """Call `visit` with the attention of `queries` in every layer, one group of heads at a time."""
-    name = attention_name(core)
+    name = attention_name(causal_lm)
     if name not in ("sdpa", "eager"):
         raise ValueError(
             f"attention is recomputed from sdpa and eager only, the model runs {name!r}: load it with sdpa."
         )
 
-    return watched_attention(core, lambda call: _visit_groups(call, queries, visit))
+    return watched_attention(causal_lm, lambda call: _visit_groups(call, queries, visit))
 
 
 def _visit_groups(call: AttentionCall, queries: torch.Tensor, visit: Visit) -> None:

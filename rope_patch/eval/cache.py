@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..rotary import find_core
+from ..rotary import find_causal_lm
 
 _CHUNK = 1 << 24  # values hashed at once
 _LAYOUT = 3  # of what measures keep; another number where an earlier value could no longer be read
@@ -22,7 +22,7 @@ def model_hash(model: nn.Module) -> str:
     Each tensor is reduced on its own device to two sums of its bits times odd numbers, modulo 2**64, so that a model on
     a GPU is hashed at the speed of its memory and never copied.
     """
-    digest = hashlib.sha256(json.dumps(find_core(model).config.to_dict(), sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(find_causal_lm(model).config.to_dict(), sort_keys=True, default=str).encode())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in sorted(tensors):
         tensor = tensors[name].detach()

@@ -204,7 +204,7 @@ def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> 
 
 
 def _refuse_sliding_windows(subject: Subject) -> None:
-    config = subject.core.config.get_text_config(decoder=True)
+    config = subject.causal_lm.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "sliding_window", None) and (kinds is None or any("full" not in kind for kind in kinds)):
         raise ValueError("kind='paper' cuts the KV cache, which sliding-window layers cut already; use kind='exact'.")

@@ -98,7 +98,7 @@ class _Step:
     def __init__(self, rows: KVRows, token: torch.Tensor, slots: torch.Tensor, choice: Greedy | Sampling) -> None:
         self.rows, self.token, self.slots, self.choice = rows, token, slots, choice
         self.graph: torch.cuda.CUDAGraph | None = None
-        devices = {p.device for p in rows.core.parameters()}
+        devices = {p.device for p in rows.causal_lm.parameters()}
         self.stream = torch.cuda.Stream(token.device) if len(devices) == 1 and token.is_cuda else None
         self.taken = 0
 
@@ -141,9 +141,9 @@ class _Step:
         return graph
 
 
-def end_tokens(core: Any) -> list[int]:
+def end_tokens(causal_lm: Any) -> list[int]:
     """Ids of which each ends what a model writes, by the generation config that comes with it."""
-    ends = core.generation_config.eos_token_id
+    ends = causal_lm.generation_config.eos_token_id
     return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 
 

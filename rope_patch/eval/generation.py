@@ -135,12 +135,12 @@ def ask_greedily(
         raise ValueError("prompts must have at least one token each, and one has none.")
     subject = Subject(model)
     with subject.evaluating():
-        kv_bytes = bytes_per_token(subject.core)
+        kv_bytes = bytes_per_token(subject.causal_lm)
         if kv_bytes is None:
             written = _generated(subject, pad_token, questions, batch_size, prefill_chunk, done)
             forced = [_forced(subject, question) for question in questions]
             return [Reply(*both) for both in zip(written, forced, strict=True)]
-        return Reader(subject.core, kv_bytes, batch_size, prefill_chunk).replies(questions, done)
+        return Reader(subject.causal_lm, kv_bytes, batch_size, prefill_chunk).replies(questions, done)
 
 
 def _at_least_one(**numbers: int | None) -> None:
@@ -163,42 +163,42 @@ def _forced(subject: Subject, question: Question) -> list[int]:
 _checked: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
 
 
-def bytes_per_token(core: Any) -> int | None:
+def bytes_per_token(causal_lm: Any) -> int | None:
     """Bytes of keys and values of a token, None for a model that `KVRows` cannot read as it is now."""
-    if has_view(find_decoder(core)):
+    if has_view(find_decoder(causal_lm)):
         return None
-    if attention_kernel(core) != "sdpa" or "generate" in vars(core):
+    if attention_kernel(causal_lm) != "sdpa" or "generate" in vars(causal_lm):
         return None
-    if type(core).generate is not GenerationMixin.generate or core.config.is_encoder_decoder:
+    if type(causal_lm).generate is not GenerationMixin.generate or causal_lm.config.is_encoder_decoder:
         return None
-    if _reads_whole_prompts(core):
+    if _reads_whole_prompts(causal_lm):
         return None
-    layer_types = getattr(core.config.get_text_config(decoder=True), "layer_types", None) or ()
+    layer_types = getattr(causal_lm.config.get_text_config(decoder=True), "layer_types", None) or ()
     if not set(layer_types) <= {"full_attention", "sliding_attention"}:
         return None
-    if "logits_to_keep" not in inspect.signature(core.forward).parameters:
+    if "logits_to_keep" not in inspect.signature(causal_lm.forward).parameters:
         return None
-    known = _checked.setdefault(core, {})
-    name = attention_name(core)
+    known = _checked.setdefault(causal_lm, {})
+    name = attention_name(causal_lm)
     if name not in known:
-        known[name] = _bytes_if_alike(core)
+        known[name] = _bytes_if_alike(causal_lm)
     return known[name] if known[name] > 0 else None
 
 
-def _reads_whole_prompts(core: Any) -> bool:
+def _reads_whole_prompts(causal_lm: Any) -> bool:
     """Whether RoPE frequencies go by the longest position of a forward: parts of a prompt would get other ones."""
-    types = {t for _, rotary in named_rotary_modules(core) for t in rope_types(rotary)}
+    types = {t for _, rotary in named_rotary_modules(causal_lm) for t in rope_types(rotary)}
     return any(map(picks_by_row, types))
 
 
-def _bytes_if_alike(core: Any) -> int:
+def _bytes_if_alike(causal_lm: Any) -> int:
     """Bytes of keys and values of a token if rows give the logits of a plain forward, else -1."""
-    n, vocab_size = 24, core.get_output_embeddings().weight.shape[0]
-    device = core.get_input_embeddings().weight.device
+    n, vocab_size = 24, causal_lm.get_output_embeddings().weight.shape[0]
+    device = causal_lm.get_input_embeddings().weight.device
     ids = (7919 * torch.arange(1, n + 1, device=device) % vocab_size)[None]
-    plain = core(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    plain = causal_lm(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
     try:
-        rows = KVRows(core, 2, n)
+        rows = KVRows(causal_lm, 2, n)
         with rows.attention():
             rows.read(ids[:, :20], 0, 0, chunk=12)
             rows.copy_prefix(0, 1, 2, 20)
@@ -226,10 +226,10 @@ def _generated(
     done: Done,
 ) -> list[list[int]]:
     """The new tokens of each prompt by the model's own `generate`, in batches of one length and one limit."""
-    core: Any = subject.core
-    eos = core.generation_config.eos_token_id
+    causal_lm: Any = subject.causal_lm
+    eos = causal_lm.generation_config.eos_token_id
     # a view draws for a whole prompt and refuses parts of it
-    in_parts = not has_view(find_decoder(core), training=False) and not _reads_whole_prompts(core)
+    in_parts = not has_view(find_decoder(causal_lm), training=False) and not _reads_whole_prompts(causal_lm)
     replies: list[list[int]] = []
     rows = batch_size or _ROWS
     while len(replies) < len(questions):
@@ -247,8 +247,8 @@ def _generated(
             pad_token_id=pad_token,
         )
         try:
-            with bare_generation_config(core):
-                out = core.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            with bare_generation_config(causal_lm):
+                out = causal_lm.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
         except torch.OutOfMemoryError:
             if rows == 1:
                 raise
@@ -260,11 +260,11 @@ def _generated(
 
 
 @contextmanager
-def bare_generation_config(core: Any) -> Iterator[None]:
+def bare_generation_config(causal_lm: Any) -> Iterator[None]:
     """No generation config of the model's own: `generate` takes from it all that its argument leaves open."""
-    before = core.generation_config
-    core.generation_config = GenerationConfig()
+    before = causal_lm.generation_config
+    causal_lm.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        core.generation_config = before
+        causal_lm.generation_config = before

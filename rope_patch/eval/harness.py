@@ -102,7 +102,7 @@ def evaluate(
 
         with subject.evaluating():
             lm = (_greedy_lm(batch_size) if greedy else HFLM)(
-                pretrained=subject.core,
+                pretrained=subject.causal_lm,
                 tokenizer=tokenizer,
                 batch_size=_ALL if greedy else batch_size,
                 max_length=max_length,

@@ -23,21 +23,21 @@ class KVRows:
     """Buffers for `n_rows` prompts of up to `capacity` tokens, and what the forward in flight reads and writes.
 
     Args:
-        core: a causal LM with SDPA attention.
+        causal_lm: a causal LM with SDPA attention.
         n_rows: prompts that are held at once.
         capacity: tokens of a prompt and its answer.
     """
 
-    def __init__(self, core: Any, n_rows: int, capacity: int) -> None:
-        self.core, self.n_rows, self.capacity = core, n_rows, capacity
-        self.config = core.config.get_text_config(decoder=True)
+    def __init__(self, causal_lm: Any, n_rows: int, capacity: int) -> None:
+        self.causal_lm, self.n_rows, self.capacity = causal_lm, n_rows, capacity
+        self.config = causal_lm.config.get_text_config(decoder=True)
         self.first, self.last, self.begin = 0, n_rows, 0
         self.slots: torch.Tensor | None = None  # of the tokens to be decoded, one a row; None while prompts are read
-        self.index = torch.arange(n_rows, device=core.get_input_embeddings().weight.device)
+        self.index = torch.arange(n_rows, device=causal_lm.get_input_embeddings().weight.device)
         self.layers = [_Layer(self) for _ in range(self.config.num_hidden_layers)]
         self.cache = Cache(layers=list(self.layers))
         self.calls = 0
-        self._modules = {id(module) for module in core.modules()}
+        self._modules = {id(module) for module in causal_lm.modules()}
         self._windows = Windows()
 
     @property
@@ -89,11 +89,11 @@ class KVRows:
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Let the model attend as the rows need it; `read` and `decode` are called inside."""
-        with watched_attention(self.core, self._attend):
+        with watched_attention(self.causal_lm, self._attend):
             yield
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int) -> torch.Tensor:
-        output = self.core(
+        output = self.causal_lm(
             input_ids=ids,
             attention_mask=finished_mask(ids.device),
             position_ids=positions,

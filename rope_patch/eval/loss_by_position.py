@@ -218,7 +218,7 @@ def loss_by_position(
         for k, batch in enumerate(rows.split(batch_size), 1):
             ids = batch.to(subject.device)
             losses = F.pad(
-                subject.losses(last_hidden_states(subject.core, ids)[:, :-1], ids[:, 1:]).double().cpu(), (1, 0)
+                subject.losses(last_hidden_states(subject.causal_lm, ids)[:, :-1], ids[:, 1:]).double().cpu(), (1, 0)
             )
             total += losses[:, 1:].sum(0)
             whole = losses[:, : losses.shape[1] // BLOCK * BLOCK]

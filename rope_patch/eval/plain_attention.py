@@ -36,26 +36,26 @@ def require_plain(call: AttentionCall) -> None:
         raise NotPlainAttention
 
 
-def last_hidden_states(core: Any, ids: torch.Tensor) -> torch.Tensor:
+def last_hidden_states(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
     """Last hidden states, [batch, n, hidden], of ids [batch, n] without padding, without gradients.
 
     Rows longer than a window of the model's layers are read without masks of n x n, where the model runs SDPA under no
     RoPE view and gives the same states without them, which is looked at once.
     """
-    window = _sliding_window_of(core)
-    if window is not None and ids.shape[1] > window and _is_plain(core, window):
-        return _without_masks(core, ids)
-    return _plain_forward(core, ids)
+    window = _sliding_window_of(causal_lm)
+    if window is not None and ids.shape[1] > window and _is_plain(causal_lm, window):
+        return _without_masks(causal_lm, ids)
+    return _plain_forward(causal_lm, ids)
 
 
-def _plain_forward(core: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    states: torch.Tensor = core.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+def _plain_forward(causal_lm: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    states: torch.Tensor = causal_lm.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     return states
 
 
-def _without_masks(core: Any, ids: torch.Tensor) -> torch.Tensor:
-    config = core.config.get_text_config(decoder=True)
-    modules, windows = {id(module) for module in core.modules()}, Windows()
+def _without_masks(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
+    config = causal_lm.config.get_text_config(decoder=True)
+    modules, windows = {id(module) for module in causal_lm.modules()}, Windows()
 
     def attend(call: AttentionCall) -> torch.Tensor | None:
         if id(call.module) not in modules:
@@ -63,40 +63,40 @@ def _without_masks(core: Any, ids: torch.Tensor) -> torch.Tensor:
         require_plain(call)
         return windows.attend(call, sliding_window(call, config))
 
-    with watched_attention(core, attend):
-        return _plain_forward(core, ids, finished_mask(ids.device))
+    with watched_attention(causal_lm, attend):
+        return _plain_forward(causal_lm, ids, finished_mask(ids.device))
 
 
-def _sliding_window_of(core: Any) -> int | None:
+def _sliding_window_of(causal_lm: Any) -> int | None:
     """Most tokens that some layers see, where that is known and SDPA runs; None for other models and kernels."""
-    config = core.config.get_text_config(decoder=True)
+    config = causal_lm.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or ()
     window = getattr(config, "sliding_window", None)
     is_known = set(types) <= {"full_attention", "sliding_attention"} and (not types or "sliding_attention" in types)
-    return window if window and is_known and attention_kernel(core) == "sdpa" else None
+    return window if window and is_known and attention_kernel(causal_lm) == "sdpa" else None
 
 
 # by the attention that runs; a model's structure decides, which is checked once
 _checked: "WeakKeyDictionary[nn.Module, dict[str, bool]]" = WeakKeyDictionary()
 
 
-def _is_plain(core: Any, window: int) -> bool:
+def _is_plain(causal_lm: Any, window: int) -> bool:
     """Whether rows beyond the window give the same without masks, as the model is now."""
-    if has_view(find_decoder(core)):
+    if has_view(find_decoder(causal_lm)):
         return False  # a view reads off the mask which tokens are real
-    known, name = _checked.setdefault(core, {}), attention_name(core)
+    known, name = _checked.setdefault(causal_lm, {}), attention_name(causal_lm)
     if name not in known:
-        known[name] = _gives_the_same(core, window)
+        known[name] = _gives_the_same(causal_lm, window)
     return known[name]
 
 
-def _gives_the_same(core: Any, window: int) -> bool:
+def _gives_the_same(causal_lm: Any, window: int) -> bool:
     """Whether states of random tokens are alike with and without masks."""
-    weight = core.get_input_embeddings().weight
+    weight = causal_lm.get_input_embeddings().weight
     ids = (7919 * torch.arange(1, window + 9, device=weight.device) % weight.shape[0])[None]
-    plain = _plain_forward(core, ids)[0, -8:].float()
+    plain = _plain_forward(causal_lm, ids)[0, -8:].float()
     try:
-        found = _without_masks(core, ids)[0, -8:].float()
+        found = _without_masks(causal_lm, ids)[0, -8:].float()
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever a family does not take

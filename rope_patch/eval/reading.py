@@ -46,17 +46,17 @@ class Reader:
     """Answers prompts.
 
     Args:
-        core: a causal LM that `KVRows` can read.
+        causal_lm: a causal LM that `KVRows` can read.
         kv_bytes: of keys and values of one token.
         batch_size: prompts held at once, at most; None means as many as free memory holds.
         chunk: tokens of a prompt read in one forward; None means by free memory.
     """
 
-    def __init__(self, core: Any, kv_bytes: int, batch_size: int | None, chunk: int | None) -> None:
-        self.core, self.kv_bytes = core, kv_bytes
+    def __init__(self, causal_lm: Any, kv_bytes: int, batch_size: int | None, chunk: int | None) -> None:
+        self.causal_lm, self.kv_bytes = causal_lm, kv_bytes
         self.batch_size, self.chunk = batch_size, chunk
-        self.device: torch.device = core.get_input_embeddings().weight.device
-        self.ends = end_tokens(core)
+        self.device: torch.device = causal_lm.get_input_embeddings().weight.device
+        self.ends = end_tokens(causal_lm)
 
     def replies(self, questions: Sequence[Question], done: Callable[[int], None]) -> list[Reply]:
         """The model's reply to each question.
@@ -77,7 +77,7 @@ class Reader:
         found: list[Reply] = []
         while len(found) < len(ids):
             out_of_memory = False
-            rows = KVRows(self.core, n_rows, capacity)
+            rows = KVRows(self.causal_lm, n_rows, capacity)
             try:
                 with rows.attention():
                     while len(found) < len(ids):
@@ -171,12 +171,12 @@ class Reader:
 
     def _activation_bytes(self) -> int:
         """About what one token takes in a layer and between layers."""
-        config = self.core.config.get_text_config(decoder=True)
+        config = self.causal_lm.config.get_text_config(decoder=True)
         hidden = config.hidden_size
         inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
         inner = inner if isinstance(inner, int) else 4 * hidden
         experts = getattr(config, "num_experts_per_tok", None) or 1
-        return self.core.get_input_embeddings().weight.element_size() * (16 * hidden + 6 * inner * experts)
+        return self.causal_lm.get_input_embeddings().weight.element_size() * (16 * hidden + 6 * inner * experts)
 
 
 def _add_to(done: Callable[[int], None], before: int, n: int) -> None:

@@ -47,7 +47,7 @@ def sampled_tokens(
     """
     subject = Subject(model)
     with subject.evaluating():
-        if bytes_per_token(subject.core) is None:
+        if bytes_per_token(subject.causal_lm) is None:
             config = GenerationConfig(
                 max_new_tokens=max_new_tokens,
                 do_sample=True,
@@ -60,7 +60,7 @@ def sampled_tokens(
             replies = _by_generate(subject, prompts, config, seed, _EachStep(step_done))
             return [up_to_end(reply, ends) for reply in replies]
         lengths = [len(p) for p in prompts]
-        rows = KVRows(subject.core, len(prompts), max(lengths) + max_new_tokens)
+        rows = KVRows(subject.causal_lm, len(prompts), max(lengths) + max_new_tokens)
         with rows.attention():
             logits = _logits_behind(rows, prompts, subject.device)
             if bool(logits.isnan().any()):  # the first token would be taken each time, as generate would refuse to do
@@ -88,12 +88,12 @@ def _by_generate(
     subject: Subject, prompts: Sequence[Sequence[int]], config: GenerationConfig, seed: int, each_step: "_EachStep"
 ) -> list[list[int]]:
     """New tokens by the model's own `generate`, in one batch; anything may stand behind the end of a text."""
-    core, device, longest = subject.core, subject.device, max(map(len, prompts))
+    causal_lm, device, longest = subject.causal_lm, subject.device, max(map(len, prompts))
     ids = torch.tensor([[config.pad_token_id] * (longest - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), bare_generation_config(core):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), bare_generation_config(causal_lm):
         torch.manual_seed(seed)
-        out = core.generate(
+        out = causal_lm.generate(
             input_ids=ids,
             attention_mask=mask,
             generation_config=config,

@@ -12,10 +12,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_kernels import linear_ce_rows
 
+from ..capabilities import why_no_head
 from ..describe import describe
-from ..limits import why_no_head
 from ..rescale import pretrained_window
-from ..rotary import find_core
+from ..rotary import find_causal_lm
 
 _CHUNK_BYTES = 2**28  # of float32 logits
 
@@ -32,11 +32,11 @@ class Subject:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.core: Any = find_core(model)
-        self.head: Any = self.core.get_output_embeddings()
+        self.causal_lm: Any = find_causal_lm(model)
+        self.head: Any = self.causal_lm.get_output_embeddings()
         if not isinstance(getattr(self.head, "weight", None), torch.Tensor):
-            raise ValueError(f"{type(self.core).__name__} has no linear output head: a causal LM is needed.")
-        reason = why_no_head(self.core, self.core.base_model)
+            raise ValueError(f"{type(self.causal_lm).__name__} has no linear output head: a causal LM is needed.")
+        reason = why_no_head(self.causal_lm, self.causal_lm.base_model)
         if reason is not None:
             raise ValueError(reason)
 
@@ -48,12 +48,12 @@ class Subject:
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        return self.core.get_input_embeddings().weight.device
+        return self.causal_lm.get_input_embeddings().weight.device
 
     @cached_property
     def trained_window(self) -> int | None:
         """Positions that the model was pretrained on, also where a rescaled config promises more; None if unnamed."""
-        found = describe(self.core)
+        found = describe(self.causal_lm)
         return pretrained_window(found.native_rope_parameters, found.trained_window)
 
     def check_rows(self, rows: torch.Tensor, at_least: int = 2) -> None:
@@ -83,7 +83,9 @@ class Subject:
 
     def hidden(self, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len]."""
-        return self.core.base_model(input_ids=ids, use_cache="past_key_values" in inputs, **inputs).last_hidden_state
+        return self.causal_lm.base_model(
+            input_ids=ids, use_cache="past_key_values" in inputs, **inputs
+        ).last_hidden_state
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy in nats, float32 [batch, n], of targets [batch, n] given the hidden states before them."""
@@ -107,7 +109,7 @@ class Subject:
         """Whether logits are hidden W^T + b: some families scale or cap them after it, adapters may sit on it."""
         bias = getattr(self.head, "bias", None)
         with torch.no_grad():
-            probe = self.core.get_input_embeddings().weight[:16].detach().to(self.head.weight.dtype)
+            probe = self.causal_lm.get_input_embeddings().weight[:16].detach().to(self.head.weight.dtype)
             # logits up to 1000, so that a cap shows
             probe = probe * (1000 / F.linear(probe, self.head.weight).abs().max().clamp(min=1e-6))
             plain, found = F.linear(probe, self.head.weight, bias).float(), self._logits(probe).float()
@@ -115,14 +117,16 @@ class Subject:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] of hidden states [n, hidden] by the model's own forward, without its decoder."""
-        modules, name = self.core._modules, self.core.base_model_prefix
+        modules, name = self.causal_lm._modules, self.causal_lm.base_model_prefix
         if name not in modules:
-            raise ValueError(f"{type(self.core).__name__} keeps its decoder elsewhere than in {name!r}: not supported.")
+            raise ValueError(
+                f"{type(self.causal_lm).__name__} keeps its decoder elsewhere than in {name!r}: not supported."
+            )
         decoder = modules[name]
         modules[name] = _Given(hidden[None])
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-            return self.core(input_ids=ids, use_cache=False).logits[0]
+            return self.causal_lm(input_ids=ids, use_cache=False).logits[0]
         finally:
             modules[name] = decoder
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..describe import describe
-from ..rotary import find_core, picks_by_row
+from ..rotary import find_causal_lm, picks_by_row
 from .decoding import end_tokens
 from .generation import ask_greedily
 from .reading import Question, Reply
@@ -91,7 +91,7 @@ def _check_served(model: nn.Module) -> None:
         ValueError: the model is patched, has adapters, or has a rescaling that vLLM does otherwise.
     """
     found = describe(model)
-    if find_core(model) is not model:
+    if find_causal_lm(model) is not model:
         raise ValueError(
             f"vLLM loads the checkpoint, and this {type(model).__name__} is wrapped, e.g. by adapters: merge them and "
             "save the checkpoint, or leave out backend 'vllm'."
@@ -122,15 +122,15 @@ class _Engine:
 
     def __init__(self, vllm: Any, model: nn.Module, checkpoint: str, longest: int) -> None:
         self.vllm, self.model = vllm, model
-        core: Any = find_core(model)
-        self.ends = end_tokens(core)
-        parameter = next(core.parameters())
+        causal_lm: Any = find_causal_lm(model)
+        self.ends = end_tokens(causal_lm)
+        parameter = next(causal_lm.parameters())
         options: dict[str, Any] = {}
         if parameter.is_cuda:
             free, total = torch.cuda.mem_get_info(parameter.device)
             options["gpu_memory_utilization"] = _SHARE * free / total
-        declared = core.config.get_text_config(decoder=True).max_position_embeddings
-        if longest > declared and describe(core).rope_parameters.get("rope_type", "default") == "default":
+        declared = causal_lm.config.get_text_config(decoder=True).max_position_embeddings
+        if longest > declared and describe(causal_lm).rope_parameters.get("rope_type", "default") == "default":
             # its table of rotations ends there; that of a rescaled model, and its error, go by the rescaling
             options["hf_overrides"] = {"max_position_embeddings": longest}
         self.llm = vllm.LLM(

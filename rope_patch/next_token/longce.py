@@ -55,11 +55,11 @@ class LongCE:
             )
 
     @torch.no_grad()
-    def reference(self, core: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
+    def reference(self, causal_lm: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
         """Cross-entropy of the label of each query in its short context, float32 [batch, n], nan where it has none.
 
         Args:
-            core: the causal LM, for its head.
+            causal_lm: the model, for its head.
             decoder: its decoder.
             labelled: the batch.
         """
@@ -90,7 +90,7 @@ class LongCE:
             asked = (offset >= self.short_context - 1) & (offset < length - 1) & (labels[token] != IGNORE_INDEX)
             queries = token[asked]
             none = torch.zeros(len(queries), device=ids.device)
-            _, metrics = head_losses(core, hidden[asked], None, labels[queries], none, None)
+            _, metrics = head_losses(causal_lm, hidden[asked], None, labels[queries], none, None)
             found[queries] = metrics.ce.float()
         return found.view(ids.shape)
 

@@ -9,10 +9,10 @@ from torch import nn
 from rope_kernels import RowMetrics
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
+from ..capabilities import why_no_losses
 from ..forward_loss import DecoderCall, ForwardLoss, Steps, Tape, require
 from ..heads import head_losses
 from ..labelled import Labelled
-from ..limits import why_no_losses
 from .cue import CueWeight
 from .longce import LongCE, head_weights
 
@@ -50,7 +50,7 @@ class NextTokenTape(Tape):
 
 
 def next_token_loss(
-    core: Any,
+    causal_lm: Any,
     labelled: Labelled,
     hidden: torch.Tensor,
     divisor: int,
@@ -63,7 +63,7 @@ def next_token_loss(
     """Loss = sum over labels of w CE / divisor, with w the product of LongCE's and the cue's weights.
 
     Args:
-        core: the causal LM, for its head.
+        causal_lm: the model, for its head.
         labelled: the batch.
         hidden: last hidden states, [batch, n, H].
         divisor: labels of all that the mean is over.
@@ -80,7 +80,7 @@ def next_token_loss(
         ce_weight = ce_weight * of_cue
     of_longce = head_weights(longce, short_ce, queries)
     states = hidden.flatten(0, 1)[queries]
-    loss, rows = head_losses(core, states, None, labels[queries], ce_weight, None, **options, **of_longce)
+    loss, rows = head_losses(causal_lm, states, None, labels[queries], ce_weight, None, **options, **of_longce)
     token_weight = rows.ce_factor if of_longce or cue is not None else None
     if token_weight is not None and of_cue is not None:
         token_weight = token_weight * of_cue
@@ -98,16 +98,16 @@ class WeightedNextToken(ForwardLoss):
 
     def __init__(self, model: nn.Module, longce: LongCE | None, cue: CueWeight | None = None) -> None:
         super().__init__(model)
-        require(why_no_losses(self.core, self.decoder))
+        require(why_no_losses(self.causal_lm, self.decoder))
         self.longce, self.cue = longce, cue
 
     def _steps(self, tape: NextTokenTape, call: DecoderCall) -> Steps:
         training, short_ce = self.decoder.training, None
         if training and self.longce is not None:
-            short_ce = self.longce.reference(self.core, self.decoder, tape.labelled)
+            short_ce = self.longce.reference(self.causal_lm, self.decoder, tape.labelled)
         output = yield None
         tape.result = next_token_loss(
-            self.core,
+            self.causal_lm,
             tape.labelled,
             output.last_hidden_state,
             tape.ce_divisor,

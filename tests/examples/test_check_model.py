@@ -103,9 +103,9 @@ def test_indices_in_position_ids_are_found(check, monkeypatch):
 
 
 def test_a_rescaling_that_is_not_saved_is_found(check, monkeypatch):
-    monkeypatch.setattr("rope_patch.rescale.RopeSchedule.write", lambda self, decoder: self.write_modules(decoder))
+    monkeypatch.setattr("rope_patch.rescale.RopeParameters.write", lambda self, decoder: self.write_modules(decoder))
     for place in ("patch", "adapter_watch"):  # which would refuse to save it
-        monkeypatch.setattr(f"rope_patch.{place}.require_saved_schedule", lambda *_: None)
+        monkeypatch.setattr(f"rope_patch.{place}.require_saved_rope", lambda *_: None)
     status, found, _ = check(tiny())
     assert status == 1 and found["save and reload"][0] == "WRONG"
     assert "reloaded: relative error" in found["save and reload"][1]

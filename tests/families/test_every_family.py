@@ -15,6 +15,7 @@ from support.tiny import WINDOW, tokens
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch.capabilities import why_not_relative
 from rope_patch.distillation import (
     TAPE,
     CopiedTeacher,
@@ -25,7 +26,6 @@ from rope_patch.distillation import (
     ViewTape,
 )
 from rope_patch.labelled import Labelled
-from rope_patch.limits import why_not_relative
 from rope_patch.rotary import find_decoder
 from rope_patch.views import Skip, View
 
@@ -58,7 +58,7 @@ def refusals(record_property):
 @contextmanager
 def described(model, what, record_property):
     """The block is refused if and only if `describe` says so, in the same words."""
-    limit = describe(model).limits.get(what)
+    limit = describe(model).missing_capabilities.get(what)
     with refusals(record_property) as found:
         yield
     by_tape = found[1:] == ["visit"]  # what a first forward alone shows: keys of several tokens, layers that run twice
@@ -81,8 +81,8 @@ def model(family, record_property):
 
 def takes_views(model, record_property):
     """Whether a view has layers to act on; the refusal is recorded otherwise, which `test_view` looks at."""
-    if model is not None and "views" in describe(model).limits:
-        record_property("refused", describe(model).limits["views"])
+    if model is not None and "views" in describe(model).missing_capabilities:
+        record_property("refused", describe(model).missing_capabilities["views"])
         return False
     return model is not None
 
@@ -272,7 +272,7 @@ def test_self_distillation(model, record_property):
     with described(model, "self-distillation", record_property):
         tape, found = distilled(model, ids, one_pass=True)
         one_pass = tape.attention is not None
-        why = describe(model).limits.get("self-distillation in one pass")
+        why = describe(model).missing_capabilities.get("self-distillation in one pass")
         assert why is None or not one_pass
         if not one_pass:
             record_property("two passes", why or "the model around the decoder gives it finished masks.")
@@ -317,4 +317,4 @@ def test_checkpointing(model, record_property):
 
 def test_llama_is_refused_nothing():
     """The rule that lets a family refuse lets none of its plain members do so."""
-    assert describe(tiny_family("llama")).limits == {}
+    assert describe(tiny_family("llama")).missing_capabilities == {}

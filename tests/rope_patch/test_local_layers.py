@@ -121,7 +121,7 @@ def test_where_no_layer_type_with_rope_looks_far_views_are_refused_as_rescalings
             change()
     with pytest.raises(ValueError, match="look back no further"), rope_view(model, index=MOVED):
         pass
-    assert "look back no further" in describe(model).limits["views"]
+    assert "look back no further" in describe(model).missing_capabilities["views"]
     patch_model(model, Standard())
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from rope_patch import load_adapter, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.one_config import require_frequencies_of_config
-from rope_patch.rescale import RopeSchedule
+from rope_patch.rescale import RopeParameters
 
 IDS = tokens(1, 80)
 
@@ -107,10 +107,10 @@ def test_casts_and_frequencies_of_the_last_forward_pass(kind, dtype):
     built = model.model.rotary_emb.inv_freq.clone()
     logits(model)  # longer than the window: dynamic schedules move on
     assert torch.equal(model.model.rotary_emb.inv_freq, built) == (kind not in ("dynamic", "longrope"))
-    require_frequencies_of_config(RopeSchedule.of(model.to(dtype).model), model.model)
+    require_frequencies_of_config(RopeParameters.of(model.to(dtype).model), model.model)
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 11000.0}
     with pytest.raises(ValueError, match="are not those of its config"):
-        require_frequencies_of_config(RopeSchedule.of(model.model), model.model)
+        require_frequencies_of_config(RopeParameters.of(model.model), model.model)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "modernbert-decoder"])

@@ -34,7 +34,7 @@ from support.tiny import tiny
 from support.training import documents, logged, trainer
 from transformers import TrainerCallback
 
-from rope_patch.rotary import find_core, find_decoder
+from rope_patch.rotary import find_causal_lm, find_decoder
 
 folder, stage = Path(sys.argv[1]), int(sys.argv[2])  # of ZeRO, 0 for a plain process
 world = int(os.environ.get("WORLD_SIZE", 1))
@@ -141,7 +141,7 @@ def ran(name, tied=False, gradient_checkpointing=False, **options):
             deepspeed.DeepSpeedEngine.step = step
     losses = [entry["loss"] for entry in logged(run, "loss")] + [run.evaluate()["eval_loss"]]
     if stage == 3 and run._objective is not None:  # TRL's own loss does
-        assert not find_core(run.model)._external_params, f"{name}: a weight was read outside of its module"
+        assert not find_causal_lm(run.model)._external_params, f"{name}: a weight was read outside of its module"
     parameters = dict(run.model.named_parameters())
     with nullcontext() if not stage else deepspeed.zero.GatheredParameters(list(parameters.values())):
         weights = {n: p.detach().clone() for n, p in parameters.items()}

@@ -16,7 +16,7 @@ from rope_patch.forward_loss import TAPE, ForwardLoss
 from rope_patch.labelled import real_tokens
 from rope_patch.methods import from_options
 from rope_patch.registry import Registry
-from rope_patch.rotary import find_core
+from rope_patch.rotary import find_causal_lm
 
 from ..step_means import Part
 
@@ -186,7 +186,7 @@ class Objective:
     def _native(self, model: nn.Module) -> SharedTeacher | CopiedTeacher:
         """The model as it was pretrained: its own weights where it has adapters, else a copy."""
         if self.teacher is None:
-            has_adapters = find_core(model) is not model or adapter_layers(model)
+            has_adapters = find_causal_lm(model) is not model or adapter_layers(model)
             offload = self.args.teacher_offload
             self.teacher = SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=offload)
         return self.teacher

@@ -221,13 +221,13 @@ class _Sampler:
         if batch_size is not None:
             require_integer("batch_size", batch_size, least=1)
         self.subject = Subject(model)
-        self.core = self.subject.core
-        if has_view(find_decoder(self.core), training=False):
+        self.causal_lm = self.subject.causal_lm
+        if has_view(find_decoder(self.causal_lm), training=False):
             raise ValueError(
                 "a view of the RoPE indices is in force on the model, and what it writes under a view is not what it "
                 "writes: sample outside rope_view, before a view is set for evaluation."
             )
-        ends = (*end_tokens(self.core), tokenizer.eos_token_id)
+        ends = (*end_tokens(self.causal_lm), tokenizer.eos_token_id)
         self.ends = tuple(dict.fromkeys(i for i in ends if i is not None))
         self.pad = next((i for i in (tokenizer.pad_token_id, *self.ends) if i is not None), 0)
         self.temperature, self.seed, self.progress = temperature, seed, progress

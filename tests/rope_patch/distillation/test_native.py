@@ -11,7 +11,7 @@ from rope_patch import patch_model
 from rope_patch.distillation import TAPE, CopiedTeacher, NativeDistiller, NativeTape, NativeTargets, SharedTeacher
 from rope_patch.labelled import Labelled
 from rope_patch.patch import view_source
-from rope_patch.rotary import find_core
+from rope_patch.rotary import find_causal_lm
 from rope_patch.views import Mix, PosAug, PoSE, Skip, Standard
 
 FACTOR = 4.0  # of PI: frequencies / 4
@@ -54,8 +54,8 @@ def divergence(p, q, direction):
 
 def in_formulas(model, data, targets):
     """Loss of documents alone, and gradients of the weights, of which the student has those of `tiny`."""
-    config, bound = find_core(model).config, view_source(model).last
-    weights = oracle.weights_of(find_core(model))
+    config, bound = find_causal_lm(model).config, view_source(model).last
+    weights = oracle.weights_of(find_causal_lm(model))
     teacher = {name: w.detach() for name, w in weights.items()}
     frequencies = oracle.default_frequencies(config)
     ce = kl = text = 0.0

@@ -19,7 +19,7 @@ from rope_patch.distillation import (
 )
 from rope_patch.labelled import Labelled
 from rope_patch.patch import rope_view
-from rope_patch.rotary import find_core, find_decoder, named_rotary_modules
+from rope_patch.rotary import find_causal_lm, find_decoder, named_rotary_modules
 
 FACTOR = 4.0  # of PI: frequencies / 4
 
@@ -41,7 +41,7 @@ def divergence(p, q, direction):
 
 def in_formulas(model, native, data, bound, consistency):
     """L_CLM + lambda L_KL of documents alone, KL to the native model in all rows, and gradients of the weights."""
-    config = find_core(model).config
+    config = find_causal_lm(model).config
     weights = oracle.weights_of(native)
     teacher = {name: w.detach() for name, w in weights.items()}
     frequencies = oracle.default_frequencies(config)

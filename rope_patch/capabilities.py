@@ -14,7 +14,7 @@ from .attention_calls import attention_kernel, attention_name
 from .layerwise import hands_embeddings
 from .local_layers import LocalLayers, why_no_far_looking
 from .rotary import (
-    find_core,
+    find_causal_lm,
     find_decoder,
     is_nested,
     layers_call_rotary,
@@ -31,18 +31,18 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WEIGHTS_AFTER_ROPE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
-def limits(model: nn.Module) -> dict[str, str]:
+def missing_capabilities(model: nn.Module) -> dict[str, str]:
     """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
-    core, decoder = find_core(model), find_decoder(model)
+    causal_lm, decoder = find_causal_lm(model), find_decoder(model)
     found = {
         "views": why_no_views(decoder, LocalLayers.of(decoder)),
         "native_rope": why_no_native_rope(decoder),
         "gradient checkpointing": why_no_checkpointing(decoder),
-        "self-distillation": why_no_self_distillation(core, decoder),
-        "relation distillation": why_no_relations(core, decoder),
+        "self-distillation": why_no_self_distillation(causal_lm, decoder),
+        "relation distillation": why_no_relations(causal_lm, decoder),
     }
     if found["self-distillation"] is None:
-        two = why_two_passes(core, decoder)
+        two = why_two_passes(causal_lm, decoder)
         found["self-distillation in one pass"] = two and f"the model has {two}."
     return {what: reason for what, reason in found.items() if reason is not None}
 
@@ -71,22 +71,22 @@ def why_no_checkpointing(decoder: nn.Module) -> str | None:
     return None
 
 
-def why_no_self_distillation(core: nn.Module, decoder: nn.Module) -> str | None:
+def why_no_self_distillation(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
     """Why two views of one model cannot be compared."""
-    reason = why_unreachable(core, decoder) or why_no_losses(core, decoder)
+    reason = why_unreachable(causal_lm, decoder) or why_no_losses(causal_lm, decoder)
     if reason is None and layers_call_rotary(decoder):
         return (
-            f"{type(core).__name__} computes RoPE inside its layers, which have one view a step: objective "
+            f"{type(causal_lm).__name__} computes RoPE inside its layers, which have one view a step: objective "
             "'self-distill' needs two. Use objective='clm' with the view."
         )
     return reason
 
 
-def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
+def why_two_passes(causal_lm: nn.Module, decoder: Any) -> str | None:
     """Why a model needs two passes for two views, None where one is exact."""
-    kernel = attention_kernel(core)
+    kernel = attention_kernel(causal_lm)
     if kernel is None:
-        return f"attention implementation {attention_name(core)!r}"
+        return f"attention implementation {attention_name(causal_lm)!r}"
     if kernel == "flash" and _aligns_masks_at_the_top():
         return "a FlashAttention that aligns causal masks at the first query"
     config = decoder.config
@@ -111,35 +111,35 @@ def why_two_passes(core: nn.Module, decoder: Any) -> str | None:
     return None
 
 
-def why_no_head(core: Any, decoder: nn.Module) -> str | None:
+def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
     """Why logits are not the product of last hidden states and a matrix, scaled and capped."""
-    if core is decoder:
+    if causal_lm is decoder:
         return None
-    head = core.get_output_embeddings()
-    for name, child in core.named_children():
+    head = causal_lm.get_output_embeddings()
+    for name, child in causal_lm.named_children():
         beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
-        if beside and name in _read_by(core):
+        if beside and name in _read_by(causal_lm):
             return (
-                f"{type(core).__name__} puts its {name} ({type(child).__name__}) between the decoder and the output "
-                "head, and losses of hidden states take the head alone."
+                f"{type(causal_lm).__name__} puts its {name} ({type(child).__name__}) between the decoder and the "
+                "output head, and losses of hidden states take the head alone."
             )
     return None
 
 
-def why_no_losses(core: Any, decoder: nn.Module) -> str | None:
+def why_no_losses(causal_lm: Any, decoder: nn.Module) -> str | None:
     """Why a loss through the weight of the output head would be of other logits than the model's."""
-    if core is not decoder and hasattr(core.get_output_embeddings(), "base_layer"):
+    if causal_lm is not decoder and hasattr(causal_lm.get_output_embeddings(), "base_layer"):
         return (
             "the output head has an adapter, which a loss through its weight would leave out without an error: take "
             "lm_head out of target_modules, or train it whole with modules_to_save=['lm_head']."
         )
-    return why_no_head(core, decoder)
+    return why_no_head(causal_lm, decoder)
 
 
-def why_no_relations(core: nn.Module, decoder: nn.Module) -> str | None:
+def why_no_relations(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
     """Why queries, keys and values cannot be taken as attention gets them."""
     keeps = keeps_from_attention(decoder)
-    return why_unreachable(core, decoder) or (keeps and f"{keeps}, so that relations cannot be distilled.")
+    return why_unreachable(causal_lm, decoder) or (keeps and f"{keeps}, so that relations cannot be distilled.")
 
 
 def why_no_native_rope(decoder: nn.Module) -> str | None:
@@ -195,9 +195,9 @@ def keeps_from_attention(decoder: nn.Module) -> str | None:
     return None
 
 
-def why_unreachable(core: nn.Module, decoder: nn.Module) -> str | None:
+def why_unreachable(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
     """Why a keyword argument of a causal LM does not reach its decoder."""
-    modules = dict(core.named_modules())
+    modules = dict(causal_lm.named_modules())
     name = next(name for name, module in modules.items() if module is decoder)
     kinds = [type(modules[part]) for part in _above(name)[:-1]]
     for kind in kinds:
