@@ -18,7 +18,7 @@ from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hoo
 from .rotary import parameter_names, picks_by_row, rope_types
 from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
 from .trainers import is_generating, require_driver
-from .views import TRUE_POSITIONS
+from .views.base import TRUE_POSITIONS
 
 
 class DecoderEntry:

@@ -10,7 +10,8 @@ from trl import SFTConfig
 
 from rope_patch.methods import find_view, resolve_rescaling, resolve_view
 from rope_patch.rescalings import RESCALINGS
-from rope_patch.views import TRUE_POSITIONS, View
+from rope_patch.views import View
+from rope_patch.views.base import TRUE_POSITIONS
 
 from .cues import require_cue, views_with_cues
 from .objectives import OBJECTIVES, ObjectiveOptions, objective_of

@@ -29,7 +29,8 @@ from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.shifted_attention import ShiftedAttention
 from rope_patch.sidecar import require_same_rope
 from rope_patch.state import ViewSource, When, state_of
-from rope_patch.views import TRUE_POSITIONS, View
+from rope_patch.views import View
+from rope_patch.views.base import TRUE_POSITIONS
 
 from .config import RopeSFTConfig
 from .cut_rows import cut_rows

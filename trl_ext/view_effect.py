@@ -9,7 +9,8 @@ from transformers.utils import logging
 from rope_patch.documents import locate_documents
 from rope_patch.draws import DrawKey
 from rope_patch.state import BoundView
-from rope_patch.views import TRUE_POSITIONS, View
+from rope_patch.views import View
+from rope_patch.views.base import TRUE_POSITIONS
 
 logger = logging.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from rope_patch.rescale import names_no_window
-from rope_patch.rescalings import Rescaling, example
+from rope_patch.rescalings import Rescaling, advised_rescaling
 from rope_patch.rotary import find_decoder, grows_with_rows
 from rope_patch.state import state_of
 from rope_patch.views import View
@@ -79,4 +79,4 @@ def _remedy(rescaling: Rescaling | None, window: int, wanted: int) -> str:
     if rescaling is not None:
         return rescaling.remedy(window, wanted)
     factor = math.ceil(wanted / window)
-    return f"Rescale the model by a factor of at least {factor}, e.g. {example(float(factor))}"
+    return f"Rescale the model by a factor of at least {factor}, e.g. {advised_rescaling(float(factor))}"

@@ -5,7 +5,7 @@ from .base_change import ABF, NTK
 from .interpolation import PI, DynamicNTK
 from .llama3 import Llama3
 from .longrope import LongRope
-from .yarn import Yarn, example
+from .yarn import Yarn, advised_rescaling
 
 __all__ = [
     "ABF",
@@ -18,5 +18,5 @@ __all__ = [
     "NativeRope",
     "Rescaling",
     "Yarn",
-    "example",
+    "advised_rescaling",
 ]

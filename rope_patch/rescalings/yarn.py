@@ -92,6 +92,6 @@ class Yarn(Rescaling):
         return stretched(self.original_max_position_embeddings or native_window, self.factor)
 
 
-def example(factor: float) -> str:
+def advised_rescaling(factor: float) -> str:
     """The rescaling that errors advise, as arguments of a trainer's configuration: YaRN keeps most without training."""
     return f"rescale={Yarn.name!r}, rescale_args={{'factor': {factor}}}"

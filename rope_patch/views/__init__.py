@@ -1,6 +1,6 @@
 """Views: rules from token index to RoPE index. Each is a frozen dataclass, found by name in `VIEWS`."""
 
-from .base import TRUE_POSITIONS, VIEWS, TrainingText, View
+from .base import VIEWS, TrainingText, View
 from .chunk_permute import ChunkPermute
 from .compose import Compose
 from .cream import Cream
@@ -20,7 +20,6 @@ from .standard import Standard
 
 __all__ = [
     "RPE",
-    "TRUE_POSITIONS",
     "VIEWS",
     "ChunkPermute",
     "Compose",
