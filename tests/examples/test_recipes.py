@@ -88,13 +88,14 @@ def test_a_recipe_holds_only_known_keys_and_says_how_to_run_it(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
 def test_the_script_runs_a_recipe(recipe, tmp_path):
-    tiny(max_position_embeddings=8192).save_pretrained(tmp_path / "model")  # so that targets lie within the window
+    settings = yaml.safe_load(recipe.read_text())
+    window = WINDOWS[settings["model_name_or_path"]]  # so that targets lie within it
+    tiny(max_position_embeddings=window).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(40))} for i in range(1, 30)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rows = [{"input_ids": [*range(3, 43)], "completion_mask": [0] * 30 + [1] * 10}] * 8  # as `rope-patch rows` writes
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    settings = yaml.safe_load(recipe.read_text())
     settings.update(
         model_name_or_path=str(tmp_path / "model"),
         output_dir=str(tmp_path / "out"),
@@ -121,7 +122,7 @@ def test_the_script_runs_a_recipe(recipe, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{VIEWS[settings['view']].__name__}(" in done.stdout
     if settings.get("use_peft"):
-        load_adapter(tiny(max_position_embeddings=8192), tmp_path / "out")
+        load_adapter(tiny(max_position_embeddings=window), tmp_path / "out")
 
 
 @pytest.mark.slow
