@@ -5,11 +5,12 @@ Run: python experiments/keeping.py MODEL --text books.jsonl.xz ... --held-out he
          [--checkpoints FOLDER] [--out FILE.jsonl]
      python experiments/keeping.py --table FILE.jsonl ...
 
-An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch rows` and fields of RopeSFTConfig. It is
-trained on --rows rows of the window, in bf16 autocast over float32 weights, and measured in bf16: loss by position on
-held-out books; passkey and keyed numbers as written at each length, raw and, of instruct models, in the chat template;
-replies to users' texts of the native model's own chats, and how far the predictions on those chats are from the native
-model's; short-text benchmarks, if --bench names a folder with them. A seed draws rows, their order and gaps.
+An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch rows` and fields of RopeSFTConfig. It
+is trained on --rows rows of the window, in bf16 autocast over float32 weights, and measured in bf16: loss by position
+on held-out books; passkey, keyed numbers and keyed words as written at each length, raw and, of instruct models, in
+the chat template; replies to users' texts of the native model's own chats, and how far the predictions on those chats
+are from the native model's; short-text benchmarks, if --bench names a folder with them. A seed draws rows, their
+order and gaps.
 
 --own is a file of chats (of a base model texts) that the native model wrote; --make-own N writes it and ends.
 One JSON line an arm and seed is added to --out, with every prompt's score, so that arms can be compared in pairs.
@@ -31,7 +32,7 @@ import torch
 from datasets import Dataset
 from harness import DEVICE, Line, Run, carry_out, chosen, load, logged, require, show, study_parser, train
 from keeping_arms import Arm, arms
-from keeping_questions import NEW_TOKENS, Asked, keys, passkeys, right
+from keeping_questions import KEYED, NEW_TOKENS, Asked, keyed, passkeys, right
 from keeping_results import tables
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -102,7 +103,10 @@ def all_asked(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) 
             passkey_prompts = prompts if length <= 2 * args.window else prompts // 2
             found["passkey", chat, length] = passkeys(tokenizer, length, passkey_prompts, chat, args.question_seed)
             books = max(prompts // 8, 1)
-            found["keys", chat, length] = keys(tokenizer, held_out.tolist(), length, books, chat, args.question_seed)
+            for test in KEYED:
+                found[test, chat, length] = keyed(
+                    test, tokenizer, held_out.tolist(), length, books, chat, args.question_seed
+                )
     return found
 
 
@@ -218,7 +222,7 @@ def summary(found: dict[str, Any]) -> str:
         replies = found["own"]["replies"]
         told = {name: fmean(r[name] for r in replies) for name in ("nll", "tokens", "ended")}
         lines.append("  replies " + "  ".join(f"{name} {value:.3f}" for name, value in told.items()))
-    for test in ("passkey", "keys"):
+    for test in NEW_TOKENS:
         for chat in (False, True):
             cells = [c for c in found["asked"] if (c["test"], c["chat"]) == (test, chat)]
             shown = "  ".join(f"{c['length']} {fmean(c['scores']):.2f}" for c in cells)

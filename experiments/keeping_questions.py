@@ -1,8 +1,9 @@
 """Questions about far text, which every model is asked alike and answers as it writes.
 
-Two tests. "passkey": Landmark Attention's five digits in its repeated filler. "keys": eight sentences with a key and a
-number each in a book, of which each is asked in turn, so that eight prompts share one reading of the book. Each in raw
-text and in the chat template, in several wordings; training rows (trl_ext.rows) have others.
+Three tests. "passkey": Landmark Attention's five digits in its repeated filler. "keys": eight sentences with a key
+and a number each in a book, of which each is asked in turn, so that eight prompts share one reading of the book.
+"words": the same with a word of the language in place of the number. Each in raw text and in the chat template, in
+several wordings; training rows (trl_ext.rows) have others.
 """
 
 import random
@@ -13,8 +14,8 @@ from typing import Any, Literal
 from rope_patch.eval.asking import Frame
 from rope_patch.eval.wordings import PASSKEY_FILLER
 
-Test = Literal["passkey", "keys"]
-NEW_TOKENS = {"passkey": 10, "keys": 12}
+Keyed = Literal["keys", "words"]
+NEW_TOKENS = {"passkey": 10, "keys": 12, "words": 8}
 KEYS = 8  # sentences in a book
 TAIL = 64  # tokens kept for the question and the beginning of its answer, at most: all prompts of a length read alike
 # needle, question, beginning of the answer
@@ -24,7 +25,7 @@ PASSKEY = [
     ("My locker number is {v}. Do not forget it: {v}.", "What is my locker number?", "Your locker number is"),
     ("The safe opens with {v}. I repeat, with {v}.", "Which number opens the safe?", "The safe opens with"),
 ]
-KEYED = [
+_NUMBERS = [
     (
         "The special magic number for {k} is: {v}.",
         "What is the special magic number for {k} mentioned in the text above?",
@@ -36,8 +37,26 @@ KEYED = [
         "The access code of {k} is",
     ),
 ]
+_WORDS = [
+    (
+        "The favourite thing of {k} is the {v}.",
+        "What is the favourite thing of {k}, according to the text above?",
+        "The favourite thing of {k} is the",
+    ),
+    (
+        "Behind the door of {k} stood a {v}.",
+        "The text above says what stood behind the door of {k}. What was it?",
+        "Behind the door of {k} stood a",
+    ),
+]
+KEYED: dict[Keyed, list[tuple[str, str, str]]] = {"keys": _NUMBERS, "words": _WORDS}
 _ADJECTIVES = "amber brave calm dusty eager faint gentle hollow ivory jolly keen lively mellow narrow olden".split()
 _NOUNS = "anchor basket candle dragon engine feather garden hammer island jacket kettle ladder marble orchard".split()
+# none is in the wordings, in a key, or part of another
+_THINGS = (
+    "table river window bottle mirror bridge carpet violin pencil tractor pillow helmet spoon barrel curtain saddle "
+    "trumpet blanket compass shovel statue whistle cannon balloon"
+).split()
 
 
 @dataclass(frozen=True)
@@ -81,19 +100,21 @@ def passkeys(tokenizer: Any, length: int, count: int, chat: bool, seed: int) -> 
     return found
 
 
-def keys(tokenizer: Any, books: Sequence[Sequence[int]], length: int, count: int, chat: bool, seed: int) -> list[Asked]:
+def keyed(
+    test: Keyed, tokenizer: Any, books: Sequence[Sequence[int]], length: int, count: int, chat: bool, seed: int
+) -> list[Asked]:
     """`count` books of `length` tokens with their questions, each with KEYS sentences in it."""
     frame, found = Frame.of(tokenizer, chat), []
     turn = frame.turn or " "
     for n in range(count):
-        rng = random.Random(f"keys {seed} {length} {n}")
-        wording = n % len(KEYED)
-        needle, question, beginning = KEYED[wording]
+        rng = random.Random(f"{test} {seed} {length} {n}")
+        wording = n % len(KEYED[test])
+        needle, question, beginning = KEYED[test][wording]
         names = rng.sample([f"{a}-{b}" for a in _ADJECTIVES for b in _NOUNS], KEYS)
-        values = [str(v) for v in rng.sample(range(100_000, 1_000_000), KEYS)]
+        values = rng.sample(_THINGS, KEYS) if test == "words" else _numbers(rng)
         needles = [ids_of(tokenizer, " " + needle.format(k=k, v=v)) for k, v in zip(names, values, strict=True)]
         tails = [ids_of(tokenizer, f"\n{question.format(k=k)}{turn}{beginning.format(k=k)}") for k in names]
-        room = length - NEW_TOKENS["keys"] - TAIL - len(frame.begin) - sum(map(len, needles))
+        room = length - NEW_TOKENS[test] - TAIL - len(frame.begin) - sum(map(len, needles))
         book = books[n % len(books)]
         offset = rng.randrange(max(len(book) - room, 1))
         hay = list(book[offset : offset + room])
@@ -105,6 +126,10 @@ def keys(tokenizer: Any, books: Sequence[Sequence[int]], length: int, count: int
             used = place
         found.append(Asked(ids + hay[used:], tails, values, wording))
     return found
+
+
+def _numbers(rng: random.Random) -> list[str]:
+    return [str(v) for v in rng.sample(range(100_000, 1_000_000), KEYS)]
 
 
 def right(asked: list[Asked], said: list[str]) -> list[int]:

@@ -15,7 +15,7 @@ from rope_patch.eval.paired import paired_interval
 
 Run = dict[str, Any]
 SPANS = [(64, 8192), (8192, 32768), (32768, 65536)]
-TESTS = ("passkey", "keys")
+TESTS = ("passkey", "keys", "words")
 
 
 def scores(run: Run, test: str, length: int) -> list[float]:
@@ -63,7 +63,8 @@ def table(runs: list[Run]) -> str:
         "ended",
         "short text",
     ]
-    columns += [f"passkey at {' / '.join(map(str, lengths))}", "keys"]
+    tests = [t for t in TESTS if scores(native, t, lengths[0])]  # early runs have fewer
+    columns += [f"{tests[0]} at {' / '.join(map(str, lengths))}", *tests[1:]]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     by_arm: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda r: r["arm"] != "native"):
@@ -75,12 +76,12 @@ def table(runs: list[Run]) -> str:
         row.append(cell([reply_losses(run) for run in seeds], reply_losses(native)))
         row.append(cell([ended(run) for run in seeds], ended(native)))
         row.append(cell([short_text(run) for run in seeds], short_text(native), 3))
-        for test in TESTS:
+        for test in tests:
             cells = [cell([scores(run, test, n) for run in seeds], scores(native, test, n)) for n in lengths]
             row.append(" / ".join(cells))
         lines.append("| " + " | ".join(row) + " |")
-    counts = [" / ".join(str(len(scores(native, test, n))) for n in lengths) for test in TESTS]
-    told = f"Prompts a cell and seed: passkey {counts[0]}, keys {counts[1]}; replies {len(reply_losses(native))}; "
+    counts = [f"{test} {' / '.join(str(len(scores(native, test, n))) for n in lengths)}" for test in tests]
+    told = f"Prompts a cell and seed: {', '.join(counts)}; replies {len(reply_losses(native))}; "
     return "\n".join([*lines, "", f"{told}short text {len(short_text(native))} samples."])
 
 

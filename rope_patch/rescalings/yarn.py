@@ -93,5 +93,8 @@ class Yarn(Rescaling):
 
 
 def advised_rescaling(factor: float) -> str:
-    """The rescaling that errors advise, as arguments of a trainer's configuration: YaRN's loss stays lowest far out without training."""
+    """The rescaling that errors advise, as arguments of a trainer's configuration.
+
+    It is YaRN, whose loss far out stays lowest without training.
+    """
     return f"rescale={Yarn.name!r}, rescale_args={{'factor': {factor}}}"

@@ -30,16 +30,18 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("test", ["passkey", "keys"])
+@pytest.mark.parametrize("test", ["passkey", "keys", "words"])
 def test_prompts_of_a_cell_are_read_alike_and_hold_their_answers(test, chat, tokenizer, monkeypatch):
     monkeypatch.setattr(questions, "TAIL", 400)  # a token a character
     if test == "passkey":
         asked = questions.passkeys(tokenizer, 2000, 8, chat, 0)
     else:
-        asked = questions.keys(tokenizer, BOOKS, 2000, 4, chat, 0)
+        asked = questions.keyed(test, tokenizer, BOOKS, 2000, 4, chat, 0)
     assert len({len(a.shared) for a in asked}) == 1
     assert all(len(a.shared) + max(map(len, a.tails)) + questions.NEW_TOKENS[test] <= 2000 for a in asked)
-    assert {a.wording for a in asked} == set(range(len(questions.PASSKEY if test == "passkey" else questions.KEYED)))
+    assert {a.wording for a in asked} == set(
+        range(len(questions.PASSKEY if test == "passkey" else questions.KEYED[test]))
+    )
     for a in asked:
         text = tokenizer.decode(a.shared)
         assert all(answer in text for answer in a.answers) and len(a.tails) == len(a.answers)
