@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from rope_patch import describe, patch_model, rope_view, unpatch_model
-from rope_patch.attention_calls import attention_name, watched_attention
+from rope_patch.attention.calls import attention_name, watched_attention
 from rope_patch.distillation import (
     TAPE,
     CopiedTeacher,
@@ -32,7 +32,7 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.views import Skip
 from trl_ext.user_errors import run_command
 

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from .adapters import load_adapter
+from .attention.string_positions import string_positions
 from .describe import describe
 from .methods import list_methods
 from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
-from .string_rope import string_positions
 from .version import __version__
 from .views import VIEWS
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_calls import attention_kernel, attention_name
+from .attention.calls import attention_kernel, attention_name
 from .layerwise import hands_embeddings
 from .local_layers import LocalLayers, why_no_far_looking
 from .rotary import (

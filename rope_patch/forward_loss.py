@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .adapter_watch import adapter_configs
-from .attention_calls import AttentionCall, watched_attention
+from .attention.calls import AttentionCall, watched_attention
 from .capabilities import why_unreachable
 from .rotary import find_causal_lm, find_decoder
 from .state import state_of

@@ -13,8 +13,8 @@ from transformers import Cache
 
 from .call_stack import frames
 from .capabilities import why_no_checkpointing
-from .documents import real_tokens_of
 from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
+from .layout.documents import real_tokens_of
 from .rotary import parameter_names, picks_by_row, rope_types
 from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
 from .trainers import is_generating, require_driver

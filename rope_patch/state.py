@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from .call_stack import frames
-from .documents import Documents, document_numbers, locate_documents
 from .draws import DrawKey
+from .layout.documents import Documents, document_numbers, locate_documents
 from .local_layers import LocalLayers
 from .open_views import OpenSources
 from .views.base import Parameters, View

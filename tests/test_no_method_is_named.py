@@ -25,12 +25,13 @@ ALLOWED = {  # (start of a path, name) -> what else it is
     ("trl_ext/objectives/", "standard"): "true positions",
     ("rope_patch/rotary.py", "longrope"): "a schedule of Transformers",
 }
-CORE = "patch state hooks methods describe view_callback sidecar adapters rotary rescale string_rope".split()
+CORE = "patch state hooks methods describe view_callback sidecar adapters rotary rescale".split()
 
 
 def modules():
     """Of the trainer, the evaluation and the core, relative to the root."""
-    found = [*(ROOT / "trl_ext").rglob("*.py"), *(ROOT / "rope_patch/eval").rglob("*.py")]
+    folders = ("trl_ext", "rope_patch/eval", "rope_patch/attention", "rope_patch/layout")
+    found = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     found += [ROOT / "rope_patch" / f"{name}.py" for name in CORE]
     names = [file.relative_to(ROOT).as_posix() for file in found]
     return sorted(name for name in names if not name.startswith(tuple(SUBJECTS)))

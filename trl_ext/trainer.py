@@ -20,13 +20,13 @@ from transformers.utils import logging
 from trl import SFTTrainer
 
 from rope_patch import patch_model, unpatch_model
-from rope_patch.documents import count_documents, locate_documents
+from rope_patch.attention.shifted import ShiftedAttention
 from rope_patch.draws import DrawKey
+from rope_patch.layout.documents import count_documents, locate_documents
 from rope_patch.methods import resolve_rescaling, resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import Rescaling
 from rope_patch.rotary import find_causal_lm, find_decoder
-from rope_patch.shifted_attention import ShiftedAttention
 from rope_patch.sidecar import require_same_rope
 from rope_patch.state import ViewSource, When, state_of
 from rope_patch.views import View

@@ -11,7 +11,7 @@ from rope_kernels.vocabulary.rows import ce_factors
 
 from ..checked_numbers import require_number
 from ..heads import head_losses
-from ..labelled import Labelled, Rows
+from ..layout.labelled import Labelled, Rows
 from ..next_token import LongCE, NextTokenLoss
 from ..next_token.longce import head_weights
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window
+from ..attention.calls import AttentionCall, attention_kernel, attention_name, sliding_window
+from ..attention.masks import additive_mask
 from ..checked_numbers import require_number
 from ..forward_loss import Arguments, DecoderCall
-from ..labelled import Labelled
+from ..layout.labelled import Labelled
 from .passes import PairedStates, Pairing, Passes, ViewTape
 
 Kind = Literal["dropout", "attention_noise"]
@@ -144,7 +145,7 @@ class _NoisyAttention:
         seen |= torch.eye(query.shape[2], dtype=torch.bool, device=query.device)
         shape = (*query.shape[:3], query.shape[2])
         noise = self.strength * torch.randn(shape, dtype=query.dtype, device=query.device)
-        mask = noise.masked_fill(~seen[:, None], torch.finfo(query.dtype).min)
+        mask = additive_mask(seen[:, None], noise)
         return call.with_inputs(query, call.key, call.value, mask)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..documents import locate_documents
 from ..forward_loss import DecoderCall, ForwardLoss, Tape, without_gradient
-from ..labelled import real_tokens
+from ..layout.documents import locate_documents
+from ..layout.labelled import real_tokens
 from ..rotary import find_decoder
 from .teacher import CopiedTeacher, SharedTeacher
 

@@ -13,7 +13,7 @@ from ..capabilities import why_no_losses
 from ..checked_numbers import require_number
 from ..forward_loss import DecoderCall, Steps, Tape, require
 from ..heads import head_losses
-from ..labelled import Labelled
+from ..layout.labelled import Labelled
 from .consistency import Direction
 from .distiller import Distiller
 from .teacher import CopiedTeacher, SharedTeacher

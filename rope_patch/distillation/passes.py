@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..attention_calls import AttentionCall
+from ..attention.calls import AttentionCall
+from ..attention.two_view import TwoViewAttention, copy_granule
 from ..forward_loss import Arguments, DecoderCall
-from ..labelled import Labelled
+from ..layout.labelled import Labelled
+from ..layout.two_view import TwoViewLayout
 from ..next_token import NextTokenTape
 from ..patch import rope_view
 from ..state import Batch, BoundIndex, RopeState, TableSource, ViewSource
 from .consistency import ShortContexts
-from .two_view_attention import TwoViewAttention, copy_granule
-from .two_view_layout import TwoViewLayout
 
 logger = logging.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ..capabilities import why_no_losses, why_no_self_distillation, why_two_passes
 from ..forward_loss import DecoderCall, Steps, require
-from ..labelled import Labelled
+from ..layout.labelled import Labelled
 from ..next_token import LongCE, NextTokenTape, next_token_loss
 from ..rotary import parameter_names
 from ..state import BoundView, ViewSource

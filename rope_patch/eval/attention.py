@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ..attention_calls import AttentionCall, attention_name, watched_attention
+from ..attention.calls import AttentionCall, attention_name, watched_attention
 from .progress import token_bar
 from .result import Result
 from .subject import Subject

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
-from ..attention_calls import attention_kernel, attention_name
+from ..attention.calls import attention_kernel, attention_name
 from ..rotary import find_decoder, named_rotary_modules, picks_by_row, rope_types
 from ..state import has_view
 from .kv_rows import KVRows

@@ -15,8 +15,9 @@ from transformers import Cache, DynamicLayer
 
 from rope_kernels import decode_attention
 
-from ..attention_calls import AttentionCall, sliding_window, watched_attention
-from .plain_attention import Windows, finished_mask, require_plain
+from ..attention.calls import AttentionCall, sliding_window, watched_attention
+from ..attention.masks import finished_mask
+from ..attention.plain import Windows, require_plain
 
 
 class KVRows:
@@ -95,7 +96,7 @@ class KVRows:
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int) -> torch.Tensor:
         output = self.causal_lm(
             input_ids=ids,
-            attention_mask=finished_mask(ids.device),
+            attention_mask=finished_mask(1, ids.device),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,

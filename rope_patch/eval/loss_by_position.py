@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from ..attention.plain import last_hidden_states
 from .cache import data_hash
-from .plain_attention import last_hidden_states
 from .progress import token_bar
 from .result import Result
 from .subject import Subject

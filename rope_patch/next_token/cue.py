@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from ..checked_numbers import require_integer, require_number
-from ..documents import closing_tokens
-from ..labelled import Labelled
+from ..layout.documents import closing_tokens
+from ..layout.labelled import Labelled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from ..checked_numbers import require_integer, require_number
 from ..forward_loss import without_gradient
 from ..heads import head_losses
-from ..labelled import Labelled
+from ..layout.labelled import Labelled
 from ..patch import rope_view
 
 

@@ -12,7 +12,7 @@ from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from ..capabilities import why_no_losses
 from ..forward_loss import DecoderCall, ForwardLoss, Steps, Tape, require
 from ..heads import head_losses
-from ..labelled import Labelled
+from ..layout.labelled import Labelled
 from .cue import CueWeight
 from .longce import LongCE, head_weights
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ..documents import Documents
 from ..draws import DrawKey
+from ..layout.documents import Documents
 from ..registry import Registry
 
 VIEWS = Registry("view")

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..documents import Documents, closing_tokens
 from ..draws import DrawKey
+from ..layout.documents import Documents, closing_tokens
 from .base import VIEWS, Cue, Parameters
 from .options import require_choice, require_effect, require_ids, require_int
 from .targeted import Targeted

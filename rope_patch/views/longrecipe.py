@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..documents import Documents
 from ..draws import DrawKey
+from ..layout.documents import Documents
 from .base import VIEWS, Parameters, TrainingText
 from .options import require_ids, require_int
 from .sentences import sentence_ends

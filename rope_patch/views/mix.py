@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..documents import Documents
 from ..draws import DrawKey
+from ..layout.documents import Documents
 from .base import VIEWS, Parameters, View
 from .options import require_effect, require_share
 from .several import Several, as_view, parameters_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..documents import Documents
 from ..draws import DrawKey
+from ..layout.documents import Documents
 from .base import TRUE_POSITIONS, VIEWS, Parameters, View
 from .options import require_effect
 from .several import as_view

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..documents import Documents
 from ..draws import DrawKey
+from ..layout.documents import Documents
 from .base import Parameters, View
 
 

@@ -25,7 +25,7 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.rotary import find_decoder
 from rope_patch.views import Skip, View
 

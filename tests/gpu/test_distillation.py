@@ -20,7 +20,7 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 256}

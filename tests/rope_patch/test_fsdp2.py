@@ -20,7 +20,7 @@ from rope_patch.distillation import (
     SharedTeacher, ViewConsistency, ViewTape,
 )
 from rope_patch.rotary import find_decoder
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -9,9 +9,9 @@ from support.tiny import VOCAB, tiny, tokens
 
 from rope_patch import patch_model, rope_view
 from rope_patch.distillation import TAPE, SelfDistiller, ViewConsistency, ViewTape
-from rope_patch.documents import locate_documents
 from rope_patch.draws import DrawKey
-from rope_patch.labelled import Labelled
+from rope_patch.layout.documents import locate_documents
+from rope_patch.layout.labelled import Labelled
 from rope_patch.views import Compose, LongRecipe, Skip
 
 ENDS = [i for i in range(3, VOCAB) if i % 3 == 0]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rope_patch.documents import locate_documents
 from rope_patch.draws import DrawKey
+from rope_patch.layout.documents import locate_documents
 from rope_patch.views import Compose, EndPrompt, LongRecipe, Mix, PosAug, PoSE, Skip, Standard
 
 PARTS = {

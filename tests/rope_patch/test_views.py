@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rope_patch.documents import Documents
 from rope_patch.draws import DrawKey
+from rope_patch.layout.documents import Documents
 from rope_patch.views import (
     RPE,
     VIEWS,

@@ -22,7 +22,7 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.next_token import NextTokenTape
 from rope_patch.patch import view_source
 

@@ -11,7 +11,7 @@ from support.training import logged, tokenizer, trainer
 from tokenizers import AddedToken
 
 from rope_patch import rope_view
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.next_token import CueWeight
 from rope_patch.patch import view_source
 from trl_ext import RopeSFTConfig, append_cue

@@ -10,8 +10,8 @@ from support.tiny import WINDOW, tiny
 from support.training import documents, trainer
 
 from rope_patch import patch_model
-from rope_patch.documents import locate_documents
 from rope_patch.draws import DrawKey
+from rope_patch.layout.documents import locate_documents
 from rope_patch.patch import view_source
 from rope_patch.views import VIEWS, Compose, EndPrompt, LongRecipe, PoSE, Skip
 from trl_ext.cut_rows import cut_rows

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rope_patch.distillation import NativeDistiller, NativeTape, NativeTargets
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 
 from ..step_means import Part
 from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field

@@ -8,7 +8,7 @@ from torch import nn
 
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from rope_patch.checked_numbers import require_number
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.next_token import CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
 
 from ..cues import views_with_cues

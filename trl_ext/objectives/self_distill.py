@@ -20,7 +20,7 @@ from rope_patch.distillation import (
     ViewTape,
 )
 from rope_patch.distillation.controls import NoisyPasses
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.next_token import LongCE, NextTokenLoss
 from rope_patch.registry import unknown
 from rope_patch.rotary import find_decoder

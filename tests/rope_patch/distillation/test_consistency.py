@@ -10,7 +10,7 @@ from support.tiny import tiny
 from rope_patch import native_rope, patch_model, rope_view
 from rope_patch.distillation import TAPE, CopiedTeacher, SelfDistiller, StandardTape, ViewConsistency, ViewTape
 from rope_patch.distillation.consistency import top_share
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.next_token import LongCE
 
 LONGCE = LongCE(short_context=5, stride=3, cap=1.5)

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from rope_patch import patch_model
 from rope_patch.distillation import TAPE, Control, SelfDistiller, ViewConsistency, ViewTape
 from rope_patch.distillation.controls import HashedNoise
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 
 STRENGTH = 0.3
 

@@ -9,7 +9,7 @@ from support.tiny import WINDOW, tiny, tokens, transformed_logits
 
 from rope_patch import patch_model
 from rope_patch.distillation import TAPE, CopiedTeacher, NativeDistiller, NativeTape, NativeTargets, SharedTeacher
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.patch import view_source
 from rope_patch.rotary import find_causal_lm
 from rope_patch.views import Mix, PosAug, PoSE, Skip, Standard

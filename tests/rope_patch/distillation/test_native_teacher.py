@@ -17,7 +17,7 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.patch import rope_view
 from rope_patch.rotary import find_causal_lm, find_decoder, named_rotary_modules
 

@@ -11,10 +11,11 @@ from support.tiny import MIXED, SLIDING_WINDOW, tiny, tokens
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import patch_model, rope_view
-from rope_patch.distillation import TAPE, SelfDistiller, ViewConsistency, ViewTape, two_view_attention
-from rope_patch.documents import Documents, locate_documents
+from rope_patch.attention import two_view
+from rope_patch.distillation import TAPE, SelfDistiller, ViewConsistency, ViewTape
 from rope_patch.draws import DrawKey
-from rope_patch.labelled import Labelled
+from rope_patch.layout.documents import Documents, locate_documents
+from rope_patch.layout.labelled import Labelled
 from rope_patch.views import Cyclic, Dilation, Skip
 
 FAMILIES = ["llama", "qwen3", "mistral", "mistral-sliding"]
@@ -315,7 +316,7 @@ def test_strides_tell_lengths_alone(monkeypatch):
 
         return call
 
-    for place, name in ((two_view_attention, "prefix_attention"), (F, "scaled_dot_product_attention")):
+    for place, name in ((two_view, "prefix_attention"), (F, "scaled_dot_product_attention")):
         monkeypatch.setattr(place, name, watched(getattr(place, name)))
     model, data = patch_model(tiny("qwen3"), **SKIP).train(), batch("plain")
     for step in range(12):

@@ -8,7 +8,7 @@ from support.tiny import tiny
 from rope_patch import patch_model, rope_view
 from rope_patch.distillation import SelfDistiller, ViewConsistency, ViewTape
 from rope_patch.forward_loss import TAPE
-from rope_patch.labelled import Labelled
+from rope_patch.layout.labelled import Labelled
 from rope_patch.next_token import LongCE, NextTokenTape, WeightedNextToken
 
 K, D = 5, 3

@@ -11,8 +11,8 @@ from support.tiny import SLIDING_WINDOW, tiny, tokens
 from torch.nn.attention.flex_attention import create_mask
 
 from rope_patch import patch_model, rope_view
-from rope_patch.labelled import Labelled
-from rope_patch.shifted_attention import ShiftedAttention, _Groups
+from rope_patch.attention.shifted import ShiftedAttention, _Groups
+from rope_patch.layout.labelled import Labelled
 from rope_patch.views import Skip
 
 

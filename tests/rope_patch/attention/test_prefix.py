@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rope_patch.distillation import prefix_attention as module
-from rope_patch.distillation.prefix_attention import prefix_attention
+from rope_patch.attention import prefix as module
+from rope_patch.attention.prefix import prefix_attention
 
 
 def inputs(n_prefix, n, n_kv_heads, dtype=torch.float64, device="cpu", head_dim=16):

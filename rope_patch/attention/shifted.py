@@ -8,16 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention_calls import (
-    AttentionCall,
-    attention_kernel,
-    attention_name,
-    block_mask,
-    sliding_window,
-    watched_attention,
-)
-from .labelled import Labelled
-from .rotary import find_causal_lm, find_decoder
+from ..layout.labelled import Labelled
+from ..rotary import find_causal_lm, find_decoder
+from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from .masks import additive_mask, block_mask, causal_band, finished_mask
+from .sequences import Sequences, by_token, put_back
 
 GROUPS = "shifted_attention_groups"
 """Name of the keyword argument that carries the groups of a forward through a model, down to its attention."""
@@ -94,8 +89,7 @@ class ShiftedAttention:
         batch = {"input_ids": ids, "position_ids": positions}
         labelled = Labelled.of({**batch, "attention_mask": kwargs.get("attention_mask")})
         groups = _Groups(labelled, self.group, eager=attention_kernel(self.causal_lm) == "eager")
-        # a mask of four dimensions keeps Transformers from making one
-        unused = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
+        unused = finished_mask(len(ids), ids.device)
         return args, {**kwargs, "attention_mask": unused, "use_cache": False, GROUPS: groups}
 
     def _attend(self, call: AttentionCall) -> torch.Tensor | None:
@@ -137,34 +131,19 @@ class _Groups:
         """Output [batch, n, heads, value_dim] by one call for all groups of one length."""
         like = call.query
         batch, _, n, _ = like.shape
-        tensors = [_by_token(x) for x in (call.query[:, queries], call.key[:, heads], call.value[:, heads])]
+        tensors = [by_token(x) for x in (call.query[:, queries], call.key[:, heads], call.value[:, heads])]
         found, places = [], []
         for place in self._places[shifted]:  # [groups, tokens]
             q, k, v = (x[place].transpose(1, 2) for x in tensors)
             found.append(call.with_inputs(q, k, v, self._mask(call, place.shape[1], window)).flatten(0, 1))
             places.append(place.flatten())
-        return _at(torch.cat(places), torch.cat(found), batch, n)
+        return put_back(torch.cat(found), torch.cat(places), batch, n)
 
     def by_sequences(
         self, call: AttentionCall, shifted: bool, queries: slice, heads: slice, window: int | None
     ) -> torch.Tensor:
         """The same by one call of FlashAttention, to which groups are sequences; the call holds the window."""
-        batch, _, n, _ = call.query.shape
-        places, ends, longest = self._sequences[shifted]
-        halves = (call.query[:, queries], call.key[:, heads], call.value[:, heads])
-        q, k, v = (_by_token(x)[places].transpose(0, 1)[None] for x in halves)
-        found = call.with_inputs(
-            q,
-            k,
-            v,
-            None,
-            position_ids=None,
-            cu_seq_lens_q=ends,
-            cu_seq_lens_k=ends,
-            max_length_q=longest,
-            max_length_k=longest,
-        )[0]
-        return _at(places, found, batch, n)
+        return self._sequences[shifted].attend(call, call.query[:, queries], call.key[:, heads], call.value[:, heads])
 
     def block_mask(self, call: AttentionCall, window: int | None) -> Any:
         """The mask of all heads for flex attention, made once a forward and window."""
@@ -196,10 +175,9 @@ class _Groups:
         dtype = call.query.dtype
         key = (n, window, dtype)
         if key not in self._masks:
-            distance = torch.arange(n, device=call.query.device)[:, None] - torch.arange(n, device=call.query.device)
-            seen = ((distance >= 0) & (distance < (window or n)))[None, None]
-            if self.eager:  # an additive one
-                seen = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+            seen = causal_band(n, n, window or n, call.query.device)[None, None]
+            if self.eager:
+                seen = additive_mask(seen, call.query.new_zeros(()))
             self._masks[key] = seen
         mask: torch.Tensor = self._masks[key]
         return mask
@@ -233,24 +211,10 @@ class _Groups:
         return found
 
     @cached_property
-    def _sequences(self) -> dict[bool, tuple[torch.Tensor, torch.Tensor, int]]:
-        """Places of all tokens, 0 and where each group ends among them, and tokens of the longest; by shifted."""
-        device = self.labelled.t.device
+    def _sequences(self) -> dict[bool, Sequences]:
+        """Each group a sequence; by shifted."""
         found = {}
         for shifted, pairs in self._borders.items():
-            places = torch.cat([torch.arange(begin, begin + length, device=device) for begin, length in pairs])
-            lengths = [length for _, length in pairs]
-            ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-            found[shifted] = places, ends, max(lengths)
+            groups = [range(begin, begin + length) for begin, length in pairs]
+            found[shifted] = Sequences.of(groups, [(group,) for group in groups], self.labelled.t.device)
         return found
-
-
-def _by_token(x: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, n, d] as [batch * n, heads, d]."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _at(places: torch.Tensor, found: torch.Tensor, batch: int, n: int) -> torch.Tensor:
-    """Rows [tokens, heads, d] at their places, zeros elsewhere, as [batch, n, heads, d]."""
-    output = found.new_zeros(batch * n, *found.shape[1:])
-    return output.index_copy(0, places, found).view(batch, n, *found.shape[1:])

@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..attention_calls import AttentionCall, attention_kernel, block_mask, sliding_window
-from .prefix_attention import prefix_attention
-from .two_view_layout import Segment, TwoViewLayout
+from ..layout.two_view import TwoViewLayout
+from .calls import AttentionCall, attention_kernel, sliding_window
+from .masks import additive_mask, block_mask, causal_band
+from .prefix import prefix_attention
+from .sequences import Sequences, by_token
 
 
 def copy_granule(causal_lm: nn.Module, seq_len: int) -> int:
@@ -56,7 +58,7 @@ class TwoViewAttention:
             with self._repeated_plans():
                 return self._sdpa(call, window)
         if kernel == "flash":
-            return self._flash(call)
+            return self._sequences.attend(call, call.query, call.key, call.value)
         make = self._block_mask if kernel == "flex" else self._additive_mask
         key = (window, call.query.dtype)
         if key not in self._masks:
@@ -100,7 +102,7 @@ class TwoViewAttention:
         All at once, since autograd makes a whole tensor for each slice by itself; and out of [batch * (n + m), n_heads,
         head_dim], since cuDNN plans for strides as well as for lengths: those of pieces do not depend on m.
         """
-        pieces = x.transpose(1, 2).flatten(0, 1).split(list(self._sizes.values()))
+        pieces = by_token(x).split(list(self._sizes.values()))
         return {place: piece.transpose(0, 1)[None] for place, piece in zip(self._sizes, pieces, strict=True)}
 
     @cached_property
@@ -135,37 +137,26 @@ class TwoViewAttention:
     def _band(self, n_queries: int, n_keys: int, window: int, device: torch.device) -> torch.Tensor:
         key = (n_queries, n_keys, window)
         if key not in self._masks:
-            distance = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None] - torch.arange(
-                n_keys, device=device
-            )
-            self._masks[key] = (distance >= 0) & (distance < window)
+            self._masks[key] = causal_band(n_queries, n_keys, window, device)
         mask: torch.Tensor = self._masks[key]
         return mask
 
-    def _flash(self, call: AttentionCall) -> torch.Tensor:
-        one = self._sequences
-        batch, n_heads, n_places, _ = call.query.shape
-
-        def gathered(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-            return x.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None]
-
-        found = call.with_inputs(
-            gathered(call.query, one.queries),
-            gathered(call.key, one.keys),
-            gathered(call.value, one.keys),
-            None,
-            position_ids=None,
-            cu_seq_lens_q=one.query_ends,
-            cu_seq_lens_k=one.key_ends,
-            max_length_q=one.longest_query,
-            max_length_k=one.longest_key,
-        )[0]
-        output = found.new_zeros(batch * n_places, n_heads, found.shape[-1])
-        return output.index_copy(0, one.queries, found).view(batch, n_places, n_heads, -1)
-
     @cached_property
-    def _sequences(self) -> "_Sequences":
-        return _Sequences.of(self.layout)
+    def _sequences(self) -> Sequences:
+        """Each document, and its copies over its prefix and themselves."""
+        n_places = self.layout.t.shape[1]
+        queries: list[range] = []
+        keys: list[tuple[range, ...]] = []
+        for one in self.layout.segments:
+            row = one.row * n_places
+            document = range(row + one.begin, row + one.end)
+            queries.append(document)
+            keys.append((document,))
+            if one.end > one.split:
+                copies = range(row + one.copy, row + one.copy + one.end - one.split)
+                queries.append(copies)
+                keys.append((range(row + one.begin, row + one.split), copies))
+        return Sequences.of(queries, keys, self.layout.t.device)
 
     def _block_mask(self, query: torch.Tensor, window: int | None) -> Any:
         visible = self._mask_function(window)
@@ -175,67 +166,7 @@ class TwoViewAttention:
         places = torch.arange(query.shape[2], device=query.device)
         rows = torch.arange(len(query), device=query.device)[:, None, None]
         visible = self._mask_function(window)(rows, places[:, None], places)
-        lowest = torch.finfo(query.dtype).min
-        return torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, lowest)[:, None]
+        return additive_mask(visible, query.new_zeros(()))[:, None]
 
     def _mask_function(self, window: int | None) -> Callable[..., torch.Tensor]:
         return lambda row, q, k: self.layout.visible(row, q, k, window)
-
-
-@dataclass(frozen=True)
-class _Sequences:
-    """A layout as FlashAttention's sequences: each document, and its copies over its prefix and themselves.
-
-    Args:
-        queries: places among the flattened batch * (n + m), in the order of the sequences.
-        keys: likewise.
-        query_ends: int32, 0 and where each sequence ends among `queries`.
-        key_ends: int32, among `keys`.
-        longest_query: tokens of the longest sequence.
-        longest_key: likewise.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    query_ends: torch.Tensor
-    key_ends: torch.Tensor
-    longest_query: int
-    longest_key: int
-
-    @classmethod
-    def of(cls, layout: TwoViewLayout) -> "_Sequences":
-        n_places = layout.t.shape[1]
-        queries: list[range] = []
-        keys: list[tuple[range, ...]] = []
-        for one in layout.segments:
-            row = one.row * n_places
-            document = range(row + one.begin, row + one.end)
-            queries.append(document)
-            keys.append((document,))
-            if one.end > one.split:
-                copies = _copies(one, row)
-                queries.append(copies)
-                keys.append((range(row + one.begin, row + one.split), copies))
-        device = layout.t.device
-        n_queries = [len(q) for q in queries]
-        n_keys = [sum(len(part) for part in parts) for parts in keys]
-        return cls(
-            _places(queries, device),
-            _places([part for parts in keys for part in parts], device),
-            _ends(n_queries, device),
-            _ends(n_keys, device),
-            max(n_queries),
-            max(n_keys),
-        )
-
-
-def _copies(one: Segment, row: int) -> range:
-    return range(row + one.copy, row + one.copy + one.end - one.split)
-
-
-def _places(parts: list[range], device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
-
-
-def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)

@@ -7,7 +7,7 @@ from support.batches import batch, documents_of
 from support.tiny import tiny, tokens
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from rope_patch import patch_model, rope_view, string_positions, string_rope
+from rope_patch import patch_model, rope_view, string_positions
 from rope_patch.views import Skip
 
 S, W = 7, 3
@@ -32,7 +32,7 @@ def wanted(model, ids, frequencies=None, factor=1.0):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_is_read_by_the_formula(family, attention, rows_at_a_time, monkeypatch):
-    monkeypatch.setattr(string_rope, "_MASK_ENTRIES", 29 * rows_at_a_time)
+    monkeypatch.setattr("rope_patch.attention.string_positions._MASK_ENTRIES", 29 * rows_at_a_time)
     model, ids = tiny(family, attention, dtype=torch.float64), tokens(2, 29)
     plain = model(ids).logits
     with string_positions(model, offset=S, local=W), torch.no_grad():

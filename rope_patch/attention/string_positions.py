@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
-from .documents import locate_documents
-from .rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
-from .state import has_view
+from ..layout.documents import locate_documents
+from ..rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
+from ..state import has_view
+from .calls import AttentionCall, attention_name, sliding_window, watched_attention
+from .masks import additive_mask
 
 PLAN = "string_positions_plan"
 """Name of the keyword argument that carries what a forward's attention needs to know."""
@@ -202,8 +203,7 @@ class _StringPositions:
             seen = seen | ((distance == 0) & ~is_far)  # a softmax over nothing is not a number
         mask = seen[:, None]
         if self.kind == "eager":
-            dtype = call.query.dtype
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+            mask = additive_mask(mask, call.query.new_zeros(()))
         key = torch.cat([far[:, :, :n_far], call.key[:, :, near : last + 1]], 2)
         value = torch.cat([call.value[:, :, :n_far], call.value[:, :, near : last + 1]], 2)
         return call.with_inputs(call.query[:, :, begin:end], key, value, mask)

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rope_patch.documents import count_documents, locate_documents
+from rope_patch.layout.documents import count_documents, locate_documents
 
 CPU = torch.device("cpu")
 

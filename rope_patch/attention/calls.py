@@ -80,22 +80,6 @@ def sliding_window(call: AttentionCall, config: Any) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def block_mask(visible: Callable[..., torch.Tensor], batch: int, n_heads: int | None, like: torch.Tensor) -> Any:
-    """Flex attention's mask, without the mask of n x n numbers on a GPU.
-
-    Args:
-        visible: of (row, head, query, key), tensors of indices that broadcast, whether the query sees the key.
-        batch: rows.
-        n_heads: None where all are alike.
-        like: queries [..., n, head_dim]; as many keys.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    # elsewhere compiling takes longer than it saves
-    make = torch.compile(create_block_mask) if like.is_cuda else create_block_mask
-    return make(visible, batch, n_heads, like.shape[-2], like.shape[-2], device=str(like.device))
-
-
 @contextmanager
 def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
     """Call `watch` before every attention of models that run the implementation of `causal_lm`.

@@ -12,20 +12,16 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
-from ..attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from ..rotary import find_decoder
 from ..state import has_view
+from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from .masks import causal_band, finished_mask
 
 _WINDOW_BLOCK = 1024  # queries that look through one window at once: shorter ones launch more, longer ones see less
 
 
 class NotPlainAttention(Exception):
     """A layer wants more than causal attention over all tokens or the last ones."""
-
-
-def finished_mask(device: torch.device) -> torch.Tensor:
-    """What a forward is given as its mask, so that none is made: one of four dimensions is taken for a finished one."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def require_plain(call: AttentionCall) -> None:
@@ -64,7 +60,7 @@ def _without_masks(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
         return windows.attend(call, sliding_window(call, config))
 
     with watched_attention(causal_lm, attend):
-        return _plain_forward(causal_lm, ids, finished_mask(ids.device))
+        return _plain_forward(causal_lm, ids, finished_mask(1, ids.device))
 
 
 def _sliding_window_of(causal_lm: Any) -> int | None:
@@ -139,8 +135,7 @@ class Windows:
         """[n, n_keys], whether a query sees a key, where the last of both is the same token."""
         key = (window, n, n_keys)
         if key not in self._visible:
-            distance = torch.arange(n_keys - n, n_keys, device=device)[:, None] - torch.arange(n_keys, device=device)
-            self._visible[key] = (distance >= 0) & (distance < window)
+            self._visible[key] = causal_band(n, n_keys, window, device)
         return self._visible[key].to(device)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..labelled import Labelled
+from .labelled import Labelled
 
 
 @dataclass(frozen=True)

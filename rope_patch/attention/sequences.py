@@ -1,0 +1,96 @@
+"""Parts of rows as the sequences of one call of FlashAttention, which takes no masks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .calls import AttentionCall
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which tokens attend to which: the queries of each sequence to its keys, causally, the last of both being aligned.
+
+    Args:
+        queries: places in the flattened batch, [batch * n], in the order of the sequences.
+        keys: places there; those of a sequence may be more than its queries, and one key may be in several.
+        query_ends: int32, 0 and where each sequence ends among `queries`.
+        key_ends: int32, 0 and where each sequence ends among `keys`.
+        longest_query: tokens of the longest sequence.
+        longest_key: keys of the sequence that has most.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, queries: Sequence[range], keys: Sequence[Sequence[range]], device: torch.device) -> "Sequences":
+        """Lay out sequences.
+
+        Args:
+            queries: places of each sequence's queries.
+            keys: ranges of places, of which each sequence's keys are made, in order.
+            device: where the result lives.
+        """
+        n_queries = [len(q) for q in queries]
+        n_keys = [sum(map(len, parts)) for parts in keys]
+        return cls(
+            _places(queries, device),
+            _places((part for parts in keys for part in parts), device),
+            _ends(n_queries, device),
+            _ends(n_keys, device),
+            max(n_queries),
+            max(n_keys),
+        )
+
+    def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Output [batch, n, heads, value_dim], 0 where no sequence has a query; sliding windows are the call's own.
+
+        Args:
+            call: of the layer.
+            query: all or some heads of its queries, [batch, heads, n, head_dim].
+            key: those that belong to them, [batch, kv_heads, n, head_dim].
+            value: [batch, kv_heads, n, value_dim].
+        """
+        batch, _, n, _ = query.shape
+        output = call.with_inputs(
+            _gathered(query, self.queries),
+            _gathered(key, self.keys),
+            _gathered(value, self.keys),
+            None,
+            position_ids=None,
+            cu_seq_lens_q=self.query_ends,
+            cu_seq_lens_k=self.key_ends,
+            max_length_q=self.longest_query,
+            max_length_k=self.longest_key,
+        )[0]
+        return put_back(output, self.queries, batch, n)
+
+
+def by_token(x: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, n, d] as [batch * n, heads, d]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def put_back(output: torch.Tensor, places: torch.Tensor, batch: int, n: int) -> torch.Tensor:
+    """Output of tokens, [tokens, heads, d], at their places of a batch, [batch, n, heads, d], 0 elsewhere."""
+    whole = output.new_zeros(batch * n, *output.shape[1:])
+    return whole.index_copy(0, places, output).view(batch, n, *output.shape[1:])
+
+
+def _gathered(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, n, d] at places, as one row, [1, heads, places, d]."""
+    return by_token(x)[places].transpose(0, 1)[None]
+
+
+def _places(parts: Iterable[range], device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
+
+
+def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)

@@ -1,0 +1,1 @@
+"""Where tokens lie: documents of a batch, labels of their tokens, and rows with a copy of what a view moves."""
