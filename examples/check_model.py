@@ -34,7 +34,7 @@ from rope_patch.distillation import (
 )
 from rope_patch.layout.labelled import Labelled
 from rope_patch.views import Skip
-from trl_ext.user_errors import run_command
+from trl_ext.cli.user_errors import run_command
 
 # largest relative error of what equals up to rounding, which the layers of a deep model add up; a view moves logits by
 # more: "prefix under a skip" says how far

@@ -14,7 +14,7 @@ from datasets import load_dataset
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_ext import require_known_keys, restore
-from trl_ext.user_errors import run_command
+from trl_ext.cli.user_errors import run_command
 
 
 @dataclass

@@ -23,7 +23,7 @@ from trl import (
 
 from rope_patch import describe
 from trl_ext import RopeSFTConfig, RopeSFTTrainer, require_known_keys
-from trl_ext.user_errors import run_command
+from trl_ext.cli.user_errors import run_command
 
 
 def main() -> None:

@@ -85,5 +85,7 @@ def test_a_module_names_no_view_and_no_rescaling(module):
 
 
 def test_the_modules_are_there():
-    assert {f"trl_ext/{n}.py" for n in ("config", "trainer", "training_set", "window_check", "cli")} <= set(modules())
+    assert {f"trl_ext/{n}.py" for n in ("config", "trainer", "training_set", "window_check", "cli/console")} <= set(
+        modules()
+    )
     assert all((ROOT / name).exists() for name in SUBJECTS)

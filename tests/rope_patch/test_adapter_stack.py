@@ -9,7 +9,7 @@ from support.tiny import WINDOW, tiny, tokens
 from transformers import AutoModelForCausalLM
 
 from rope_patch import describe, load_adapter, native_rope, patch_model, unpatch_model
-from trl_ext.measure.model_spec import ModelSpec
+from trl_ext.cli.model_spec import ModelSpec
 
 STACKS = {
     "abf, yarn": (("abf", {"theta": 1e6}), ("yarn", {"factor": 2.0})),

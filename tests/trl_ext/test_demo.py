@@ -162,10 +162,10 @@ def test_rows_of_the_demo_begin_as_a_text(short_library):
 
 
 def test_a_skip_reaches_what_is_measured():
-    from trl_ext.cli import _settings
+    from trl_ext.cli.console import _parser, _settings
 
     def view_args(*arguments, has_gpu=True):
-        return _settings(cli._parser().parse_args(["demo", *arguments]), has_gpu).view_args
+        return _settings(_parser().parse_args(["demo", *arguments]), has_gpu).view_args
 
     assert view_args("--view", "skip") == {"max_skip": 32768 - 4096}
     assert view_args("--view", "skip", "--measure-length", "16384", "--train-length", "2048") == {"max_skip": 14336}

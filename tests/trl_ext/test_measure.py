@@ -12,8 +12,8 @@ from support.tiny import WINDOW, tiny, tokens
 
 from rope_patch import __version__, patch_model
 from trl_ext import cli
-from trl_ext.measure.commands import _default_length
-from trl_ext.measure.model_spec import ModelSpec
+from trl_ext.cli.measure import _default_length
+from trl_ext.cli.model_spec import ModelSpec
 
 TEXT = "It was a dark night. The wind blew! Who was there? " * 40
 

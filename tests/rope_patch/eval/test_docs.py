@@ -8,7 +8,8 @@ from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
 from trl_ext import cli
-from trl_ext.measure.model_spec import ModelSpec
+from trl_ext.cli.console import _parser
+from trl_ext.cli.model_spec import ModelSpec
 
 PAGE = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
 
@@ -40,7 +41,7 @@ def test_every_command_is_one():
     ours = [shlex.split(line)[1:] for line in commands if line.startswith("rope-patch ")]
     assert len(ours) >= 2
     for arguments in ours:
-        args = cli._parser().parse_args(arguments)
+        args = _parser().parse_args(arguments)
         for model in [args.model] if isinstance(args.model, str) else args.model:
             ModelSpec.parse(model)
 

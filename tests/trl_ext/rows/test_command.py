@@ -10,7 +10,7 @@ from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
 from trl_ext import cli
-from trl_ext.measure.model_spec import ModelSpec
+from trl_ext.cli.model_spec import ModelSpec
 from trl_ext.rows import row_file
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}" + (

@@ -5,9 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..device import choose_device
-from .row import KINDS
-from .row_file import contents, require_row_file, write_rows
+from ..rows.row import KINDS
+from ..rows.row_file import contents, require_row_file, write_rows
+from .device import choose_device
 
 
 def add_commands(commands: Any) -> None:
@@ -69,9 +69,9 @@ def run_rows(args: argparse.Namespace) -> int:
 
     from rope_patch.eval import read_texts
 
-    from ..measure.model_spec import ModelSpec
-    from .mix import make_rows, rows_by_kind
-    from .turns import require_template
+    from ..rows.mix import make_rows, rows_by_kind
+    from ..rows.turns import require_template
+    from .model_spec import ModelSpec
 
     device = choose_device(args.device, torch.cuda.is_available())
     for name in ("length", "rows"):
@@ -127,7 +127,7 @@ def _written(kind: str, args: argparse.Namespace, model: Any, tokenizer: Any, to
     """As many chats or texts of the model as rows of `tokens` tokens have room for, so that few are repeated."""
     from tqdm.auto import tqdm
 
-    from .sampling import sampled_chats, sampled_texts
+    from ..rows.sampling import sampled_chats, sampled_texts
 
     options = {"temperature": args.temperature, "seed": args.seed, "batch_size": args.batch_size, "progress": True}
     if kind == "chats":

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .demo.settings import CPU, GPU, DemoSettings
+from ..demo.settings import CPU, GPU, DemoSettings
 from .device import choose_device
-from .measure.commands import add_commands
-from .rows.commands import add_commands as add_rows
+from .measure import add_commands
+from .rows import add_commands as add_rows
 from .user_errors import run_command
 
 
@@ -102,7 +102,7 @@ def _demo(args: argparse.Namespace) -> int:
     from rope_patch.methods import resolve_rescaling, resolve_view
 
     try:
-        from .demo.run import run
+        from ..demo.run import run
     except ModuleNotFoundError as error:
         raise ImportError(f"the demo needs {error.name}: pip install 'rope-patch[demo]'.") from error
 
@@ -129,7 +129,3 @@ def _settings(args: argparse.Namespace, has_gpu: bool) -> DemoSettings:
     if not given.get("learning_rate", 1.0) > 0:
         raise ValueError(f"--learning-rate must be above 0, got {given['learning_rate']}.")
     return replace(defaults, **given)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

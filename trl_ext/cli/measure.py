@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..device import choose_device
+from .device import choose_device
 from .model_spec import ModelSpec
 
 if TYPE_CHECKING:

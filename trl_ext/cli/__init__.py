@@ -1,0 +1,5 @@
+"""The command line `rope-patch`, one file for each group of commands. Imports nothing heavy before a command runs."""
+
+from .console import main
+
+__all__ = ["main"]

@@ -1,1 +1,0 @@
-"""`rope-patch eval` and `rope-patch probe`."""
