@@ -1,7 +1,7 @@
 """Family x attention implementation x batch kind: every cell against the float64 oracle. docs/composition.md shows it.
 
 Each cell runs one batch under a fixed skip and compares the logits of all real tokens with an oracle that gets the RoPE
-indices and the visibility of that batch written out by hand. test_view_matrix.py goes through the views.
+indices and the visibility of that batch written out by hand. test_views_matrix.py goes through the views.
 """
 
 import pytest

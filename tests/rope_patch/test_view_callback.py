@@ -514,7 +514,7 @@ def test_a_model_that_was_unpatched_meanwhile_is_not_trained_as_another(tmp_path
 
 TWO_RANKS = """
 import json, os, sys
-import test_other_trainers as tests
+import test_view_callback as tests
 world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 run, draws = tests.plain_run(tests.Path(sys.argv[1]), gradient_accumulation_steps=2 // world, save_strategy="no")
 run.train()
