@@ -3,7 +3,8 @@
 # make test-slow  the slow ones only
 # make test-all   both
 # make lint       ruff and mypy, as in .pre-commit-config.yaml
-# make docs       write docs/composition.md from the outcomes of its tests, and docs/api.md from docstrings
+# make docs       write docs/composition.md from the outcomes of its tests, docs/api.md from docstrings
+#                 and the picture of docs/architecture.md
 # make clean      remove what the other targets made, the default .venv and rope-patch-demo included
 #
 # Each target first installs what it needs into $(VENV), with the versions in constraints.txt.
@@ -41,6 +42,7 @@ lint: $(VENV)/.dev-installed
 
 docs: $(VENV)/.dev-installed
 	$(BIN)/python docs/api.py
+	$(BIN)/python docs/architecture.py
 	$(BIN)/python docs/composition.py
 
 clean:

@@ -100,6 +100,29 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_that_a_page_names_exist(page):
+    """Those that it names from the root; <name> and the like stand for files to be added."""
+    folders = "kernels|rope_patch|trl_ext|experiments|benchmarks|tests|examples|docs"
+    named = re.findall(rf"`((?:{folders})/[\w./]*)`", (ROOT / page).read_text())
+    assert len(named) > 10
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_the_picture_of_the_architecture_is_drawn_by_its_script_and_names_files_that_exist():
+    from xml.etree import ElementTree
+
+    script = runpy.run_path(str(ROOT / "docs" / "architecture.py"))
+    svg = "{http://www.w3.org/2000/svg}"
+    drawn = {"".join(text.itertext()).strip() for text in ElementTree.parse(script["TARGET"]).iter(f"{svg}text")}
+    for lane, _, title, small in script["BOXES"].values():
+        assert {title, *filter(None, small.split("\n"))} <= drawn, "run python docs/architecture.py"
+        for name in re.findall(r"\b[\w/]+\.py\b", small):
+            folder = ROOT / script["LANES"][lane][0]
+            assert any(folder.rglob(name)), name
+
+
 def test_every_page_and_file_of_results_can_be_found():
     """Pages from the index, files from a page."""
     pages = {page.name: page.read_text() for page in RESULTS.glob("*.md")}
