@@ -17,6 +17,7 @@ MODULES = {
     "trl_ext": "training with TRL",
     "trl_ext.objectives": "what a trainer minimises",
     "trl_ext.rows": "rows to train on",
+    "trl_ext.cli": "the command line `rope-patch`",
     "rope_kernels": "operators of losses and attention",
 }
 HEAD = """# Exported names
