@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .local_layers import far_looking_types, why_no_far_looking
+from .older_form import older_form, older_keys, unscaled_keys, write_older_keys
 from .rescalings import NativeRope, Rescaling
 from .rotary import (
     RotaryState,
@@ -44,6 +45,7 @@ class RopeParameters:
         max_position_embeddings: window written in the config, in positions; None if it names none.
         rotary: state of each rotary module, by its name below the decoder.
         attention_scales: softmax scales, by (module name below the decoder, attribute).
+        older_keys: what the text config says beside `rope_parameters`, for readers of the older form.
     """
 
     rope_parameters: dict[str, Any]
@@ -51,6 +53,7 @@ class RopeParameters:
     max_position_embeddings: int | None
     rotary: dict[str, RotaryState]
     attention_scales: dict[tuple[str, str], float]
+    older_keys: dict[str, Any]
 
     @classmethod
     def of(cls, decoder: PreTrainedModel) -> "RopeParameters":
@@ -65,6 +68,7 @@ class RopeParameters:
             max_position_embeddings=getattr(decoder.config, "max_position_embeddings", None),
             rotary=rotary_states(decoder),
             attention_scales=attention_scales(decoder),
+            older_keys=older_keys(decoder.config),
         )
 
     def write(self, decoder: PreTrainedModel) -> None:
@@ -79,6 +83,7 @@ class RopeParameters:
     def write_config(self, config: Any) -> None:
         """Put them into a text config alone."""
         config.rope_parameters = self.rope_parameters
+        write_older_keys(config, self.older_keys)
         if self.max_position_embeddings is not None:
             config.max_position_embeddings = self.max_position_embeddings
 
@@ -121,6 +126,7 @@ def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParamete
         parameters.max_position_embeddings,
         rotary,
         parameters.attention_scales,
+        parameters.older_keys,
     )
 
 
@@ -145,6 +151,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         ValueError: the rescaling cannot start from the native RoPE parameters, or leaves what float32 can index.
     """
     config = copy.deepcopy(decoder.config)
+    write_older_keys(config, unscaled_keys(config))  # Transformers fills gaps in `rope_parameters` with the others
     window = native.max_position_embeddings
     if window is None:
         raise ValueError(
@@ -196,6 +203,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         config.max_position_embeddings,
         rotary,
         _scales_of_twin(decoder, config) if native.attention_scales else {},
+        older_form(config),
     )
 
 

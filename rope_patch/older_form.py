@@ -1,0 +1,124 @@
+"""What config.json says about RoPE in the form of Transformers 4: `rope_theta` and `rope_scaling`.
+
+Transformers 5 writes `rope_parameters` alone. Older versions, and programs with readers of their own such as mlx-lm, do
+not know that key: they take such a checkpoint for one with base 10000 that nobody rescaled, without an error.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from .rotary import is_nested
+
+_TRAINED_WINDOW = "original_max_position_embeddings"
+# where families of Transformers 4 keep a base or a scaling; the last one for LongRoPE, which read it there alone
+_KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", _TRAINED_WINDOW)
+
+
+def older_keys(config: Any) -> dict[str, Any]:
+    """The keys of the older form that a text config has as attributes of its own."""
+    return {key: vars(config)[key] for key in _keys_of(config) if key in vars(config)}
+
+
+def _keys_of(config: Any) -> tuple[str, ...]:
+    """Phi-3 has a trained window in Transformers 5, too, whatever the schedule is."""
+    return _KEYS[:-1] if hasattr(type(config), _TRAINED_WINDOW) else _KEYS
+
+
+def write_older_keys(config: Any, keys: dict[str, Any]) -> None:
+    """Let `config` be saved with exactly these `keys` of the older form.
+
+    Straight into the attributes, which are what is saved: Transformers 5 has made `rope_scaling` a property that sets
+    `rope_parameters`.
+    """
+    for key in _keys_of(config):
+        vars(config).pop(key, None)
+    vars(config).update(copy.deepcopy(keys))
+
+
+def unscaled_keys(config: Any) -> dict[str, Any]:
+    """Those of `older_keys` that no rescaling changes."""
+    return {key: value for key, value in older_keys(config).items() if key == "partial_rotary_factor"}
+
+
+def older_form(config: Any) -> dict[str, Any]:
+    """The schedule of a text config in the older form.
+
+    With one set of frequencies, `rope_theta` holds its base and `rope_scaling` all else, if there is any scaling. With
+    sliding layers beside full ones, as in Gemma 3, both keys are of the full layers, and `rope_local_base_freq` is the
+    base of the sliding ones.
+
+    Returns:
+        The keys to write beside `rope_parameters`. Only the keys that `config` has already, if the family's own reader
+        makes another schedule of the older form: it has none, or none for this schedule.
+    """
+    for candidate in _candidates(config):
+        keys = {key: value for key, value in candidate.items() if key in _keys_of(config)}
+        if _reads_same(config, keys):
+            return keys
+    return older_keys(config)
+
+
+def _candidates(config: Any) -> Iterator[dict[str, Any]]:
+    parameters = config.rope_parameters
+    kept = unscaled_keys(config)
+    if not is_nested(parameters):
+        if config.model_type.startswith("phi3"):
+            yield {**kept, **_of_phi3(config)}
+        yield {**kept, **_flat(parameters)}
+        return
+    full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
+    if full and sliding and len(parameters) == 2 and set(sliding) <= {"rope_type", "rope_theta"}:
+        yield {**kept, **_flat(full), "rope_local_base_freq": sliding["rope_theta"]}
+
+
+def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
+    form: dict[str, Any] = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    if form.get("partial_rotary_factor") == 1.0:
+        del form["partial_rotary_factor"]
+    scaling = {key: copy.deepcopy(value) for key, value in parameters.items() if key not in _KEYS[:-1]}
+    if scaling.get("rope_type", "default") != "default" or len(scaling) > 1:
+        form["rope_scaling"] = scaling
+    if scaling.get("rope_type") == "longrope":
+        form[_TRAINED_WINDOW] = scaling[_TRAINED_WINDOW]
+    return form
+
+
+def _of_phi3(config: Any) -> dict[str, Any]:
+    """Phi-3 took these three fields of a scaling, no more and no fewer, and worked the factor out from the windows."""
+    form = _flat(config.rope_parameters)
+    scaling = form.get("rope_scaling", {})
+    if scaling.get("rope_type") == "longrope" and "attention_factor" not in scaling:
+        divisors = {key: scaling[key] for key in ("short_factor", "long_factor")}
+        form["rope_scaling"] = {"type": "longrope", **divisors}
+    return form
+
+
+def _reads_same(config: Any, keys: dict[str, Any]) -> bool:
+    """Whether the family reads the same schedule from both forms together, and from the older one alone."""
+    own = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
+    without = {key: value for key, value in own.items() if key != "rope_parameters"}
+    try:
+        read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (own, without)]
+    except Exception:  # of its own kind in every family
+        return False
+    if any("rope_local_base_freq" in vars(one) for one in read):
+        return False  # it stays on the config of a family that does not know it
+    return all(_comparable(one) == _comparable(config) for one in read)
+
+
+def _comparable(config: Any) -> Any:
+    parameters = config.rope_parameters
+    if is_nested(parameters):
+        return {layer_type: _explicit(one, config) for layer_type, one in parameters.items()}
+    return _explicit(parameters, config)
+
+
+def _explicit(parameters: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:
+    """A schedule with what Transformers takes where a key is missing, and without the old name of its type."""
+    if parameters is None:
+        return None
+    explicit = {"partial_rotary_factor": 1.0, **{key: value for key, value in parameters.items() if key != "type"}}
+    if explicit.get("rope_type") == "longrope" and "factor" not in explicit:
+        explicit["factor"] = config.max_position_embeddings / explicit["original_max_position_embeddings"]
+    return explicit
