@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from .adapters import load_adapter
 from .attention.string_positions import string_positions
 from .describe import describe
+from .export import export
 from .methods import list_methods
 from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
@@ -20,6 +21,7 @@ __all__ = [
     "RopeViewCallback",
     "__version__",
     "describe",
+    "export",
     "list_methods",
     "load_adapter",
     "native_rope",

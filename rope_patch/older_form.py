@@ -73,7 +73,9 @@ def _candidates(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    form: dict[str, Any] = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    form: dict[str, Any] = {
+        key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters
+    }
     if form.get("partial_rotary_factor") == 1.0:
         del form["partial_rotary_factor"]
     scaling = {key: copy.deepcopy(value) for key, value in parameters.items() if key not in _KEYS[:-1]}

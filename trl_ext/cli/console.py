@@ -11,6 +11,7 @@ from typing import Any
 
 from ..demo.settings import CPU, GPU, DemoSettings
 from .device import choose_device
+from .export import add_commands as add_export
 from .measure import add_commands
 from .rows import add_commands as add_rows
 from .user_errors import run_command
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_commands(commands)
     add_rows(commands)
+    add_export(commands)
     return parser
 
 

@@ -1,0 +1,231 @@
+"""`rope_patch.export`: from a model or an adapter to a folder that one program serves right."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
+
+from ..adapter_watch import require_no_decoder_in_adapters
+from ..older_form import older_form, unscaled_keys, write_older_keys
+from ..one_config import require_frequencies_of_config, require_saved_schedule, text_config
+from ..registry import unknown
+from ..rescale import RopeSchedule
+from ..rotary import find_core, find_decoder
+from ..state import state_of
+from .attention_factor import Edit, fold_attention_factor, folded_schedule
+from .gguf import convert, find_converter
+from .outcomes import TESTED, wrong_outcomes
+from .programs import PROGRAMS
+from .reloading import reference_of, require_same_logits
+from .sources import base_of, copy_tokenizer, load
+from .weights import final_weights, is_adapted, require_exportable
+from .writing import ShardWriter, by_layer, whole_folder
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Args:
+        folder: the checkpoint.
+        target: the program that it is for.
+        command: that serves it.
+        largest_difference: of the logits to those of the model, in a process without this package; None if not checked.
+        checked_tokens: in the row of that comparison.
+        folded: whether an attention factor was folded into the weights.
+    """
+
+    folder: Path
+    target: str
+    command: str
+    largest_difference: float | None
+    checked_tokens: int
+    folded: bool
+
+    def __str__(self) -> str:
+        checked = (
+            "not checked"
+            if self.largest_difference is None
+            else f"loaded without this package, logits differ by {self.largest_difference:.2g} at most "
+            f"(a row of {self.checked_tokens} tokens)"
+        )
+        folded = ", the attention factor folded into the weights" if self.folded else ""
+        return f"{self.folder}: for {self.target}{folded}; {checked}.\nServe it with: {self.command}"
+
+
+def export(
+    model: nn.Module | str | Path,
+    folder: str | Path,
+    *,
+    target: str = "transformers",
+    converter: str | Path | None = None,
+    max_shard_gb: float = 5.0,
+    check: bool = True,
+) -> Exported:
+    """Write a checkpoint that `target` serves with the logits that the model has here.
+
+    Adapters are merged (LoRA into a quantised base: into its dequantised weights), both forms of the schedule are
+    written, and an attention factor that the program ignores is folded into the weights. What the program would serve
+    wrong is refused before anything is written. The model stays as it is. In memory are its weights and one shard; the
+    check loads the checkpoint once more, in a process of its own.
+
+    Args:
+        model: a loaded model, patched or not, bare or with adapters of PEFT; or a folder or hub id of a checkpoint; or
+            the folder of an adapter, whose base model is loaded with the RoPE that the adapter was trained with.
+        folder: to write, which must not exist, or be empty. It appears when it is whole.
+        target: a name in `PROGRAMS`. "llama.cpp" adds model.gguf.
+        converter: llama.cpp's convert_hf_to_gguf.py; None looks for it on PATH.
+        max_shard_gb: size of one file of weights, in 10^9 bytes, above 0.
+        check: whether to load the result without this package and compare its logits.
+
+    Returns:
+        Where it is, the command that serves it and the largest difference of logits.
+
+    Raises:
+        ValueError: a target that is not known or would serve this model wrong, or weights that cannot be merged.
+        FileExistsError: there is something in `folder`.
+        FileNotFoundError: no converter for llama.cpp.
+        RuntimeError: the converter failed, or the result is another model. Nothing is left in `folder`.
+    """
+    if target not in PROGRAMS:
+        raise unknown("target", target, PROGRAMS)
+    if isinstance(max_shard_gb, bool) or not isinstance(max_shard_gb, int | float) or not max_shard_gb > 0:
+        raise ValueError(f"max_shard_gb must be a number above 0, got {max_shard_gb!r}.")
+    chosen_converter = find_converter(converter) if target == "llama.cpp" else None
+    if converter is not None and chosen_converter is None:
+        raise ValueError(f"converter belongs to target 'llama.cpp', got {converter!r} with target {target!r}.")
+    out = Path(folder)
+    with whole_folder(out) as unfinished:
+        loaded = model if isinstance(model, nn.Module) else load(model)
+        core, decoder = find_core(loaded), find_decoder(loaded)
+        edits = _require_right(target, loaded, core, decoder)
+        config = _config_to_save(core, decoder, folded=bool(edits))
+        window = getattr(text_config(core, decoder), "max_position_embeddings", None)
+        reference = reference_of(loaded, text_config(core, decoder), window) if check else None
+        _write(core, config, edits, unfinished, round(max_shard_gb * 1e9))
+        has_tokenizer = copy_tokenizer(_tokenizer_sources(model, core), unfinished)
+        difference = None
+        if reference is not None:
+            difference = require_same_logits(unfinished, core, reference)
+        if chosen_converter is not None:
+            if not has_tokenizer:
+                raise ValueError("llama.cpp needs the tokenizer in its file, and none was found beside the model.")
+            convert(chosen_converter, unfinished)
+    return Exported(
+        out,
+        target,
+        PROGRAMS[target](out, window),
+        difference,
+        0 if reference is None else reference.ids.shape[1],
+        bool(edits),
+    )
+
+
+def _require_right(target: str, model: nn.Module, core: PreTrainedModel, decoder: PreTrainedModel) -> dict[str, Edit]:
+    """What to fold so that `target` serves the model right.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    _require_plain(core, decoder)
+    require_exportable(model, core)
+    model_type = decoder.config.model_type
+    if target == "transformers":
+        return {}
+    wrong = wrong_outcomes(target, decoder.config)
+    for one in wrong:
+        if not one.folds:
+            raise ValueError(
+                f"{target} would serve this model wrong, without an error: under rope type {one.rope_type!r} it "
+                f"{one.reason}. {one.instead}"
+            )
+    if model_type not in TESTED:
+        logger.warning(
+            f"{target} was not tried with model type {model_type!r}, only with {', '.join(TESTED)}: compare the logits "
+            "of a few prompts with Transformers' before you serve it."
+        )
+    return fold_attention_factor(core, decoder) if wrong else {}
+
+
+def _require_plain(core: PreTrainedModel, decoder: PreTrainedModel) -> None:
+    """Raise ValueError if a plain checkpoint would be another model than this one as it runs."""
+    require_no_decoder_in_adapters(core)
+    state = state_of(decoder)
+    if state is None:
+        require_frequencies_of_config(RopeSchedule.of(decoder), decoder)
+    else:
+        state.require_no_native_rope("export")
+        require_saved_schedule(core, decoder, state)
+        source = state.active(training=False)
+        if source is not None:
+            raise ValueError(
+                "a view is in force in inference too (when='always', or an open rope_view block), and no checkpoint "
+                "can say so. For 'nope' use the rescaling 'drop-rope'; else take the view off with unpatch_model, or "
+                "patch it with when='train'."
+            )
+    if core.is_remote_code():
+        raise ValueError(f"{type(core).__name__} is code of a repository, which other programs do not run.")
+
+
+def _config_to_save(core: PreTrainedModel, decoder: PreTrainedModel, *, folded: bool) -> Any:
+    config: Any = copy.deepcopy(core.config)
+    text = config if core.config is decoder.config else config.get_text_config(decoder=True)
+    if folded:
+        text.rope_parameters = folded_schedule(text.rope_parameters)
+    write_older_keys(text, unscaled_keys(text))
+    write_older_keys(text, older_form(text))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = core.dtype if _compute_dtype(core) is None else _compute_dtype(core)
+    config.architectures = [type(core).__name__]
+    if _is_untied(core):
+        config.tie_word_embeddings = text.tie_word_embeddings = False
+    return config
+
+
+def _compute_dtype(core: Any) -> torch.dtype | None:
+    """The dtype that a quantised model was loaded in; None for others, whose weights say it."""
+    if getattr(core, "hf_quantizer", None) is None:
+        return None
+    dtype = core.config.dtype
+    return dtype if isinstance(dtype, torch.dtype) else core.dtype
+
+
+def _is_untied(core: Any) -> bool:
+    """Whether adapters have made two of the embeddings at both ends, which the config says are one."""
+    ends = (core.get_input_embeddings(), core.get_output_embeddings())
+    return any(end is not None and is_adapted(end) for end in ends)
+
+
+def _write(core: Any, config: Any, edits: dict[str, Edit], folder: Path, shard_bytes: int) -> None:
+    config.save_pretrained(folder)
+    if core.can_generate():
+        core.generation_config.save_pretrained(folder)
+    writer = ShardWriter(folder, shard_bytes)
+    with logging.tqdm(total=config.get_text_config(decoder=True).num_hidden_layers, desc="Writing layers") as bar:
+        for group in by_layer(final_weights(core, _compute_dtype(core))):
+            edited = {name: edits.get(name, _as_is)(tensor) for name, tensor in group.items()}
+            for name, tensor in revert_weight_conversion(core, edited).items():
+                writer.add(name, tensor)
+            bar.update(len(group) > 1)
+    writer.finish()
+
+
+def _tokenizer_sources(model: nn.Module | str | Path, core: Any) -> list[str]:
+    """Where the tokenizer may lie: where the user points, then where the weights came from."""
+    named = [] if isinstance(model, nn.Module) else [str(model)]
+    if named and (Path(named[0]) / "adapter_config.json").is_file():
+        named.append(base_of(Path(named[0])))
+    return [*named, core.config._name_or_path]
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,105 @@
+"""What each program makes of each schedule, as far as it is not right: data, from running the programs.
+
+docs/serving.md has the whole table with the versions. What is not listed here was found right, for the families in
+`TESTED`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..rotary import is_nested
+
+TESTED = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3")
+"""Model types that the programs were run with."""
+
+# options of a schedule that are there in name only: what every program does without them
+_DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A schedule that a program serves wrong.
+
+    Args:
+        program: its name in `PROGRAMS`.
+        rope_type: of the schedule.
+        reason: what the program does instead, as the end of "llama.cpp ...".
+        instead: what to do about it.
+        options: keys of the schedule, any of which makes it wrong; () where the type itself does.
+        families: model types that it holds for; () for all.
+        right_for: model types that it does not hold for.
+        folds: whether it is mended by folding the attention factor into the weights.
+    """
+
+    program: str
+    rope_type: str
+    reason: str
+    instead: str
+    options: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
+    right_for: tuple[str, ...] = ()
+    folds: bool = False
+
+
+_RESCALE = "Rescale with 'yarn' without further options, 'ntk' or 'abf', which it serves right, and train again"
+_TRANSFORMERS = "or serve it with Transformers"
+
+OUTCOMES = (
+    Wrong("vllm", "longrope", "gives rows within the trained window the long factors", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong("vllm", "dynamic", "ends its table at the trained window", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong("sglang", "yarn", "ignores attention_factor", "", options=("attention_factor",), folds=True),
+    Wrong("sglang", "longrope", "ignores attention_factor", "", options=("attention_factor",), folds=True),
+    Wrong("sglang", "dynamic", "does not follow the length of the row", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong(
+        "llama.cpp",
+        "yarn",
+        "ignores attention_factor, mscale and mscale_all_dim",
+        "",
+        options=("attention_factor", "mscale", "mscale_all_dim"),
+        folds=True,
+    ),
+    Wrong(
+        "llama.cpp",
+        "yarn",
+        "takes beta_fast 32 and beta_slow 1 whatever the checkpoint says, and always rounds",
+        "Leave out beta_fast, beta_slow and truncate and train again, or serve it with vLLM or Transformers.",
+        options=("beta_fast", "beta_slow", "truncate"),
+    ),
+    Wrong(
+        "llama.cpp",
+        "llama3",
+        "reads this schedule for Llama and Mistral only",
+        f"{_RESCALE}, or serve it with vLLM or Transformers.",
+        right_for=("llama", "mistral"),
+    ),
+    Wrong("llama.cpp", "longrope", "does not rescale at all", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong("llama.cpp", "dynamic", "does not rescale at all", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong("mlx", "yarn", "ignores attention_factor", "", options=("attention_factor",), folds=True),
+    Wrong(
+        "mlx",
+        "yarn",
+        "always rounds the ends of the ramp",
+        "Leave out truncate and train again, or serve it with vLLM or Transformers.",
+        options=("truncate",),
+    ),
+    Wrong("mlx", "longrope", "gives rows within the trained window the long factors", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong("mlx", "dynamic", "does not rescale beyond the trained window", f"{_RESCALE}, {_TRANSFORMERS}."),
+)
+
+
+def wrong_outcomes(program: str, config: Any) -> list[Wrong]:
+    """What `program` would make wrong of the schedules of a text config."""
+    parameters = config.rope_parameters
+    schedules = parameters.values() if is_nested(parameters) else [parameters]
+    return [
+        one for one in OUTCOMES if any(schedule and _holds(one, program, schedule, config) for schedule in schedules)
+    ]
+
+
+def _holds(one: Wrong, program: str, schedule: dict[str, Any], config: Any) -> bool:
+    if (one.program, one.rope_type) != (program, schedule.get("rope_type")):
+        return False
+    if config.model_type in one.right_for or (one.families and config.model_type not in one.families):
+        return False
+    set_options = {key for key, value in schedule.items() if key not in _DEFAULTS or value != _DEFAULTS[key]}
+    return not one.options or bool(set_options.intersection(one.options))

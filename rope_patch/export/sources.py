@@ -1,0 +1,82 @@
+"""What is exported: a loaded model, or a checkpoint or adapter in a folder or on the hub; and its tokenizer."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from ..adapters import load_adapter
+from ..sidecar import SIDECAR_NAME
+
+logger = logging.get_logger(__name__)
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*",
+)  # fmt: skip
+
+
+def load(source: str | Path) -> nn.Module:
+    """The model in `source` on the CPU; for an adapter its base model with the adapter and the RoPE of its training.
+
+    Raises:
+        OSError: there is none.
+    """
+    folder = Path(source)
+    if not (folder / "adapter_config.json").is_file():
+        if not folder.is_dir():
+            _require_no_adapter(str(source))
+        return AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    base: Any = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype="auto")
+    if (folder / SIDECAR_NAME).is_file():
+        return load_adapter(base, folder)
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(base, str(folder))
+
+
+def base_of(adapter: Path) -> str:
+    """The base model that an adapter names."""
+    named = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not named:
+        raise ValueError(
+            f"{adapter / 'adapter_config.json'} names no base model: load it, put the adapter on it with load_adapter, "
+            "and give export the model."
+        )
+    return named
+
+
+def _require_no_adapter(name: str) -> None:
+    from transformers.utils import find_adapter_config_file
+
+    if find_adapter_config_file(name) is not None:
+        raise ValueError(
+            f"{name} is an adapter on the hub: download it with huggingface_hub.snapshot_download and name the folder."
+        )
+
+
+def copy_tokenizer(sources: list[str], folder: Path) -> bool:
+    """Copy the tokenizer's files of the first of `sources` that has any, as they are; whether there were any."""
+    for source in filter(None, sources):
+        found = [file for pattern in _TOKENIZER_FILES for file in _local(source).glob(pattern) if file.is_file()]
+        for file in found:
+            shutil.copy(file, folder / file.name)
+        if found:
+            return True
+    logger.warning("No tokenizer was found to go with the checkpoint: save it there with tokenizer.save_pretrained.")
+    return False
+
+
+def _local(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(_TOKENIZER_FILES)))
+    except (OSError, ValueError):  # no such repository, or no network
+        return Path(source)

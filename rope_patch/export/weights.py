@@ -1,0 +1,150 @@
+"""The weights that a model computes with, one tensor after the other: adapters merged, quantised ones dequantised.
+
+The model stays as it is, and no more than one merged or dequantised tensor is made at a time.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapter_watch import adapter_configs
+
+_WRAPPERS = ("base_layer", "_orig_mod", "_checkpoint_wrapped_module")
+_BNB = ("Params4bit", "Int8Params")
+
+
+def plain_name(name: str) -> str:
+    """A module's name without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is one of PEFT's around a layer of the model."""
+    return any(kind.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper") for kind in type(module).__mro__)
+
+
+def require_exportable(model: nn.Module, core: Any) -> None:
+    """Raise ValueError unless every weight of `core` is here, and is one that can be merged or dequantised."""
+    for name, config in adapter_configs(model).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"adapter {name!r} is prompt learning ({config.peft_type.value}), which no weight can hold: serve it "
+                "with PEFT."
+            )
+    quantizer = getattr(core, "hf_quantizer", None)
+    method = None if quantizer is None else quantizer.quantization_config.quant_method
+    if method is not None and method != "bitsandbytes":
+        raise ValueError(
+            f"weights quantised by {method!s} are not dequantised here: load the model without quantisation."
+        )
+    for name, parameter in core.named_parameters():
+        if parameter.is_meta or hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"{name} is not whole on this machine (offloaded, or a shard of FSDP or DeepSpeed): save the model or "
+                "its adapter first, and export the folder."
+            )
+
+
+def final_weights(core: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each weight by the name that it has without adapters.
+
+    Args:
+        core: the outermost Transformers model.
+        dtype: of what is dequantised and of all beside it; None leaves weights as they are.
+    """
+    seen: set[int] = set()
+    for name, tensor in _of_module(core, ""):
+        if isinstance(tensor, nn.Parameter):
+            if id(tensor) in seen:
+                continue  # tied to one before, as of embeddings at both ends
+            seen.add(id(tensor))
+        tensor = tensor.detach()
+        yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _of_module(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if is_adapted(module):
+        yield from _of_adapted(module, name)
+        return
+    for own, parameter in module._parameters.items():
+        if parameter is not None:
+            yield _join(name, own), _dequantised(module) if type(parameter).__name__ in _BNB else parameter
+    for own, buffer in module._buffers.items():
+        if buffer is not None and own not in module._non_persistent_buffers_set:
+            yield _join(name, own), buffer
+    for own, child in module.named_children():
+        yield from _of_module(child, plain_name(_join(name, own)))
+
+
+def _of_adapted(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    active = [] if module.disable_adapters else [a for a in module.active_adapters if _has(module, a)]
+    if "ModulesToSaveWrapper" in kinds:
+        yield from _of_module(module.modules_to_save[active[0]] if active else module.original_module, name)
+        return
+    if "AuxiliaryTrainingWrapper" in kinds or not hasattr(module.get_base_layer(), "weight"):
+        raise ValueError(
+            f"{name} is adapted by PEFT's {type(module).__name__}, which is not merged here: call "
+            "model.merge_and_unload() first and export what it returns."
+        )
+    base = module.get_base_layer()
+    if not active or module.merged:
+        yield from _of_module(base, name)
+    elif type(base.weight).__name__ in _BNB:
+        yield from _merged_into_quantised(module, base, active, name)
+    else:
+        yield from _merged(module, base, active, name)
+
+
+def _has(module: Any, adapter: str) -> bool:
+    if hasattr(module, "modules_to_save"):
+        return adapter in module.modules_to_save
+    return any(adapter in getattr(module, own) for own in module.adapter_layer_names)
+
+
+def _merged(module: Any, base: Any, active: list[str], name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """By PEFT's own merge, into a float32 copy that stands in for the weight meanwhile: the sum is rounded once."""
+    before = {own: parameter.data for own, parameter in base.named_parameters()}
+    try:
+        for own, parameter in base.named_parameters():
+            parameter.data = before[own].to(torch.float32, copy=True)
+        module.merge(adapter_names=active)
+        merged = {own: parameter.data for own, parameter in base.named_parameters()}
+    finally:
+        for own, parameter in base.named_parameters():
+            parameter.data = before[own]
+        module.merged_adapters.clear()
+    for own, tensor in merged.items():
+        yield _join(name, own), _finite(tensor, name).to(before[own].dtype)
+
+
+def _merged_into_quantised(module: Any, base: Any, active: list[str], name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The dequantised weight plus each adapter's B A times its scale, in float32; PEFT would quantise the sum again."""
+    if any(getattr(module, "use_dora", {}).get(adapter) for adapter in active):
+        raise ValueError(f"{name}: DoRA on a quantised layer is not merged here: serve it with PEFT.")
+    weight = _dequantised(base).float()
+    for adapter in active:
+        weight += module.get_delta_weight(adapter).float().to(weight.device)
+    yield _join(name, "weight"), _finite(weight, name)
+    if base.bias is not None:
+        yield _join(name, "bias"), base.bias
+
+
+def _finite(weight: torch.Tensor, name: str) -> torch.Tensor:
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"the adapter on {name} makes weights that are not finite: its training has diverged.")
+    return weight
+
+
+def _dequantised(module: Any) -> torch.Tensor:
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    # a forward on a CPU leaves 4-bit weights in another order, of which the call below knows nothing: this puts it back
+    module.state_dict()
+    return dequantize_bnb_weight(module.weight, getattr(module, "state", None))
+
+
+def _join(name: str, own: str) -> str:
+    return f"{name}.{own}" if name else own

@@ -1,0 +1,111 @@
+"""Writing weights shard by shard, into a folder that gets its name when it is whole."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to write into, which takes its place when the block ends, and is deleted if it raises.
+
+    Raises:
+        FileExistsError: `folder` is a file, or holds something.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not an empty folder: name a new one to export to.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=folder.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o777 & ~_umask())  # mkdtemp makes it for the owner alone
+        if folder.exists():
+            folder.rmdir()
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def by_layer(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Weights in groups: those of one layer together, as files may hold several of them as one or one as several."""
+
+    def layer(item: tuple[str, torch.Tensor]) -> str:
+        found = _LAYER.match(item[0])
+        return found.group(1) if found else item[0]
+
+    for _, group in groupby(weights, key=layer):
+        yield dict(group)
+
+
+class ShardWriter:
+    """Writes tensors into safetensors files of at most `max_bytes`, unless one tensor is larger.
+
+    Args:
+        folder: to write into.
+        max_bytes: of one file.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.shard: dict[str, torch.Tensor] = {}
+        self.shard_bytes = 0
+        self.total_bytes = 0
+        self.files: list[list[str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write `tensor` with this shard, or begin the next one with it."""
+        size = tensor.numel() * tensor.element_size()
+        if self.shard and self.shard_bytes + size > self.max_bytes:
+            self._flush()
+        self.shard[name] = tensor.cpu().contiguous()
+        self.shard_bytes += size
+        self.total_bytes += size
+
+    def finish(self) -> None:
+        """Write the last shard and, if there are several, which file holds which tensor."""
+        self._flush()
+        count = len(self.files)
+        names = ["model.safetensors"] if count == 1 else [_name(i, count) for i in range(count)]
+        for i, name in enumerate(names):
+            (self.folder / _unfinished(i)).rename(self.folder / name)
+        if count > 1:
+            index: dict[str, Any] = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": {tensor: name for name, held in zip(names, self.files, strict=True) for tensor in held},
+            }
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.shard, self.folder / _unfinished(len(self.files)), metadata={"format": "pt"})
+        self.files.append(list(self.shard))
+        self.shard, self.shard_bytes = {}, 0
+
+
+def _unfinished(i: int) -> str:
+    return f"shard-{i}"
+
+
+def _name(i: int, count: int) -> str:
+    return f"model-{i + 1:05d}-of-{count:05d}.safetensors"

@@ -1,0 +1,330 @@
+"""`export`: a folder that another program serves right, or a refusal that says why not."""
+
+import json
+
+import pytest
+import torch
+from support.tiny import WINDOW, gemma3, tiny, tokens
+from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+
+import rope_patch
+from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
+from rope_patch.export import PROGRAMS
+from rope_patch.export.outcomes import OUTCOMES
+
+LONG = [1.0, 1.5, 3.0, 4.0]
+A = 1.7
+
+
+def made(family):
+    return gemma3() if family == "gemma3" else tiny(family)
+
+
+def reloaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def export(model, folder, **options):
+    """Without another process, which takes seconds, where a test compares logits itself."""
+    return rope_patch.export(model, folder, **{"check": False, **options})
+
+
+def lora(model, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    options = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, **options}
+    return peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+
+
+def left_behind(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+@torch.no_grad()
+def test_the_result_is_checked_in_a_process_without_this_package(tmp_path):
+    model = patch_model(tiny(), "yarn", factor=4.0)
+    done = rope_patch.export(model, tmp_path / "out", target="vllm")
+    assert done.largest_difference is not None and done.largest_difference < 1e-4
+    assert done.command == f"vllm serve {tmp_path / 'out'} --max-model-len {4 * WINDOW}"
+    assert str(tmp_path) in str(done) and "logits differ by" in str(done)
+    ids = tokens(1, 100)
+    assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
+
+
+def test_a_result_that_is_another_model_is_not_left_behind(tmp_path, monkeypatch):
+    from rope_patch.export import exporting
+
+    def other(core, dtype):
+        return ((name, 2 * weight) for name, weight in core.state_dict().items())
+
+    monkeypatch.setattr(exporting, "final_weights", other)
+    with pytest.raises(RuntimeError, match="another model"):
+        rope_patch.export(tiny(), tmp_path / "out")
+    assert left_behind(tmp_path) == []
+
+
+def test_a_model_that_nobody_rescaled_gets_both_forms_too(tmp_path):
+    export(tiny(), tmp_path / "out", target="mlx")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("target", ["sglang", "mlx"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+@torch.no_grad()
+def test_an_attention_factor_is_folded_into_queries(family, target, tmp_path):
+    model = patch_model(made(family), "yarn", factor=4.0, attention_factor=A)
+    ids = tokens(1, 100)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    done = export(model, tmp_path / "out", target=target)
+    assert done.folded
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "attention_factor" not in json.dumps(config)
+    wanted = model(ids).logits
+    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    plain = patch_model(made(family), "yarn", factor=4.0)
+    assert (plain(ids).logits - wanted).abs().max() > 1e-2  # what the program would have made of it
+
+
+@torch.no_grad()
+def test_mscale_is_folded_for_llama_cpp(tmp_path):
+    model = patch_model(tiny("qwen2"), "yarn", factor=4.0, mscale=1.0, mscale_all_dim=0.3)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    model.config._name_or_path = str(tmp_path / "source")
+    export(model, tmp_path / "out", target="llama.cpp", converter=fake_converter(tmp_path))
+    ids = tokens(1, 100)
+    assert "mscale" not in (tmp_path / "out" / "config.json").read_text()
+    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_phi3_has_queries_keys_and_values_in_one_projection(tmp_path):
+    shape = dict(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=WINDOW, original_max_position_embeddings=WINDOW, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+    )  # fmt: skip
+    model = Phi3ForCausalLM(Phi3Config(**shape)).eval()
+    patch_model(model, "longrope", factor=4.0, long_factor=LONG, attention_factor=A)
+    export(model, tmp_path / "out", target="sglang")
+    ids = tokens(1, 100)
+    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+    partial = Phi3ForCausalLM(Phi3Config(**shape, partial_rotary_factor=0.5)).eval()
+    patch_model(partial, "longrope", factor=4.0, long_factor=LONG[:2], attention_factor=A)
+    with pytest.raises(ValueError, match="4 of 8 features are rotated"):
+        export(partial, tmp_path / "partial", target="sglang")
+
+
+RESCALED = {
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 4.0},
+    "longrope": {"factor": 4.0, "long_factor": LONG},
+    "dynamic": {"factor": 4.0},
+}
+VALUES = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
+
+
+@pytest.mark.parametrize("cell", [one for one in OUTCOMES if not one.folds], ids=lambda o: f"{o.program}-{o.rope_type}")
+def test_what_a_program_serves_wrong_is_refused_with_what_to_take_instead(cell, tmp_path):
+    method = {"dynamic": "dynamic-ntk"}.get(cell.rope_type, cell.rope_type)
+    family = next(f for f in ("llama", "qwen2") if f not in cell.right_for)
+    for option in cell.options or [None]:
+        options = {**RESCALED[cell.rope_type], **({} if option is None else {option: VALUES[option]})}
+        model = patch_model(tiny(family), method, **options)
+        with pytest.raises(ValueError, match=f"{cell.program} would serve this model wrong") as refusal:
+            export(model, tmp_path / "out", target=cell.program, **converter_for(cell.program, tmp_path))
+        assert cell.reason in str(refusal.value) and cell.instead in str(refusal.value)
+        assert not (tmp_path / "out").exists()
+        export(model, tmp_path / f"stock-{option}", target="transformers")
+
+
+def test_options_that_say_what_is_so_anyway_are_not_refused(tmp_path):
+    model = patch_model(tiny(), "yarn", factor=4.0, beta_fast=32.0, truncate=True)
+    assert not export(model, tmp_path / "out", target="mlx").folded
+
+
+def converter_for(program, folder):
+    return {"converter": fake_converter(folder)} if program == "llama.cpp" else {}
+
+
+def fake_converter(folder, code="Path(sys.argv[3]).write_bytes(b'GGUF')"):
+    path = folder / "converter" / "convert_hf_to_gguf.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import sys\nfrom pathlib import Path\n{code}\n")
+    return path
+
+
+@torch.no_grad()
+def test_lora_is_merged_and_the_model_stays_as_it_is(tmp_path):
+    model = lora(patch_model(tiny(dtype=torch.bfloat16), "yarn", factor=4.0))
+    ids = tokens(1, 90)
+    before, logits = {n: w.clone() for n, w in model.state_dict().items()}, model(ids).logits
+    export(model, tmp_path / "out")
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+    assert torch.equal(model(ids).logits, logits)
+    merged = reloaded(tmp_path / "out")
+    assert merged.dtype == torch.bfloat16
+    layer = model.base_model.model.model.layers[1].mlp.down_proj
+    exact = layer.get_base_layer().weight.float() + layer.get_delta_weight("default").float()
+    assert torch.equal(merged.model.layers[1].mlp.down_proj.weight, exact.bfloat16())
+
+
+def test_an_adapter_that_has_diverged_is_refused(tmp_path):
+    model = lora(tiny())
+    with torch.no_grad():
+        model.base_model.model.model.layers[1].mlp.down_proj.lora_A["default"].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="model.layers.1.mlp.down_proj makes weights that are not finite"):
+        export(model, tmp_path / "out")
+
+
+@torch.no_grad()
+def test_an_adapter_in_a_folder_is_merged_with_the_rope_of_its_training(tmp_path):
+    tiny().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = lora(patch_model(base, "ntk", factor=4.0))
+    model.save_pretrained(tmp_path / "adapter")
+    export(tmp_path / "adapter", tmp_path / "out", target="vllm")
+    ids = tokens(1, 90)
+    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="llama.cpp needs the tokenizer"):
+        export(tmp_path / "adapter", tmp_path / "gguf", target="llama.cpp", converter=fake_converter(tmp_path))
+    load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+
+
+@torch.no_grad()
+def test_qlora_is_merged_into_the_dequantised_base(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    tiny(hidden_size=64, head_dim=16, intermediate_size=64).save_pretrained(tmp_path / "base")
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=how, dtype=torch.float32)
+    model = lora(patch_model(base, "yarn", factor=4.0))
+    layers = model.base_model.model.model.layers
+    layer, other = layers[1].mlp.down_proj, layers[1].mlp.up_proj
+    exact = dequantize_bnb_weight(layer.get_base_layer().weight) + layer.get_delta_weight("default")
+    exact_other = dequantize_bnb_weight(other.weight)
+    export(model, tmp_path / "out")
+    model(tokens(1, 90))  # after which weights on a CPU lie in another order
+    export(model, tmp_path / "again")
+    # and with their scales in bfloat16: 8 bits
+    for folder, tolerance in ((tmp_path / "out", 0.0), (tmp_path / "again", 2**-8)):
+        merged = reloaded(folder).model.layers[1].mlp
+        torch.testing.assert_close(merged.down_proj.weight.data, exact, rtol=0, atol=tolerance)
+        torch.testing.assert_close(merged.up_proj.weight.data, exact_other, rtol=0, atol=tolerance)
+        assert "quantization_config" not in (folder / "config.json").read_text()
+
+
+@torch.no_grad()
+def test_embeddings_that_an_adapter_made_two_of_are_saved_as_two(tmp_path):
+    model = lora(tiny(tie_word_embeddings=True), modules_to_save=["lm_head"])
+    model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(1.5)
+    export(model, tmp_path / "out")
+    ids = tokens(1, 40)
+    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_tied_embeddings_are_saved_once(tmp_path):
+    from safetensors import safe_open
+
+    model = tiny(tie_word_embeddings=True)
+    export(model, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as saved:
+        assert "lm_head.weight" not in saved.keys()  # noqa: SIM118
+    ids = tokens(1, 40)
+    assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_shards_are_no_larger_than_asked(tmp_path):
+    model = tiny()
+    export(model, tmp_path / "out", max_shard_gb=2e-5)
+    shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 2 and all(shard.stat().st_size < 2e4 + 4000 for shard in shards)
+    ids = tokens(1, 40)
+    assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_experts_are_written_as_their_family_keeps_them(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**shape, num_key_value_heads=2, num_local_experts=2)).eval()
+    model.save_pretrained(tmp_path / "stock")
+    export(model, tmp_path / "out")
+    from safetensors import safe_open
+
+    names = [sorted(safe_open(tmp_path / f / "model.safetensors", "pt").keys()) for f in ("stock", "out")]
+    assert names[0] == names[1]
+    ids = tokens(1, 40)
+    assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="not an empty folder"):
+        export(tiny(), tmp_path / "out")
+    assert left_behind(tmp_path) == ["out"] and left_behind(tmp_path / "out") == ["mine.txt"]
+
+
+def test_views_that_change_inference_are_refused(tmp_path):
+    model = patch_model(tiny(), "nope", when="always")
+    with pytest.raises(ValueError, match="no checkpoint can say so"):
+        export(model, tmp_path / "out")
+    unpatch_model(model)
+    with rope_view(model, "nope"), pytest.raises(ValueError, match="no checkpoint can say so"):
+        export(model, tmp_path / "out")
+    export(patch_model(model, "skip", max_skip=8), tmp_path / "out")
+
+
+def test_prompts_are_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match="prompt learning"):
+        export(peft.get_peft_model(tiny(), config), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "vlm"}, "Did you mean 'vllm'"),
+        ({"max_shard_gb": 0}, "max_shard_gb must be a number above 0, got 0"),
+        ({"target": "vllm", "converter": "x.py"}, "converter belongs to target 'llama.cpp'"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        export(tiny(), tmp_path / "out", **options)
+    assert left_behind(tmp_path) == []
+
+
+def test_llama_cpp_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="git clone https://github.com/ggml-org/llama.cpp"):
+        export(tiny(), tmp_path / "out", target="llama.cpp")
+
+
+def test_a_converter_that_fails_leaves_nothing(tmp_path):
+    tiny().save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    broken = fake_converter(tmp_path, "sys.exit('no such architecture')")
+    with pytest.raises(RuntimeError, match="no such architecture"):
+        export(tmp_path / "source", tmp_path / "out", target="llama.cpp", converter=broken)
+    assert sorted(left_behind(tmp_path)) == ["converter", "source"]
+    done = export(tmp_path / "source", tmp_path / "out", target="llama.cpp", converter=fake_converter(tmp_path))
+    assert (tmp_path / "out" / "model.gguf").read_bytes() == b"GGUF"
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert done.command == f"llama-server -m {tmp_path / 'out' / 'model.gguf'} -c {WINDOW}"
+
+
+def test_every_outcome_is_of_a_program_that_there_is():
+    assert {one.program for one in OUTCOMES} <= set(PROGRAMS)
+    assert all(one.folds or one.instead for one in OUTCOMES)

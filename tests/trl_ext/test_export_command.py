@@ -1,0 +1,29 @@
+"""`rope-patch export` from the command line."""
+
+import json
+
+from support.tiny import tiny
+
+from rope_patch import patch_model
+from rope_patch.export import PROGRAMS
+from trl_ext.cli import main
+from trl_ext.export_command import TARGETS
+
+
+def test_the_command_writes_a_checkpoint_and_says_how_to_serve_it(tmp_path, capsys):
+    patch_model(tiny(), "yarn", factor=4.0).save_pretrained(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--target", "vllm"]) == 0
+    printed = capsys.readouterr().out
+    assert "logits differ by" in printed and f"vllm serve {tmp_path / 'out'} --max-model-len 256" in printed
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]["rope_type"] == "yarn"
+
+
+def test_a_refusal_is_one_line(tmp_path, capsys):
+    patch_model(tiny(), "dynamic-ntk", factor=4.0).save_pretrained(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--target", "sglang"]) == 1
+    assert "sglang would serve this model wrong" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_targets_are_those_of_the_package():
+    assert tuple(PROGRAMS) == TARGETS
