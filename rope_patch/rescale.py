@@ -132,11 +132,10 @@ def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParamete
 
 def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> int | None:
     """Positions that a checkpoint was pretrained on: a rescaled config declares more as its `window`."""
-    by_layer_type = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
-    named = [
-        s["original_max_position_embeddings"] for s in by_layer_type if s and s.get("original_max_position_embeddings")
-    ]
-    return min(named, default=window)
+    schedules = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
+    # 'drop-rope' names a window of 1, which is no window that anybody trained on
+    named = [s.get("original_max_position_embeddings") or 0 for s in schedules if s]
+    return min((original for original in named if original > 1), default=window)
 
 
 def names_no_window(rescaling: Rescaling, window: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 from .base import RESCALINGS, NativeRope, Rescaling
 from .base_change import ABF, NTK
+from .drop_rope import DropRope
 from .interpolation import PI, DynamicNTK
 from .llama3 import Llama3
 from .longrope import LongRope
@@ -12,6 +13,7 @@ __all__ = [
     "NTK",
     "PI",
     "RESCALINGS",
+    "DropRope",
     "DynamicNTK",
     "Llama3",
     "LongRope",
