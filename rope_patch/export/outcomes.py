@@ -47,6 +47,24 @@ _TRANSFORMERS = "or serve it with Transformers"
 OUTCOMES = (
     Wrong("vllm", "longrope", "gives rows within the trained window the long factors", f"{_RESCALE}, {_TRANSFORMERS}."),
     Wrong("vllm", "dynamic", "ends its table at the trained window", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong(
+        "vllm",
+        "yarn",
+        "does not round the ends of the ramp, as Transformers goes on to do for a schedule of one layer type",
+        "Leave out truncate and train again, or serve it with Transformers.",
+        options=("truncate",),
+        families=("gemma3_text",),
+    ),
+    *(
+        Wrong(
+            "sglang",
+            rope_type,
+            "does not rescale at all",
+            "Rescale with 'ntk' or 'abf', which it serves right, and train again, or serve it with vLLM.",
+            families=("gemma3_text",),
+        )
+        for rope_type in ("linear", "yarn", "llama3", "longrope")
+    ),
     Wrong("sglang", "yarn", "ignores attention_factor", "", options=("attention_factor",), folds=True),
     Wrong("sglang", "longrope", "ignores attention_factor", "", options=("attention_factor",), folds=True),
     Wrong("sglang", "dynamic", "does not follow the length of the row", f"{_RESCALE}, {_TRANSFORMERS}."),
@@ -72,7 +90,12 @@ OUTCOMES = (
         f"{_RESCALE}, or serve it with vLLM or Transformers.",
         right_for=("llama", "mistral"),
     ),
-    Wrong("llama.cpp", "longrope", "does not rescale at all", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong(
+        "llama.cpp",
+        "longrope",
+        "does not rescale at all or, for Phi-3, gives all rows the factors of the context that it is served with",
+        f"{_RESCALE}, {_TRANSFORMERS}.",
+    ),
     Wrong("llama.cpp", "dynamic", "does not rescale at all", f"{_RESCALE}, {_TRANSFORMERS}."),
     Wrong("mlx", "yarn", "ignores attention_factor", "", options=("attention_factor",), folds=True),
     Wrong(
