@@ -13,10 +13,10 @@ from transformers.utils import logging
 
 from ..adapter_watch import require_no_decoder_in_adapters
 from ..older_form import older_form, unscaled_keys, write_older_keys
-from ..one_config import require_frequencies_of_config, require_saved_schedule, text_config
+from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
 from ..registry import unknown
-from ..rescale import RopeSchedule
-from ..rotary import find_core, find_decoder
+from ..rescale import RopeParameters
+from ..rotary import find_causal_lm, find_decoder
 from ..state import state_of
 from .attention_factor import Edit, fold_attention_factor, folded_schedule
 from .gguf import convert, find_converter
@@ -105,7 +105,7 @@ def export(
     out = Path(folder)
     with whole_folder(out) as unfinished:
         loaded = model if isinstance(model, nn.Module) else load(model)
-        core, decoder = find_core(loaded), find_decoder(loaded)
+        core, decoder = find_causal_lm(loaded), find_decoder(loaded)
         edits = _require_right(target, loaded, core, decoder)
         config = _config_to_save(core, decoder, folded=bool(edits))
         window = getattr(text_config(core, decoder), "max_position_embeddings", None)
@@ -160,10 +160,10 @@ def _require_plain(core: PreTrainedModel, decoder: PreTrainedModel) -> None:
     require_no_decoder_in_adapters(core)
     state = state_of(decoder)
     if state is None:
-        require_frequencies_of_config(RopeSchedule.of(decoder), decoder)
+        require_frequencies_of_config(RopeParameters.of(decoder), decoder)
     else:
         state.require_no_native_rope("export")
-        require_saved_schedule(core, decoder, state)
+        require_saved_rope(core, decoder, state)
         source = state.active(training=False)
         if source is not None:
             raise ValueError(
