@@ -14,6 +14,7 @@ MODULES = {
     "rope_patch.distillation": "losses of a model under a view or a rescaling",
     "rope_patch.next_token": "next-token losses whose tokens differ in weight",
     "rope_patch.eval": "what a model can do, within its window and beyond",
+    "rope_patch.export": "a checkpoint for another program",
     "trl_ext": "training with TRL",
     "trl_ext.objectives": "what a trainer minimises",
     "trl_ext.rows": "rows to train on",
