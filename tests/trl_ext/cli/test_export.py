@@ -7,7 +7,7 @@ from support.tiny import tiny
 from rope_patch import patch_model
 from rope_patch.export import PROGRAMS
 from trl_ext.cli import main
-from trl_ext.export_command import TARGETS
+from trl_ext.cli.export import TARGETS
 
 
 def test_the_command_writes_a_checkpoint_and_says_how_to_serve_it(tmp_path, capsys):
