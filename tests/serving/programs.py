@@ -1,0 +1,188 @@
+"""The programs that serve checkpoints: fetched once into a cache outside the repository, each run in its own process.
+
+Run: python tests/serving/programs.py [NAME ...]    (fetches what is named, or all; llama.cpp is compiled)
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CACHE = Path(os.environ.get("ROPE_PATCH_PROGRAMS", "~/.cache/rope-patch-tests")).expanduser()
+WORKERS = Path(__file__).parent / "workers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program and how it is asked.
+
+    Args:
+        name: as tables show it.
+        package: its package on PyPI.
+        version: the one that `expected.py` tells of.
+        worker: file in `workers/` that runs it: WORKER FOLDER JOBS.json, an .npz or an .error for each job.
+        gives: "logits", or "tables" of cosines and sines, which then go through Transformers' model.
+        fetch: puts what the worker needs into a folder.
+    """
+
+    name: str
+    package: str
+    version: str
+    worker: str
+    gives: str
+    fetch: "Callable[[Program, Path], None]"
+
+    @property
+    def folder(self) -> Path:
+        return CACHE / f"{self.package}-{self.version}"
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot be run, None if it can."""
+        if (self.folder / ".fetched").exists():
+            return None
+        return f'{self.name} {self.version} is not in {CACHE}: run python tests/serving/programs.py "{self.name}"'
+
+    def run(self, jobs: Sequence[dict[str, Any]]) -> None:
+        """Do `jobs` in a process of its own; what it says goes to the error if it fails as a whole."""
+        with tempfile.TemporaryDirectory() as scratch:
+            listed = Path(scratch) / "jobs.json"
+            listed.write_text(json.dumps(jobs))
+            subprocess.run(
+                [sys.executable, WORKERS / self.worker, self.folder, listed],
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+
+
+def _pip(*arguments: str | Path) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, arguments)], check=True)
+
+
+def _compile_llama_cpp(program: Program, folder: Path) -> None:
+    """The sdist of llama-cpp-python holds llama.cpp's sources and converter; the library alone is compiled."""
+    _pip("download", "--no-deps", "--no-binary", program.package, _pinned(program), "-d", folder)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, members=_without_first_part(archive), filter="data")
+    sources = folder / "vendor" / "llama.cpp"
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"]
+    subprocess.run(["cmake", "-S", sources, "-B", sources / "build", *options], check=True)
+    jobs = os.environ.get("JOBS", "1")
+    subprocess.run(["cmake", "--build", sources / "build", "--target", "llama", "-j", jobs], check=True)
+
+
+def _without_first_part(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    members = [member for member in archive.getmembers() if "/" in member.name]
+    for member in members:
+        member.name = member.name.partition("/")[2]
+        if member.islnk():
+            member.linkname = member.linkname.partition("/")[2]
+    return members
+
+
+def _install_mlx(program: Program, folder: Path) -> None:
+    """mlx-lm itself, and MLX for CPUs; what else it imports is in the environment."""
+    _pip("install", "--target", folder, "--only-binary", ":all:", "mlx[cpu]", "numpy")
+    _pip("install", "--target", folder, "--no-deps", _pinned(program))
+
+
+def _install(program: Program, folder: Path) -> None:
+    _pip("install", "--target", folder, "--only-binary", ":all:", "--no-deps", _pinned(program))
+
+
+def _install_onnx(program: Program, folder: Path) -> None:
+    """The builder of models, and what it and ONNX Runtime import that the environment lacks."""
+    others = ("onnxruntime", "onnx", "onnx_ir", "ml_dtypes", "protobuf", "flatbuffers")
+    _pip("install", "--target", folder, "--only-binary", ":all:", "--no-deps", _pinned(program), *others)
+
+
+def _unpack_rotary_classes(program: Program, folder: Path) -> None:
+    """The folder of rotary classes out of the wheel, and nothing that it depends on."""
+    with tempfile.TemporaryDirectory() as scratch:
+        _pip("download", "--no-deps", "--only-binary", ":all:", _pinned(program), "-d", scratch)
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            wheel.extractall(folder, [name for name in wheel.namelist() if "/layers/rotary_embedding/" in name])
+
+
+def _pinned(program: Program) -> str:
+    return f"{program.package}=={program.version}"
+
+
+PROGRAMS = {
+    program.name: program
+    for program in (
+        Program(
+            name="vLLM",
+            package="vllm",
+            version="0.33.0",
+            worker="vllm_tables.py",
+            gives="tables",
+            fetch=_unpack_rotary_classes,
+        ),
+        Program(
+            name="SGLang",
+            package="sglang",
+            version="0.5.23",
+            worker="sglang_tables.py",
+            gives="tables",
+            fetch=_unpack_rotary_classes,
+        ),
+        Program(
+            name="llama.cpp",
+            package="llama-cpp-python",
+            version="0.3.36",
+            worker="llama_cpp_logits.py",
+            gives="logits",
+            fetch=_compile_llama_cpp,
+        ),
+        Program(
+            name="mlx-lm",
+            package="mlx-lm",
+            version="0.32.2",
+            worker="mlx_logits.py",
+            gives="logits",
+            fetch=_install_mlx,
+        ),
+        Program(
+            name="CTranslate2",
+            package="ctranslate2",
+            version="4.8.5",
+            worker="ctranslate2_logits.py",
+            gives="logits",
+            fetch=_install,
+        ),
+        Program(
+            name="ONNX Runtime GenAI",
+            package="onnxruntime-genai",
+            version="0.18.0",
+            worker="onnx_genai_logits.py",
+            gives="logits",
+            fetch=_install_onnx,
+        ),
+    )
+}
+
+
+def main() -> None:
+    """Fetch the programs that are named and not there yet."""
+    for name in sys.argv[1:] or PROGRAMS:
+        if name not in PROGRAMS:
+            raise SystemExit(f"Unknown program {name!r}. Known: {', '.join(PROGRAMS)}.")
+        program = PROGRAMS[name]
+        if program.missing:
+            program.folder.mkdir(parents=True, exist_ok=True)
+            program.fetch(program, program.folder)
+            (program.folder / ".fetched").touch()
+        print(f"{name} {program.version}: {program.folder}")
+
+
+if __name__ == "__main__":
+    main()

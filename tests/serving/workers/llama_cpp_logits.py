@@ -1,0 +1,94 @@
+"""Logits of llama.cpp, of a GGUF by its own converter. Run by `programs.run`: llama_cpp_logits.py FOLDER JOBS.json"""
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SERVED_LENGTH = 2048  # llama-server -c
+
+ROOT = Path(sys.argv[1])
+SOURCES = ROOT / "vendor" / "llama.cpp"
+os.environ["LLAMA_CPP_LIB_PATH"] = str(SOURCES / "build" / "bin")
+sys.path[:0] = [str(SOURCES), str(SOURCES / "gguf-py")]
+# its __init__ imports a server and caches, with dependencies of their own; the bindings need none of them
+package = sys.modules["llama_cpp"] = ModuleType("llama_cpp")
+package.__path__ = [str(ROOT / "llama_cpp")]
+
+import gguf  # noqa: E402
+import llama_cpp.llama_cpp as llama  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from conversion import get_model_class  # noqa: E402
+from conversion.base import ModelBase  # noqa: E402
+
+
+def convert(checkpoint: Path, gguf_file: Path) -> None:
+    """Write a GGUF in float32 by the class that convert_hf_to_gguf.py takes, without a tokenizer."""
+    hparams = ModelBase.load_hparams(checkpoint, False)
+    converter = get_model_class(hparams["architectures"][0])
+
+    class WithoutTokenizer(converter):
+        model_arch = converter.model_arch
+
+        def set_vocab(self) -> None:
+            self.gguf_writer.add_tokenizer_model("no_vocab")
+
+        def set_gguf_parameters(self) -> None:
+            super().set_gguf_parameters()
+            if f"{self.gguf_writer.arch}.vocab_size" not in self.gguf_writer.kv_data[0]:
+                self.gguf_writer.add_vocab_size(hparams["vocab_size"])
+
+    with torch.inference_mode():
+        WithoutTokenizer(checkpoint, gguf.LlamaFileType.ALL_F32, gguf_file).write()
+
+
+def logits(model: Any, ids: np.ndarray, vocabulary: int) -> np.ndarray:
+    """[tokens, vocabulary] float32 of one row in a fresh context of `SERVED_LENGTH`."""
+    options = llama.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = SERVED_LENGTH
+    options.n_threads = options.n_threads_batch = 1
+    options.type_k = options.type_v = 0  # a cache in float32
+    context = llama.llama_init_from_model(model, options)
+    batch = llama.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, 1
+        batch.seq_id[i][0] = 0
+    try:
+        if status := llama.llama_decode(context, batch):
+            raise RuntimeError(f"llama_decode gave {status}")
+        rows = [llama.llama_get_logits_ith(context, i) for i in range(len(ids))]
+        return np.stack([np.ctypeslib.as_array(row, shape=(vocabulary,)).copy() for row in rows])
+    finally:
+        llama.llama_batch_free(batch)
+        llama.llama_free(context)
+
+
+def load(gguf_file: Path) -> Any:
+    options = llama.llama_model_default_params()
+    options.use_mmap = False
+    model = llama.llama_model_load_from_file(str(gguf_file).encode(), options)
+    if not model:
+        raise RuntimeError("llama.cpp does not load the GGUF")
+    return model
+
+
+silent = llama.llama_log_callback(lambda level, text, data: None)
+llama.llama_log_set(silent, ctypes.c_void_p(0))
+llama.llama_backend_init()
+for job in json.loads(Path(sys.argv[2]).read_text()):
+    out = Path(job["out"])
+    try:
+        convert(Path(job["checkpoint"]), out.with_suffix(".gguf"))
+        model = load(out.with_suffix(".gguf"))
+        ids, vocabulary = np.load(job["ids"])[0], job["vocabulary"]
+        np.savez(out, **{row: logits(model, ids[:length], vocabulary) for row, length in job["rows"].items()})
+        llama.llama_model_free(model)
+    except Exception as error:  # of any kind: it is the outcome
+        out.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
+    finally:
+        out.with_suffix(".gguf").unlink(missing_ok=True)
