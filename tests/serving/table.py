@@ -1,12 +1,14 @@
 """The table of docs/serving.md, from what is expected of each cell."""
 
+from collections import Counter
+
 from serving.checkpoints import FAMILIES, RESCALINGS
 from serving.expected import cells
-from serving.outcomes import RIGHT, WRONG
+from serving.outcomes import WRONG
 from serving.programs import PROGRAMS
 
-START, END = "<!-- table: written by docs/serving.py -->\n", "<!-- end of the table -->"
-RUN_START, RUN_END = "<!-- run: written by docs/serving.py -->\n", "<!-- end of the run -->"
+START, END = "<!-- table: written by docs/serving_table.py -->\n", "<!-- end of the table -->"
+RUN_START, RUN_END = "<!-- run: written by docs/serving_table.py -->\n", "<!-- end of the run -->"
 
 
 def table() -> str:
@@ -30,15 +32,14 @@ def _of(program: str, form: str) -> list[tuple[str, str, str]]:
 
 
 def _cell(kinds: dict[str, str]) -> str:
-    """Families by kind, the kind alone where all that take the rescaling have it."""
-    groups: dict[str, list[str]] = {}
-    for family in FAMILIES:
-        if family in kinds:
-            groups.setdefault(kinds[family], []).append(family)
-    if len(groups) == 1:
-        return _bold(next(iter(groups)))
-    return "; ".join(f"{_bold(kind)}: {', '.join(families)}" for kind, families in groups.items())
+    """The kind of most families, then the others by name."""
+    most, *others = [kind for kind, _ in Counter(kinds.values()).most_common()]
+    parts = [_bold(most)]
+    for kind in others:
+        families = [family for family in FAMILIES if kinds.get(family) == kind]
+        parts.append(f"{_bold(kind)} for {', '.join(families)}")
+    return "; ".join(parts)
 
 
 def _bold(kind: str) -> str:
-    return {RIGHT: RIGHT, WRONG: f"**{WRONG}**"}.get(kind, kind)
+    return f"**{kind}**" if kind == WRONG else kind

@@ -1,4 +1,4 @@
-"""Run every program on every checkpoint and write the table of docs/serving.md. Run: python docs/serving.py
+"""Run every program on every checkpoint and write the table of docs/serving.md. Run: python docs/serving_table.py
 
 The programs come first: python tests/serving/programs.py. It takes about half an hour on two cores.
 """
@@ -33,6 +33,7 @@ def main() -> int:
         for family in FAMILIES:
             with tempfile.TemporaryDirectory() as folder:
                 outcomes = outcomes_of(program, family, Path(folder))
+            print(f"{program.name}, {family}: {len(outcomes)} cells", flush=True)
             changed += _tell_changes(program.name, family, outcomes)
             for outcome in outcomes.values():
                 if outcome.kind in differences and outcome.differences:
