@@ -167,21 +167,24 @@ def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
         trained += 0.3 * torch.randn_like(trained)
     distiller = SelfDistiller(model, ViewConsistency(), teacher=SharedTeacher(model))
     assert (
-        torch.equal(distiller.teacher.head.weight, native) and distiller.core.get_output_embeddings().weight is trained
+        torch.equal(distiller.teacher.head.weight, native)
+        and distiller.causal_lm.get_output_embeddings().weight is trained
     )
     _, tape = run(distiller, model, data)
     t, see = torch.arange(19)[None], oracle.causal(19)[None]
     weights = {n: w.detach() for n, w in oracle.weights_of(tiny("llama", dtype=torch.float64)).items()}
-    frequencies = oracle.default_frequencies(distiller.core.config)
+    frequencies = oracle.default_frequencies(distiller.causal_lm.config)
     bound = distiller.view.last
     total = 0.0
     for row in range(2):
         own = {name: value[row] for name, value in bound.parameters.items()}
         moved = bound.view.rope_index(t, own)
-        target = oracle.logits(weights, distiller.core.config, data["input_ids"][row : row + 1], t, see, frequencies)
+        target = oracle.logits(
+            weights, distiller.causal_lm.config, data["input_ids"][row : row + 1], t, see, frequencies
+        )
         student = {**weights, "lm_head.weight": trained.detach()}
         seen = oracle.logits(
-            student, distiller.core.config, data["input_ids"][row : row + 1], moved, see, frequencies / 4
+            student, distiller.causal_lm.config, data["input_ids"][row : row + 1], moved, see, frequencies / 4
         )
         total += divergence(seen[0, :-1].softmax(-1), target[0, :-1].softmax(-1), "reverse").sum()
     torch.testing.assert_close(tape.result.rows.kl.sum().double(), total, rtol=1e-4, atol=1e-5)

@@ -46,7 +46,7 @@ def run(distiller, data):
         tape = NextTokenTape(labelled, labelled.n_labels)
     inputs = {name: value for name, value in data.items() if name != "labels"}
     with distiller.active():
-        distiller.core(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        distiller.causal_lm(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
         tape.result.loss.backward()
     return tape
 
