@@ -80,7 +80,8 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
         del form["partial_rotary_factor"]
     scaling = {key: copy.deepcopy(value) for key, value in parameters.items() if key not in _KEYS[:-1]}
     if scaling.get("rope_type", "default") != "default" or len(scaling) > 1:
-        form["rope_scaling"] = scaling
+        # its name before Transformers 4.45, which some programs ask for
+        form["rope_scaling"] = {**scaling, "type": scaling.get("rope_type", "default")}
     if scaling.get("rope_type") == "longrope":
         form[_TRAINED_WINDOW] = scaling[_TRAINED_WINDOW]
     return form

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .local_layers import far_looking_types, why_no_far_looking
 from .older_form import older_form, older_keys, unscaled_keys, write_older_keys
@@ -196,6 +197,8 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         with _as_refusal(rescaling, config):
             rotary[name] = fresh_state(module, module_config)
         _require_shapes(rescaling, config, native.rotary[name], rotary[name])
+        if is_nested(config.rope_parameters):
+            _require_all_read(rescaling, config, rotary[name])
     return RopeParameters(
         config.rope_parameters,
         own,
@@ -223,6 +226,24 @@ def _require_shapes(rescaling: Rescaling, config: Any, before: RotaryState, afte
             raise ValueError(
                 f"rescaling {rescaling.name!r}: for model type {config.model_type!r} Transformers builds "
                 f"{buffer.numel()} frequencies of this schedule ({name}), and the model rotates by {old[0].numel()}."
+            )
+
+
+def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> None:
+    """Raise if a layer type's frequencies are not those of its schedule alone, as where an option is not looked for."""
+    for layer_type, parameters in config.rope_parameters.items():
+        buffer = built.buffers.get(f"{layer_type}_inv_freq")
+        initialise = ROPE_INIT_FUNCTIONS.get(parameters["rope_type"])
+        if buffer is None or initialise is None:
+            continue
+        alone = copy.deepcopy(config)
+        alone.rope_parameters = copy.deepcopy(parameters)
+        wanted, _ = initialise(alone, None)
+        if not torch.allclose(buffer[0].cpu(), wanted.cpu(), rtol=1e-5, atol=0):
+            raise ValueError(
+                f"rescaling {rescaling.name!r} with {rescaling.options()}: for model type {config.model_type!r}, whose "
+                "RoPE differs by layer, Transformers builds other frequencies than the options ask for, as it does "
+                "not look for all of them there (for 'yarn': truncate). Leave that option out."
             )
 
 

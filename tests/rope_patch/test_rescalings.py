@@ -1,5 +1,6 @@
 """Every rescaling: frequencies against their formulas, reload against what ran, and exact undo."""
 
+import copy
 import json
 import math
 import subprocess
@@ -330,3 +331,21 @@ def test_longrope_takes_its_regime_from_the_true_positions():
         seen = model(ids).logits
     torch.testing.assert_close(seen[:, :10], plain[:, :10], rtol=0, atol=1e-5)
     assert torch.equal(model(ids).logits, plain)
+
+
+@pytest.mark.parametrize(("options", "is_read"), [({}, True), ({"truncate": True}, True), ({"truncate": False}, False)])
+def test_an_option_that_transformers_drops_for_layer_types_is_refused(options, is_read):
+    """It looks for `truncate` beside the layer types of Gemma 3, where no such key can be."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    types = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        **shape, vocab_size=16, head_dim=64, num_hidden_layers=2, layer_types=types, max_position_embeddings=512
+    )
+    model = Gemma3ForCausalLM(config)
+    before = copy.deepcopy(model.config.to_dict())
+    if is_read:
+        patch_model(model, "yarn", factor=4.0, **options)
+        return
+    with pytest.raises(ValueError, match="gemma3_text.*whose RoPE differs by layer.*Leave that option out"):
+        patch_model(model, "yarn", factor=4.0, **options)
+    assert model.config.to_dict() == before

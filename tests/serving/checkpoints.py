@@ -81,7 +81,12 @@ FORMS = ("as saved", "older keys")
 
 
 def takes(family: str, rescaling: str) -> bool:
-    """Whether Transformers has the schedule for the family: Phi-3 it gives LongRoPE and plain bases alone."""
+    """Whether Transformers has the schedule for the family.
+
+    Phi-3 it gives LongRoPE and plain bases alone, and for Gemma 3's layer types it drops `truncate`.
+    """
+    if family == "Gemma3":
+        return "truncate" not in rescaling
     return family != "Phi3" or rescaling.split(",")[0] in ("none", "`ntk`", "`abf`", "`longrope`")
 
 

@@ -14,7 +14,7 @@ KINDS = {"+": RIGHT, "-": WRONG, "r": REFUSED}
 
 # program -> form -> one string a rescaling, in the order of `checkpoints.RESCALINGS`; "both" where the form is the same
 EXPECTED: dict[str, dict[str, list[str]]] = {
-    # 0.33.0; Gemma3 with truncate=False is what was asked for: Transformers itself drops the option there
+    # 0.33.0
     "vLLM": {
         "both": [
             "++++++",  # none
@@ -25,7 +25,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "+++++.",  # yarn, attention_factor
             "+++++.",  # yarn, beta_fast and beta_slow
             "+++++.",  # yarn, mscale and mscale_all_dim
-            "++++-.",  # yarn, truncate=False
+            "++++..",  # yarn, truncate=False
             "+++++.",  # llama3
             "------",  # longrope: long factors for short rows
             "------",  # longrope, attention_factor
@@ -43,7 +43,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-----.",  # yarn, attention_factor
             "++++-.",  # yarn, beta_fast and beta_slow
             "++++-.",  # yarn, mscale and mscale_all_dim
-            "++++-.",  # yarn, truncate=False
+            "++++..",  # yarn, truncate=False
             "++++-.",  # llama3
             "++++-+",  # longrope
             "------",  # longrope, attention_factor
@@ -61,7 +61,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-----.",  # yarn, attention_factor
             "-----.",  # yarn, beta_fast and beta_slow
             "-----.",  # yarn, mscale and mscale_all_dim
-            "----+.",  # yarn, truncate=False: as Transformers, it drops the option
+            "----..",  # yarn, truncate=False
             "++---.",  # llama3
             "------",  # longrope: long factors for short rows with Phi3, unscaled with others
             "------",  # longrope, attention_factor
@@ -79,7 +79,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-----.",  # yarn, attention_factor
             "---+-.",  # yarn, beta_fast and beta_slow
             "---+-.",  # yarn, mscale and mscale_all_dim
-            "-----.",  # yarn, truncate=False
+            "----..",  # yarn, truncate=False
             "---+-.",  # llama3
             "------",  # longrope
             "------",  # longrope, attention_factor
@@ -94,7 +94,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-----.",  # yarn, attention_factor
             "+++++.",  # yarn, beta_fast and beta_slow
             "+++++.",  # yarn, mscale and mscale_all_dim
-            "----+.",  # yarn, truncate=False: as Transformers, it drops the option
+            "----..",  # yarn, truncate=False
             "+++++.",  # llama3
             "------",  # longrope: long factors for short rows
             "------",  # longrope, attention_factor
@@ -112,7 +112,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "rrrrr.",  # yarn, attention_factor
             "rrrrr.",  # yarn, beta_fast and beta_slow
             "rrrrr.",  # yarn, mscale and mscale_all_dim
-            "rrrrr.",  # yarn, truncate=False
+            "rrrr..",  # yarn, truncate=False
             "-rrrr.",  # llama3
             "rrrrrr",  # longrope
             "rrrrrr",  # longrope, attention_factor
@@ -130,7 +130,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-rrrr.",  # yarn, attention_factor
             "----r.",  # yarn, beta_fast and beta_slow
             "-rrrr.",  # yarn, mscale and mscale_all_dim
-            "-rrrr.",  # yarn, truncate=False
+            "-rrr..",  # yarn, truncate=False
             "+rrrr.",  # llama3
             "-rrrrr",  # longrope
             "-rrrrr",  # longrope, attention_factor
@@ -145,7 +145,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-rrrr.",  # yarn, attention_factor
             "----r.",  # yarn, beta_fast and beta_slow
             "-rrrr.",  # yarn, mscale and mscale_all_dim
-            "-rrrr.",  # yarn, truncate=False
+            "-rrr..",  # yarn, truncate=False
             "+rrrr.",  # llama3
             "-rrrr+",  # longrope
             "-rrrr-",  # longrope, attention_factor

@@ -59,11 +59,14 @@ def test_every_rescaling_moves_the_logits_by_more_than_the_tolerance(family):
         assert abs(patched - native).max() / native.std() > 5 * TOLERANCE, rescaling
 
 
-@pytest.mark.parametrize("rescaling", [name for name in RESCALINGS if not takes("Phi3", name)])
-def test_what_phi3_does_not_take_is_refused(rescaling):
-    name, options = RESCALINGS[rescaling]
-    with pytest.raises(ValueError, match="no such schedule for model type 'phi3'"):
-        patch_model(tiny_model("Phi3"), name, **options)
+@pytest.mark.parametrize("family", ["Gemma3", "Phi3"])
+def test_what_a_family_does_not_take_is_refused(family):
+    why = "Leave that option out" if family == "Gemma3" else "no such schedule for model type 'phi3'"
+    refused = [method for name, method in RESCALINGS.items() if not takes(family, name)]
+    assert refused
+    for name, options in refused:
+        with pytest.raises(ValueError, match=why):
+            patch_model(tiny_model(family), name, **options)
 
 
 def test_every_cell_has_an_expectation():
