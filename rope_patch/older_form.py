@@ -8,6 +8,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from .rotary import is_nested
 
 _TRAINED_WINDOW = "original_max_position_embeddings"
@@ -57,6 +59,22 @@ def older_form(config: Any) -> dict[str, Any]:
         if _reads_same(config, keys):
             return keys
     return older_keys(config)
+
+
+def resumable_form(config: Any) -> dict[str, Any]:
+    """Of `older_form` what a model in training can be saved with.
+
+    Transformers' Trainer reads the config of a checkpoint that it goes on from as one of no family, and stops at a
+    scaling that names the trained window (yarn, llama3, longrope). Such schedules stay in `rope_parameters` alone,
+    until `export` writes the older keys too.
+    """
+    keys = older_form(config)
+    keys.get("rope_scaling", {}).pop("type", None)  # it would come back beside `rope_type` in `rope_parameters`
+    try:
+        PreTrainedConfig(**copy.deepcopy({**config.to_dict(), **keys}))
+    except AttributeError:
+        return unscaled_keys(config)
+    return keys
 
 
 def _candidates(config: Any) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .local_layers import far_looking_types, why_no_far_looking
-from .older_form import older_form, older_keys, unscaled_keys, write_older_keys
+from .older_form import older_keys, resumable_form, unscaled_keys, write_older_keys
 from .rescalings import NativeRope, Rescaling
 from .rotary import (
     RotaryState,
@@ -205,7 +205,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         config.max_position_embeddings,
         rotary,
         _scales_of_twin(decoder, config) if native.attention_scales else {},
-        older_form(config),
+        resumable_form(config),
     )
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.older_transformers import VERSION, run_with_older_transformers
 from support.tiny import WINDOW, gemma3, tiny, tokens
-from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedConfig
 
 from rope_patch import load_adapter, patch_model, unpatch_model
+from rope_patch.older_form import older_form
 
 OLDER = {"rope_theta", "rope_scaling", "rope_local_base_freq"}
 RESCALINGS = {
@@ -50,11 +51,18 @@ def saved(model, folder):
     return json.loads((folder / "config.json").read_text())
 
 
+def saved_in_both_forms(model, folder):
+    """As `export` writes them."""
+    written = {**saved(model, folder), **older_form(model.config)}
+    (folder / "config.json").write_text(json.dumps(written))
+    return written
+
+
 @pytest.mark.parametrize(("family", "rescaling"), CELLS)
 @torch.no_grad()
 def test_both_forms_and_the_older_one_alone_give_the_same_bits(family, rescaling, tmp_path):
     model, ids = rescaled(family, rescaling), tokens(1, WINDOW + 30)
-    written = saved(model, tmp_path)
+    written = saved_in_both_forms(model, tmp_path)
     assert "rope_parameters" in written and "rope_theta" in written
     assert ("rope_scaling" in written) == (rescaling not in ("ntk", "abf"))
     assert ("rope_local_base_freq" in written) == (family == "gemma3")
@@ -63,6 +71,15 @@ def test_both_forms_and_the_older_one_alone_give_the_same_bits(family, rescaling
     del written["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, logits)
+
+
+@pytest.mark.parametrize(("family", "rescaling"), CELLS)
+def test_save_pretrained_writes_what_a_training_can_go_on_from(family, rescaling, tmp_path):
+    """Transformers' Trainer reads a checkpoint's config as one of no family."""
+    written = saved(rescaled(family, rescaling), tmp_path)
+    PreTrainedConfig.from_json_file(tmp_path / "config.json")
+    names_the_window = rescaling.startswith(("yarn", "llama3", "longrope"))
+    assert ("rope_theta" in written) == (not names_the_window) and "rope_parameters" in written
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,19 +100,19 @@ def test_another_rescaling_leaves_no_key_of_the_one_before(tmp_path):
 
 
 def test_a_checkpoint_with_both_forms_is_patched_and_unpatched_without_a_trace(tmp_path):
-    saved(patch_model(tiny(), "yarn", factor=4.0), tmp_path / "yarn")
+    saved_in_both_forms(patch_model(tiny(), "yarn", factor=4.0), tmp_path / "yarn")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "yarn")
     stock = saved(loaded, tmp_path / "stock")
     assert not stock.keys() & OLDER
     patch_model(loaded, "abf", theta=5e5)
     again = saved(loaded, tmp_path / "abf")
-    assert again["rope_theta"] == again["rope_parameters"]["rope_theta"] == 5e5
-    assert again["rope_scaling"]["rope_type"] == again["rope_parameters"]["rope_type"] == "yarn"
+    assert again["rope_parameters"]["rope_theta"] == 5e5 and again["rope_parameters"]["rope_type"] == "yarn"
+    assert not again.keys() & OLDER
     assert saved(unpatch_model(loaded), tmp_path / "unpatched") == stock
 
 
 def test_the_window_that_longrope_names_does_not_outlive_it(tmp_path):
-    saved(rescaled("llama", "longrope"), tmp_path)
+    saved_in_both_forms(rescaled("llama", "longrope"), tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     patch_model(loaded, "yarn", factor=8.0, original_max_position_embeddings=2 * WINDOW)
     assert loaded.config.rope_parameters["original_max_position_embeddings"] == 2 * WINDOW
@@ -106,10 +123,10 @@ def test_an_adapter_that_is_merged_writes_both_and_one_that_is_taken_off_neither
     peft = pytest.importorskip("peft")
     stock = saved(tiny(), tmp_path / "stock")
     lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(patch_model(tiny(), "yarn", factor=4.0), lora)
+    adapted = peft.get_peft_model(patch_model(tiny(), "pi", factor=4.0), lora)
     adapted.save_pretrained(tmp_path / "adapter")
     written = saved(load_adapter(tiny(), tmp_path / "adapter").merge_and_unload(), tmp_path / "merged")
-    assert written["rope_scaling"]["rope_type"] == written["rope_parameters"]["rope_type"] == "yarn"
+    assert written["rope_scaling"]["rope_type"] == written["rope_parameters"]["rope_type"] == "linear"
     base = unpatch_model(load_adapter(tiny(), tmp_path / "adapter")).unload()
     assert saved(base, tmp_path / "native") == stock
 
@@ -123,7 +140,7 @@ def test_a_family_that_reads_the_older_form_otherwise_still_loads_to_the_same_bi
         pad_token_id=0,
     )  # fmt: skip
     model, ids = patch_model(Olmo3ForCausalLM(config).eval(), "yarn", factor=4.0), tokens(1, 90)
-    saved(model, tmp_path)
+    saved_in_both_forms(model, tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
 
 
@@ -155,7 +172,7 @@ def test_older_transformers_reads_the_same_model(tmp_path):
     folders, models = {}, {}
     for family, rescaling in CELLS:
         folder, model = tmp_path / f"{family}-{rescaling}", rescaled(family, rescaling)
-        model.save_pretrained(folder)
+        saved_in_both_forms(model, folder)
         # dynamic schedules differ by the longest row so far: short rows first, as in the other process
         for name, length in (("short", WINDOW - 10), ("long", WINDOW + 40)):
             torch.save(tokens(1, length), folder / f"{name}.ids")

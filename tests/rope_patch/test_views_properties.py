@@ -95,7 +95,7 @@ def strategies(farthest):
             placement=maybe(st.sampled_from(["end", "random"])),
         ),
         "cream": built(
-            Cream, target=farthest, law=maybe(st.sampled_from(["uniform", "gaussian"])), sigma=maybe(st.floats(0.5, 5))
+            Cream, target=farthest, law=maybe(st.sampled_from(["uniform", "gaussian"])), sigma=maybe(st.floats(0.5, 2))
         ),
         "longrecipe": built(
             LongRecipe, target=farthest, sentence_ends=st.lists(st.integers(4, 6)).map(lambda ends: [PAD, *ends])

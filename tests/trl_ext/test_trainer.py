@@ -228,7 +228,7 @@ def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
             {"view": "yarn", "view_args": {"factor": 2.0}},
             "'yarn' is a rescaling; a view is one of chunk-permute, compose",
         ),
-        ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, dynamic-ntk"),
+        ({"rescale": "skip"}, "'skip' is a view; a rescaling is one of abf, drop-rope, dynamic-ntk"),
         (
             {"view": "skip", "view_args": {"maxskip": 3}},
             "Unknown option 'maxskip' of view 'skip'. Did you mean 'max_skip'",
