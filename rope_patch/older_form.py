@@ -69,7 +69,9 @@ def resumable_form(config: Any) -> dict[str, Any]:
     until `export` writes the older keys too.
     """
     keys = older_form(config)
-    keys.get("rope_scaling", {}).pop("type", None)  # it would come back beside `rope_type` in `rope_parameters`
+    scaling = keys.get("rope_scaling", {})
+    if "rope_type" in scaling:
+        scaling.pop("type", None)  # it would come back beside `rope_type` in `rope_parameters`
     try:
         PreTrainedConfig(**copy.deepcopy({**config.to_dict(), **keys}))
     except AttributeError:

@@ -39,7 +39,7 @@ def test_any_native_schedule_can_be_dropped(tmp_path):
     assert model.config.max_position_embeddings == 4 * WINDOW
     model.save_pretrained(tmp_path / "dropped")
     written = json.loads((tmp_path / "dropped" / "config.json").read_text())
-    assert written["rope_scaling"]["original_max_position_embeddings"] == 1
+    assert written["rope_parameters"]["original_max_position_embeddings"] == 1
 
 
 def test_the_trained_window_of_such_a_checkpoint_is_not_one(tmp_path):
