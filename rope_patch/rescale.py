@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -241,7 +240,7 @@ def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> 
         try:
             alone.rope_parameters = copy.deepcopy(parameters)
             wanted, _ = initialise(alone, None)
-        except StrictDataclassFieldValidationError:  # a config that holds schedules of layer types alone
+        except Exception:  # of its own kind in every family whose config takes no schedule but by layer type
             continue
         if not torch.allclose(buffer[0].cpu(), wanted.cpu(), rtol=1e-5, atol=0):
             raise ValueError(
