@@ -74,7 +74,7 @@ def resumable_form(config: Any) -> dict[str, Any]:
         scaling.pop("type", None)  # it would come back beside `rope_type` in `rope_parameters`
     try:
         PreTrainedConfig(**copy.deepcopy({**config.to_dict(), **keys}))
-    except AttributeError:
+    except Exception:  # some families' other keys stop it too
         return unscaled_keys(config)
     return keys
 
