@@ -8,13 +8,13 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from .rotary import is_nested
 
 _TRAINED_WINDOW = "original_max_position_embeddings"
 # where families of Transformers 4 keep a base or a scaling; the last one for LongRoPE, which read it there alone
 _KEYS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", _TRAINED_WINDOW)
+# their `rope_scaling` has `original_max_position_embeddings` in it
+_NAMING_THE_WINDOW = ("yarn", "llama3", "longrope")
 
 
 def older_keys(config: Any) -> dict[str, Any]:
@@ -65,17 +65,14 @@ def resumable_form(config: Any) -> dict[str, Any]:
     """Of `older_form` what a model in training can be saved with.
 
     Transformers' Trainer reads the config of a checkpoint that it goes on from as one of no family, and stops at a
-    scaling that names the trained window (yarn, llama3, longrope). Such schedules stay in `rope_parameters` alone,
-    until `export` writes the older keys too.
+    scaling that names the trained window. Such schedules stay in `rope_parameters` alone, until `export` writes the
+    older keys too.
     """
     keys = older_form(config)
     scaling = keys.get("rope_scaling", {})
-    if "rope_type" in scaling:
-        scaling.pop("type", None)  # it would come back beside `rope_type` in `rope_parameters`
-    try:
-        PreTrainedConfig(**copy.deepcopy({**config.to_dict(), **keys}))
-    except Exception:  # some families' other keys stop it too
+    if scaling.get("type") in _NAMING_THE_WINDOW:
         return unscaled_keys(config)
+    scaling.pop("type", None)  # it would come back beside `rope_type` in `rope_parameters`
     return keys
 
 
