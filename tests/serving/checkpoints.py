@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch import patch_model
+from rope_patch.older_form import older_form
 
 WINDOW = 512
 FACTOR = 4.0
@@ -124,26 +125,8 @@ def new_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
 
 
-def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the keys that Transformers 4 wrote beside `rope_parameters`.
-
-    Flat, these are `rope_theta` and `rope_scaling` (with `type` beside `rope_type`, which is the older name). Gemma 3
-    has them for its full attention and `rope_local_base_freq` for the sliding one.
-    """
-    parameters = config["rope_parameters"]
-    older: dict[str, Any] = {}
-    if "full_attention" in parameters:
-        older["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
-        parameters = parameters["full_attention"]
-    older["rope_theta"] = parameters["rope_theta"]
-    scaling = {k: v for k, v in parameters.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    if scaling["rope_type"] != "default":
-        older["rope_scaling"] = {**scaling, "type": scaling["rope_type"]}
-    return {**new_keys(config), **older}
-
-
 def write_checkpoint(folder: Path, family: str, rescaling: str) -> dict[str, Path]:
-    """Save one model as this package does, in each form; the folder of each form."""
+    """Save one model as this package does, in each form, the older one as `export` writes it; the folder of each form."""
     model = tiny_model(family)
     if (method := RESCALINGS[rescaling]) is not None:
         patch_model(model, method[0], **method[1])
@@ -152,7 +135,8 @@ def write_checkpoint(folder: Path, family: str, rescaling: str) -> dict[str, Pat
     config = json.loads((saved / "config.json").read_text())
     older = folder / "older keys"
     shutil.copytree(saved, older, copy_function=_link)
-    for where, keys in ((saved, new_keys(config)), (older, with_older_keys(config))):
+    new = new_keys(config)
+    for where, keys in ((saved, new), (older, {**new, **older_form(model.config)})):
         (where / "config.json").unlink()
         (where / "config.json").write_text(json.dumps(keys, indent=2))
         # llama.cpp's converter counts the tokens here for Gemma
