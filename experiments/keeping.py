@@ -43,7 +43,7 @@ from rope_patch.eval.generation import greedy_answers, greedy_tokens
 from rope_patch.special_tokens import SpecialTokens
 from trl_ext.rows import make_rows, own_chats, own_texts
 
-EDGES = [64, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+EDGES = [64, *(2**k for k in range(10, 18))]
 TOKENS_HELD = 2**20  # in the caches of prompts that are answered together
 REPLY = 128  # tokens of a reply in a chat, at most
 GPU = torch.cuda.is_available()
@@ -188,7 +188,7 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace) -> di
     """Everything that is measured of a model in bf16."""
     begin = time.perf_counter()
     curve = loss_by_position(model, data.held_out, progress=False)
-    edges = [e for e in EDGES if e < curve.seq_len] + [curve.seq_len]
+    edges = [*(e for e in EDGES if e < curve.seq_len), curve.seq_len]
     found: dict[str, Any] = {"loss_by_position": curve.bins(edges), "own": own_text_figures(model, native, data)}
     found["asked"] = []
     for (test, chat, length), asked in data.asked.items():
@@ -234,8 +234,9 @@ def summary(found: dict[str, Any]) -> str:
 
 def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace) -> Iterator[Line]:
     """Train one arm, if it trains, and measure it."""
-    arm = arms(args.window, args.target, "chats" if data.tokenizer.chat_template else "own_texts")[name]
-    found: dict[str, Any] = {"target": args.target}
+    own = "chats" if data.tokenizer.chat_template else "own_texts"
+    arm = arms(args.window, args.target, own, args.row_length)[name]
+    found: dict[str, Any] = {"window": args.window, "target": args.target}
     if arm.shares is not None:
         model, told = train_arm(name, arm, data, args, seed)
         found |= told
@@ -257,8 +258,9 @@ def main() -> None:
     parser.add_argument("--held-out-own", type=int, default=100)
     parser.add_argument("--window", type=int, default=8192)
     parser.add_argument("--target", type=int, default=65536)
+    parser.add_argument("--rows", type=int, default=256, help="of --row-length, or as many tokens in shorter ones")
     parser.add_argument(
-        "--rows", type=int, default=256, help="of the window's length, or as many tokens in shorter ones"
+        "--row-length", type=int, help="tokens of a row that is trained on; by default the window, or what an arm has"
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 7900, 16384, 32768, 60000])
     parser.add_argument("--prompts", type=int, default=200, help="of a test and length within the window; half beyond")
@@ -274,7 +276,7 @@ def main() -> None:
         show(args, tables, None)
         return
     require(parser, args, "model", "text", "held_out", "own")
-    known = arms(args.window, args.target, "chats")
+    known = arms(args.window, args.target, "chats", args.row_length)
     names = chosen(parser, args, known)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     native = served(args.model)

@@ -30,13 +30,14 @@ class Arm:
         return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": {"factor": self.rescale[1]}}
 
 
-def arms(window: int, target: int, own: str) -> dict[str, Arm]:
+def arms(window: int, target: int, own: str, row_length: int | None = None) -> dict[str, Arm]:
     """Every arm by name.
 
     Args:
         window: tokens that the native model was trained on.
         target: positions to be reached.
         own: kind of rows that the model wrote itself, "chats" or, of a base model, "own_texts".
+        row_length: tokens of the rows that are trained on; None for the window, and for four windows in arm "pose".
     """
     times = target / window
     yarn, ntk = ("yarn", times), ("ntk", 4 * times)
@@ -46,21 +47,27 @@ def arms(window: int, target: int, own: str) -> dict[str, Arm]:
         ntk,
         {"text": 1.0, own: 1.0, "questions": 1.0},
         {"short": 0.25},
-        training={**distilled, "native_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}},
+        row_length,
+        {**distilled, "native_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}},
     )
     # a weight above 0 is asked for; this one is none
     no_kl = {**keep.training, "native_args": {"weight": 1e-9, "clm_weight": 1.0, "text_weight": 0.3}}
-    pose = {"view": "pose", "view_args": {"target": target, "window": window}, "learning_rate": 5e-4}
+    pose = {
+        "view": "pose",
+        "view_args": {"target": target, "window": row_length or window},
+        "learning_rate": 5e-4,
+    }
     return {
         "native": Arm(),
         "yarn": Arm(yarn),
         "ntk": Arm(("ntk", times)),
         "ntk-4": Arm(ntk),
-        "pose": Arm(yarn, {"text": 1.0}, {"short": 0.0, "label_all": True}, 4 * window, pose),
+        "pose": Arm(yarn, {"text": 1.0}, {"short": 0.0, "label_all": True}, row_length or 4 * window, pose),
         "books-kl": replace(
             keep, shares={"text": 1.0}, training={**distilled, "native_args": {"weight": 1.0, "clm_weight": 0.0}}
         ),
         "no-kl": replace(keep, training=no_kl),
+        "no-kl-2": replace(keep, rescale=("ntk", 2 * times), training=no_kl),
         "no-kl-1e-4": replace(keep, training={**no_kl, "learning_rate": 1e-4}),
         "keep": keep,
         "keep-2": replace(keep, rescale=("ntk", 2 * times)),

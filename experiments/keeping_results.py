@@ -6,6 +6,7 @@ the largest with them. A figure worse than the native model's beyond noise is ma
 paired difference, by bootstrap over prompts of the mean over seeds, lies beyond 0.
 """
 
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,6 @@ from result_lines import mean_of, spread
 from rope_patch.eval.paired import paired_interval
 
 Run = dict[str, Any]
-SPANS = [(64, 8192), (8192, 32768), (32768, 65536)]
 TESTS = ("passkey", "keys", "words")
 
 
@@ -49,15 +49,22 @@ def cell(found: list[list[float]], native: list[float], digits: int = 2) -> str:
     return f"{abs(fmean(map(fmean, found))):.{digits}f}{'*' if high < 0 else ''}"
 
 
+def spans(native: Run) -> list[tuple[int, int]]:
+    """Positions between which losses are averaged: within the window, to four times it, and to the end."""
+    window, end = native.get("window", 8192), native["loss_by_position"][-1]["end"]  # the first files have no window
+    edges = [64, *(edge for edge in (window, 4 * window) if edge < end), end]
+    return list(pairwise(edges))
+
+
 def table(runs: list[Run]) -> str:
     """Markdown of runs on the same prompts, the native model among them."""
     native = next(r for r in runs if r["arm"] == "native")
     lengths = sorted({c["length"] for c in native["asked"]})
-    spans = [(a, b) for a, b in SPANS if b <= native["loss_by_position"][-1]["end"]]
+    between = spans(native)
     columns = [
         "arm",
         "seeds",
-        *(f"loss {a}-{b}" for a, b in spans),
+        *(f"loss {a}-{b}" for a, b in between),
         "KL on own texts",
         "replies",
         "ended",
@@ -71,7 +78,7 @@ def table(runs: list[Run]) -> str:
         by_arm.setdefault(run["arm"], []).append(run)
     for arm, seeds in by_arm.items():
         row = [arm, str(len(seeds))]
-        row += [spread([mean_of(run["loss_by_position"], a, b) for run in seeds], 3) for a, b in spans]
+        row += [spread([mean_of(run["loss_by_position"], a, b) for run in seeds], 3) for a, b in between]
         row.append(spread([run["own"]["kl"] for run in seeds], 3))
         row.append(cell([reply_losses(run) for run in seeds], reply_losses(native)))
         row.append(cell([ended(run) for run in seeds], ended(native)))

@@ -15,7 +15,7 @@ from support.tiny import tiny
 from rope_patch.eval.asking import Frame
 from trl_ext import RopeSFTConfig
 
-ARMS = "native yarn ntk ntk-4 pose books-kl no-kl no-kl-1e-4 keep keep-2 keep-1e-4 keep-whole-rows keep-no-text".split()
+ARMS = "native yarn ntk ntk-4 pose books-kl no-kl no-kl-2 no-kl-1e-4 keep keep-2 keep-1e-4 keep-whole-rows keep-no-text".split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
 
@@ -84,7 +84,6 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     own, out = tmp_path / "own.json", tmp_path / "out.jsonl"
     own.write_text(json.dumps([[*frame.begin, 30, 31, *turn, *([32, 33] * 10)] for _ in range(6)]))
     monkeypatch.setattr(questions, "TAIL", 200)
-    monkeypatch.setattr(keeping, "EDGES", [64, 2048])
     monkeypatch.setattr(keeping, "REPLY", 4)
     monkeypatch.setattr(
         sys,
@@ -105,7 +104,6 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         "keep-0": "default",
         "pose-0": "yarn",
     }
-    monkeypatch.setattr(keeping_results, "SPANS", [(64, 2048)])
     assert "| keep |" in keeping_results.table(runs)
     keeping.main()
     assert len(out.read_text().splitlines()) == 3, "what is measured is not measured again"
