@@ -6,6 +6,7 @@ import sys
 
 import keeping
 import keeping_arms
+import keeping_plot
 import keeping_questions as questions
 import keeping_results
 import pytest
@@ -15,7 +16,9 @@ from support.tiny import tiny
 from rope_patch.eval.asking import Frame
 from trl_ext import RopeSFTConfig
 
-ARMS = "native yarn ntk ntk-4 pose books-kl no-kl no-kl-2 no-kl-1e-4 keep keep-2 keep-1e-4 keep-whole-rows keep-no-text".split()
+ARMS = (
+    "native yarn ntk ntk-4 pose books-kl no-kl no-kl-2 no-kl-1e-4 keep keep-2 keep-1e-4 keep-whole-rows keep-no-text"
+).split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
 
@@ -107,3 +110,17 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     assert "| keep |" in keeping_results.table(runs)
     keeping.main()
     assert len(out.read_text().splitlines()) == 3, "what is measured is not measured again"
+
+
+def test_the_figure_has_a_line_an_arm_of_means_over_seeds(tmp_path, monkeypatch):
+    def run(arm, seed, scores):
+        cells = [{"test": "passkey", "chat": False, "length": n, "scores": scores} for n in (1024, 2048)]
+        return {"arm": arm, "seed": seed, "asked": cells}
+
+    drawn = []
+    monkeypatch.setattr(keeping_plot, "save_figure", lambda figure, path: drawn.append(figure) or [path])
+    runs = [run("native", 0, [0, 0, 1, 1]), run("keep-2", 0, [1, 1, 1, 0]), run("keep-2", 1, [1, 1, 1, 1])]
+    assert keeping_plot.plot(runs, tmp_path / "figure.png", "a model") == [tmp_path / "figure.png"]
+    (axes,) = drawn[0].axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert lines["as it came"] == [0.5, 0.5] and lines["the recipe"] == [0.875, 0.875]
