@@ -135,6 +135,8 @@ def train_arm(name: str, arm: Arm, data: Data, args: argparse.Namespace, seed: i
     made = time.perf_counter()
     fields = {**TRAINING, "max_length": arm.row_length or args.window, **arm.rescaling(), **arm.training}
     trainer = train(load(args.model), data.tokenizer, rows, fields, seed)
+    if arm.kept < 1:
+        mix_with(trainer.model, load(args.model), arm.kept)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(args.checkpoints or folder) / f"{name}-{seed}"
         trainer.save_model(str(checkpoint))
@@ -146,6 +148,14 @@ def train_arm(name: str, arm: Arm, data: Data, args: argparse.Namespace, seed: i
         "steps": trainer.state.global_step,
         "log": history[:: max(len(history) // 8, 1)] + history[-1:],
     }
+
+
+@torch.no_grad()
+def mix_with(trained: Any, native: Any, kept: float) -> None:
+    """Move the weights of `trained` back towards `native`'s: w_native + kept (w_trained - w_native)."""
+    before = dict(native.named_parameters())
+    for name, weight in trained.named_parameters():
+        weight.copy_(torch.lerp(before[name].to(weight), weight, kept))
 
 
 @torch.no_grad()

@@ -17,6 +17,8 @@ class Arm:
         rows: further options of `trl_ext.rows.make_rows`.
         row_length: tokens of a row; None for the window.
         training: fields of RopeSFTConfig beside those that all arms have.
+        kept: share of what training changed in each weight that is kept: weights are w_native + kept (w_trained -
+            w_native), WiSE-FT's mix (arXiv:2109.01903), under the arm's rescaling.
     """
 
     rescale: tuple[str, float] | None = None
@@ -24,6 +26,7 @@ class Arm:
     rows: Options = field(default_factory=dict)
     row_length: int | None = None
     training: Options = field(default_factory=dict)
+    kept: float = 1.0
 
     def rescaling(self) -> dict[str, Any]:
         """Its fields of RopeSFTConfig."""
@@ -50,6 +53,7 @@ def arms(window: int, target: int, own: str, row_length: int | None = None) -> d
         row_length,
         {**distilled, "native_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}},
     )
+    keep_2 = replace(keep, rescale=("ntk", 2 * times))
     # a weight above 0 is asked for; this one is none
     no_kl = {**keep.training, "native_args": {"weight": 1e-9, "clm_weight": 1.0, "text_weight": 0.3}}
     pose = {
@@ -67,10 +71,19 @@ def arms(window: int, target: int, own: str, row_length: int | None = None) -> d
             keep, shares={"text": 1.0}, training={**distilled, "native_args": {"weight": 1.0, "clm_weight": 0.0}}
         ),
         "no-kl": replace(keep, training=no_kl),
-        "no-kl-2": replace(keep, rescale=("ntk", 2 * times), training=no_kl),
+        "no-kl-2": replace(keep_2, training=no_kl),
         "no-kl-1e-4": replace(keep, training={**no_kl, "learning_rate": 1e-4}),
         "keep": keep,
-        "keep-2": replace(keep, rescale=("ntk", 2 * times)),
+        "keep-2": keep_2,
+        "keep-2-1e-4": replace(keep_2, training={**keep.training, "learning_rate": 1e-4}),
+        "keep-2-no-text": replace(
+            keep_2, training={**keep.training, "native_args": {"weight": 1.0, "clm_weight": 1.0}}
+        ),
+        "keep-2-kl-3": replace(
+            keep_2, training={**keep.training, "native_args": {"weight": 3.0, "clm_weight": 1.0, "text_weight": 0.3}}
+        ),
+        "keep-2-half": replace(keep_2, kept=0.5),
+        "keep-2-most": replace(keep_2, kept=0.75),
         "keep-1e-4": replace(keep, training={**keep.training, "learning_rate": 1e-4}),
         "keep-whole-rows": replace(keep, rows={"short": 0.0}),
         "keep-no-text": replace(keep, training={**keep.training, "native_args": {"weight": 1.0, "clm_weight": 1.0}}),

@@ -10,6 +10,7 @@ import keeping_plot
 import keeping_questions as questions
 import keeping_results
 import pytest
+import torch
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
@@ -17,7 +18,8 @@ from rope_patch.eval.asking import Frame
 from trl_ext import RopeSFTConfig
 
 ARMS = (
-    "native yarn ntk ntk-4 pose books-kl no-kl no-kl-2 no-kl-1e-4 keep keep-2 keep-1e-4 keep-whole-rows keep-no-text"
+    "native yarn ntk ntk-4 pose books-kl no-kl no-kl-2 no-kl-1e-4 keep keep-1e-4 keep-whole-rows keep-no-text "
+    "keep-2 keep-2-1e-4 keep-2-no-text keep-2-kl-3 keep-2-half keep-2-most"
 ).split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
@@ -124,3 +126,13 @@ def test_the_figure_has_a_line_an_arm_of_means_over_seeds(tmp_path, monkeypatch)
     (axes,) = drawn[0].axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert lines["as it came"] == [0.5, 0.5] and lines["the recipe"] == [0.875, 0.875]
+
+
+def test_weights_are_mixed_with_those_before_training():
+    trained, native = tiny("llama"), tiny("llama")
+    for weight in trained.parameters():
+        weight.data += torch.randn_like(weight)
+    ends = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in (native, trained)]
+    keeping.mix_with(trained, native, 0.25)
+    for name, weight in trained.named_parameters():
+        torch.testing.assert_close(weight, 0.75 * ends[0][name] + 0.25 * ends[1][name])
