@@ -65,6 +65,7 @@ def arms(window: int, target: int, own: str, row_length: int | None = None) -> d
         "native": Arm(),
         "yarn": Arm(yarn),
         "ntk": Arm(("ntk", times)),
+        "ntk-2": Arm(("ntk", 2 * times)),
         "ntk-4": Arm(ntk),
         "pose": Arm(yarn, {"text": 1.0}, {"short": 0.0, "label_all": True}, row_length or 4 * window, pose),
         "books-kl": replace(
