@@ -16,6 +16,7 @@ from ..rotary import find_decoder
 from ..state import has_view
 from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from .masks import causal_band, finished_mask
+from .prefix import is_read_in_parts, prefix_attention
 
 _WINDOW_BLOCK = 1024  # queries that look through one window at once: shorter ones launch more, longer ones see less
 
@@ -145,6 +146,11 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     SDPA's own `is_causal` counts queries from the first key on, and a mask would keep it from flash attention.
     """
     n, n_keys = q.shape[2], k.shape[2]
+    if q.is_cuda and 1 < n < n_keys:
+        before, here = slice(n_keys - n), slice(n_keys - n, None)
+        # two calls of the kernel for whole rows take less time than one of a kernel that takes a bias
+        if is_read_in_parts(q, k[:, :, here], v[:, :, here], scale):
+            return prefix_attention(q, k[:, :, before], v[:, :, before], k[:, :, here], v[:, :, here], scale)
     grouped = q.shape[1] != k.shape[1]
     # other kernels than flash attention repeat keys themselves, the slow one in full precision
     grouped = grouped and q.is_cuda and _can_use_flash(q, k, v)

@@ -98,14 +98,24 @@ def prefix_attention(
     shared = query.shape[1] != key.shape[1]
     if not prefix_key.shape[2]:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
-    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scale, enable_gqa=shared)
-    kernel = _KERNELS.get((query.device.type, choice))
+    kernel = _kernel_of_parts(query, key, value, scale)
     if kernel is not None:
         output: torch.Tensor = _Merged.apply(query, prefix_key, prefix_value, key, value, scale, kernel)
         return output
     mask: Any = causal_lower_right(query.shape[2], prefix_key.shape[2] + key.shape[2])
     key, value = torch.cat([prefix_key, key], 2), torch.cat([prefix_value, value], 2)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=shared)
+
+
+def is_read_in_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> bool:
+    """Whether `prefix_attention` of such tokens calls a kernel for each part, which needs no copy of the prefix."""
+    return _kernel_of_parts(query, key, value, scale) is not None
+
+
+def _kernel_of_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> _Kernel | None:
+    shared = query.shape[1] != key.shape[1]
+    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scale, enable_gqa=shared)
+    return _KERNELS.get((query.device.type, choice))
 
 
 class _Merged(torch.autograd.Function):
