@@ -236,8 +236,9 @@ def summary(found: dict[str, Any]) -> str:
     for test in NEW_TOKENS:
         for chat in (False, True):
             cells = [c for c in found["asked"] if (c["test"], c["chat"]) == (test, chat)]
-            shown = "  ".join(f"{c['length']} {fmean(c['scores']):.2f}" for c in cells)
-            lines.append(f"  {test:8}{'chat' if chat else 'raw':5} {shown}")
+            if cells:
+                shown = "  ".join(f"{c['length']} {fmean(c['scores']):.2f}" for c in cells)
+                lines.append(f"  {test:8}{'chat' if chat else 'raw':5} {shown}")
     if "short_text" in found:
         lines.append("  " + "  ".join(f"{name} {a:.3f}" for name, a in found["short_text"]["accuracy"].items()))
     return "\n".join(lines)
