@@ -45,12 +45,13 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     decoder = find_decoder(model)
     if state_of(decoder) is not None:
         raise ValueError("load_adapter needs a model without patches: call unpatch_model first.")
-    found = (decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None))
-    wanted = (specification["native_rope_parameters"], specification["native_max_position_embeddings"])
-    if found != wanted:
+    loaded = (decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None))
+    recorded = (specification["native_rope_parameters"], specification["native_max_position_embeddings"])
+    if loaded != recorded:
         raise ValueError(
-            f"the adapter in {directory} was trained on a base model with RoPE {wanted[0]} and a window of {wanted[1]} "
-            f"positions, this model has {found[0]} and {found[1]}. Load the base model that it was trained on."
+            f"the adapter in {directory} was trained on a base model with RoPE {recorded[0]} and a window of "
+            f"{recorded[1]} positions, this model has {loaded[0]} and {loaded[1]}. Load the base model that it was "
+            "trained on."
         )
     _require_own_weights(directory, specification)
     view = always_view_of(specification)
@@ -72,8 +73,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
 
 def _require_own_weights(directory: str | os.PathLike[str], specification: dict[str, Any]) -> None:
     """Raise ValueError if the adapter was saved anew, by a model without patches, which leaves the specification."""
-    recorded, found = specification.get("adapter_weights"), digest_of_folder(directory)
-    if found is None:
+    recorded, digest = specification.get("adapter_weights"), digest_of_folder(directory)
+    if digest is None:
         return  # PEFT says what is missing
     if recorded is None:
         logger.warning(
@@ -81,7 +82,7 @@ def _require_own_weights(directory: str | os.PathLike[str], specification: dict[
             f"{specification['rope_patch_version']}: an adapter that was saved over it later would be loaded with a "
             "RoPE that is not its own."
         )
-    elif recorded != found:
+    elif recorded != digest:
         raise ValueError(
             f"{SIDECAR_NAME} in {directory} does not belong to the weights beside it, which were saved later, or "
             "changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; if "

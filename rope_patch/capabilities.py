@@ -34,17 +34,17 @@ _WEIGHTS_AFTER_ROPE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 def missing_capabilities(model: nn.Module) -> dict[str, str]:
     """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
     causal_lm, decoder = find_causal_lm(model), find_decoder(model)
-    found = {
+    reasons = {
         "views": why_no_views(decoder, LocalLayers.of(decoder)),
         "native_rope": why_no_native_rope(decoder),
         "gradient checkpointing": why_no_checkpointing(decoder),
         "self-distillation": why_no_self_distillation(causal_lm, decoder),
         "relation distillation": why_no_relations(causal_lm, decoder),
     }
-    if found["self-distillation"] is None:
+    if reasons["self-distillation"] is None:
         two = why_two_passes(causal_lm, decoder)
-        found["self-distillation in one pass"] = two and f"the model has {two}."
-    return {what: reason for what, reason in found.items() if reason is not None}
+        reasons["self-distillation in one pass"] = two and f"the model has {two}."
+    return {what: reason for what, reason in reasons.items() if reason is not None}
 
 
 def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
@@ -240,9 +240,9 @@ def _passes_on(forward: Callable[..., Any]) -> bool:
     function = function_tree(forward)
     if function is None:
         return True
-    own = function.args.kwarg
-    return own is not None and any(
-        keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == own.arg
+    keywords = function.args.kwarg
+    return keywords is not None and any(
+        keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords.arg
         for call in ast.walk(function)
         if isinstance(call, ast.Call)
         and not (isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function")

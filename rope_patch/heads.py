@@ -165,13 +165,13 @@ def _reading(heads: list[Any], compute: Callable[..., torch.Tensor], *hidden: to
 
 def _as_forward_of(head: Any, compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:
     """`head(*hidden)` with its hooks and `compute` in place of its forward."""
-    own = vars(head).get("forward")  # of an instance that something else has patched
+    patched = vars(head).get("forward")  # of an instance that something else has patched
     head.forward = compute
     try:
         output: torch.Tensor = head(*hidden)
     finally:
-        if own is None:
+        if patched is None:
             del head.forward
         else:
-            head.forward = own
+            head.forward = patched
     return output

@@ -168,10 +168,10 @@ class RotaryEntry:
             for name, inv_freq in self.frequencies.items():
                 module._buffers[name] = bound.view.frequencies(inv_freq, bound.parameters)
         if isinstance(bound, BoundView) and bound.view.layerwise:
-            for layers, own in bound.by_layer(module.config.num_hidden_layers):
-                embeddings = module.forward(x, own(position_ids).to(x.device))
+            for layers, of_layers in bound.by_layer(module.config.num_hidden_layers):
+                embeddings = module.forward(x, of_layers(position_ids).to(x.device))
                 self.by_layer.update(dict.fromkeys(layers, embeddings))
-                bound = own  # any will do for the call itself, whose output no layer takes
+                bound = of_layers  # any will do for the call itself, whose output no layer takes
         self.by_layer.update(dict.fromkeys(stays, at_true_positions))
         rope_index = bound(position_ids).to(x.device)
         if "position_ids" in kwargs:

@@ -40,17 +40,17 @@ def find_view(name: str | View) -> type[View]:
 def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> View:
     """The same as `resolve_method` for views only."""
     _require_not("view", VIEWS, "rescaling", RESCALINGS, view)
-    found = _resolve("view", VIEWS, view, options)
-    assert isinstance(found, View)
-    return found
+    resolved = _resolve("view", VIEWS, view, options)
+    assert isinstance(resolved, View)
+    return resolved
 
 
 def resolve_rescaling(rescaling: str | Rescaling, options: dict[str, Any] | None = None) -> Rescaling:
     """The same as `resolve_method` for rescalings only."""
     _require_not("rescaling", RESCALINGS, "view", VIEWS, rescaling)
-    found = _resolve("rescaling", RESCALINGS, rescaling, options)
-    assert isinstance(found, Rescaling)
-    return found
+    resolved = _resolve("rescaling", RESCALINGS, rescaling, options)
+    assert isinstance(resolved, Rescaling)
+    return resolved
 
 
 def _require_not(kind: str, known: dict[str, type], other: str, others: dict[str, type], method: object) -> None:

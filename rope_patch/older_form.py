@@ -116,21 +116,21 @@ def _of_phi3(config: Any) -> dict[str, Any]:
 
 def _reads_same(config: Any, keys: dict[str, Any]) -> bool:
     """Whether the family reads the same schedule from both forms together, and from the older one alone."""
-    own = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
-    without = {key: value for key, value in own.items() if key != "rope_parameters"}
+    others = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
+    without = {key: value for key, value in others.items() if key != "rope_parameters"}
     try:
-        read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (own, without)]
+        read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (others, without)]
     except Exception:  # of its own kind in every family
         return False
-    if any("rope_local_base_freq" in vars(one) for one in read):
+    if any("rope_local_base_freq" in vars(config_read) for config_read in read):
         return False  # it stays on the config of a family that does not know it
-    return all(_comparable(one) == _comparable(config) for one in read)
+    return all(_comparable(config_read) == _comparable(config) for config_read in read)
 
 
 def _comparable(config: Any) -> Any:
     parameters = config.rope_parameters
     if is_nested(parameters):
-        return {layer_type: _explicit(one, config) for layer_type, one in parameters.items()}
+        return {layer_type: _explicit(of_type, config) for layer_type, of_type in parameters.items()}
     return _explicit(parameters, config)
 
 

@@ -186,14 +186,14 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         config.validate_rope()
 
     modules = rotary_by_name(decoder)
-    own: dict[str, dict[str, Any]] = {}
+    by_module: dict[str, dict[str, Any]] = {}
     rotary: dict[str, RotaryState] = {}
     for name, module in modules.items():
         module_config: Any = config
         if name in native.own_rope_parameters:
-            own[name] = _merged(native.own_rope_parameters[name], rescaling, native, window, "inv_freq")
+            by_module[name] = _merged(native.own_rope_parameters[name], rescaling, native, window, "inv_freq")
             module_config = copy.deepcopy(module.config)
-            module_config.rope_parameters = own[name]
+            module_config.rope_parameters = by_module[name]
         with _as_refusal(rescaling, config):
             rotary[name] = fresh_state(module, module_config)
         _require_shapes(rescaling, config, native.rotary[name], rotary[name])
@@ -201,7 +201,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
             _require_all_read(rescaling, config, rotary[name])
     return RopeParameters(
         config.rope_parameters,
-        own,
+        by_module,
         config.max_position_embeddings,
         rotary,
         _scales_of_twin(decoder, config) if native.attention_scales else {},
@@ -239,10 +239,10 @@ def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> 
         alone = copy.deepcopy(config)
         try:
             alone.rope_parameters = copy.deepcopy(parameters)
-            wanted, _ = initialise(alone, None)
+            expected, _ = initialise(alone, None)
         except Exception:  # of its own kind in every family whose config takes no schedule but by layer type
             continue
-        if not torch.allclose(buffer[0].cpu(), wanted.cpu(), rtol=1e-5, atol=0):
+        if not torch.allclose(buffer[0].cpu(), expected.cpu(), rtol=1e-5, atol=0):
             raise ValueError(
                 f"rescaling {rescaling.name!r} with {rescaling.options()}: for model type {config.model_type!r}, whose "
                 "RoPE differs by layer, Transformers builds other frequencies than the options ask for, as it does "

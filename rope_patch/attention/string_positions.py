@@ -118,8 +118,8 @@ class _StringPositions:
         assert self.rotate is not None
         x = key if key.dtype == torch.float64 else key.float()
         cos, sin = (part.to(key.device) for part in self.turn)
-        found: torch.Tensor = self.rotate(x, x, cos, sin)[1]
-        return found.to(key.dtype)
+        turned: torch.Tensor = self.rotate(x, x, cos, sin)[1]
+        return turned.to(key.dtype)
 
     @torch.no_grad()
     def _require_keys_that_turn(self) -> None:

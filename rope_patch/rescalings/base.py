@@ -70,12 +70,12 @@ class Rescaling:
         """
         return self
 
-    def remedy(self, window: int, wanted: int) -> str:
-        """How to get a window of `wanted` positions where these options give `window`: what an error tells to do."""
+    def remedy(self, window: int, required: int) -> str:
+        """How to get a window of `required` positions where these options give `window`: what an error tells to do."""
         factor = self.options().get("factor")
         if factor is None:
-            return f"Choose rescale_args of {self.name!r} whose window holds {wanted} positions"
-        return f"Set factor in rescale_args to at least {math.ceil(wanted * factor / window)}"
+            return f"Choose rescale_args of {self.name!r} whose window holds {required} positions"
+        return f"Set factor in rescale_args to at least {math.ceil(required * factor / window)}"
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(f'{name} {value}' for name, value in self.options().items())})"
@@ -85,7 +85,7 @@ class Rescaling:
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}  # type: ignore[arg-type]
 
 
-def given(**entries: Any) -> dict[str, Any]:
+def without_none(**entries: Any) -> dict[str, Any]:
     """The entries that are not None: Transformers treats a missing key and None differently."""
     return {name: list(v) if isinstance(v, tuple) else v for name, v in entries.items() if v is not None}
 

@@ -88,5 +88,5 @@ class ABF(Rescaling):
     def with_window(self, window: int) -> "ABF":
         return replace(self, max_position_embeddings=window) if self.wants_window else self
 
-    def remedy(self, window: int, wanted: int) -> str:
-        return f"Set rescale_args max_position_embeddings to at least {wanted}"
+    def remedy(self, window: int, required: int) -> str:
+        return f"Set rescale_args max_position_embeddings to at least {required}"

@@ -51,5 +51,5 @@ class DropRope(Rescaling):
     def with_window(self, window: int) -> "DropRope":
         return replace(self, max_position_embeddings=window) if self.wants_window else self
 
-    def remedy(self, window: int, wanted: int) -> str:
-        return f"Set rescale_args max_position_embeddings to at least {wanted}"
+    def remedy(self, window: int, required: int) -> str:
+        return f"Set rescale_args max_position_embeddings to at least {required}"

@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .base import RESCALINGS, NativeRope, Rescaling, given, require_base, require_factor, require_native, stretched
+from .base import (
+    RESCALINGS,
+    NativeRope,
+    Rescaling,
+    require_base,
+    require_factor,
+    require_native,
+    stretched,
+    without_none,
+)
 
 
 @RESCALINGS.register("pi")
@@ -30,7 +39,7 @@ class PI(Rescaling):
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_native(self, native, ("default", "linear"), "Use 'abf', which keeps the schedule.")
         factor = float(self.factor) * native.rope_parameters.get("factor", 1.0)
-        return {"rope_type": "linear", "factor": factor, **given(rope_theta=self.rope_theta)}
+        return {"rope_type": "linear", "factor": factor, **without_none(rope_theta=self.rope_theta)}
 
     def target_window(self, native_window: int) -> int:
         return stretched(native_window, self.factor)
@@ -62,7 +71,7 @@ class DynamicNTK(Rescaling):
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         require_native(self, native, ("default",), "Use 'abf', which keeps the schedule.")
-        return {"rope_type": "dynamic", "factor": float(self.factor), **given(rope_theta=self.rope_theta)}
+        return {"rope_type": "dynamic", "factor": float(self.factor), **without_none(rope_theta=self.rope_theta)}
 
     def target_window(self, native_window: int) -> None:
         return None

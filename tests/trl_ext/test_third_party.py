@@ -126,8 +126,8 @@ class Stretch(Rescaling):
     def with_window(self, window):
         return replace(self, window=window) if self.wants_window else self
 
-    def remedy(self, window, wanted):
-        return f"Set window in rescale_args to {wanted} positions instead of {window}"
+    def remedy(self, window, required):
+        return f"Set window in rescale_args to {required} positions instead of {window}"
 
 
 @dataclass(frozen=True)
