@@ -30,7 +30,7 @@ class Arm:
         return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": {"factor": self.rescale[1]}}
 
 
-def arms(window: int, target: int, own: str) -> dict[str, Arm]:
+def arms(window: int, target: int, kind_of_own: str) -> dict[str, Arm]:
     """Every arm by name.
 
     Args:
@@ -44,7 +44,7 @@ def arms(window: int, target: int, own: str) -> dict[str, Arm]:
     distilled = {**gaps, "objective": "native-distill", "learning_rate": 3e-4}
     keep = Arm(
         ntk,
-        {"text": 1.0, own: 1.0, "questions": 1.0},
+        {"text": 1.0, kind_of_own: 1.0, "questions": 1.0},
         {"short": 0.25},
         training={**distilled, "native_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}},
     )

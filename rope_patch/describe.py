@@ -16,7 +16,7 @@ from .state import state_of
 
 @dataclass(frozen=True)
 class RopeDescription:
-    """What `describe` found. `print` it.
+    """What `describe` returns. `print` it.
 
     Args:
         model: class of the model.

@@ -119,7 +119,7 @@ def _check(specification: dict[str, Any]) -> None:
 
 
 def _require_keys(owner: str, entry: object, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
-    """Raise ValueError unless `found` has these keys and no others, with values of these types."""
+    """Raise ValueError unless `entry` has these keys and no others, with values of these types."""
     if not isinstance(entry, dict):
         raise ValueError(f"{owner} must be an object, got {entry!r:.200}.")
     known = {**required, **(optional or {})}

@@ -285,7 +285,7 @@ def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.T
 
 
 def _with_kl_of(earlier: NextTokenLoss, metrics: RowMetrics, rows: ComparedRows) -> RowMetrics:
-    """What an earlier call has found at its rows, at these rows, with the KL of this one."""
+    """The metrics of an earlier call, at the rows of this one, with the KL of this one."""
     metrics_of_queries = {}
     for name, values in vars(earlier.rows).items():
         every = values.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, values)

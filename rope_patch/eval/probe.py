@@ -22,7 +22,7 @@ GUESSING = 0.75
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What `probe` found. `print` it.
+    """What `probe` returns. `print` it.
 
     Args:
         native: loss by position of the model as it is.
