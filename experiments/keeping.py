@@ -255,7 +255,7 @@ def main() -> None:
     parser = study_parser(__doc__, "keeping.jsonl")
     parser.add_argument("model", nargs="?")
     parser.add_argument("--text", nargs="+", help="JSON lines with `text`: documents to train on")
-    parser.add_argument("--held-out", nargs="+", help="likewise: documents to measure on")
+    parser.add_argument("--held-out", nargs="+", help="JSON lines with `text`: documents to measure on")
     parser.add_argument("--own", type=Path, help="chats or texts of the native model")
     parser.add_argument("--make-own", type=int, help="write that many of them, and end")
     parser.add_argument("--held-out-own", type=int, default=100)

@@ -24,7 +24,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
 
     A view with when="always", which changes inference, is put on again; one of training forwards is not. A later
     `patch_model` with a rescaling starts from there, as it does on the merged checkpoint: ABF's base stays
-    under YaRN on top. `native_rope` still means the base model's schedule, and `unpatch_model` goes back to it.
+    under YaRN on top. `native_rope` still means the base model's RoPE parameters, and `unpatch_model` goes back to
+    them.
 
     Args:
         model: the base model, not patched.
@@ -34,8 +35,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     Raises:
         ImportError: PEFT is not installed.
         FileNotFoundError: there is no such directory, or no specification lies beside the adapter.
-        ValueError: the model is patched already, or came with another schedule than the adapter's base model; or the
-            specification is damaged, or is that of other weights.
+        ValueError: the model is patched already, or came with other RoPE parameters than the adapter's base model; or
+            the specification is damaged, or is that of other weights.
     """
     try:
         from peft import PeftModel

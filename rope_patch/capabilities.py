@@ -49,8 +49,8 @@ def missing_capabilities(model: nn.Module) -> dict[str, str]:
 
 def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
     """Why there are no layers that a view could act on, given those that it leaves as they are."""
-    schedules = decoder.config.rope_parameters
-    reason = why_no_far_looking(schedules, rotary_states(decoder)) if is_nested(schedules) else None
+    by_layer_type = decoder.config.rope_parameters
+    reason = why_no_far_looking(by_layer_type, rotary_states(decoder)) if is_nested(by_layer_type) else None
     if reason is not None:
         return f"a view acts on layers that look back over a whole text, and {reason}"
     if local.layers and not hands_embeddings(decoder):
@@ -143,12 +143,12 @@ def why_no_relations(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
 
 
 def why_no_native_rope(decoder: nn.Module) -> str | None:
-    """Why the native schedule cannot be put in force for a while, the config staying as it is."""
+    """Why the native RoPE parameters cannot be put in force for a while, the config staying as it is."""
     reason = why_fixed_frequencies(decoder)
     for _, module in text_modules(decoder):
         if reason is None and module is not decoder and "rope_parameters" in _read_by(module):
-            reason = f"{type(module).__name__} reads the schedule from the config in every forward"
-    return reason and f"{reason}, so the native one cannot be put in force for a while: use a copy."
+            reason = f"{type(module).__name__} reads the RoPE parameters from the config in every forward"
+    return reason and f"{reason}, so the native ones cannot be put in force for a while: use a copy."
 
 
 def why_fixed_frequencies(decoder: nn.Module) -> str | None:

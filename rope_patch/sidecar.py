@@ -178,7 +178,7 @@ def _as_recipe(value: object) -> dict[str, Any]:
 
 
 def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
-    """Raise ValueError if what is saved in `checkpoint`, adapter or whole model, has another schedule than `model`.
+    """Raise ValueError if the adapter or model saved in `checkpoint` has other RoPE parameters than `model`.
 
     Its weights would load without an error and be those of another model. A checkpoint that says nothing passes.
     """
@@ -188,8 +188,8 @@ def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> N
         saved = [read_sidecar(checkpoint)["rope_parameters"]]
         in_force = [json.loads(json.dumps(find_decoder(model).config.rope_parameters))]
     elif config.is_file():
-        saved = _schedules(json.loads(config.read_text(encoding="utf-8")))
-        in_force = _schedules(json.loads(causal_lm_config.to_json_string()))  # as `save_pretrained` writes it
+        saved = _rope_parameters_in(json.loads(config.read_text(encoding="utf-8")))
+        in_force = _rope_parameters_in(json.loads(causal_lm_config.to_json_string()))  # as `save_pretrained` writes it
     else:
         return
     if saved != in_force:
@@ -199,12 +199,12 @@ def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> N
         )
 
 
-def _schedules(config: dict[str, Any]) -> list[Any]:
+def _rope_parameters_in(config: dict[str, Any]) -> list[Any]:
     """Every `rope_parameters` in a config and the configs within it."""
     of_config = [config["rope_parameters"]] if "rope_parameters" in config else []
     nested = [value for name, value in config.items() if isinstance(value, dict) and name != "rope_parameters"]
-    return of_config + [schedule for nested_config in nested for schedule in _schedules(nested_config)]
+    return of_config + [entry for nested_config in nested for entry in _rope_parameters_in(nested_config)]
 
 
-def _shown(schedules: list[Any]) -> str:
-    return ", ".join(map(str, schedules)) or "by default"
+def _shown(parameter_sets: list[Any]) -> str:
+    return ", ".join(map(str, parameter_sets)) or "by default"

@@ -498,7 +498,7 @@ class Turns:
             return  # an interrupt threw it out of a forward, past `end`
         while not self._lock.acquire(timeout=0.5):
             if self._owner is not None and not _is_inside(self._owner, decoder):
-                break  # thrown out likewise
+                break  # the owner was thrown out of its forward by an exception, past `end`
         self._owner = threading.current_thread()
 
     def end(self) -> None:
@@ -647,7 +647,7 @@ def state_of(decoder: Any) -> RopeState | None:
 
 
 def has_view(decoder: nn.Module, *, training: bool | None = None) -> bool:
-    """Whether the next forward of a decoder, patched or not, gets indices other than those of its schedule alone.
+    """Whether the next forward of a decoder, patched or not, gets other indices than its true positions.
 
     Args:
         decoder: of the model.

@@ -23,7 +23,7 @@ SUBJECTS = {
 ALLOWED = {  # (start of a path, name) -> what else it is
     ("trl_ext/rows/__init__.py", "mix"): "a module",
     ("trl_ext/objectives/", "standard"): "true positions",
-    ("rope_patch/rotary.py", "longrope"): "a schedule of Transformers",
+    ("rope_patch/rotary.py", "longrope"): "a RoPE type of Transformers",
 }
 CORE = "patch state hooks methods describe view_callback sidecar adapters rotary rescale".split()
 

@@ -26,7 +26,8 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
 
     Options come from the objects that they stand for, so that a list and a tuple, or a default that is given and one
     that is not, are the same. Left out are fields that move work and change no number (`teacher_offload`, `passes` of
-    `self_distill_args`), what TRL decides by itself on resuming, and `rescale`, whose schedule the checkpoint has.
+    `self_distill_args`), what TRL decides by itself on resuming, and `rescale`, whose RoPE parameters the checkpoint
+    has.
 
     Args:
         args: of the trainer.

@@ -35,7 +35,7 @@ class TwoViewAttention:
       of the document, as it does without us.
     - flash: one call with as many sequences, keys of copies gathered; masks end at the last key.
     - flex: a block mask, made once a forward and window.
-    - eager: an additive mask, likewise.
+    - eager: an additive mask, made once a forward and window.
 
     Windows count tokens, whatever their RoPE indices.
 

@@ -29,7 +29,7 @@ class Control:
       attention memory stays linear; sdpa and eager take a mask of n x n numbers a head.
 
     Args:
-        kind: see above.
+        kind: of noise, "dropout" or "attention_noise".
         strength: probability of a feature to be dropped, or standard deviation of the noise. The paper gives neither.
 
     Source: RPSD, arXiv:2604.14339, its controls.

@@ -13,7 +13,7 @@ RESCALINGS = Registry("rescaling")
 
 @dataclass(frozen=True)
 class NativeRope:
-    """The schedule that a model was trained with, for one set of frequencies.
+    """The RoPE parameters that a model was trained with, for one set of frequencies.
 
     Args:
         rope_parameters: Transformers' dictionary: rope_type, rope_theta (base B) and what the type needs.
@@ -27,7 +27,7 @@ class NativeRope:
 
     @property
     def rope_type(self) -> str:
-        """Transformers' name of the schedule."""
+        """The `rope_type`, Transformers' name of how they are computed."""
         return self.rope_parameters["rope_type"]
 
     @property
@@ -50,7 +50,7 @@ class Rescaling:
         """Entries of Transformers' `rope_parameters` that replace the scaling entries of `native`.
 
         Raises:
-            ValueError: this rescaling cannot start from the native schedule.
+            ValueError: this rescaling cannot start from the native RoPE parameters.
         """
         raise NotImplementedError
 
@@ -138,19 +138,19 @@ def require_window(owner: Rescaling, name: str, window: int | None) -> None:
 
 
 def require_native(owner: Rescaling, native: NativeRope, allowed: Sequence[str], instead: str) -> None:
-    """Raise unless the native schedule is one of `allowed`: replacing another in silence would lose it."""
+    """Raise unless the native `rope_type` is one of `allowed`: replacing another in silence would lose it."""
     if native.rope_type not in allowed:
         raise ValueError(
-            f"rescaling {owner.name!r} starts from a schedule of type {' or '.join(allowed)}; this model was trained "
-            f"with {native.rope_type!r} ({dict(native.rope_parameters)}), which it would throw away. {instead}"
+            f"rescaling {owner.name!r} starts from RoPE parameters of type {' or '.join(allowed)}; this model was "
+            f"trained with {native.rope_type!r} ({dict(native.rope_parameters)}), which it would throw away. {instead}"
         )
 
 
 def origin(owner: Rescaling, native: NativeRope, original_max_position_embeddings: int | None) -> int:
-    """The window that a new schedule stretches: the native one, or what the caller names.
+    """The window that new RoPE parameters stretch: the native one, or what the caller names.
 
-    A model that was trained with a schedule of its own (Llama 3.1, say) is only rescaled anew when the caller names the
-    window, since the new schedule replaces the old one.
+    A model that was pretrained with a scaling (Llama 3.1, say) is only rescaled anew when the caller names the window,
+    since the new RoPE parameters replace the old ones.
     """
     if original_max_position_embeddings is not None:
         return original_max_position_embeddings
@@ -158,7 +158,7 @@ def origin(owner: Rescaling, native: NativeRope, original_max_position_embedding
         owner,
         native,
         ("default",),
-        "Give original_max_position_embeddings to say from which window the new schedule starts, or use 'abf', "
-        "which keeps the schedule and replaces its base.",
+        "Give original_max_position_embeddings to say from which window the new RoPE parameters start, or use 'abf', "
+        "which keeps the RoPE parameters but for their base.",
     )
     return native.window

@@ -37,7 +37,7 @@ class PI(Rescaling):
         require_base(self, "rope_theta", self.rope_theta)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
-        require_native(self, native, ("default", "linear"), "Use 'abf', which keeps the schedule.")
+        require_native(self, native, ("default", "linear"), "Use 'abf', which keeps the RoPE parameters.")
         factor = float(self.factor) * native.rope_parameters.get("factor", 1.0)
         return {"rope_type": "linear", "factor": factor, **without_none(rope_theta=self.rope_theta)}
 
@@ -70,7 +70,7 @@ class DynamicNTK(Rescaling):
         require_base(self, "rope_theta", self.rope_theta)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
-        require_native(self, native, ("default",), "Use 'abf', which keeps the schedule.")
+        require_native(self, native, ("default",), "Use 'abf', which keeps the RoPE parameters.")
         return {"rope_type": "dynamic", "factor": float(self.factor), **without_none(rope_theta=self.rope_theta)}
 
     def target_window(self, native_window: int) -> None:

@@ -1,4 +1,4 @@
-"""The schedule of Llama 3.1: slow frequencies divided, fast ones kept, a ramp between."""
+"""The rescaling of Llama 3.1: slow frequencies divided, fast ones kept, a ramp between."""
 
 from dataclasses import dataclass
 from typing import Any

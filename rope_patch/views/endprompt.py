@@ -36,7 +36,7 @@ class EndPrompt(Targeted):
         cue_tokens: b, of every document; `trl_ext.append_cue` puts them there. Or a set of cues, as lists of token ids:
             b is then the tokens of the longest one that a document ends with, 0 for none. A document of no more tokens
             than b stays as it is.
-        placement: see above.
+        placement: where the cue goes, "end" or "random".
 
     Source: EndPrompt, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of whatever arrives.
     """

@@ -86,7 +86,7 @@ def test_a_saved_stack_is_restored(tmp_path):
     again = load_adapter(fresh(tmp_path), tmp_path / "again")
     assert torch.equal(again(ids).logits, logits)
     assert describe(again).rescaling == describe(model).rescaling
-    with pytest.raises(ValueError, match="'yarn' starts from a schedule of type default"):
+    with pytest.raises(ValueError, match="'yarn' starts from RoPE parameters of type default"):
         patch_model(again, "yarn", factor=2.0)
     assert torch.equal(again(ids).logits, logits), "as it was"
 
@@ -105,9 +105,9 @@ def test_what_one_schedule_cannot_express_is_refused(first, tmp_path):
     adapter = trained(tmp_path, first, {"factor": 2.0})
     model = load_adapter(fresh(tmp_path), adapter)
     before = describe(model)
-    with pytest.raises(ValueError, match="starts from a schedule of type .*which it would throw away"):
+    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which it would throw away"):
         patch_model(model, "yarn", factor=2.0)
-    with pytest.raises(ValueError, match="starts from a schedule of type .*which it would throw away"):
+    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which it would throw away"):
         patch_model(model, "pi", factor=2.0)
     assert describe(model) == before
 

@@ -42,11 +42,11 @@ VIEWS = [Skip(max_skip=40), Skip(split=7, skip=30), PosAug(), Standard()]
 TABLE = "a table of indices"
 
 # refusals that the docstrings of `patch_model`, `unpatch_model` and `native_rope` name
-INSIDE_NATIVE = "inside native_rope: leave the block first"  # its end puts back the schedule that it found
+INSIDE_NATIVE = "inside native_rope: leave the block first"  # its end puts back the RoPE parameters that it found
 INSIDE_VIEW = "called inside rope_view: leave the block first"  # which would be left without a model
 COPIED_NATIVE = "copying or pickling the model was called inside native_rope"  # the copy's block would never end
 
-NO_START = "starts from a schedule of type .*; this model was trained with"  # which it would throw away
+NO_START = "starts from RoPE parameters of type .*; this model was trained with"  # which it would throw away
 
 
 @cache
@@ -143,7 +143,7 @@ class Orders(RuleBasedStateMachine):
 
     @property
     def held(self):
-        """Whether there is a native_rope with another schedule to put back."""
+        """Whether there is a native_rope with other RoPE parameters to put back."""
         return any(sampled is None and hooked for _, sampled, hooked in self.blocks)
 
     @property

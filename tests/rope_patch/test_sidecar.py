@@ -323,7 +323,7 @@ def test_weights_that_were_gathered_elsewhere_before_any_forward(kind, order, tm
 
 
 def test_a_whole_model_around_a_patched_one_with_weights_that_were_gathered_elsewhere(tmp_path):
-    """Its config was replaced, and would be saved with the schedule of another model."""
+    """Its config was replaced, and would be saved with the RoPE parameters of another model."""
     model = tiny()
     patched(model.model)
     model.config = tiny().config

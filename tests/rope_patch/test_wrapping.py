@@ -135,7 +135,7 @@ PLACES = {
 @pytest.mark.parametrize("order", ["patch first", "placed first"])
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_that_accelerate_moves(place, order):
-    """Hooks that bring weights from elsewhere for each forward keep view and schedule, and give them back."""
+    """Hooks that bring weights from elsewhere for each forward keep view and RoPE parameters, and give them back."""
     ids = tokens(2, L)
     plain, expected = tiny()(ids).logits, under_view(patch_model(tiny(), "yarn", factor=2.0), ids)
     model = tiny()

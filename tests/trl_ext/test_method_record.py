@@ -259,11 +259,11 @@ def test_a_new_run_starts_from_the_weights_of_the_checkpoint(peft, tmp_path):
 def test_every_field_of_ours_is_compared_or_may_change(tmp_path):
     """A field that is added later is to be thought of here."""
     may_change = {"teacher_offload"}
-    by_schedule = {"rescale", "rescale_args"}  # require_same_rope
+    by_rescaling = {"rescale", "rescale_args"}  # require_same_rope
     recorded = set()
     restore = {**SELF, **RELATION, "objective": "self-distill", "restore_every": 2}
     distil = [{**RELATION, "objective": name} for name in ("hidden-distill", "native-distill")]
     for options in ({}, {**restore, **LONGCE}, *distil):
         recorded |= trainer(tmp_path, **options)._method.keys()
     ours = {f.name for f in fields(RopeSFTConfig)} - {f.name for f in fields(SFTConfig)}
-    assert recorded == ours - may_change - by_schedule
+    assert recorded == ours - may_change - by_rescaling

@@ -50,7 +50,7 @@ def batch(kind):
     return inputs, index, visible, document >= 0
 
 
-def schedule(model):
+def frequencies_of(model):
     module = next(m for _, m in named_rotary_modules(find_decoder(model)))
     return module.inv_freq.clone(), module.attention_scaling
 
@@ -136,11 +136,11 @@ def test_every_attention_implementation_with_checkpointing(attention):
 def check_full(family, attention, kind, options, *, checkpointing, gradients=True):
     shape = {} if gradients else {"head_dim": 16, "hidden_size": 64}
     model = tiny(family, attention, dtype=torch.float64 if gradients else torch.float32, **shape)
-    native = schedule(model)[0]
+    native = frequencies_of(model)[0]
     inputs, index, visible, valid = batch(kind)
     weights, teacher_weights = oracle.weights_of(model), oracle.weights_of(model)
     patch_model(model, "yarn", factor=4.0)
-    frequencies, factor = schedule(model)
+    frequencies, factor = frequencies_of(model)
     targets = RelationTargets(**options)
     distiller = RelationDistiller(
         model, targets, CopiedTeacher(model), logit_kl=LogitKL(weight=0.7, last=5, temperature=2.0)
@@ -199,7 +199,7 @@ def move(model, weights):
 def test_a_teacher_in_the_same_weights(family, checkpointing):
     """LoRA with dropout: the teacher is the base model at native RoPE, gradients reach the adapters alone."""
     model = tiny(family, dtype=torch.float64)
-    native = schedule(model)[0]
+    native = frequencies_of(model)[0]
     base = {n: w.detach() for n, w in oracle.weights_of(model).items()}
     patch_model(model, "pi", factor=4.0)
     peft_model = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj"]))
@@ -239,7 +239,7 @@ def test_a_teacher_in_the_same_weights(family, checkpointing):
 
 def test_the_teacher_reads_true_positions_and_the_student_its_view():
     model = tiny(dtype=torch.float64)
-    frequencies = schedule(model)[0]
+    frequencies = frequencies_of(model)[0]
     weights = oracle.weights_of(model)
     patch_model(model, Skip(split=8, skip=30))
     distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
@@ -268,7 +268,7 @@ def test_values_of_the_first_layer_do_not_drift():
 @pytest.mark.parametrize("family", NAMES)
 def test_hidden_states(family):
     model = tiny(family, dtype=torch.float64)
-    native = schedule(model)[0]
+    native = frequencies_of(model)[0]
     weights, teacher_weights = oracle.weights_of(model), oracle.weights_of(model)
     patch_model(model, "yarn", factor=4.0)
     distiller = HiddenDistiller(model, HiddenTargets(layers=(1, 3)), CopiedTeacher(model, offload=True))
@@ -278,7 +278,7 @@ def test_hidden_states(family):
         tape = distiller.tape(**inputs)
         model.train()(**inputs, use_cache=False, output_hidden_states=True, **{TAPE: tape})
         tape.distance.backward()
-    student, _ = record(weights, model.config, inputs, index, visible, *schedule(model))
+    student, _ = record(weights, model.config, inputs, index, visible, *frequencies_of(model))
     teacher, _ = record(teacher_weights, model.config, inputs, index, visible, native)
     expected = 0
     for i in (0, 2):
@@ -294,7 +294,7 @@ def test_hidden_states(family):
 @pytest.mark.parametrize("family", NAMES)
 def test_hidden_states_short_to_long(family, checkpointing):
     model = tiny(family, dtype=torch.float64)
-    native = schedule(model)[0]
+    native = frequencies_of(model)[0]
     weights, teacher_weights = oracle.weights_of(model), oracle.weights_of(model)
     patch_model(patch_model(model, "abf", theta=5e5), "cream", target=90)
     distiller = HiddenDistiller(model, HiddenTargets(layers=(1, 3), short_to_long=10.0), CopiedTeacher(model))
@@ -310,7 +310,7 @@ def test_hidden_states_short_to_long(family, checkpointing):
     moved = bound.view.rope_index(index, bound.parameters)
     assert (moved != index)[valid].any()
     teacher, _ = record(teacher_weights, model.config, inputs, index, visible, native)
-    layers, at = {}, schedule(model)
+    layers, at = {}, frequencies_of(model)
     for name, positions in (("short", index), ("far", moved)):
         layers[name], _ = record(weights, model.config, inputs, positions, visible, *at)
     pairs = [(1.0, layers["short"][i], teacher[i]) for i in (0, 2)] + [(10.0, layers["far"][2], teacher[2])]

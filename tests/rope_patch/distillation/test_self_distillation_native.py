@@ -144,7 +144,7 @@ def test_the_teacher_has_no_adapters_and_native_rope():
     (module,) = [m for _, m in named_rotary_modules(find_decoder(model))]
     before = module.inv_freq.clone()
     run(distiller, model, data)
-    assert torch.equal(module.inv_freq, before), "the student's schedule is back in force"
+    assert torch.equal(module.inv_freq, before), "the student's RoPE is back in force"
     assert not any(layer._disable_adapters for layer in distiller.teacher._switches)
 
 
