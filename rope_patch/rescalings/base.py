@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..registry import Registry
+from ..registry import RESCALINGS as RESCALINGS
 from ..views.base import MAX_INDEX
-
-RESCALINGS = Registry("rescaling")
 
 
 @dataclass(frozen=True)

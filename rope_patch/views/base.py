@@ -9,9 +9,7 @@ import torch
 
 from ..draws import DrawKey
 from ..layout.documents import Documents
-from ..registry import Registry
-
-VIEWS = Registry("view")
+from ..registry import VIEWS as VIEWS
 
 TRUE_POSITIONS = "standard"
 """Name of the view that changes nothing, which stands for having none."""

@@ -135,7 +135,7 @@ def test_cues_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("template", "special", "wanted"),
+    ("template", "special", "expected"),
     [
         (None, [], "<eos>"),
         (None, ["<|im_end|>"], "<|im_end|>"),

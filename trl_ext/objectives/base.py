@@ -14,8 +14,7 @@ from rope_patch.distillation import CopiedTeacher, SharedTeacher
 from rope_patch.distillation.teacher import adapter_layers
 from rope_patch.forward_loss import TAPE, ForwardLoss
 from rope_patch.layout.labelled import real_tokens
-from rope_patch.methods import from_options
-from rope_patch.registry import Registry
+from rope_patch.registry import Registry, from_options
 from rope_patch.rotary import find_causal_lm
 
 from ..step_means import Part
