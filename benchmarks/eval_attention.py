@@ -60,7 +60,7 @@ def main() -> None:
     alone = [reading([ids]) for ids in every]
     lines = {
         "each prompt alone": (sum(t for t, _ in alone), sum(p for _, p in alone)),
-        **{f"{kind}, in one call": found for kind, found in by_kind.items()},
+        **{f"{kind}, in one call": times for kind, times in by_kind.items()},
         "kind by kind": (sum(t for t, _ in by_kind.values()), sum(p for _, p in by_kind.values())),
         "all kinds in one call": reading(every),
     }

@@ -107,7 +107,7 @@ def prompts_of(kind: str, tokenizer: Any, haystack: list[int], length: int, tria
     if kind == "passkey":
         filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
         haystack = filler * (length // len(filler) + 1)
-    one = kind in ("passkey", "single")
+    single = kind in ("passkey", "single")
     return [
         make_prompt(
             kind,  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def prompts_of(kind: str, tokenizer: Any, haystack: list[int], length: int, tria
             haystack,
             n_tokens=length - NEW_TOKENS[kind],
             depth=depth,
-            n_needles=1 if one else 4,
+            n_needles=1 if single else 4,
             rng=random.Random(f"{kind} {depth} {trial}"),
         ).ids
         for depth in DEPTHS
@@ -269,16 +269,16 @@ def main() -> None:
             # the first call of all kernels, and the check of the model, are not of a kind
             greedy_answers(model, tokenizer, [p[-1000:] for p in prompts[kinds[0]][:2]], max_new_tokens=6)
             for kind in kinds:
-                asked, n_new = prompts[kind], NEW_TOKENS[kind]
+                prompts_of_kind, n_new = prompts[kind], NEW_TOKENS[kind]
                 with timed_parts() as parts:
                     _, facts = measured(
-                        lambda m=model, p=asked, n=n_new: greedy_answers(m, tokenizer, p, max_new_tokens=n)
+                        lambda m=model, p=prompts_of_kind, n=n_new: greedy_answers(m, tokenizer, p, max_new_tokens=n)
                     )
-                n_tokens = sum(map(len, asked))
+                n_tokens = sum(map(len, prompts_of_kind))
                 total += facts["seconds"]
                 tell(
                     {
-                        "line": "new", **about, "model": seed, "kind": kind, "prompts": len(asked), **facts,
+                        "line": "new", **about, "model": seed, "kind": kind, "prompts": len(prompts_of_kind), **facts,
                         **parts, "prompt_tokens_per_second": n_tokens / facts["seconds"],
                     }
                 )  # fmt: skip

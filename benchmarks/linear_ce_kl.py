@@ -118,15 +118,15 @@ def timed(operator: str) -> dict[str, Loss]:
 
 def errors(operator: str, run: Loss) -> dict[str, float]:
     """Relative error of loss and of all gradients against float64, at a size whose logits fit."""
-    given = inputs(512, 256, 4096, False)
-    exact = tuple(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in given)
-    loss, truth = run(*given), OPERATORS[operator]["twin"](*exact)  # type: ignore[arg-type]
+    half = inputs(512, 256, 4096, False)
+    exact = tuple(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in half)
+    loss, truth = run(*half), OPERATORS[operator]["twin"](*exact)  # type: ignore[arg-type]
     gap = {"loss": abs(loss.item() / truth.item() - 1)}
     if operator in FORWARD_ALONE:
         return gap
     loss.backward()
     truth.backward()
-    pairs = [(a.grad, b.grad) for a, b in zip(given[:3], exact[:3], strict=True) if b.grad is not None]
+    pairs = [(a.grad, b.grad) for a, b in zip(half[:3], exact[:3], strict=True) if b.grad is not None]
     gaps = [(a.double() - b).norm() / b.norm() for a, b in pairs]  # type: ignore[union-attr]
     return {**gap, "gradient": max(gap.item() for gap in gaps)}
 
@@ -149,20 +149,20 @@ def milliseconds(step: Callable[[], None]) -> float:
     return statistics.median(times)
 
 
-def measure(operator: str, run: Loss, given: Inputs) -> dict[str, float]:
+def measure(operator: str, run: Loss, arguments: Inputs) -> dict[str, float]:
     """Milliseconds, median, and on a GPU memory above inputs at the peak."""
 
     def forget() -> None:
-        for x in given[:3]:
+        for x in arguments[:3]:
             x.grad = None
 
     def step() -> None:
         forget()
         if operator in FORWARD_ALONE:
             with torch.no_grad():
-                run(*given)
+                run(*arguments)
         else:
-            run(*given).backward()
+            run(*arguments).backward()
 
     step()
     if DEVICE == "cpu":

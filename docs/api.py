@@ -39,8 +39,8 @@ def described(value: Any) -> str:
 
 def rows(module: ModuleType) -> list[str]:
     """A table row of each name that the module exports."""
-    told = {name: described(getattr(module, name)).replace("|", "\\|") for name in module.__all__}
-    return [f"| `{name}` | {text} |" for name, text in told.items()]
+    descriptions = {name: described(getattr(module, name)).replace("|", "\\|") for name in module.__all__}
+    return [f"| `{name}` | {text} |" for name, text in descriptions.items()]
 
 
 def page() -> str:

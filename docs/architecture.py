@@ -64,9 +64,9 @@ def centre(name: str) -> tuple[float, float]:
     return 3 * lane + 1.5, -1.05 * row
 
 
-def ends(one: str, other: str) -> tuple[tuple[float, float], tuple[float, float]]:
+def ends(first: str, second: str) -> tuple[tuple[float, float], tuple[float, float]]:
     """Where an arrow between two boxes begins and ends: below and above, or at their sides."""
-    (x, y), (u, v) = centre(one), centre(other)
+    (x, y), (u, v) = centre(first), centre(second)
     if x == u:
         return (x, y - HEIGHT / 2), (u, v + HEIGHT / 2)
     side = WIDTH / 2 if u > x else -WIDTH / 2
@@ -88,10 +88,10 @@ def draw() -> Figure:
     for k, (title, color) in enumerate(LANES):
         axes.add_patch(box((3 * k + 0.1, bottom), 2.8, 0.9 - bottom, fc=color, ec="none"))
         axes.text(3 * k + 1.5, 0.65, title, ha="center", va="center", fontsize=12, fontweight="bold", color="0.25")
-    for one, other, both in ARROWS:
+    for first, second, both in ARROWS:
         style = "<|-|>" if both else "-|>"
         arrow = FancyArrowPatch(
-            *ends(one, other), arrowstyle=style, mutation_scale=12, color="0.25", shrinkA=0, shrinkB=0
+            *ends(first, second), arrowstyle=style, mutation_scale=12, color="0.25", shrinkA=0, shrinkB=0
         )
         axes.add_patch(arrow)
     for name, (_, _, title, small) in BOXES.items():

@@ -69,8 +69,8 @@ class Outcomes:
             return
         # test_cell[family-attention-batch]; families and batches hold dashes, attention names do not
         for attention in ("eager", "sdpa", "flex_attention", "flash_attention_2"):
-            family, found, batch = name.partition(f"-{attention}-")
-            if found:
+            family, separator, batch = name.partition(f"-{attention}-")
+            if separator:
                 self.cells[family, attention, batch] = {"passed": "yes", "failed": "**no**"}.get(report.outcome, "-")
 
     def add_family(self, test: str, family: str, report: pytest.TestReport) -> None:

@@ -79,9 +79,9 @@ class Subject:
         """Logits of the model as it came."""
         return self.logits()
 
-    def require_equal(self, found: torch.Tensor, wanted: torch.Tensor, what: str) -> str:
+    def require_equal(self, actual: torch.Tensor, expected: torch.Tensor, what: str) -> str:
         """Raise if the error's norm is above the tolerance times that of what is wanted; else say how large it is."""
-        error = ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+        error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
         if not error <= self.tolerance:
             raise WrongError(f"{what}: relative error {error:.1e}, allowed {self.tolerance:.0e}")
         return f"{error:.0e}"
@@ -124,69 +124,75 @@ class Subject:
 Check = Callable[[Subject], str]
 
 
-def identity(one: Subject) -> str:
-    with rope_view(one.model, "standard"):
-        seen = one.logits()
-    patch_model(one.model, "skip")
-    asleep = one.logits()
-    unpatch_model(one.model)
-    for name, logits in {"under view 'standard'": seen, "patched, in eval": asleep, "unpatched": one.logits()}.items():
-        if not torch.equal(logits, one.plain):
-            raise WrongError(f"logits {name} are off by {(logits - one.plain).abs().max():.1e}")
+def identity(subject: Subject) -> str:
+    with rope_view(subject.model, "standard"):
+        seen = subject.logits()
+    patch_model(subject.model, "skip")
+    asleep = subject.logits()
+    unpatch_model(subject.model)
+    for name, logits in {
+        "under view 'standard'": seen,
+        "patched, in eval": asleep,
+        "unpatched": subject.logits(),
+    }.items():
+        if not torch.equal(logits, subject.plain):
+            raise WrongError(f"logits {name} are off by {(logits - subject.plain).abs().max():.1e}")
     return "same bits under view 'standard', patched and unpatched"
 
 
-def constant_shift(one: Subject) -> str:
-    with rope_view(one.model, index=(torch.arange(one.n_tokens) + 7)[None]):
-        return "error " + one.require_equal(one.logits(), one.plain, "all indices moved by 7")
+def constant_shift(subject: Subject) -> str:
+    with rope_view(subject.model, index=(torch.arange(subject.n_tokens) + 7)[None]):
+        return "error " + subject.require_equal(subject.logits(), subject.plain, "all indices moved by 7")
 
 
-def prefix_under_skip(one: Subject) -> str:
-    with rope_view(one.model, one.view):
-        seen = one.logits()
-    error = one.require_equal(seen[:, : one.split], one.plain[:, : one.split], "rows before the skip")
-    moved = (seen - one.plain)[:, one.split :].norm() / one.plain[:, one.split :].norm()
+def prefix_under_skip(subject: Subject) -> str:
+    with rope_view(subject.model, subject.view):
+        seen = subject.logits()
+    error = subject.require_equal(seen[:, : subject.split], subject.plain[:, : subject.split], "rows before the skip")
+    moved = (seen - subject.plain)[:, subject.split :].norm() / subject.plain[:, subject.split :].norm()
     if moved == 0:
         raise WrongError("a skip does not reach the rows behind it")
     return f"error {error}; rows behind it move by {moved:.0e}"
 
 
-def prefix_reaches_the_end(one: Subject) -> str:
-    for token in (0, one.split // 2, one.split - 1):
-        changed = one.ids.clone()
+def prefix_reaches_the_end(subject: Subject) -> str:
+    for token in (0, subject.split // 2, subject.split - 1):
+        changed = subject.ids.clone()
         changed[:, token] = changed[:, token + 1]
-        if torch.equal(one.logits(changed)[:, -1], one.plain[:, -1]):
+        if torch.equal(subject.logits(changed)[:, -1], subject.plain[:, -1]):
             continue  # out of reach of sliding windows
-        with rope_view(one.model, one.view):
-            moved = (one.logits(changed) - one.logits())[:, -1].abs().max().item()
+        with rope_view(subject.model, subject.view):
+            moved = (subject.logits(changed) - subject.logits())[:, -1].abs().max().item()
         if moved == 0:
             raise WrongError(f"token {token} does not reach the last row: a jump was read as a document border")
         return f"another token {token} moves logits of the last row by {moved:.0e}"
     raise ValueError("no token before the skip reaches the last row through this model's windows: give fewer --tokens")
 
 
-def packed_documents(one: Subject) -> str:
-    halves = one.ids[:1].split([one.split, one.n_tokens - one.split], 1)
-    positions = torch.cat([torch.arange(h.shape[1], device=one.ids.device) for h in halves])[None]
-    alone = torch.cat([one.logits(h) for h in halves], 1)
-    plain = one.logits(one.ids[:1], position_ids=positions)
-    if (plain - alone).norm() > one.tolerance * alone.norm():
+def packed_documents(subject: Subject) -> str:
+    halves = subject.ids[:1].split([subject.split, subject.n_tokens - subject.split], 1)
+    positions = torch.cat([torch.arange(h.shape[1], device=subject.ids.device) for h in halves])[None]
+    alone = torch.cat([subject.logits(h) for h in halves], 1)
+    plain = subject.logits(subject.ids[:1], position_ids=positions)
+    if (plain - alone).norm() > subject.tolerance * alone.norm():
         raise ValueError("this model's own attention crosses the borders of packed documents: give it padded rows")
-    view = Skip(split=3, skip=4 * one.n_tokens)
-    with rope_view(one.model, view):
-        wanted = torch.cat([one.logits(h) for h in halves], 1)
-        return "error " + one.require_equal(one.logits(one.ids[:1], position_ids=positions), wanted, "packed documents")
+    view = Skip(split=3, skip=4 * subject.n_tokens)
+    with rope_view(subject.model, view):
+        expected = torch.cat([subject.logits(h) for h in halves], 1)
+        return "error " + subject.require_equal(
+            subject.logits(subject.ids[:1], position_ids=positions), expected, "packed documents"
+        )
 
 
-def cached_decoding(one: Subject) -> str:
-    with rope_view(one.model, one.view), torch.no_grad():
-        first = one.model(one.ids[:, :-2], use_cache=True)
+def cached_decoding(subject: Subject) -> str:
+    with rope_view(subject.model, subject.view), torch.no_grad():
+        first = subject.model(subject.ids[:, :-2], use_cache=True)
         if first.get("past_key_values") is None:
             raise ValueError("this model returns no past_key_values")
-        rest = [one.model(one.ids[:, -2:-1], past_key_values=first.past_key_values, use_cache=True)]
-        rest.append(one.model(one.ids[:, -1:], past_key_values=rest[0].past_key_values, use_cache=True))
-        found = torch.cat([out.logits for out in rest], 1).float()
-        return "error " + one.require_equal(found, one.logits()[:, -2:], "tokens decoded with a cache")
+        rest = [subject.model(subject.ids[:, -2:-1], past_key_values=first.past_key_values, use_cache=True)]
+        rest.append(subject.model(subject.ids[:, -1:], past_key_values=rest[0].past_key_values, use_cache=True))
+        logits = torch.cat([out.logits for out in rest], 1).float()
+        return "error " + subject.require_equal(logits, subject.logits()[:, -2:], "tokens decoded with a cache")
 
 
 def rescale(model: PreTrainedModel) -> str:
@@ -201,39 +207,43 @@ def rescale(model: PreTrainedModel) -> str:
     raise ValueError(reasons[0])
 
 
-def save_and_reload(one: Subject) -> str:
-    model = one.first_layers()
-    own = Subject(model, one.n_tokens)
-    native = own.logits()
+def save_and_reload(subject: Subject) -> str:
+    model = subject.first_layers()
+    part = Subject(model, subject.n_tokens)
+    native = part.logits()
     try:
         method = rescale(model)
-        rescaled = own.logits()
+        rescaled = part.logits()
         if torch.equal(rescaled, native):
             raise WrongError(f"{method} changes nothing")
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             again = type(model).from_pretrained(
-                folder, dtype=one.dtype, attn_implementation=attention_name(model), device_map=None
+                folder, dtype=subject.dtype, attn_implementation=attention_name(model), device_map=None
             )
-        found = Subject(again.to(model.device).eval(), one.n_tokens).logits()
+        reloaded = Subject(again.to(model.device).eval(), subject.n_tokens).logits()
     finally:
         unpatch_model(model)
-    if not torch.equal(own.logits(), native):
+    if not torch.equal(part.logits(), native):
         raise WrongError("unpatch_model does not give the native bits back")
-    same = "same bits" if torch.equal(found, rescaled) else "error " + own.require_equal(found, rescaled, "reloaded")
-    return f"{method}: {same}{_size_note(one, model)}"
+    same = (
+        "same bits"
+        if torch.equal(reloaded, rescaled)
+        else "error " + part.require_equal(reloaded, rescaled, "reloaded")
+    )
+    return f"{method}: {same}{_size_note(subject, model)}"
 
 
-def captured_attention(one: Subject) -> str:
-    plain, plain_logits = _captured(one.model, one)
+def captured_attention(subject: Subject) -> str:
+    plain, plain_logits = _captured(subject.model, subject)
     if not plain:
         raise ValueError("attention is not called through Transformers' table: relations cannot be distilled")
-    if not torch.equal(plain_logits, one.plain):
+    if not torch.equal(plain_logits, subject.plain):
         raise WrongError("looking at attention changes logits")
-    with rope_view(one.model, one.view):
-        seen, _ = _captured(one.model, one)
+    with rope_view(subject.model, subject.view):
+        seen, _ = _captured(subject.model, subject)
     first = min(plain)
-    one.require_equal(seen[first][2], plain[first][2], "values of the first layer under a view")
+    subject.require_equal(seen[first][2], plain[first][2], "values of the first layer under a view")
     turned = [layer for layer in plain if not torch.equal(seen[layer][0], plain[layer][0])]
     if not turned:
         raise WrongError("no layer's queries change under a view")
@@ -241,91 +251,93 @@ def captured_attention(one: Subject) -> str:
     return f"{len(plain)} layers; queries {q.shape[1]} x {q.shape[3]}, keys {k.shape[1]}, values {v.shape[1]} heads"
 
 
-def checkpointing(one: Subject) -> str:
-    if not one.model.supports_gradient_checkpointing:
+def checkpointing(subject: Subject) -> str:
+    if not subject.model.supports_gradient_checkpointing:
         raise ValueError("this model has no gradient checkpointing")
-    found = []
-    with one.trained_weights() as weights:
+    gradients = []
+    with subject.trained_weights() as weights:
         for on in (False, True):
             if on:
-                one.model.gradient_checkpointing_enable({"use_reentrant": False})
+                subject.model.gradient_checkpointing_enable({"use_reentrant": False})
             torch.manual_seed(0)  # dropout
             try:
-                with rope_view(one.model, one.view):
-                    loss = one.model(one.ids, labels=one.ids, use_cache=False).loss
+                with rope_view(subject.model, subject.view):
+                    loss = subject.model(subject.ids, labels=subject.ids, use_cache=False).loss
                 loss.backward()
             finally:
-                one.model.gradient_checkpointing_disable()
-            found.append(_gradients(weights))
-            one.model.zero_grad(set_to_none=True)
-    return "error " + one.require_equal(found[1], found[0], "gradients")
+                subject.model.gradient_checkpointing_disable()
+            gradients.append(_gradients(weights))
+            subject.model.zero_grad(set_to_none=True)
+    return "error " + subject.require_equal(gradients[1], gradients[0], "gradients")
 
 
-def self_distillation(one: Subject) -> str:
-    data = {"input_ids": one.ids, "labels": one.ids}
+def self_distillation(subject: Subject) -> str:
+    data = {"input_ids": subject.ids, "labels": subject.ids}
     results, reason = [], ""
-    patch_model(one.model, one.view)
-    with one.trained_weights() as weights:
+    patch_model(subject.model, subject.view)
+    with subject.trained_weights() as weights:
         for one_pass in (True, False):
-            distiller = SelfDistiller(one.model, ViewConsistency(), one_pass=one_pass)
+            distiller = SelfDistiller(subject.model, ViewConsistency(), one_pass=one_pass)
             reason = "" if distiller.one_pass or not one_pass else "; this model needs two passes"
             labelled = Labelled.of(data)
             tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
             with distiller.active():
-                one.model(one.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+                subject.model(subject.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
                 tape.result.loss.backward()
             results.append((tape.result.loss.detach(), tape.result.rows.kl.sum(), _gradients(weights)))
-            one.model.zero_grad(set_to_none=True)
-    (loss, kl, gradients), (wanted_loss, _, wanted) = results
+            subject.model.zero_grad(set_to_none=True)
+    (loss, kl, gradients), (wanted_loss, _, expected) = results
     if not kl > 0:
         raise WrongError(f"the KL between the views is {kl.item()}")
-    one.require_equal(loss, wanted_loss, "loss of one forward against two")
-    return f"gradients of one forward against two: error {one.require_equal(gradients, wanted, 'gradients')}{reason}"
+    subject.require_equal(loss, wanted_loss, "loss of one forward against two")
+    return (
+        f"gradients of one forward against two: error {subject.require_equal(gradients, expected, 'gradients')}{reason}"
+    )
 
 
-def relation_distillation(one: Subject) -> str:
-    model = one.first_layers()
-    own = Subject(model, one.n_tokens)
-    taught, _ = _captured(model, own)
+def relation_distillation(subject: Subject) -> str:
+    model = subject.first_layers()
+    part = Subject(model, subject.n_tokens)
+    taught, _ = _captured(model, part)
     method = rescale(model)
     try:
-        with own.trained_weights() as weights:
+        with part.trained_weights() as weights:
             distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
             with distiller.active():
-                tape = distiller.tape(own.ids)
-                model(own.ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
+                tape = distiller.tape(part.ids)
+                model(part.ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
                 loss = sum(tape.loss(name) for name in "qkv")
                 loss.backward()
             gradients = _gradients(weights)
-        learned, _ = _captured(model, own)
+        learned, _ = _captured(model, part)
     finally:
         unpatch_model(model)
     if not gradients.isfinite().all() or not gradients.norm() > 0:
         raise WrongError(f"the gradient's norm is {gradients.norm():.1e}")
-    wanted = sum(_relation_kl(learned[i][x], taught[i][x]) for i in taught for x in range(3)) / len(taught)
-    return f"{method}: error {own.require_equal(loss.detach(), wanted, 'loss')}{_size_note(one, model)}"
+    expected = sum(_relation_kl(learned[i][x], taught[i][x]) for i in taught for x in range(3)) / len(taught)
+    return f"{method}: error {part.require_equal(loss.detach(), expected, 'loss')}{_size_note(subject, model)}"
 
 
-def attention_implementations(one: Subject) -> str:
-    mine = attention_name(one.model)
-    with rope_view(one.model, one.view):
-        wanted, notes = one.logits(), [mine]
+def attention_implementations(subject: Subject) -> str:
+    mine = attention_name(subject.model)
+    with rope_view(subject.model, subject.view):
+        expected, notes = subject.logits(), [mine]
         for name in IMPLEMENTATIONS:
-            half = one.dtype in (torch.float16, torch.bfloat16)
-            if name == mine or (name.startswith("flash") and not (half and one.ids.is_cuda)):
+            half = subject.dtype in (torch.float16, torch.bfloat16)
+            if name == mine or (name.startswith("flash") and not (half and subject.ids.is_cuda)):
                 continue
             try:
-                one.model.set_attn_implementation(name)
+                subject.model.set_attn_implementation(name)
             except (ValueError, ImportError):
                 continue  # not installed, or not for this family
             try:
                 # flex attention compiles, which takes longer than it saves without a GPU
-                with nullcontext() if one.ids.is_cuda else torch.compiler.set_stance("force_eager"):
-                    notes.append(f"{name} {one.require_equal(one.logits(), wanted, name)}")
+                with nullcontext() if subject.ids.is_cuda else torch.compiler.set_stance("force_eager"):
+                    notes.append(f"{name} {subject.require_equal(subject.logits(), expected, name)}")
             except ValueError:
                 continue  # not on this device
             finally:
-                one.model.set_attn_implementation(mine)
+                subject.model.set_attn_implementation(mine)
     if len(notes) == 1:
         raise ValueError(f"{mine} is the only implementation that runs here")
     return ", ".join(notes)
@@ -347,29 +359,29 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def _size_note(one: Subject, model: PreTrainedModel) -> str:
-    if model is one.model:
+def _size_note(subject: Subject, model: PreTrainedModel) -> str:
+    if model is subject.model:
         return ""
     return f" (first {model.config.get_text_config(decoder=True).num_hidden_layers} layers)"
 
 
 def _gradients(weights: dict[str, torch.nn.Parameter]) -> torch.Tensor:
-    found = [p.grad.flatten().float() for p in weights.values() if p.grad is not None]
-    if not found:
+    gradients = [p.grad.flatten().float() for p in weights.values() if p.grad is not None]
+    if not gradients:
         raise WrongError(f"no gradient reaches {', '.join(weights)}")
-    return torch.cat(found)
+    return torch.cat(gradients)
 
 
-def _captured(model: PreTrainedModel, one: Subject) -> tuple[dict[int, tuple[torch.Tensor, ...]], torch.Tensor]:
+def _captured(model: PreTrainedModel, subject: Subject) -> tuple[dict[int, tuple[torch.Tensor, ...]], torch.Tensor]:
     """(q, k, v) of each layer, and the logits."""
-    found: dict[int, tuple[torch.Tensor, ...]] = {}
+    inputs_by_layer: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def keep(call) -> None:
-        found[call.module.layer_idx] = tuple(x.detach().clone() for x in (call.query, call.key, call.value))
+        inputs_by_layer[call.module.layer_idx] = tuple(x.detach().clone() for x in (call.query, call.key, call.value))
 
     with watched_attention(model, keep):
-        logits = one.logits()
-    return found, logits
+        logits = subject.logits()
+    return inputs_by_layer, logits
 
 
 def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -383,10 +395,10 @@ def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum() / student.shape[1]
 
 
-def run(one: Subject, check: Check) -> tuple[str, str]:
+def run(subject: Subject, check: Check) -> tuple[str, str]:
     """Outcome of a check and what it says; the model is as before."""
     try:
-        return "ok", check(one)
+        return "ok", check(subject)
     except WrongError as error:
         return "WRONG", str(error)
     except (ValueError, ImportError) as error:  # by which the library, and Transformers, refuse
@@ -394,7 +406,7 @@ def run(one: Subject, check: Check) -> tuple[str, str]:
     except Exception as error:  # the other checks still have something to say
         return "WRONG", f"{type(error).__name__}: {error}".partition("\n")[0]
     finally:
-        unpatch_model(one.model)
+        unpatch_model(subject.model)
 
 
 def main() -> int:
@@ -417,18 +429,18 @@ def main() -> int:
         )
     except OSError as error:  # whose text does not always name the model
         raise OSError(f"{arguments.model} is no folder with a checkpoint, and from the hub: {error}") from error
-    one = Subject(model.to(arguments.device).eval().requires_grad_(False), arguments.tokens)
+    subject = Subject(model.to(arguments.device).eval().requires_grad_(False), arguments.tokens)
     try:
         print(describe(model))
     except ValueError as error:
         print(f"refused: {error}")
         return 0
-    assert one.plain.isfinite().all(), "the model's own logits are not finite"
-    print(f"\n{one.dtype}, {attention_name(model)}, 2 rows of {one.n_tokens} tokens on {one.ids.device}\n")
+    assert subject.plain.isfinite().all(), "the model's own logits are not finite"
+    print(f"\n{subject.dtype}, {attention_name(model)}, 2 rows of {subject.n_tokens} tokens on {subject.ids.device}\n")
     outcomes = []
     for name, check in CHECKS.items():
         start = time.perf_counter()
-        outcome, detail = run(one, check)
+        outcome, detail = run(subject, check)
         outcomes.append(outcome)
         print(f"{name:20}  {outcome:7}  {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
     print(

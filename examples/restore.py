@@ -31,12 +31,12 @@ class RestoreArguments:
 
     def __post_init__(self) -> None:
         for name in ("rescale_args", "distil", "extend"):
-            given = getattr(self, name) or {}
+            value = getattr(self, name) or {}
             try:
-                setattr(self, name, json.loads(given) if isinstance(given, str) else given)
+                setattr(self, name, json.loads(value) if isinstance(value, str) else value)
             except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {given!r}."
+                    f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {value!r}."
                 ) from error
 
 

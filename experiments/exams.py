@@ -76,9 +76,9 @@ def make_exam(
         ValueError: sentences and questions need more than `length` tokens.
     """
     facts = _look_alikes(length // spacing, rng) if kind == "multikey" else _repeated(rng)
-    asked = rng.sample(range(len(facts)), min(questions, len(facts)))
+    chosen = rng.sample(range(len(facts)), min(questions, len(facts)))
     words = [f" The special magic number for {key} is: {value}." for key, value in facts]
-    for i in asked:
+    for i in chosen:
         key, value = facts[i]
         earlier = sum(other == key for other, _ in facts[:i])
         which = "the" if kind == "multikey" else f"the {_ORDINALS[earlier]}"
@@ -103,7 +103,7 @@ def make_exam(
         ids += question
         answers.append((len(ids), len(ids) + len(answer)))
         ids += answer
-    return Exam(ids, answers, [begins[i] / length for i in asked], n_text)
+    return Exam(ids, answers, [begins[i] / length for i in chosen], n_text)
 
 
 def needle_exam(

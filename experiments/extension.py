@@ -132,7 +132,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
     def with_args(**args: Any) -> dict[str, Any]:
         return {**skip, "self_distill_args": args}
 
-    found: dict[str, dict[str, Any]] = {
+    fields_by_name: dict[str, dict[str, Any]] = {
         # what of the view or of the distillation does it
         "clm on skips": {"view": "skip", "view_args": skip["view_args"]},
         "skip distil near": skip_distillation(far // 4),
@@ -160,7 +160,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
         "restore and extend": {**skip, "restore_every": 4},
     }
     long = {f"skip distil, {share:.0%} long": Method(skip, window, window, share) for share in (0.25, 0.5)}
-    return {**{name: Method(fields, window, window) for name, fields in found.items()}, **long}
+    return {**{name: Method(fields, window, window) for name, fields in fields_by_name.items()}, **long}
 
 
 def every_method(window: int, target: int, cue: int) -> dict[str, Method]:
@@ -282,17 +282,17 @@ def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, 
     filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
     lengths = lengths_within(args, max(args.targets))
     passkey_text = filler * (max(lengths) // len(filler) + 1)
-    found: dict[Needle, dict[int, list[Exam]]] = {}
+    exams: dict[Needle, dict[int, list[Exam]]] = {}
     for kind in NEEDLES:
         texts = [passkey_text] if kind == "passkey" else args.val_rows.tolist()
-        found[kind] = {}
+        exams[kind] = {}
         for length in lengths:
             rng = random.Random(f"{kind} {length}")
-            found[kind][length] = [
+            exams[kind][length] = [
                 needle_exam(kind, tokenizer, texts[trial % len(texts)], length, depth, rng)
                 for trial, depth in itertools.product(range(args.digit_trials), DEPTHS)
             ]
-    return found
+    return exams
 
 
 def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -> dict[str, Any]:
@@ -383,9 +383,9 @@ def cost(
     args: argparse.Namespace, tokenizer: Any, seed: int, target: int, schedule: str, name: str, method: Method, n: int
 ) -> Iterator[Line]:
     """Seconds and peak memory of one method, with forwards of n tokens, alone on the GPU."""
-    found = train_method(rescaled(args, schedule, target), tokenizer, method, args, seed, WARM_UP + args.cost, n)
-    told = {"method": name, "schedule": schedule, "target": target, "seed": seed, "override": args.override}
-    yield {**told, "tokens_per_second": args.step_tokens / found["seconds_a_step"], **found}
+    trained = train_method(rescaled(args, schedule, target), tokenizer, method, args, seed, WARM_UP + args.cost, n)
+    settings = {"method": name, "schedule": schedule, "target": target, "seed": seed, "override": args.override}
+    yield {**settings, "tokens_per_second": args.step_tokens / trained["seconds_a_step"], **trained}
 
 
 def costs(args: argparse.Namespace, tokenizer: Any, cue: int, names: list[str]) -> list[Run]:

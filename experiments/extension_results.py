@@ -99,7 +99,9 @@ def plot(lines: list[dict[str, Any]], path: Path, window: int) -> list[Path]:
         for run in trained:
             by_schedule[run["schedule"]][run["method"]].append(loss(run))
         # of the schedules with most methods the one with the lowest loss
-        ordered = max(by_schedule.values(), key=lambda found: (len(found), -min(map(statistics.mean, found.values()))))
+        ordered = max(
+            by_schedule.values(), key=lambda by_method: (len(by_method), -min(map(statistics.mean, by_method.values())))
+        )
         order = sorted(ordered, key=lambda name: -statistics.mean(ordered[name]))
         order = [*sorted({r["method"] for r in trained} - set(order)), *order]
         widest = max(loss(r) for r in trained)

@@ -48,18 +48,18 @@ def add_training_arguments(parser: argparse.ArgumentParser, *fixed: str) -> None
 def fields_but(*fixed: str) -> Callable[[str], dict[str, Any]]:
     """Reads fields of RopeSFTConfig as JSON, and refuses those that `train` or the study sets."""
 
-    def fields(given: str) -> dict[str, Any]:
-        found = json.loads(given)
-        if taken := sorted(found.keys() & {*FIXED, *fixed}):
+    def fields(text: str) -> dict[str, Any]:
+        specification = json.loads(text)
+        if taken := sorted(specification.keys() & {*FIXED, *fixed}):
             raise argparse.ArgumentTypeError(f"{', '.join(taken)} cannot be overridden: the study sets what runs have")
-        return found
+        return specification
 
     return fields
 
 
-def minutes_from_now(given: str) -> Deadline:
+def minutes_from_now(minutes: str) -> Deadline:
     """The deadline of --minutes."""
-    return Deadline(float(given))
+    return Deadline(float(minutes))
 
 
 def show(args: argparse.Namespace, table: Callable[[list[Line]], str], plot: Callable[..., list[Path]] | None) -> None:

@@ -85,35 +85,35 @@ def served(folder: str | Path) -> Any:
 
 def held_out_rows(tokenizer: Any, texts: list[str], length: int, rows: int) -> torch.Tensor:
     """The first `length` tokens of each of the first `rows` texts that have so many."""
-    begin, found = list(SpecialTokens.of(tokenizer).begin), []
+    begin, chosen = list(SpecialTokens.of(tokenizer).begin), []
     for text in texts:
         ids = [*begin, *tokenizer(text[: 8 * length], add_special_tokens=False, verbose=False)["input_ids"]]
-        if len(ids) >= length and len(found) < rows:
-            found.append(ids[:length])
-    return torch.tensor(found)
+        if len(ids) >= length and len(chosen) < rows:
+            chosen.append(ids[:length])
+    return torch.tensor(chosen)
 
 
 def all_asked(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) -> dict[Any, list[Asked]]:
     """The questions by test, form and length: fewer beyond the window, where they are not compared in pairs."""
-    found: dict[tuple[str, bool, int], list[Asked]] = {}
+    questions: dict[tuple[str, bool, int], list[Asked]] = {}
     forms = (False, True) if tokenizer.chat_template else (False,)
     for chat in forms:
         for length in args.lengths:
             within = length < args.window
             prompts = (args.prompts if within else args.prompts // 2) // len(forms)
             passkey_prompts = prompts if length <= 2 * args.window else prompts // 2
-            found["passkey", chat, length] = passkeys(tokenizer, length, passkey_prompts, chat, args.question_seed)
+            questions["passkey", chat, length] = passkeys(tokenizer, length, passkey_prompts, chat, args.question_seed)
             books = max(prompts // 8, 1)
             for test in KEYED:
-                found[test, chat, length] = keyed(
+                questions[test, chat, length] = keyed(
                     test, tokenizer, held_out.tolist(), length, books, chat, args.question_seed
                 )
-    return found
+    return questions
 
 
 def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> Dataset:
     assert arm.shares is not None
-    own = "chats" if data.tokenizer.chat_template else "own_texts"
+    kind_of_own = "chats" if data.tokenizer.chat_template else "own_texts"
     rows = make_rows(
         data.tokenizer,
         args.rows,
@@ -122,7 +122,7 @@ def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> 
         shares=arm.shares,
         seed=seed,
         progress=False,
-        **{own: data.own},
+        **{kind_of_own: data.own},
         **arm.rows,
     )
     return Dataset.from_dict({"input_ids": [r.ids for r in rows], "completion_mask": [r.labelled for r in rows]})
@@ -169,19 +169,19 @@ def own_text_figures(model: Any, native: Any, data: Data) -> dict[str, Any]:
     total = tokens = 0.0
     for text in data.held_out_own:
         ids = torch.tensor([text], device=model.device)
-        told = [m(input_ids=ids).logits[0].float().log_softmax(-1) for m in (native, model)]
-        total += float((told[0].exp() * (told[0] - told[1])).sum())
+        log_probs = [m(input_ids=ids).logits[0].float().log_softmax(-1) for m in (native, model)]
+        total += float((log_probs[0].exp() * (log_probs[0] - log_probs[1])).sum())
         tokens += len(text)
-    found: dict[str, Any] = {"kl": total / tokens}
+    figures: dict[str, Any] = {"kl": total / tokens}
     if not data.tokenizer.chat_template:
-        return found
+        return figures
     turn = data.tokenizer(Frame.of(data.tokenizer, True).turn, add_special_tokens=False)["input_ids"]
     prompts = [p for p in (_up_to_reply(text, turn) for text in data.held_out_own) if p]
     replies = greedy_tokens(model, prompts, pad_token=data.tokenizer.eos_token_id, max_new_tokens=REPLY)
     pairs = list(zip(prompts, replies, strict=True))
-    found["replies"] = [{"nll": _nll(native, p, r), "tokens": len(r), "ended": len(r) < REPLY} for p, r in pairs]
-    found["shown"] = [data.tokenizer.decode([*p, *r]) for p, r in pairs[:4]]
-    return found
+    figures["replies"] = [{"nll": _nll(native, p, r), "tokens": len(r), "ended": len(r) < REPLY} for p, r in pairs]
+    figures["shown"] = [data.tokenizer.decode([*p, *r]) for p, r in pairs[:4]]
+    return figures
 
 
 def _up_to_reply(chat: list[int], turn: list[int]) -> list[int] | None:
@@ -191,8 +191,8 @@ def _up_to_reply(chat: list[int], turn: list[int]) -> list[int] | None:
 
 def _nll(native: Any, prompt: list[int], reply: list[int]) -> float:
     ids = torch.tensor([[*prompt, *reply]], device=native.device)
-    told = native(input_ids=ids, logits_to_keep=len(reply) + 1).logits[0, :-1].float().log_softmax(-1)
-    return -told.gather(1, ids[0, -len(reply) :, None]).mean().item()
+    log_probs = native(input_ids=ids, logits_to_keep=len(reply) + 1).logits[0, :-1].float().log_softmax(-1)
+    return -log_probs.gather(1, ids[0, -len(reply) :, None]).mean().item()
 
 
 def measure(model: Any, native: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
@@ -200,47 +200,51 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace) -> di
     begin = time.perf_counter()
     curve = loss_by_position(model, data.held_out, progress=False)
     edges = [*(e for e in EDGES if e < curve.seq_len), curve.seq_len]
-    found: dict[str, Any] = {"loss_by_position": curve.bins(edges), "own": own_text_figures(model, native, data)}
-    found["asked"] = []
-    for (test, chat, length), asked in data.asked.items():
+    figures: dict[str, Any] = {"loss_by_position": curve.bins(edges), "own": own_text_figures(model, native, data)}
+    figures["asked"] = []
+    for (test, chat, length), questions in data.asked.items():
         since = time.perf_counter()
-        prompts = [a.shared + tail for a in asked for tail in a.tails]
+        prompts = [a.shared + tail for a in questions for tail in a.tails]
         at_once = max(TOKENS_HELD // length, 1)
         said = greedy_answers(model, data.tokenizer, prompts, max_new_tokens=NEW_TOKENS[test], batch_size=at_once)
-        wordings = [a.wording for a in asked for _ in a.answers]
-        shown = list(zip([answer for a in asked for answer in a.answers], said, strict=True))[:3]
-        cell = {"test": test, "chat": chat, "length": length, "scores": right(asked, said), "wordings": wordings}
+        wordings = [a.wording for a in questions for _ in a.answers]
+        shown = list(zip([answer for a in questions for answer in a.answers], said, strict=True))[:3]
+        cell = {"test": test, "chat": chat, "length": length, "scores": right(questions, said), "wordings": wordings}
         cell["seconds"] = time.perf_counter() - since
-        found["asked"].append({**cell, "shown": shown})
+        figures["asked"].append({**cell, "shown": shown})
     if args.bench:
         from rope_patch.eval import short_text
 
         since = time.perf_counter()
         # through a chat template LAMBADA has no right answer from any model
-        told = short_text(
+        accuracies = short_text(
             model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=64, chat_template="off"
         )
-        found["short_text"] = {"accuracy": told.accuracy, "scores": told.scores, "seconds": time.perf_counter() - since}
-    found["measure_seconds"] = time.perf_counter() - begin
-    return found
+        figures["short_text"] = {
+            "accuracy": accuracies.accuracy,
+            "scores": accuracies.scores,
+            "seconds": time.perf_counter() - since,
+        }
+    figures["measure_seconds"] = time.perf_counter() - begin
+    return figures
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(figures: dict[str, Any]) -> str:
     """One arm's figures in a few lines."""
-    losses = "  ".join(f"{b['end'] // 1024}K {b['loss']:.3f}" for b in found["loss_by_position"])
-    lines = [f"  loss to {losses}  KL on own texts {found['own']['kl']:.3f}"]
-    if "replies" in found["own"]:
-        replies = found["own"]["replies"]
-        told = {name: fmean(r[name] for r in replies) for name in ("nll", "tokens", "ended")}
-        lines.append("  replies " + "  ".join(f"{name} {value:.3f}" for name, value in told.items()))
+    losses = "  ".join(f"{b['end'] // 1024}K {b['loss']:.3f}" for b in figures["loss_by_position"])
+    lines = [f"  loss to {losses}  KL on own texts {figures['own']['kl']:.3f}"]
+    if "replies" in figures["own"]:
+        replies = figures["own"]["replies"]
+        means = {name: fmean(r[name] for r in replies) for name in ("nll", "tokens", "ended")}
+        lines.append("  replies " + "  ".join(f"{name} {value:.3f}" for name, value in means.items()))
     for test in NEW_TOKENS:
         for chat in (False, True):
-            cells = [c for c in found["asked"] if (c["test"], c["chat"]) == (test, chat)]
+            cells = [c for c in figures["asked"] if (c["test"], c["chat"]) == (test, chat)]
             if cells:
                 shown = "  ".join(f"{c['length']} {fmean(c['scores']):.2f}" for c in cells)
                 lines.append(f"  {test:8}{'chat' if chat else 'raw':5} {shown}")
-    if "short_text" in found:
-        lines.append("  " + "  ".join(f"{name} {a:.3f}" for name, a in found["short_text"]["accuracy"].items()))
+    if "short_text" in figures:
+        lines.append("  " + "  ".join(f"{name} {a:.3f}" for name, a in figures["short_text"]["accuracy"].items()))
     return "\n".join(lines)
 
 
@@ -248,16 +252,16 @@ def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace)
     """Train one arm, if it trains, and measure it."""
     own = "chats" if data.tokenizer.chat_template else "own_texts"
     arm = arms(args.window, args.target, own, args.row_length)[name]
-    found: dict[str, Any] = {"window": args.window, "target": args.target}
+    line: dict[str, Any] = {"window": args.window, "target": args.target}
     if arm.shares is not None:
-        model, told = train_arm(name, arm, data, args, seed)
-        found |= told
-        print(name, found["train_seconds"], found["log"], flush=True)
+        model, training = train_arm(name, arm, data, args, seed)
+        line |= training
+        print(name, line["train_seconds"], line["log"], flush=True)
     else:
         model = served(args.model)
         if arm.rescale is not None:
             patch_model(model, arm.rescale[0], factor=arm.rescale[1])
-    yield found | measure(model, native, data, args)
+    yield line | measure(model, native, data, args)
 
 
 def main() -> None:
@@ -265,7 +269,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--plot", type=Path, help="draw the files of --table: answers by length")
     parser.add_argument("--text", nargs="+", help="JSON lines with `text`: documents to train on")
-    parser.add_argument("--held-out", nargs="+", help="likewise: documents to measure on")
+    parser.add_argument("--held-out", nargs="+", help="JSON lines with `text`: documents to measure on")
     parser.add_argument("--own", type=Path, help="chats or texts of the native model")
     parser.add_argument("--make-own", type=int, help="write that many of them, and end")
     parser.add_argument("--held-out-own", type=int, default=100)
@@ -299,13 +303,13 @@ def main() -> None:
         args.own.write_text(json.dumps(made))
         return
     held_out = held_out_rows(tokenizer, list(read_texts(args.held_out)), args.target, args.held_out_rows)
-    own = json.loads(args.own.read_text())
+    texts_of_model = json.loads(args.own.read_text())
     data = Data(
         tokenizer,
         list(read_texts(args.text)),
         held_out,
-        own[args.held_out_own :],
-        own[: args.held_out_own],
+        texts_of_model[args.held_out_own :],
+        texts_of_model[: args.held_out_own],
         all_asked(tokenizer, held_out, args),
     )
     # what does not train is the same with every seed

@@ -33,13 +33,13 @@ class Arm:
         return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": {"factor": self.rescale[1]}}
 
 
-def arms(window: int, target: int, own: str, row_length: int | None = None) -> dict[str, Arm]:
+def arms(window: int, target: int, kind_of_own: str, row_length: int | None = None) -> dict[str, Arm]:
     """Every arm by name.
 
     Args:
         window: tokens that the native model was trained on.
         target: positions to be reached.
-        own: kind of rows that the model wrote itself, "chats" or, of a base model, "own_texts".
+        kind_of_own: kind of rows that the model wrote itself, "chats" or, of a base model, "own_texts".
         row_length: tokens of the rows that are trained on; None for the window, and for four windows in arm "pose".
     """
     times = target / window
@@ -48,7 +48,7 @@ def arms(window: int, target: int, own: str, row_length: int | None = None) -> d
     distilled = {**gaps, "objective": "native-distill", "learning_rate": 3e-4}
     keep = Arm(
         ntk,
-        {"text": 1.0, own: 1.0, "questions": 1.0},
+        {"text": 1.0, kind_of_own: 1.0, "questions": 1.0},
         {"short": 0.25},
         row_length,
         {**distilled, "native_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}},

@@ -52,7 +52,7 @@ def plot(runs: list[Run], path: Path, model: str | None = None) -> list[Path]:
 
 def _by_prompt(seeds: Sequence[Run], test: str, length: int) -> list[float]:
     """Of each prompt the mean over seeds."""
-    return [fmean(found) for found in zip(*(scores(run, test, length) for run in seeds), strict=True)]
+    return [fmean(same) for same in zip(*(scores(run, test, length) for run in seeds), strict=True)]
 
 
 def _draw(axes: Any, lengths: Sequence[int], cells: Sequence[Sequence[float]], label: str) -> None:

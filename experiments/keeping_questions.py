@@ -82,7 +82,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
 
 def passkeys(tokenizer: Any, length: int, count: int, chat: bool, seed: int) -> list[Asked]:
     """`count` prompts of `length` tokens with their answers, wordings in turn, depths spread evenly."""
-    frame, filler, found = Frame.of(tokenizer, chat), ids_of(tokenizer, PASSKEY_FILLER), []
+    frame, filler, questions = Frame.of(tokenizer, chat), ids_of(tokenizer, PASSKEY_FILLER), []
     turn = frame.turn or " "
     for n in range(count):
         rng = random.Random(f"passkey {seed} {length} {n}")
@@ -96,15 +96,15 @@ def passkeys(tokenizer: Any, length: int, count: int, chat: bool, seed: int) -> 
         place = round((n + 0.5) / count * room / len(filler)) * len(filler)
         hay = filler * (room // len(filler) + 1)
         ids = [*frame.begin, *hay[:place], *needle_ids, *hay[place:room]]
-        found.append(Asked(ids, [tail], [key], wording))
-    return found
+        questions.append(Asked(ids, [tail], [key], wording))
+    return questions
 
 
 def keyed(
     test: Keyed, tokenizer: Any, books: Sequence[Sequence[int]], length: int, count: int, chat: bool, seed: int
 ) -> list[Asked]:
     """`count` books of `length` tokens with their questions, each with KEYS sentences in it."""
-    frame, found = Frame.of(tokenizer, chat), []
+    frame, questions = Frame.of(tokenizer, chat), []
     turn = frame.turn or " "
     for n in range(count):
         rng = random.Random(f"{test} {seed} {length} {n}")
@@ -124,15 +124,15 @@ def keyed(
             place = round((k + rng.random()) / KEYS * room)
             ids += hay[used:place] + piece
             used = place
-        found.append(Asked(ids + hay[used:], tails, values, wording))
-    return found
+        questions.append(Asked(ids + hay[used:], tails, values, wording))
+    return questions
 
 
 def _numbers(rng: random.Random) -> list[str]:
     return [str(v) for v in rng.sample(range(100_000, 1_000_000), KEYS)]
 
 
-def right(asked: list[Asked], said: list[str]) -> list[int]:
+def right(questions: list[Asked], replies: list[str]) -> list[int]:
     """1 for each reply that has its answer in it."""
-    answers = [answer for a in asked for answer in a.answers]
-    return [int(answer in reply) for answer, reply in zip(answers, said, strict=True)]
+    answers = [answer for a in questions for answer in a.answers]
+    return [int(answer in reply) for answer, reply in zip(answers, replies, strict=True)]

@@ -40,13 +40,13 @@ def ended(run: Run) -> list[float]:
     return [float(reply["ended"]) for reply in run["own"].get("replies", [])]
 
 
-def cell(found: list[list[float]], native: list[float], digits: int = 2) -> str:
+def cell(of_seeds: list[list[float]], native: list[float], digits: int = 2) -> str:
     """The mean over seeds of the means of `found`, one list a seed, with * where `native` is better beyond noise."""
-    if not all(found) or not native:
+    if not all(of_seeds) or not native:
         return "-"
-    pairs = [fmean(values) - other for *values, other in zip(*found, native, strict=True)]
+    pairs = [fmean(values) - other for *values, other in zip(*of_seeds, native, strict=True)]
     _, high = paired_interval(pairs)
-    return f"{abs(fmean(map(fmean, found))):.{digits}f}{'*' if high < 0 else ''}"
+    return f"{abs(fmean(map(fmean, of_seeds))):.{digits}f}{'*' if high < 0 else ''}"
 
 
 def spans(native: Run) -> list[tuple[int, int]]:
@@ -88,16 +88,16 @@ def table(runs: list[Run]) -> str:
             row.append(" / ".join(cells))
         lines.append("| " + " | ".join(row) + " |")
     counts = [f"{test} {' / '.join(str(len(scores(native, test, n))) for n in lengths)}" for test in tests]
-    told = f"Prompts a cell and seed: {', '.join(counts)}; replies {len(reply_losses(native))}; "
-    return "\n".join([*lines, "", f"{told}short text {len(short_text(native))} samples."])
+    conditions = f"Prompts a cell and seed: {', '.join(counts)}; replies {len(reply_losses(native))}; "
+    return "\n".join([*lines, "", f"{conditions}short text {len(short_text(native))} samples."])
 
 
 def by_prompts(runs: list[Run]) -> dict[tuple[int, int], list[Run]]:
     """Runs on the same prompts: of one seed of questions, and as many."""
-    found: dict[tuple[int, int], list[Run]] = {}
+    groups: dict[tuple[int, int], list[Run]] = {}
     for run in runs:
-        found.setdefault((run["question_seed"], sum(len(c["scores"]) for c in run["asked"])), []).append(run)
-    return found
+        groups.setdefault((run["question_seed"], sum(len(c["scores"]) for c in run["asked"])), []).append(run)
+    return groups
 
 
 def tables(runs: list[Run]) -> str:

@@ -231,7 +231,7 @@ class Training:
         ends = [args.window * k // 4 + 1 for k in (1, 2, 4, 6, 8, 12, 16, 24)]
         edges = [64, *(e for e in ends if 64 < e < curve.seq_len), curve.seq_len]
         tokens = args.batch * args.window
-        found = {
+        figures = {
             "view": arms(args.window)[self.name],
             "tokens": self.steps * tokens,
             "epochs": self.steps * args.batch / self.rows.a_epoch,
@@ -253,7 +253,7 @@ class Training:
         }
         if self.file is not None:
             self.file.unlink(missing_ok=True)
-        return found
+        return figures
 
     def _peak(self) -> int:
         return max(self.peak, torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0)
@@ -373,8 +373,8 @@ def main() -> None:
 def shown(line: Line) -> str:
     """A line of the file in one of the terminal."""
     rate = line["tokens_per_second"] or 0
-    found = f"in window {line['in_window']:.3f}  cliff {line['cliff']:.3f}  G {line['gain']:.3f}"
-    return f"{found}  {rate:,.0f} tokens/s  {line['peak_gib']:.1f} GiB"
+    losses = f"in window {line['in_window']:.3f}  cliff {line['cliff']:.3f}  G {line['gain']:.3f}"
+    return f"{losses}  {rate:,.0f} tokens/s  {line['peak_gib']:.1f} GiB"
 
 
 if __name__ == "__main__":

@@ -91,28 +91,28 @@ AT_ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "
 
 def arms() -> dict[str, Arm]:
     """Every arm by name."""
-    found = {"native": Arm(None)}
+    arms = {"native": Arm(None)}
     for name, rescale in (("pi4", PI4), ("pi8", PI8), ("yarn4", YARN4)):
-        found[name] = Arm(rescale)
-        found[f"{name} cpt"] = Arm(rescale, extend={**EXTEND_LR, **EQUAL})
-        found[f"{name} ard+cpt"] = Arm(rescale, DISTIL_LR, EXTEND_LR)
+        arms[name] = Arm(rescale)
+        arms[f"{name} cpt"] = Arm(rescale, extend={**EXTEND_LR, **EQUAL})
+        arms[f"{name} ard+cpt"] = Arm(rescale, DISTIL_LR, EXTEND_LR)
     # every field the paper's: the weights that it trains, all of them, and the authors' adapters
-    found["pi4 qkv"] = Arm(PI4, {}, {}, extended="qkv")
-    found["pi4 all (ours)"] = Arm(PI4, {}, {}, trainable="all")
-    found["pi4 lora 1024/2048"] = Arm(PI4, {}, {}, lora=1024, dropout=0.05)
-    found["pi4 qkv at our rates"] = Arm(PI4, DISTIL_LR, EXTEND_LR, extended="qkv")
+    arms["pi4 qkv"] = Arm(PI4, {}, {}, extended="qkv")
+    arms["pi4 all (ours)"] = Arm(PI4, {}, {}, trainable="all")
+    arms["pi4 lora 1024/2048"] = Arm(PI4, {}, {}, lora=1024, dropout=0.05)
+    arms["pi4 qkv at our rates"] = Arm(PI4, DISTIL_LR, EXTEND_LR, extended="qkv")
     # the name in docs/results of the authors' rate on other weights than theirs: q, k and v, then all
-    found["pi4 ard+cpt as the authors"] = Arm(PI4, {}, {})
+    arms["pi4 ard+cpt as the authors"] = Arm(PI4, {}, {})
     for lr in (2e-5, 1e-3):
-        found[f"pi4 cpt lr {lr:g}"] = Arm(PI4, extend={"learning_rate": lr, **EQUAL})
+        arms[f"pi4 cpt lr {lr:g}"] = Arm(PI4, extend={"learning_rate": lr, **EQUAL})
     # the control with the tokens, rows and stages of LinearARD: next-token training in place of distillation
     control = {"objective": "clm", "learning_rate": 5e-4}
     for lr in (2e-4, 5e-4, 1e-3):
-        found[f"pi4 clm {lr:g}+cpt"] = Arm(PI4, {**control, "learning_rate": lr}, EXTEND_LR, trainable="all")
+        arms[f"pi4 clm {lr:g}+cpt"] = Arm(PI4, {**control, "learning_rate": lr}, EXTEND_LR, trainable="all")
     # the same on the weights that LinearARD trains
-    found["pi4 clm qkv 0.001+cpt"] = Arm(PI4, {**control, "learning_rate": 1e-3}, EXTEND_LR)
-    found["pi8 clm 0.0005+cpt"] = Arm(PI8, control, EXTEND_LR, trainable="all")
-    found["yarn4 clm 0.0005+cpt"] = Arm(YARN4, control, EXTEND_LR, trainable="all")
+    arms["pi4 clm qkv 0.001+cpt"] = Arm(PI4, {**control, "learning_rate": 1e-3}, EXTEND_LR)
+    arms["pi8 clm 0.0005+cpt"] = Arm(PI8, control, EXTEND_LR, trainable="all")
+    arms["yarn4 clm 0.0005+cpt"] = Arm(YARN4, control, EXTEND_LR, trainable="all")
     # predictions of the native model, in all rows, beside the next-token loss: the same stage with another target
     for weight in (1.0, 10.0):
         native = {
@@ -121,10 +121,10 @@ def arms() -> dict[str, Arm]:
             "self_distill_args": {"teacher": "native", "direction": "forward"},
             "learning_rate": 5e-4,
         }
-        found[f"pi4 native kl {weight:g}+cpt"] = Arm(PI4, native, EXTEND_LR, trainable="all")
-        found[f"pi4 native kl {weight:g} qkv+cpt"] = Arm(PI4, {**native, **DISTIL_LR}, EXTEND_LR)
+        arms[f"pi4 native kl {weight:g}+cpt"] = Arm(PI4, native, EXTEND_LR, trainable="all")
+        arms[f"pi4 native kl {weight:g} qkv+cpt"] = Arm(PI4, {**native, **DISTIL_LR}, EXTEND_LR)
     for lr in (5e-5, 2e-4, 3e-3):
-        found[f"pi4 ard lr {lr:g}"] = Arm(PI4, {"learning_rate": lr})
+        arms[f"pi4 ard lr {lr:g}"] = Arm(PI4, {"learning_rate": lr})
     variants: dict[str, dict[str, Any]] = {
         "w/o v": {"relation_args": {"v": 0.0}},
         "attn+v": {"relation_args": {"q": 0.0, "k": 0.0, "attention": 1.0}},
@@ -134,15 +134,15 @@ def arms() -> dict[str, Arm]:
         "mse": {"relation_args": {"divergence": "mse"}},
     }
     for name, options in variants.items():
-        found[f"pi4 ard {name}"] = Arm(PI4, {**DISTIL_LR, **options})
+        arms[f"pi4 ard {name}"] = Arm(PI4, {**DISTIL_LR, **options})
     # what did better than the paper's form, together
     better = {**variants["attn+v"], **variants["+logit"]}
-    found["pi4 ard attn+v +logit+cpt"] = Arm(PI4, {**DISTIL_LR, **better}, EXTEND_LR)
-    found["pi4 hidden+cpt"] = Arm(PI4, {**DISTIL_LR, "objective": "hidden-distill"}, EXTEND_LR)
-    found["pi4 ard all weights"] = Arm(PI4, DISTIL_LR, trainable="all")
-    found["pi4 ard lora 64"] = Arm(PI4, DISTIL_LR, lora=64)
-    found["yarn4 ard no factor"] = Arm(YARN4, {**DISTIL_LR, "relation_args": {"strip_attention_factor": True}})
-    return found
+    arms["pi4 ard attn+v +logit+cpt"] = Arm(PI4, {**DISTIL_LR, **better}, EXTEND_LR)
+    arms["pi4 hidden+cpt"] = Arm(PI4, {**DISTIL_LR, "objective": "hidden-distill"}, EXTEND_LR)
+    arms["pi4 ard all weights"] = Arm(PI4, DISTIL_LR, trainable="all")
+    arms["pi4 ard lora 64"] = Arm(PI4, DISTIL_LR, lora=64)
+    arms["yarn4 ard no factor"] = Arm(YARN4, {**DISTIL_LR, "relation_args": {"strip_attention_factor": True}})
+    return arms
 
 
 def run(
@@ -165,13 +165,13 @@ def run(
     if arm.distil is None and arm.extend is None:
         yield {"after": None, **measure(model, tokenizer, args, data["val"])}
     for stage, defaults in (("distil", {**DISTIL, **AT_ONCE}), ("extend", EXTEND)):
-        given = getattr(arm, stage)
-        if given is None:
+        stage_fields = getattr(arm, stage)
+        if stage_fields is None:
             continue
         trained = {"trainable": arm.trainable if stage == "distil" else arm.extended}
         if arm.lora is not None:
             trained = {"trainable": "all"}  # of the adapters
-        options = {**defaults, "logging_steps": 8, **trained, **given, **args.override}
+        options = {**defaults, "logging_steps": 8, **trained, **stage_fields, **args.override}
         rows = data["rows"](options["max_length"]).shuffle(seed)
         begin = time.perf_counter()
         trainer = train(model, tokenizer, rows, options, seed, args.compile, peft_config=adapters)
@@ -179,8 +179,8 @@ def run(
         model, log, adapters = trainer.model, logged(trainer), None  # the model has the adapters now
         if stage not in known and not (args.last_stage and stage == "distil" and arm.extend is not None):
             with merged(model, arm.lora is not None) as whole:
-                found = measure(whole, tokenizer, args, data["val"])
-            yield {"after": stage, **found, "train_seconds": seconds, "log": log}
+                figures = measure(whole, tokenizer, args, data["val"])
+            yield {"after": stage, **figures, "train_seconds": seconds, "log": log}
 
 
 @contextmanager
@@ -218,8 +218,8 @@ def table(runs: list[dict[str, Any]]) -> str:
     head = ["arm", "after", "seeds", *(f"loss {a // 1024}-{b // 1024}K" for a, b in spans), "short text", "recovery %"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for found in runs:
-        groups.setdefault((found["arm"], found["after"] or ""), []).append(found)
+    for line in runs:
+        groups.setdefault((line["arm"], line["after"] or ""), []).append(line)
     for (arm, after), same in groups.items():
         cells = [spread([mean_of(r["loss_by_position"], a, b) for r in same], 3) for a, b in spans]
         cells += [spread([r["short_mean"] for r in same], 3)]
@@ -297,8 +297,8 @@ def main() -> None:
 
     @cache
     def rows(length: int) -> Dataset:
-        cut, told = cut_into_rows(documents, tokenizer, length)
-        print(told, flush=True)
+        cut, coverage = cut_into_rows(documents, tokenizer, length)
+        print(coverage, flush=True)
         return cut
 
     val = text_rows(tokenizer, read_texts(args.val), seq_len=args.val_length, n_rows=args.val_rows)

@@ -57,9 +57,9 @@ def spread(values: list[float], digits: int) -> str:
     return shown if len(values) == 1 else f"{shown} ± {(max(values) - min(values)) / 2:.{digits}f}"
 
 
-def held(found: Sequence[bool]) -> str:
+def held(holds: Sequence[bool]) -> str:
     """In how many seeds something is so."""
-    return f"{sum(found)} of {len(found)} seeds" if found else "not run"
+    return f"{sum(holds)} of {len(holds)} seeds" if holds else "not run"
 
 
 def orderings(
@@ -81,8 +81,8 @@ def orderings(
     for metric, lower, higher, paper in claims:
         low, high = by_arm.get(lower, {}), by_arm.get(higher, {})
         pairs = [(value(low[seed], metric), value(high[seed], metric)) for seed in sorted(low.keys() & high.keys())]
-        found = held([a < b for a, b in pairs if a is not None and b is not None])
-        lines.append(f"| {metric}: {lower} < {higher} | {paper} | {found} |")
+        outcome = held([a < b for a, b in pairs if a is not None and b is not None])
+        lines.append(f"| {metric}: {lower} < {higher} | {paper} | {outcome} |")
     return lines
 
 

@@ -214,16 +214,16 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
 
 def sittings(tokenizer: Any, args: argparse.Namespace, haystack: list[int]) -> dict[Kind, dict[int, list[Exam]]]:
     """The exams of each kind and length, which all arms and seeds sit: a question for 256 tokens, 24 at most."""
-    found: dict[Kind, dict[int, list[Exam]]] = {}
+    exams: dict[Kind, dict[int, list[Exam]]] = {}
     for kind in KINDS:
         rng = random.Random(7)
-        found[kind] = {length: [] for length in args.lengths}
+        exams[kind] = {length: [] for length in args.lengths}
         for length, _ in itertools.product(args.lengths, range(args.exams)):
             begin = rng.randrange(len(haystack) - length + 1)
             text = haystack[begin : begin + length]
-            one = make_exam(kind, tokenizer, text, length, args.spacing, rng, min(24, max(8, length // 256)))
-            found[kind][length].append(one)
-    return found
+            exam = make_exam(kind, tokenizer, text, length, args.spacing, rng, min(24, max(8, length // 256)))
+            exams[kind][length].append(exam)
+    return exams
 
 
 def measure(
@@ -231,21 +231,22 @@ def measure(
 ) -> dict[str, Any]:
     """Exams and loss by position, at true positions and under autocast as in training."""
     model.eval()  # a view that is sampled in training is not in force
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     with autocast(model):
         for kind, by_length in exams.items():
             graded = {
-                length: [answer for one in sat for answer in accuracy(model, one)] for length, sat in by_length.items()
+                length: [answer for exam in sat for answer in accuracy(model, exam)]
+                for length, sat in by_length.items()
             }
-            found[kind] = {
+            figures[kind] = {
                 str(length): statistics.mean(right for _, right in marks) for length, marks in graded.items()
             }
             beyond = [answer for length, marks in graded.items() if length > args.short for answer in marks]
             tenths = [[right for depth, right in beyond if int(10 * depth) == tenth] for tenth in range(10)]
-            found[f"{kind} by position"] = [statistics.mean(t) if t else None for t in tenths]
+            figures[f"{kind} by position"] = [statistics.mean(t) if t else None for t in tenths]
         curve = loss_by_position(model, val, progress=False)
     edges = {e for e in (64, args.short, 2 * args.short, 4 * args.short, 8 * args.short) if e < curve.seq_len}
-    return {**found, "loss_by_position": curve.bins(sorted({*edges, curve.seq_len}))}
+    return {**figures, "loss_by_position": curve.bins(sorted({*edges, curve.seq_len}))}
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -279,8 +280,8 @@ def plot(runs: list[dict[str, Any]], path: Path) -> list[Path]:
             by_length.set_xticks(range(len(lengths)), [compact(int(n)) for n in lengths])
         by_length.set(title=kind, xlabel="tokens", ylabel="accuracy")
         by_depth.set(title="beyond the window", xlabel="place of the answer, %")
-    for one in axes:
-        one.grid(alpha=0.25)
+    for panel in axes:
+        panel.grid(alpha=0.25)
     add_legend(figure, axes[1], 5)
     return save_figure(figure, path)
 

@@ -11,16 +11,16 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"rope-patch {__version__}")
         return 0
-    asked = [a for a in arguments if a not in ("-h", "--help")]
+    unknown = [a for a in arguments if a not in ("-h", "--help")]
     print(
         f"rope-patch {__version__}\n"
         "The command line (demo, eval, probe, rows, export) is `rope-patch`, or `python -m trl_ext`: "
         "`rope-patch --help` lists it.\n"
         "In Python: rope_patch.patch_model(model, METHOD, ...), rope_patch.describe(model). "
         f"Methods: {', '.join(list_methods())}.",
-        file=sys.stderr if asked else sys.stdout,
+        file=sys.stderr if unknown else sys.stdout,
     )
-    return 2 if asked else 0
+    return 2 if unknown else 0
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ class _SaveWithSidecar:
         type(self.peft_config).save_pretrained(self.peft_config, save_directory, **kwargs)
         # one config may be that of adapters on several models: it is saved for the one that asks
         model = next((m for m in _callers() if hasattr(m, "peft_config")), None)
-        own = self.causal_lm() if model is None else model
-        state = None if own is None else _state_to_save(own)
+        owner = self.causal_lm() if model is None else model
+        state = None if owner is None else _state_to_save(owner)
         path = Path(save_directory) / SIDECAR_NAME
         if state is None:
             path.unlink(missing_ok=True)  # of what was saved here before

@@ -24,7 +24,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
 
     A view with when="always", which changes inference, is put on again; one of training forwards is not. A later
     `patch_model` with a rescaling starts from there, as it does on the merged checkpoint: ABF's base stays
-    under YaRN on top. `native_rope` still means the base model's schedule, and `unpatch_model` goes back to it.
+    under YaRN on top. `native_rope` still means the base model's RoPE parameters, and `unpatch_model` goes back to
+    them.
 
     Args:
         model: the base model, not patched.
@@ -34,8 +35,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     Raises:
         ImportError: PEFT is not installed.
         FileNotFoundError: there is no such directory, or no specification lies beside the adapter.
-        ValueError: the model is patched already, or came with another schedule than the adapter's base model; or the
-            specification is damaged, or is that of other weights.
+        ValueError: the model is patched already, or came with other RoPE parameters than the adapter's base model; or
+            the specification is damaged, or is that of other weights.
     """
     try:
         from peft import PeftModel
@@ -45,12 +46,13 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     decoder = find_decoder(model)
     if state_of(decoder) is not None:
         raise ValueError("load_adapter needs a model without patches: call unpatch_model first.")
-    found = (decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None))
-    wanted = (specification["native_rope_parameters"], specification["native_max_position_embeddings"])
-    if found != wanted:
+    loaded = (decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None))
+    recorded = (specification["native_rope_parameters"], specification["native_max_position_embeddings"])
+    if loaded != recorded:
         raise ValueError(
-            f"the adapter in {directory} was trained on a base model with RoPE {wanted[0]} and a window of {wanted[1]} "
-            f"positions, this model has {found[0]} and {found[1]}. Load the base model that it was trained on."
+            f"the adapter in {directory} was trained on a base model with RoPE {recorded[0]} and a window of "
+            f"{recorded[1]} positions, this model has {loaded[0]} and {loaded[1]}. Load the base model that it was "
+            "trained on."
         )
     _require_own_weights(directory, specification)
     view = always_view_of(specification)
@@ -72,8 +74,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
 
 def _require_own_weights(directory: str | os.PathLike[str], specification: dict[str, Any]) -> None:
     """Raise ValueError if the adapter was saved anew, by a model without patches, which leaves the specification."""
-    recorded, found = specification.get("adapter_weights"), digest_of_folder(directory)
-    if found is None:
+    recorded, digest = specification.get("adapter_weights"), digest_of_folder(directory)
+    if digest is None:
         return  # PEFT says what is missing
     if recorded is None:
         logger.warning(
@@ -81,7 +83,7 @@ def _require_own_weights(directory: str | os.PathLike[str], specification: dict[
             f"{specification['rope_patch_version']}: an adapter that was saved over it later would be loaded with a "
             "RoPE that is not its own."
         )
-    elif recorded != found:
+    elif recorded != digest:
         raise ValueError(
             f"{SIDECAR_NAME} in {directory} does not belong to the weights beside it, which were saved later, or "
             "changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; if "

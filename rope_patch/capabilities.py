@@ -34,23 +34,23 @@ _WEIGHTS_AFTER_ROPE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
 def missing_capabilities(model: nn.Module) -> dict[str, str]:
     """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
     causal_lm, decoder = find_causal_lm(model), find_decoder(model)
-    found = {
+    reasons = {
         "views": why_no_views(decoder, LocalLayers.of(decoder)),
         "native_rope": why_no_native_rope(decoder),
         "gradient checkpointing": why_no_checkpointing(decoder),
         "self-distillation": why_no_self_distillation(causal_lm, decoder),
         "relation distillation": why_no_relations(causal_lm, decoder),
     }
-    if found["self-distillation"] is None:
+    if reasons["self-distillation"] is None:
         two = why_two_passes(causal_lm, decoder)
-        found["self-distillation in one pass"] = two and f"the model has {two}."
-    return {what: reason for what, reason in found.items() if reason is not None}
+        reasons["self-distillation in one pass"] = two and f"the model has {two}."
+    return {what: reason for what, reason in reasons.items() if reason is not None}
 
 
 def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
     """Why there are no layers that a view could act on, given those that it leaves as they are."""
-    schedules = decoder.config.rope_parameters
-    reason = why_no_far_looking(schedules, rotary_states(decoder)) if is_nested(schedules) else None
+    by_layer_type = decoder.config.rope_parameters
+    reason = why_no_far_looking(by_layer_type, rotary_states(decoder)) if is_nested(by_layer_type) else None
     if reason is not None:
         return f"a view acts on layers that look back over a whole text, and {reason}"
     if local.layers and not hands_embeddings(decoder):
@@ -143,12 +143,12 @@ def why_no_relations(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
 
 
 def why_no_native_rope(decoder: nn.Module) -> str | None:
-    """Why the native schedule cannot be put in force for a while, the config staying as it is."""
+    """Why the native RoPE parameters cannot be put in force for a while, the config staying as it is."""
     reason = why_fixed_frequencies(decoder)
     for _, module in text_modules(decoder):
         if reason is None and module is not decoder and "rope_parameters" in _read_by(module):
-            reason = f"{type(module).__name__} reads the schedule from the config in every forward"
-    return reason and f"{reason}, so the native one cannot be put in force for a while: use a copy."
+            reason = f"{type(module).__name__} reads the RoPE parameters from the config in every forward"
+    return reason and f"{reason}, so the native ones cannot be put in force for a while: use a copy."
 
 
 def why_fixed_frequencies(decoder: nn.Module) -> str | None:
@@ -240,9 +240,9 @@ def _passes_on(forward: Callable[..., Any]) -> bool:
     function = function_tree(forward)
     if function is None:
         return True
-    own = function.args.kwarg
-    return own is not None and any(
-        keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == own.arg
+    keywords = function.args.kwarg
+    return keywords is not None and any(
+        keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords.arg
         for call in ast.walk(function)
         if isinstance(call, ast.Call)
         and not (isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function")

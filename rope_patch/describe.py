@@ -16,13 +16,13 @@ from .state import state_of
 
 @dataclass(frozen=True)
 class RopeDescription:
-    """What `describe` found. `print` it.
+    """What `describe` returns. `print` it.
 
     Args:
         model: class of the model.
         patched: whether any patch is on.
-        rope_parameters: schedule in force, as Transformers writes it.
-        native_rope_parameters: schedule that the model came with.
+        rope_parameters: those in force, as Transformers writes it.
+        native_rope_parameters: those that the model came with.
         rescaling: the rescaling in force, or None; one on top of a loaded adapter's stands behind it.
         view: the view that is sampled, or None.
         when: in which forwards.
@@ -53,7 +53,7 @@ class RopeDescription:
     def __str__(self) -> str:
         lines = [
             f"{self.model}: {'patched' if self.patched else 'not patched'}",
-            f"  schedule        {_schedule(self.rope_parameters)}",
+            f"  RoPE            {_parameters_text(self.rope_parameters)}",
             f"  rescaling       {self.rescaling or 'none'}",
             f"  view            {f'{self.view}, sampled in {_WHEN[self.when]}' if self.view else 'none'}",
             f"  trained window  {_window(self.trained_window)}",
@@ -63,7 +63,7 @@ class RopeDescription:
         if self.local_layers:
             lines.insert(4, f"  local layers    {', '.join(self.local_layers)}, which a view leaves at true positions")
         if self.rescaling:
-            lines.insert(2, f"  native          {_schedule(self.native_rope_parameters)}")
+            lines.insert(2, f"  native          {_parameters_text(self.native_rope_parameters)}")
         lines += [f"  not possible    {what}: {reason}" for what, reason in self.missing_capabilities.items()]
         if self.adapters:
             # PEFT keeps no trace of the folder that an adapter was loaded from, so what lies in it is not known here
@@ -82,7 +82,7 @@ _WHEN = {"train": "training forwards", "always": "every forward", None: ""}
 
 
 def describe(model: nn.Module) -> RopeDescription:
-    """The schedule and the view in force on `model`, what was patched, its trained and its target window."""
+    """The RoPE parameters and the view in force on `model`, what was patched, its trained and its target window."""
     decoder = find_decoder(model)
     state = state_of(decoder)
     config = decoder.config
@@ -110,10 +110,12 @@ def _window(positions: int | None) -> str:
     return "not stated by the config" if positions is None else f"{positions} positions"
 
 
-def _schedule(rope_parameters: dict[str, Any]) -> str:
+def _parameters_text(rope_parameters: dict[str, Any]) -> str:
     """`rope_parameters` in one line, long lists shortened."""
     if is_nested(rope_parameters):
-        return "; ".join(f"{layers}: {_schedule(p) if p else 'no RoPE'}" for layers, p in rope_parameters.items())
+        return "; ".join(
+            f"{layers}: {_parameters_text(p) if p else 'no RoPE'}" for layers, p in rope_parameters.items()
+        )
     rest = ", ".join(
         f"{k} {f'({len(v)} values)' if isinstance(v, list) else v}"
         for k, v in rope_parameters.items()

@@ -10,13 +10,13 @@ from .version import __version__
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """Versions of this package, of Python and of those of `packages` that are installed."""
-    found = {"rope-patch": __version__, "python": platform.python_version()}
+    versions = {"rope-patch": __version__, "python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def device_name(cuda: bool) -> str:

@@ -45,7 +45,7 @@ def head_losses(
     Args:
         causal_lm: the causal LM.
         hidden_std: last hidden states, [N, H] of any floating dtype.
-        hidden_view: likewise, or None.
+        hidden_view: those of the view, [N, H], or None for the cross-entropy alone.
         labels: [N].
         ce_weight: [N].
         kl_weight: [N] or None.
@@ -99,7 +99,7 @@ def head_kl(
         causal_lm: the causal LM.
         teacher_head: the teacher's output head.
         hidden: last hidden states, [N, H] of any floating dtype.
-        teacher_hidden: the teacher's, likewise.
+        teacher_hidden: the teacher's last hidden states, [N, H_t] of any floating dtype.
         **options: of `linear_kl_rows`.
 
     Returns:
@@ -139,7 +139,7 @@ def _require_floating(*heads: Any) -> None:
     """Refuse heads whose weights are codes of numbers: hidden states, cast to their dtype, would be cut to integers.
 
     Raises:
-        ValueError: see above.
+        ValueError: a head is quantized to integers; the message names the option that leaves it out.
     """
     for head in heads:
         if head is not None and not head.weight.is_floating_point():
@@ -165,13 +165,13 @@ def _reading(heads: list[Any], compute: Callable[..., torch.Tensor], *hidden: to
 
 def _as_forward_of(head: Any, compute: Callable[..., torch.Tensor], *hidden: torch.Tensor | None) -> torch.Tensor:
     """`head(*hidden)` with its hooks and `compute` in place of its forward."""
-    own = vars(head).get("forward")  # of an instance that something else has patched
+    patched = vars(head).get("forward")  # of an instance that something else has patched
     head.forward = compute
     try:
         output: torch.Tensor = head(*hidden)
     finally:
-        if own is None:
+        if patched is None:
             del head.forward
         else:
-            head.forward = own
+            head.forward = patched
     return output

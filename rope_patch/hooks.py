@@ -104,9 +104,9 @@ class DecoderEntry:
         return True
 
     def _require_one_pair(self, decoder: nn.Module) -> None:
-        """Raise unless one rotary module with one schedule gives each layer its cosines and sines."""
-        schedules = [rotary.attributes.get("rope_type") for rotary in self.state.current.rotary.values()]
-        one_pair = not self.state.layers_call_rotary and len(schedules) == 1 and not isinstance(schedules[0], dict)
+        """Raise unless one rotary module with one set of RoPE parameters gives each layer its cosines and sines."""
+        rope_types = [rotary.attributes.get("rope_type") for rotary in self.state.current.rotary.values()]
+        one_pair = not self.state.layers_call_rotary and len(rope_types) == 1 and not isinstance(rope_types[0], dict)
         if not one_pair or not hands_embeddings(decoder):
             raise ValueError(
                 f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a "
@@ -138,7 +138,7 @@ class RotaryEntry:
         self.name = name
         self.frozen_type: Any = None
         self.by_layer: dict[int, Any] = {}  # for the exit of the same call, as is
-        self.frequencies: dict[str, torch.Tensor] = {}  # of the schedule, where the view has others
+        self.frequencies: dict[str, torch.Tensor] = {}  # of the RoPE parameters, where the view has others
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,10 +168,10 @@ class RotaryEntry:
             for name, inv_freq in self.frequencies.items():
                 module._buffers[name] = bound.view.frequencies(inv_freq, bound.parameters)
         if isinstance(bound, BoundView) and bound.view.layerwise:
-            for layers, own in bound.by_layer(module.config.num_hidden_layers):
-                embeddings = module.forward(x, own(position_ids).to(x.device))
+            for layers, of_layers in bound.by_layer(module.config.num_hidden_layers):
+                embeddings = module.forward(x, of_layers(position_ids).to(x.device))
                 self.by_layer.update(dict.fromkeys(layers, embeddings))
-                bound = own  # any will do for the call itself, whose output no layer takes
+                bound = of_layers  # any will do for the call itself, whose output no layer takes
         self.by_layer.update(dict.fromkeys(stays, at_true_positions))
         rope_index = bound(position_ids).to(x.device)
         if "position_ids" in kwargs:
@@ -179,7 +179,7 @@ class RotaryEntry:
         return (args[0], rope_index, *args[2:]), kwargs
 
     def restore(self, module: Any) -> None:
-        """Give the module back what it has of its schedule."""
+        """Give the module back what it has of its RoPE parameters."""
         if self.frozen_type is not None:
             module.rope_type = self.frozen_type
             self.frozen_type = None

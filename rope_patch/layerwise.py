@@ -38,8 +38,8 @@ class LayerEntry:
         embeddings = kwargs.get("position_embeddings")
         if not isinstance(embeddings, LayerwiseEmbeddings):
             return None
-        own = embeddings.by_layer.get(self.layer, embeddings.others)
-        return args, {**kwargs, "position_embeddings": own}
+        of_layer = embeddings.by_layer.get(self.layer, embeddings.others)
+        return args, {**kwargs, "position_embeddings": of_layer}
 
 
 def hands_embeddings(decoder: Any) -> bool:

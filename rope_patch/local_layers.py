@@ -31,7 +31,7 @@ def far_looking_types(rope_parameters: dict[str, Any], rotary: Mapping[str, Rota
     """Layer types with RoPE whose layers exist and are not local.
 
     Args:
-        rope_parameters: with one schedule for each layer type.
+        rope_parameters: a set for each layer type.
         rotary: states of the model's rotary modules.
     """
     return {layer_type for layer_type in _rotated_types(rope_parameters, rotary) if not is_local(layer_type)}

@@ -23,7 +23,7 @@ def older_keys(config: Any) -> dict[str, Any]:
 
 
 def _keys_of(config: Any) -> tuple[str, ...]:
-    """Phi-3 has a trained window in Transformers 5, too, whatever the schedule is."""
+    """Phi-3 has a trained window in Transformers 5, too, whatever the RoPE parameters are."""
     return _KEYS[:-1] if hasattr(type(config), _TRAINED_WINDOW) else _KEYS
 
 
@@ -44,7 +44,7 @@ def unscaled_keys(config: Any) -> dict[str, Any]:
 
 
 def older_form(config: Any) -> dict[str, Any]:
-    """The schedule of a text config in the older form.
+    """The RoPE parameters of a text config in the older form.
 
     With one set of frequencies, `rope_theta` holds its base and `rope_scaling` all else, if there is any scaling. With
     sliding layers beside full ones, as in Gemma 3, both keys are of the full layers, and `rope_local_base_freq` is the
@@ -52,7 +52,7 @@ def older_form(config: Any) -> dict[str, Any]:
 
     Returns:
         The keys to write beside `rope_parameters`. Only the keys that `config` has already, if the family's own reader
-        makes another schedule of the older form: it has none, or none for this schedule.
+        makes other RoPE parameters of the older form: it has none, or none for these RoPE parameters.
     """
     for candidate in _candidates(config):
         keys = {key: value for key, value in candidate.items() if key in _keys_of(config)}
@@ -65,8 +65,8 @@ def resumable_form(config: Any) -> dict[str, Any]:
     """Of `older_form` what a model in training can be saved with.
 
     Transformers' Trainer reads the config of a checkpoint that it goes on from as one of no family, and stops at a
-    scaling that names the trained window. Such schedules stay in `rope_parameters` alone, until `export` writes the
-    older keys too.
+    scaling that names the trained window. These stay in `rope_parameters` alone, until `export` writes the older keys
+    too.
     """
     keys = older_form(config)
     scaling = keys.get("rope_scaling", {})
@@ -115,27 +115,27 @@ def _of_phi3(config: Any) -> dict[str, Any]:
 
 
 def _reads_same(config: Any, keys: dict[str, Any]) -> bool:
-    """Whether the family reads the same schedule from both forms together, and from the older one alone."""
-    own = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
-    without = {key: value for key, value in own.items() if key != "rope_parameters"}
+    """Whether the family reads the same RoPE parameters from both forms together, and from the older one alone."""
+    others = {key: value for key, value in config.to_dict().items() if key not in _keys_of(config)}
+    without = {key: value for key, value in others.items() if key != "rope_parameters"}
     try:
-        read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (own, without)]
+        read = [type(config)(**copy.deepcopy({**entries, **keys})) for entries in (others, without)]
     except Exception:  # of its own kind in every family
         return False
-    if any("rope_local_base_freq" in vars(one) for one in read):
+    if any("rope_local_base_freq" in vars(config_read) for config_read in read):
         return False  # it stays on the config of a family that does not know it
-    return all(_comparable(one) == _comparable(config) for one in read)
+    return all(_comparable(config_read) == _comparable(config) for config_read in read)
 
 
 def _comparable(config: Any) -> Any:
     parameters = config.rope_parameters
     if is_nested(parameters):
-        return {layer_type: _explicit(one, config) for layer_type, one in parameters.items()}
+        return {layer_type: _explicit(of_type, config) for layer_type, of_type in parameters.items()}
     return _explicit(parameters, config)
 
 
 def _explicit(parameters: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:
-    """A schedule with what Transformers takes where a key is missing, and without the old name of its type."""
+    """The RoPE parameters with what Transformers takes where a key is missing, and without the old name of its type."""
     if parameters is None:
         return None
     explicit = {"partial_rotary_factor": 1.0, **{key: value for key, value in parameters.items() if key != "type"}}

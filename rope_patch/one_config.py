@@ -29,15 +29,15 @@ def require_one_config(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> 
 
 def require_saved_rope(causal_lm: PreTrainedModel, decoder: PreTrainedModel, state: RopeState) -> None:
     """Raise ValueError if `causal_lm` would be saved with other RoPE parameters than its weights run with."""
-    wanted = (state.current if state.beside_native is None else state.beside_native[0]).rope_parameters
+    in_force = (state.current if state.beside_native is None else state.beside_native[0]).rope_parameters
     for config in (decoder.config, text_config(causal_lm, decoder)):
-        found = getattr(config, "rope_parameters", wanted)
-        if found != wanted:
+        configured = getattr(config, "rope_parameters", in_force)
+        if configured != in_force:
             raise ValueError(
-                f"the config of this {type(causal_lm).__name__} has RoPE {found}, and the model runs with {wanted}: "
-                "what is saved would be another model. A config that is replaced or edited after patch_model does not "
-                "change the model: put back the one that the decoder had, e.g. model.config = model.model.config, or "
-                "call unpatch_model first."
+                f"the config of this {type(causal_lm).__name__} has RoPE {configured}, and the model runs with "
+                f"{in_force}: what is saved would be another model. A config that is replaced or edited after "
+                "patch_model does not change the model: put back the one that the decoder had, e.g. "
+                "model.config = model.model.config, or call unpatch_model first."
             )
 
 
@@ -55,22 +55,24 @@ def require_frequencies_of_config(parameters: RopeParameters, decoder: PreTraine
         if any(buffer.is_meta for buffer, _ in live.values()):
             continue
         fresh = fresh_state(module, module.config).buffers
-        for own, (buffer, _) in live.items():
-            if own not in fresh or is_recomputed(module, own):
+        for buffer_name, (buffer, _) in live.items():
+            if buffer_name not in fresh or is_recomputed(module, buffer_name):
                 continue
-            expected = fresh[own][0].double()
+            expected = fresh[buffer_name][0].double()
             if buffer.shape == expected.shape and torch.allclose(
                 buffer.detach().cpu().double(), expected, rtol=_ROUNDING, atol=1e-6
             ):
                 continue
             raise ValueError(
-                f"frequencies of this {type(decoder).__name__} ({name}.{own}) are not those of its config, "
+                f"frequencies of this {type(decoder).__name__} ({name}.{buffer_name}) are not those of its config, "
                 f"{module.config.rope_parameters}: the config was edited after the model was built, perhaps as that of "
                 "another model that shares it, or the frequencies were. Give the model the config that it was built "
                 "from, or build it anew with from_pretrained(path, config=config)."
             )
 
 
-def _holds(config: Any, wanted: Any) -> bool:
+def _holds(config: Any, nested: Any) -> bool:
     """Whether a config is `wanted` or has it inside."""
-    return config is wanted or any(_holds(own, wanted) for own in vars(config).values() if hasattr(own, "model_type"))
+    return config is nested or any(
+        _holds(value, nested) for value in vars(config).values() if hasattr(value, "model_type")
+    )

@@ -201,21 +201,21 @@ def rope_view(
 
 @contextmanager
 def native_rope(model: nn.Module) -> Iterator[None]:
-    """Put the schedule that the model was trained with in force for the block, whatever rescaling is applied.
+    """Put the RoPE parameters that the model was trained with in force for the block, whatever rescaling is applied.
 
     Views stay in force; the config, and so what would be saved, stays rescaled. Run passes inside it under
     `torch.no_grad()` (a teacher), or run their backward inside it too: a family that folds YaRN's factor into its
     softmax scale reads that scale again when a checkpointed layer is recomputed. Every thread that runs the model meets
-    the native schedule meanwhile. Blocks nest, and may end in any order.
+    the native RoPE parameters meanwhile. Blocks nest, and may end in any order.
 
     Raises:
-        ValueError: inside the block, for what would take the schedule away: patching, unpatching, copying, pickling;
-            at its begin, if the model is rescaled, and of a family that reads its schedule from the config in every
-            forward.
+        ValueError: inside the block, for what would take the RoPE parameters away: patching, unpatching, copying,
+            pickling; at its begin, if the model is rescaled, and of a family that reads its RoPE parameters from the
+            config in every forward.
     """
     decoder = find_decoder(model)
     state = state_of(decoder)
-    if state is None:  # the schedule in force is the native one, and stays so
+    if state is None:  # those in force are the native ones, and stay so
         _NATIVE_WITHOUT_PATCH[decoder] = _NATIVE_WITHOUT_PATCH.get(decoder, 0) + 1
         try:
             yield
@@ -226,7 +226,7 @@ def native_rope(model: nn.Module) -> Iterator[None]:
     if reason is not None and state.rescalings:
         raise ValueError(reason)
     if state.native_blocks == 0:
-        # the modules may have moved on since: dynamic schedules keep frequencies of their last forward
+        # the modules may have moved on since: dynamic RoPE types keep frequencies of their last forward
         state.beside_native = (state.current, RopeParameters.of(decoder))
     state.native_blocks += 1
     try:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, fields
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -31,6 +32,11 @@ class Registry(dict[str, Any]):
         raise unknown(self.kind, name, self)
 
 
+# here and not beside their classes: a view that is made of others asks both for a name, and imports no rescaling
+VIEWS = Registry("view")
+RESCALINGS = Registry("rescaling")
+
+
 def unknown(
     kind: str, name: object, known: Collection[str], of: str = "", *, synonyms: Mapping[str, str] | None = None
 ) -> ValueError:
@@ -58,3 +64,57 @@ def unknown(
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     rest = f" Known: {', '.join(sorted(known)) or 'none'}." if listed else ""
     return ValueError(f"Unknown {kind} {shown}{of}.{hint}{rest}")
+
+
+def refuse_name_of(others: Registry, known: Registry, method: object) -> None:
+    """Raise ValueError if `method`, a name or an instance, is among `others` where one of `known` has to be."""
+    name = method if isinstance(method, str) else getattr(method, "name", None)
+    if name in others:
+        raise ValueError(f"{name!r} is a {others.kind}; a {known.kind} is one of {', '.join(sorted(known))}.")
+
+
+def require_known(kind: str, known: Mapping[str, Any], method: object) -> None:
+    """Raise ValueError unless `method` is a name among `known`; what others call one of them leads to it."""
+    if not isinstance(method, str) or method not in known:
+        raise unknown(kind, method, known, synonyms={s: name for name, cls in known.items() for s in cls.synonyms})
+
+
+def resolve(
+    kind: str, known: Mapping[str, type], bases: tuple[type, ...], method: object, options: dict[str, Any] | None
+) -> object:
+    """The object that a name among `known` and its options stand for, or `method` itself if it is one of `bases`.
+
+    Raises:
+        ValueError: unknown name or option, a required option that is missing, a value out of its range, or options
+            beside an instance.
+    """
+    options = options or {}
+    if isinstance(method, bases):
+        if options:
+            raise ValueError(
+                f"options {sorted(options)} go with a method's name; {method!r} has its arguments already."
+            )
+        return method
+    require_known(kind, known, method)
+    assert isinstance(method, str)
+    return from_options(known[method], f"{kind} {method!r}", options)
+
+
+def from_options(cls: type[T], owner: str, options: dict[str, Any]) -> T:
+    """The dataclass `cls` with `options` as its arguments; `owner` is what the errors say they belong to.
+
+    Raises:
+        ValueError: an option that is unknown or missing, or a value of a wrong type or out of its range.
+    """
+    allowed = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for option in options:
+        if option not in allowed:
+            raise unknown("option", option, allowed, of=owner)
+    required = [n for n, f in allowed.items() if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in required if name not in options]
+    if missing:
+        raise ValueError(f"{owner} needs {' and '.join(missing)}, got {options}. Its options: {', '.join(allowed)}.")
+    try:
+        return cls(**options)
+    except TypeError as error:  # a value that cannot be compared with numbers
+        raise ValueError(f"{owner}: an option of {options} has a wrong type: {error}.") from error

@@ -133,9 +133,9 @@ def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParamete
 
 def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> int | None:
     """Positions that a checkpoint was pretrained on: a rescaled config declares more as its `window`."""
-    schedules = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
+    parameter_sets = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
     # 'drop-rope' names a window of 1, which is no window that anybody trained on
-    named = [s.get("original_max_position_embeddings") or 0 for s in schedules if s]
+    named = [s.get("original_max_position_embeddings") or 0 for s in parameter_sets if s]
     return min((original for original in named if original > 1), default=window)
 
 
@@ -186,14 +186,14 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         config.validate_rope()
 
     modules = rotary_by_name(decoder)
-    own: dict[str, dict[str, Any]] = {}
+    by_module: dict[str, dict[str, Any]] = {}
     rotary: dict[str, RotaryState] = {}
     for name, module in modules.items():
         module_config: Any = config
         if name in native.own_rope_parameters:
-            own[name] = _merged(native.own_rope_parameters[name], rescaling, native, window, "inv_freq")
+            by_module[name] = _merged(native.own_rope_parameters[name], rescaling, native, window, "inv_freq")
             module_config = copy.deepcopy(module.config)
-            module_config.rope_parameters = own[name]
+            module_config.rope_parameters = by_module[name]
         with _as_refusal(rescaling, config):
             rotary[name] = fresh_state(module, module_config)
         _require_shapes(rescaling, config, native.rotary[name], rotary[name])
@@ -201,7 +201,7 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
             _require_all_read(rescaling, config, rotary[name])
     return RopeParameters(
         config.rope_parameters,
-        own,
+        by_module,
         config.max_position_embeddings,
         rotary,
         _scales_of_twin(decoder, config) if native.attention_scales else {},
@@ -225,12 +225,13 @@ def _require_shapes(rescaling: Rescaling, config: Any, before: RotaryState, afte
         if old is not None and old[0].shape != buffer.shape:
             raise ValueError(
                 f"rescaling {rescaling.name!r}: for model type {config.model_type!r} Transformers builds "
-                f"{buffer.numel()} frequencies of this schedule ({name}), and the model rotates by {old[0].numel()}."
+                f"{buffer.numel()} frequencies of these RoPE parameters ({name}), and the model rotates by "
+                f"{old[0].numel()}."
             )
 
 
 def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> None:
-    """Raise if a layer type's frequencies are not those of its schedule alone, as where an option is not looked for."""
+    """Raise if a layer type's frequencies are not those of its RoPE parameters, as where an option is not read."""
     for layer_type, parameters in config.rope_parameters.items():
         buffer = built.buffers.get(f"{layer_type}_inv_freq")
         initialise = ROPE_INIT_FUNCTIONS.get(parameters["rope_type"])
@@ -239,10 +240,10 @@ def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> 
         alone = copy.deepcopy(config)
         try:
             alone.rope_parameters = copy.deepcopy(parameters)
-            wanted, _ = initialise(alone, None)
-        except Exception:  # of its own kind in every family whose config takes no schedule but by layer type
+            expected, _ = initialise(alone, None)
+        except Exception:  # of its own kind in every family whose config takes no RoPE parameters but by layer type
             continue
-        if not torch.allclose(buffer[0].cpu(), wanted.cpu(), rtol=1e-5, atol=0):
+        if not torch.allclose(buffer[0].cpu(), expected.cpu(), rtol=1e-5, atol=0):
             raise ValueError(
                 f"rescaling {rescaling.name!r} with {rescaling.options()}: for model type {config.model_type!r}, whose "
                 "RoPE differs by layer, Transformers builds other frequencies than the options ask for, as it does "
@@ -252,12 +253,13 @@ def _require_all_read(rescaling: Rescaling, config: Any, built: RotaryState) -> 
 
 @contextmanager
 def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
-    """What Transformers raises for a schedule that a family does not take, as a refusal that says so."""
+    """What Transformers raises for RoPE parameters that a family does not take, as a refusal that says so."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"rescaling {rescaling.name!r}: Transformers takes no such schedule for model type {config.model_type!r}: "
+            f"rescaling {rescaling.name!r}: Transformers takes no such RoPE parameters for model type "
+            f"{config.model_type!r}: "
             f"{error}"
         ) from error
 

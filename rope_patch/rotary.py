@@ -138,28 +138,28 @@ def is_nested(rope_parameters: dict[str, Any]) -> bool:
 
 
 def rope_types(module: Any) -> set[str]:
-    """Schedule types of a rotary module; families with several layer types hold a dictionary."""
+    """RoPE types of a rotary module; families with several layer types hold a dictionary."""
     rope_type = getattr(module, "rope_type", "default")
     return set(rope_type.values() if isinstance(rope_type, dict) else [rope_type]) - {None}
 
 
 def grows_with_rows(rope_type: str) -> bool:
-    """Whether a schedule of Transformers takes other frequencies for a longer row, and keeps them in later forwards."""
+    """Whether a RoPE type of Transformers takes other frequencies for a longer row, and keeps them afterwards."""
     return "dynamic" in rope_type
 
 
 def switches_by_row(rope_type: str) -> bool:
-    """Whether a schedule of Transformers takes one of two sets of frequencies by the largest index of a forward."""
+    """Whether a RoPE type of Transformers takes one of two sets of frequencies by the largest index of a forward."""
     return rope_type == "longrope"
 
 
 def picks_by_row(rope_type: str) -> bool:
-    """Whether a schedule of Transformers picks its frequencies by the largest index of a forward, in either way."""
+    """Whether a RoPE type of Transformers picks its frequencies by the largest index of a forward, in either way."""
     return grows_with_rows(rope_type) or switches_by_row(rope_type)
 
 
 def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":
-    """What every rotary module has of its schedule, by `own_name`."""
+    """What every rotary module has of its RoPE parameters, by `own_name`."""
     return {name: RotaryState.of(module) for name, module in rotary_by_name(decoder).items()}
 
 
@@ -170,7 +170,7 @@ def is_recomputed(module: Any, buffer: str) -> bool:
 
 @dataclass(frozen=True)
 class RotaryState:
-    """Everything in a rotary module that depends on its schedule.
+    """Everything in a rotary module that depends on its RoPE parameters.
 
     Args:
         attributes: plain attributes such as `rope_type`, `attention_scaling`, `max_seq_len_cached`.

@@ -37,7 +37,7 @@ def specification(state: "RopeState") -> dict[str, Any]:
             "options": _options_of(sampled[0]),
             "seed": 0 if state.source is None else state.source.clock.seed,
         }
-    rescalings = [{"method": one.name, "options": one.options()} for one in state.rescalings]
+    rescalings = [{"method": rescaling.name, "options": rescaling.options()} for rescaling in state.rescalings]
     return {
         "format": _STACKED if rescalings[1:] else _FORMAT,
         "rescaling": rescalings[-1] if rescalings else None,
@@ -71,16 +71,18 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
             "you know it."
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or found.get("format") not in (_FORMAT, _STACKED):
-            raise ValueError(f"must be of format {_FORMAT} or {_STACKED}, got {found!r:.200}. Update rope-patch.")
-        _check(found)
-        rescalings_of(found)
+        specification = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(specification, dict) or specification.get("format") not in (_FORMAT, _STACKED):
+            raise ValueError(
+                f"must be of format {_FORMAT} or {_STACKED}, got {specification!r:.200}. Update rope-patch."
+            )
+        _check(specification)
+        rescalings_of(specification)
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply to be a specification of RoPE.") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return found
+    return specification
 
 
 _KEYS = {
@@ -99,31 +101,36 @@ _VIEW_KEYS = {"method": str, "repr": str, "when": str}
 _OPTIONAL_VIEW_KEYS = {"options": dict | None, "seed": int}
 
 
-def _check(found: dict[str, Any]) -> None:
-    _require_keys("it", found, _KEYS, _OPTIONAL_KEYS)
-    if (found["format"] == _STACKED) != ("rescalings" in found):
-        raise ValueError(f"'rescalings' belongs to format {_STACKED}, and that to it; got format {found['format']}.")
-    for one in [*found.get("rescalings", []), *([found["rescaling"]] if found["rescaling"] is not None else [])]:
-        _require_keys("a rescaling", one, _METHOD_KEYS)
-    if found["view"] is not None:
-        _require_keys("'view'", found["view"], _VIEW_KEYS, _OPTIONAL_VIEW_KEYS)
-        if found["view"]["when"] not in ("train", "always"):
-            raise ValueError(f"'when' of 'view' must be 'train' or 'always', got {found['view']['when']!r}.")
+def _check(specification: dict[str, Any]) -> None:
+    _require_keys("it", specification, _KEYS, _OPTIONAL_KEYS)
+    if (specification["format"] == _STACKED) != ("rescalings" in specification):
+        raise ValueError(
+            f"'rescalings' belongs to format {_STACKED}, and that to it; got format {specification['format']}."
+        )
+    for rescaling in [
+        *specification.get("rescalings", []),
+        *([specification["rescaling"]] if specification["rescaling"] is not None else []),
+    ]:
+        _require_keys("a rescaling", rescaling, _METHOD_KEYS)
+    if specification["view"] is not None:
+        _require_keys("'view'", specification["view"], _VIEW_KEYS, _OPTIONAL_VIEW_KEYS)
+        if specification["view"]["when"] not in ("train", "always"):
+            raise ValueError(f"'when' of 'view' must be 'train' or 'always', got {specification['view']['when']!r}.")
 
 
-def _require_keys(owner: str, found: object, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
-    """Raise ValueError unless `found` has these keys and no others, with values of these types."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{owner} must be an object, got {found!r:.200}.")
+def _require_keys(owner: str, entry: object, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
+    """Raise ValueError unless `entry` has these keys and no others, with values of these types."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{owner} must be an object, got {entry!r:.200}.")
     known = {**required, **(optional or {})}
-    for name, value in found.items():
+    for name, value in entry.items():
         if name not in known:
             raise unknown("key", name, known, of=owner)
         if not isinstance(value, known[name]) or isinstance(value, bool):
             raise ValueError(f"{name!r} of {owner} must be {known[name]}, got {value!r:.200}.")
-    missing = [name for name in required if name not in found]
+    missing = [name for name in required if name not in entry]
     if missing:
-        raise ValueError(f"{owner} must have {', '.join(map(repr, missing))}, got {', '.join(map(repr, found))}.")
+        raise ValueError(f"{owner} must have {', '.join(map(repr, missing))}, got {', '.join(map(repr, entry))}.")
 
 
 def rescalings_of(specification: dict[str, Any]) -> list[Rescaling]:
@@ -133,8 +140,8 @@ def rescalings_of(specification: dict[str, Any]) -> list[Rescaling]:
         ValueError: one of them is none, e.g. the name of a view, or has options that it does not take.
     """
     last = specification["rescaling"]
-    found = specification["rescalings"] if specification["format"] == _STACKED else [last] if last else []
-    return [resolve_rescaling(one["method"], one["options"]) for one in found]
+    recorded = specification["rescalings"] if specification["format"] == _STACKED else [last] if last else []
+    return [resolve_rescaling(entry["method"], entry["options"]) for entry in recorded]
 
 
 def always_view_of(specification: dict[str, Any]) -> tuple[View, int] | None:
@@ -171,33 +178,33 @@ def _as_recipe(value: object) -> dict[str, Any]:
 
 
 def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
-    """Raise ValueError if what is saved in `checkpoint`, adapter or whole model, has another schedule than `model`.
+    """Raise ValueError if the adapter or model saved in `checkpoint` has other RoPE parameters than `model`.
 
     Its weights would load without an error and be those of another model. A checkpoint that says nothing passes.
     """
     sidecar, config = Path(checkpoint) / SIDECAR_NAME, Path(checkpoint) / "config.json"
-    own: Any = find_causal_lm(model).config
+    causal_lm_config: Any = find_causal_lm(model).config
     if sidecar.is_file():
         saved = [read_sidecar(checkpoint)["rope_parameters"]]
-        found = [json.loads(json.dumps(find_decoder(model).config.rope_parameters))]
+        in_force = [json.loads(json.dumps(find_decoder(model).config.rope_parameters))]
     elif config.is_file():
-        saved = _schedules(json.loads(config.read_text(encoding="utf-8")))
-        found = _schedules(json.loads(own.to_json_string()))  # as `save_pretrained` writes it
+        saved = _rope_parameters_in(json.loads(config.read_text(encoding="utf-8")))
+        in_force = _rope_parameters_in(json.loads(causal_lm_config.to_json_string()))  # as `save_pretrained` writes it
     else:
         return
-    if saved != found:
+    if saved != in_force:
         raise ValueError(
-            f"{checkpoint} was trained with RoPE {_shown(saved)}, and this model has {_shown(found)}. Give the "
+            f"{checkpoint} was trained with RoPE {_shown(saved)}, and this model has {_shown(in_force)}. Give the "
             "rescaling that it was trained with, or begin anew in another output_dir."
         )
 
 
-def _schedules(config: dict[str, Any]) -> list[Any]:
+def _rope_parameters_in(config: dict[str, Any]) -> list[Any]:
     """Every `rope_parameters` in a config and the configs within it."""
-    own = [config["rope_parameters"]] if "rope_parameters" in config else []
+    of_config = [config["rope_parameters"]] if "rope_parameters" in config else []
     nested = [value for name, value in config.items() if isinstance(value, dict) and name != "rope_parameters"]
-    return own + [schedule for one in nested for schedule in _schedules(one)]
+    return of_config + [entry for nested_config in nested for entry in _rope_parameters_in(nested_config)]
 
 
-def _shown(schedules: list[Any]) -> str:
-    return ", ".join(map(str, schedules)) or "by default"
+def _shown(parameter_sets: list[Any]) -> str:
+    return ", ".join(map(str, parameter_sets)) or "by default"

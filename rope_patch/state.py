@@ -76,13 +76,15 @@ class BoundView:
             t: index of each token in its document, [1 or batch, seq_len], -1 on padding; whole documents.
             n_layers: of the model.
         """
-        firsts = [own.view.affected_from(t, own.documents, own.parameters) for _, own in self.by_layer(n_layers)]
+        firsts = [
+            group.view.affected_from(t, group.documents, group.parameters) for _, group in self.by_layer(n_layers)
+        ]
         return torch.stack(firsts).amin(0)
 
     def by_layer(self, n_layers: int) -> "list[tuple[list[int], BoundView]]":
         """Groups of layers that share positions."""
         groups = self.view.layer_groups(n_layers, self.parameters)
-        return [(layers, BoundView(view, self.documents, own)) for layers, view, own in groups if layers]
+        return [(layers, BoundView(view, self.documents, parameters)) for layers, view, parameters in groups if layers]
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""
@@ -496,7 +498,7 @@ class Turns:
             return  # an interrupt threw it out of a forward, past `end`
         while not self._lock.acquire(timeout=0.5):
             if self._owner is not None and not _is_inside(self._owner, decoder):
-                break  # thrown out likewise
+                break  # the owner was thrown out of its forward by an exception, past `end`
         self._owner = threading.current_thread()
 
     def end(self) -> None:
@@ -645,7 +647,7 @@ def state_of(decoder: Any) -> RopeState | None:
 
 
 def has_view(decoder: nn.Module, *, training: bool | None = None) -> bool:
-    """Whether the next forward of a decoder, patched or not, gets indices other than those of its schedule alone.
+    """Whether the next forward of a decoder, patched or not, gets other indices than its true positions.
 
     Args:
         decoder: of the model.

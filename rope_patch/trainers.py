@@ -27,29 +27,29 @@ def require_same_rope_as_reference(trainer: Any, decoder: Any) -> None:
     reference = reference_of(trainer)
     if reference is None or reference is decoder:
         return
-    own, other = RopeParameters.of(decoder), RopeParameters.of(reference)
-    if not _alike(own, other):
+    of_model, of_reference = RopeParameters.of(decoder), RopeParameters.of(reference)
+    if not _alike(of_model, of_reference):
         raise ValueError(
             "ref_model has other RoPE frequencies than model, as one that the trainer loads by name lacks the "
-            f"rescaling, and the loss would not begin where it should: model has {own.rope_parameters}, ref_model "
-            f"{other.rope_parameters}. Rescale it, too, before training, as in patch_model(trainer.ref_model, 'yarn', "
-            "factor=...), or train adapters, whose reference is the model itself."
+            f"rescaling, and the loss would not begin where it should: model has {of_model.rope_parameters}, ref_model "
+            f"{of_reference.rope_parameters}. Rescale it, too, before training, as in patch_model(trainer.ref_model, "
+            "'yarn', factor=...), or train adapters, whose reference is the model itself."
         )
 
 
-def _alike(one: RopeParameters, other: RopeParameters) -> bool:
-    if one.rotary.keys() != other.rotary.keys():
+def _alike(parameters: RopeParameters, other: RopeParameters) -> bool:
+    if parameters.rotary.keys() != other.rotary.keys():
         return False
-    for name, own in one.rotary.items():
-        theirs = other.rotary[name]
-        if own.buffers.keys() != theirs.buffers.keys():
+    for name, module in parameters.rotary.items():
+        other_module = other.rotary[name]
+        if module.buffers.keys() != other_module.buffers.keys():
             return False
-        for buffer, (value, _) in own.buffers.items():
-            against = theirs.buffers[buffer][0].to(value)
+        for buffer, (value, _) in module.buffers.items():
+            against = other_module.buffers[buffer][0].to(value)
             # one of the two may have been rounded to 16 bits
             if value.shape != against.shape or not torch.allclose(value, against, rtol=1e-2, atol=0.0):
                 return False
-        scales = [state.attributes.get("attention_scaling") for state in (own, theirs)]
+        scales = [state.attributes.get("attention_scaling") for state in (module, other_module)]
         if scales[0] != scales[1]:
             return False
     return True

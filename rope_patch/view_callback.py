@@ -136,17 +136,17 @@ def _require_one_draw_a_reply(name: str, args: Any, view: View) -> None:
 def _share_view(trainer: Any, decoder: Any) -> None:
     """Give a `ref_model` the view of the model, with its clock, in the forwards that belong to training."""
     reference = reference_of(trainer)
-    own = state_of(decoder)
-    assert own is not None and own.source is not None
-    if reference is None or not own.source.view.perturbs:
+    model_state = state_of(decoder)
+    assert model_state is not None and model_state.source is not None
+    if reference is None or not model_state.source.view.perturbs:
         return
     before = state_of(reference)
-    if before is not None and before.source is not None and before.source.view != own.source.view:
+    if before is not None and before.source is not None and before.source.view != model_state.source.view:
         raise ValueError(
-            f"ref_model samples {before.source.view!r} and model {own.source.view!r}: leave the view of ref_model out, "
-            "RopeViewCallback gives it that of the model."
+            f"ref_model samples {before.source.view!r} and model {model_state.source.view!r}: leave the view of "
+            "ref_model out, RopeViewCallback gives it that of the model."
         )
-    patch_model(reference, own.source.view)
+    patch_model(reference, model_state.source.view)
     state = state_of(reference)
     assert state is not None
-    state.source, state.when, state.leader = own.source, own.when, Leader(decoder)
+    state.source, state.when, state.leader = model_state.source, model_state.when, Leader(decoder)

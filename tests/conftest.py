@@ -1,5 +1,6 @@
 """What every test starts from: offline, seeded, on as many threads as it may use, with no luck in fresh memory."""
 
+import logging
 import os
 
 # before anything imports huggingface_hub, which reads these once
@@ -36,6 +37,16 @@ def fresh_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def log_levels():
+    """A script that a test runs in this process quiets loggers for good, and a later test waits for their warnings."""
+    loggers = [logging.getLogger(name) for name in ("rope_patch", "trl_ext", "transformers")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

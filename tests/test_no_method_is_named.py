@@ -23,7 +23,7 @@ SUBJECTS = {
 ALLOWED = {  # (start of a path, name) -> what else it is
     ("trl_ext/rows/__init__.py", "mix"): "a module",
     ("trl_ext/objectives/", "standard"): "true positions",
-    ("rope_patch/rotary.py", "longrope"): "a schedule of Transformers",
+    ("rope_patch/rotary.py", "longrope"): "a RoPE type of Transformers",
 }
 CORE = "patch state hooks methods describe view_callback sidecar adapters rotary rescale".split()
 
@@ -31,9 +31,9 @@ CORE = "patch state hooks methods describe view_callback sidecar adapters rotary
 def modules():
     """Of the trainer, the evaluation and the core, relative to the root."""
     folders = ("trl_ext", "rope_patch/eval", "rope_patch/attention", "rope_patch/layout")
-    found = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    found += [ROOT / "rope_patch" / f"{name}.py" for name in CORE]
-    names = [file.relative_to(ROOT).as_posix() for file in found]
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    files += [ROOT / "rope_patch" / f"{name}.py" for name in CORE]
+    names = [file.relative_to(ROOT).as_posix() for file in files]
     return sorted(name for name in names if not name.startswith(tuple(SUBJECTS)))
 
 
@@ -46,15 +46,15 @@ def named_in(code):
     """Views and rescalings that code names, as classes or by strings that are compared, looked up or given."""
     tree = ast.parse(code)
     prose = docstrings(tree)
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute):
-            found |= {node.id if isinstance(node, ast.Name) else node.attr} & CLASSES
+            names |= {node.id if isinstance(node, ast.Name) else node.attr} & CLASSES
         elif isinstance(node, ast.alias):
-            found |= {node.name} & CLASSES
+            names |= {node.name} & CLASSES
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            found |= {node.value, *QUOTED.findall(node.value)} & NAMES
-    return found
+            names |= {node.value, *QUOTED.findall(node.value)} & NAMES
+    return names
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_names_are_found(code, names):
 @pytest.mark.parametrize("module", modules())
 def test_a_module_names_no_view_and_no_rescaling(module):
     allowed = {name for path, name in ALLOWED if module.startswith(path)}
-    found = named_in((ROOT / module).read_text()) - allowed
-    assert not found, (
-        f"{module} names {found}: ask a method of View or Rescaling, which those from elsewhere have too; if it is "
+    names = named_in((ROOT / module).read_text()) - allowed
+    assert not names, (
+        f"{module} names {names}: ask a method of View or Rescaling, which those from elsewhere have too; if it is "
         "another thing of that name, say in ALLOWED what"
     )
 

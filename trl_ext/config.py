@@ -228,8 +228,8 @@ class RopeSFTConfig(SFTConfig):
                 "args must be a RopeSFTConfig, an SFTConfig or plain TrainingArguments, got "
                 f"{args if isinstance(args, type) else type(args).__name__}."
             )
-        given = {own.name: getattr(args, own.name) for own in fields(args) if own.init}
-        lost = sorted(set(given) - {own.name for own in fields(cls)})
+        values = {option.name: getattr(args, option.name) for option in fields(args) if option.init}
+        lost = sorted(set(values) - {option.name for option in fields(cls)})
         if lost:
             raise TypeError(
                 f"args is of class {type(args).__name__}, whose fields {', '.join(lost)} RopeSFTConfig lacks: derive "
@@ -238,8 +238,8 @@ class RopeSFTConfig(SFTConfig):
         if isinstance(args, SFTConfig) and args.packing and args.max_length is None:
             raise ValueError("packing=True needs rows of one length, got max_length=None: set it, in tokens.")
         if isinstance(args, SFTConfig) and not (args.packing and args.eval_packing is not False):
-            given["long_documents"] = "truncate"
-        return cls(**given)
+            values["long_documents"] = "truncate"
+        return cls(**values)
 
     def _check_data(self) -> None:
         if self.packing and self.max_length is None:
@@ -381,15 +381,15 @@ class RopeSFTConfig(SFTConfig):
             )
 
     def _require_json(self, name: str) -> None:
-        given = options = getattr(self, name)
-        if isinstance(given, str):
+        value = options = getattr(self, name)
+        if isinstance(value, str):
             try:
-                options = json.loads(given)
+                options = json.loads(value)
             except json.JSONDecodeError:
-                options = given
-            setattr(self, name, given.strip())
-        if given is not None and not isinstance(options, dict):
-            raise ValueError(f"{name} must be a dict, or a JSON object such as '{{\"name\": 4.0}}', got {given!r}.")
+                options = value
+            setattr(self, name, value.strip())
+        if value is not None and not isinstance(options, dict):
+            raise ValueError(f"{name} must be a dict, or a JSON object such as '{{\"name\": 4.0}}', got {value!r}.")
 
     def _options(self, name: str) -> dict[str, Any]:
         return getattr(self, name) or {}

@@ -64,10 +64,10 @@ def cue_ids(tokenizer: PreTrainedTokenizerBase, cue: str) -> list[int]:
     if cue == "none":
         return []
     if cue == "end-of-turn":
-        found = end_of_turn(tokenizer)
-        if found is None:
+        end = end_of_turn(tokenizer)
+        if end is None:
             raise ValueError("cue 'end-of-turn' needs a tokenizer with an end-of-turn or end-of-text token.")
-        return [found]
+        return [end]
     ids: list[int] = tokenizer(CUES.get(cue, cue), add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError(f"cue must have at least one token, got {cue!r}; cue='none' leaves it out.")
@@ -87,9 +87,9 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         turns = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
         _, reply, behind = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_REPLY)
         ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"] if reply and behind else []
-        found = next((token for token in ids if token in special), None)
-        if found is not None:
-            return found
+        end = next((token for token in ids if token in special), None)
+        if end is not None:
+            return end
     vocabulary = tokenizer.get_vocab()
     named = next((vocabulary[name] for name in _ENDS_OF_TURN if name in vocabulary), tokenizer.eos_token_id)
     return named if isinstance(named, int) else None
@@ -134,7 +134,7 @@ def append_cue(
 
     Source: EndPrompt, its data and Eq. 10.
     """
-    cues = [cue_ids(tokenizer, one) for one in ([cue] if isinstance(cue, str) else cue)]
+    cues = [cue_ids(tokenizer, text) for text in ([cue] if isinstance(cue, str) else cue)]
     if not isinstance(cue, str) and (not cues or not all(cues) or any(c in cues[:i] for i, c in enumerate(cues))):
         raise ValueError(f"a set of cues must hold different ones of at least one token each, got {list(cue)}.")
     longest = max(len(ids) for ids in cues)

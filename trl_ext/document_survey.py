@@ -55,8 +55,8 @@ class Survey:
         parts = []
         for batch in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
             ids, lengths = _flat(batch["input_ids"])
-            own = _flat(batch["labels"])[0]
-            labels = own if labelled else ids
+            own_labels = _flat(batch["labels"])[0]
+            labels = own_labels if labelled else ids
             ends = np.cumsum(lengths)
             place = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
             predicted, has_label, is_text = place >= (0 if joined else 1), labels != -100, ~np.isin(ids, special)
@@ -75,7 +75,7 @@ class Survey:
                 (
                     lengths,
                     has_text & rows_with(predicted & has_label),
-                    rows_with(predicted & (own == -100)) & rows_with(predicted & (own != -100)),
+                    rows_with(predicted & (own_labels == -100)) & rows_with(predicted & (own_labels != -100)),
                     has_text & rows_with(kept & predicted & has_label),
                 )
             )

@@ -26,7 +26,8 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
 
     Options come from the objects that they stand for, so that a list and a tuple, or a default that is given and one
     that is not, are the same. Left out are fields that move work and change no number (`teacher_offload`, `passes` of
-    `self_distill_args`), what TRL decides by itself on resuming, and `rescale`, whose schedule the checkpoint has.
+    `self_distill_args`), what TRL decides by itself on resuming, and `rescale`, whose RoPE parameters the checkpoint
+    has.
 
     Args:
         args: of the trainer.
@@ -67,12 +68,12 @@ def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[st
             "with the same view, objective and options is not known. It is resumed with those given."
         )
         return
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise ValueError(f"{file} must be of format {_FORMAT}, got {found!r:.200}. Update rope-patch to read it.")
-    if found.get("view") != method["view"]:  # options of the one say nothing of the other
-        found.pop("view_args", None)
-    differences = _differences(found, method)
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(recorded, dict) or recorded.get("format") != _FORMAT:
+        raise ValueError(f"{file} must be of format {_FORMAT}, got {recorded!r:.200}. Update rope-patch to read it.")
+    if recorded.get("view") != method["view"]:  # options of the one say nothing of the other
+        recorded.pop("view_args", None)
+    differences = _differences(recorded, method)
     if differences:
         raise ValueError(
             f"{checkpoint} was trained with {', '.join(was for was, _ in differences)}, and this run has "
@@ -82,11 +83,11 @@ def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[st
         )
 
 
-def _differences(found: dict[str, Any], wanted: dict[str, Any], owner: str = "") -> list[tuple[str, str]]:
+def _differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = "") -> list[tuple[str, str]]:
     """Of the fields that both have, those that differ: as they were found, and as they are wanted."""
     differences = []
-    for name, now in wanted.items():
-        was = found.get(name, now)
+    for name, now in current.items():
+        was = recorded.get(name, now)
         if isinstance(was, dict) and isinstance(now, dict):
             differences += _differences(was, now, f"{owner}{name}.")
         elif was != now:
@@ -96,7 +97,7 @@ def _differences(found: dict[str, Any], wanted: dict[str, Any], owner: str = "")
 
 def _texts(cue: str | list[str] | None) -> Any:
     """Cues as the texts that their names stand for."""
-    return [CUES.get(one, one) for one in cue] if isinstance(cue, list) else cue and CUES.get(cue, cue)
+    return [CUES.get(name, name) for name in cue] if isinstance(cue, list) else cue and CUES.get(cue, cue)
 
 
 def _as_json(value: Any) -> Any:

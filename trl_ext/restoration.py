@@ -162,9 +162,9 @@ def restore(
             raise ValueError(f"{name} is an argument of restore: take it out of model_init_kwargs.")
     dtype = _training_dtype(dtype, peft_config)
     root = Path(output_dir)
-    given = {"distil": _stage(DISTIL, "distil", distil, peft_config)}
+    stage_options = {"distil": _stage(DISTIL, "distil", distil, peft_config)}
     if not skip_extension:
-        given["extend"] = _stage(EXTEND, "extend", extend, peft_config)
+        stage_options["extend"] = _stage(EXTEND, "extend", extend, peft_config)
     plan: dict[str, Any] = {
         "model": str(model),
         "rescale": rescale,
@@ -172,10 +172,10 @@ def restore(
         "peft_config": None if peft_config is None else _plain(peft_config.to_dict()),
         "quantized": quantization_config is not None,
         "dtype": str(dtype),
-        "distil": _plain(given["distil"]),
-        "extend": None if skip_extension else _plain(given["extend"]),
+        "distil": _plain(stage_options["distil"]),
+        "extend": None if skip_extension else _plain(stage_options["extend"]),
     }
-    configs = {name: _config(name, {"output_dir": str(root / name), **plan[name]}) for name in given}
+    configs = {name: _config(name, {"output_dir": str(root / name), **plan[name]}) for name in stage_options}
     if is_deepspeed_zero3_enabled():
         raise ValueError(
             "restore exports a model that it loads anew, of which each rank would have a part under ZeRO-3: use "
@@ -187,9 +187,9 @@ def restore(
     tokenizer = AutoTokenizer.from_pretrained(model, **of_hub)
     rows = {}
     for name, config in configs.items():
-        rows[name], told = cut_into_rows(documents, tokenizer, config.max_length or 0)
+        rows[name], coverage = cut_into_rows(documents, tokenizer, config.max_length or 0)
         if config.process_index == 0:
-            logger.warning(f"{name}: {told} {_reading(config, len(rows[name]))}")
+            logger.warning(f"{name}: {coverage} {_reading(config, len(rows[name]))}")
     require_same_settings(root / "restore.json", plan, "output_dir")
     record_settings(root / "restore.json", plan)
     stopwatch = Stopwatch(root / "seconds.json")
@@ -209,20 +209,22 @@ def restore(
     stages: dict[str, Stage] = {}
     before: Path | None = None
     for name, config in configs.items():
-        found = root / f"{name}.json"
-        if found.is_file():
-            stages[name] = Stage(**json.loads(found.read_text(encoding="utf-8")))
+        file = root / f"{name}.json"
+        if file.is_file():
+            stages[name] = Stage(**json.loads(file.read_text(encoding="utf-8")))
         else:
             new_adapters = peft_config if before is None else None
             student = load(before, quantized=True, dtype=dtype)
             stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
             del student
-            found.write_text(json.dumps(asdict(stages[name]), indent=1) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(asdict(stages[name]), indent=1) + "\n", encoding="utf-8")
         before = root / name / "final"
     result = Restored(root / "model", stages["distil"], stages.get("extend"))
     if not (result.folder / "config.json").is_file():
-        own = getattr(pretrained, "dtype", None) or AutoModelForCausalLM.from_pretrained(model, **init_kwargs).dtype
-        final = load(before, quantized=False, dtype=own)  # and not float32, which would double the checkpoint
+        weights_dtype = (
+            getattr(pretrained, "dtype", None) or AutoModelForCausalLM.from_pretrained(model, **init_kwargs).dtype
+        )
+        final = load(before, quantized=False, dtype=weights_dtype)  # and not float32, which would double the checkpoint
         if peft_config is not None:
             final = final.merge_and_unload()
         final.save_pretrained(result.folder)
@@ -258,16 +260,18 @@ def _training_dtype(dtype: torch.dtype | str | None, peft_config: Any) -> torch.
     return chosen
 
 
-def _stage(defaults: dict[str, Any], name: str, given: Mapping[str, Any] | None, peft_config: Any) -> dict[str, Any]:
+def _stage(
+    defaults: dict[str, Any], name: str, overrides: Mapping[str, Any] | None, peft_config: Any
+) -> dict[str, Any]:
     """Fields of a stage's config."""
     if peft_config is None:
-        return {**defaults, **(given or {})}
-    if (given or {}).get("trainable", "all") != "all":
+        return {**defaults, **(overrides or {})}
+    if (overrides or {}).get("trainable", "all") != "all":
         raise ValueError(
-            f"{name}: trainable={given['trainable']!r} is for training without adapters: name target_modules in "  # type: ignore[index]
+            f"{name}: trainable={overrides['trainable']!r} is for training without adapters: name target_modules in "  # type: ignore[index]
             "peft_config instead."
         )
-    return {**{field: value for field, value in defaults.items() if field != "trainable"}, **(given or {})}
+    return {**{field: value for field, value in defaults.items() if field != "trainable"}, **(overrides or {})}
 
 
 def _require_window(config: RopeSFTConfig, window: int | None) -> None:
@@ -332,11 +336,11 @@ def cut_into_rows(documents: Dataset, tokenizer: PreTrainedTokenizerBase, length
         tokens += pc.sum(lengths).as_py()
         short += pc.sum(pc.less(lengths, room)).as_py()
     left = tokens - len(made) * room
-    told = (
+    coverage = (
         f"{tokens:,} tokens of {len(documents):,} documents give {len(made):,} rows of {length:,}; {left:,} tokens "
         f"({left / tokens:.1%}) are in no row: ends of documents, and documents too short for one ({short:,})."
     )
-    return made, told
+    return made, coverage
 
 
 def _train(

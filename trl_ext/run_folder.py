@@ -11,11 +11,11 @@ def require_same_settings(file: Path, settings: Mapping[str, Any], option: str) 
     """Raise ValueError if an earlier run, recorded in `file`, has other settings; `option` names another folder."""
     if not file.is_file():
         return
-    found = json.loads(file.read_text(encoding="utf-8"))
+    recorded = json.loads(file.read_text(encoding="utf-8"))
     other = [
-        f"{name} {found.get(name)!r} there and {here!r} here"
+        f"{name} {recorded.get(name)!r} there and {here!r} here"
         for name, here in settings.items()
-        if found.get(name) != here
+        if recorded.get(name) != here
     ]
     if other:
         raise ValueError(f"{file.parent} holds a run with other settings: {', '.join(other)}. Use another {option}.")

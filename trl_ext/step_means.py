@@ -19,27 +19,27 @@ class StepMeans:
 
     def __init__(self, accelerator: Accelerator, *, ranks_alike: bool) -> None:
         self.accelerator, self.ranks_alike = accelerator, ranks_alike
-        self._found: dict[str, torch.Tensor] = {}  # [2] float64 each: sum, count
+        self._sums: dict[str, torch.Tensor] = {}  # [2] float64 each: sum, count
 
     def add(self, parts: dict[str, Part]) -> None:
         """Add a batch. All ranks give the same names in the same order."""
         for name, (total, count) in parts.items():
             total = total.detach().double()
             of_batch = torch.stack([total, torch.as_tensor(count, dtype=torch.float64, device=total.device)])
-            self._found[name] = self._found[name] + of_batch if name in self._found else of_batch
+            self._sums[name] = self._sums[name] + of_batch if name in self._sums else of_batch
 
     def take(self) -> dict[str, float]:
         """Mean of each quantity over all ranks, without those that nothing was found of, and start anew.
 
         A sum that is nan gives a nan: only what has a count of 0 is left out.
         """
-        if not self._found:
+        if not self._sums:
             return {}
-        names, found = list(self._found), torch.stack(list(self._found.values()))
-        self._found = {}
+        names, sums = list(self._sums), torch.stack(list(self._sums.values()))
+        self._sums = {}
         if self.ranks_alike:
-            found = torch.where(
-                found[:, 1:] > 0, torch.stack([found[:, 0] / found[:, 1], torch.ones_like(found[:, 1])], 1), 0.0
+            sums = torch.where(
+                sums[:, 1:] > 0, torch.stack([sums[:, 0] / sums[:, 1], torch.ones_like(sums[:, 1])], 1), 0.0
             )
-        found = self.accelerator.reduce(found, reduction="sum")
-        return {name: total / count for name, (total, count) in zip(names, found.tolist(), strict=True) if count}
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        return {name: total / count for name, (total, count) in zip(names, sums.tolist(), strict=True) if count}

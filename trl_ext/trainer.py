@@ -457,8 +457,8 @@ class RopeSFTTrainer(SFTTrainer):
                 f"view {view.name!r} with {view.cuts} cuts one document a row: switch packing and padding_free off, or "
                 f"leave out {view.cuts} and give shorter documents."
             )
-        found = [cut_rows(view, batch, self._key(batch)) for batch in batches]
-        return any(found)
+        were_cut = [cut_rows(view, batch, self._key(batch)) for batch in batches]
+        return any(were_cut)
 
     def _key(self, batch: dict[str, Any]) -> DrawKey:
         """The key that the batch's forward will draw with."""
@@ -485,11 +485,11 @@ class RopeSFTTrainer(SFTTrainer):
     def _total_counts(self, counts: list[dict[str, int]], device: torch.device) -> dict[str, int]:
         """Sums over the micro-batches of a step and, where losses are normalised so, over ranks."""
         names = list(counts[0])
-        own = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
-        totals = self.accelerator.reduce(own, reduction="sum")
+        of_rank = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
+        totals = self.accelerator.reduce(of_rank, reduction="sum")
         if "labels" in names:
             self._require_labels(int(totals[names.index("labels")]))
-        chosen = totals if self.args.average_tokens_across_devices else own
+        chosen = totals if self.args.average_tokens_across_devices else of_rank
         return dict(zip(names, chosen.clamp(min=1).tolist(), strict=True))
 
     def _require_borders(self, batch: dict[str, Any]) -> None:
@@ -536,12 +536,12 @@ class RopeSFTTrainer(SFTTrainer):
         assert self._objective is not None
         mode = "train" if self.model.training else "eval"
         read = self._objective.read(inputs)
-        own = self._objective.counts(read)
-        counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in own.items()}
-        loss, parts = self._objective.loss(model, inputs, read, counts, own)
+        batch_counts = self._objective.counts(read)
+        counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in batch_counts.items()}
+        loss, parts = self._objective.loss(model, inputs, read, counts, batch_counts)
         self._means[mode].add(parts)
         if mode == "train":
-            tokens = torch.tensor(own["tokens"], device=loss.device)
+            tokens = torch.tensor(batch_counts["tokens"], device=loss.device)
             self._total_train_tokens += self.accelerator.gather(tokens).sum().item()
             if self.args.average_tokens_across_devices:
                 loss = (

@@ -30,8 +30,8 @@ _PART = 2**16  # tokens that are looked at together
 def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
     """Raise ValueError if there is no text in `dataset`, one or several by name, where TRL looks for it."""
     if isinstance(dataset, Mapping):
-        for key, one in dataset.items():
-            require_text(one, f"{name}[{key!r}]", args)
+        for key, part in dataset.items():
+            require_text(part, f"{name}[{key!r}]", args)
         return
     prepared: Any = args.dataset_kwargs or {}
     if not isinstance(dataset, Dataset) or prepared.get("skip_prepare_dataset"):
@@ -69,12 +69,12 @@ def document_lengths(dataset: Any) -> torch.Tensor | None:
     column = next((name for name in ("seq_lengths", "input_ids") if name in dataset.column_names), None)
     if column is None or not isinstance(dataset.features[column], List | LargeList):
         return None
-    found = []
+    parts = []
     for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
         rows = batch[column]
         lengths = pc.list_flatten(rows) if column == "seq_lengths" else pc.list_value_length(rows)
-        found.append(_int64(lengths))
-    return torch.cat(found) if found else None
+        parts.append(_int64(lengths))
+    return torch.cat(parts) if parts else None
 
 
 def document_tokens(dataset: Dataset) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -134,13 +134,14 @@ def prepare_rows(
         return prepare(tokenized, args, packing)
     limit = args.max_length if way.truncates else None
     survey = partial(Survey.of, special=way.special, labelled=way.labelled, joined=way.wraps)
-    found = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
-    _require_text_to_predict(found.teaches, name)
+    documents = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
+    _require_text_to_predict(documents.teaches, name)
     notes, left_out = [], []
-    kept = found.teaches & found.teaches_kept
-    if not found.teaches.all():
+    kept = documents.teaches & documents.teaches_kept
+    if not documents.teaches.all():
+        untaught = ~documents.teaches
         left_out.append(
-            f"{_count((~found.teaches).sum(), 'document')} of {_count(found.lengths[~found.teaches].sum(), 'token')} "
+            f"{_count(untaught.sum(), 'document')} of {_count(documents.lengths[untaught].sum(), 'token')} "
             "without a token to predict (empty, one token, special tokens only, or all masked)"
         )
     if not kept.any():
@@ -148,15 +149,15 @@ def prepare_rows(
             f"max_length={args.max_length} truncates all that could be predicted in {name}: all completions lie behind "
             "it. Raise max_length."
         )
-    if found.teaches.sum() > kept.sum():
-        lost = found.teaches & ~kept
+    if documents.teaches.sum() > kept.sum():
+        lost = documents.teaches & ~kept
         left_out.append(
-            f"{_count(lost.sum(), 'document')} of {_count(found.lengths[lost].sum(), 'token')} whose completion lies "
-            "behind max_length"
+            f"{_count(lost.sum(), 'document')} of {_count(documents.lengths[lost].sum(), 'token')} "
+            "whose completion lies behind max_length"
         )
     if not kept.all():
         tokenized = tokenized.select(np.flatnonzero(kept))
-    lengths, masked = found.lengths[kept], found.masked[kept]
+    lengths, masked = documents.lengths[kept], documents.masked[kept]
     longer = lengths > args.max_length if args.max_length is not None else np.zeros_like(masked)
     cut = longer & way.cuts(masked)
     if cut.any():
@@ -180,7 +181,7 @@ def prepare_rows(
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
     if args.process_index == 0:
         size = "" if args.max_length is None else f" of at most {args.max_length}"
-        what = f"{name}: {_count(len(found.lengths), 'document')} of {_count(found.tokens, 'token')}"
+        what = f"{name}: {_count(len(documents.lengths), 'document')} of {_count(documents.tokens, 'token')}"
         notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *way.notes]
         logger.warning(f"{', '.join(notes)}. Left out: {'; '.join(left_out) or 'nothing'}.")
     return rows
@@ -301,15 +302,15 @@ def _prepare_stream(
         _require_text_to_predict(np.zeros(0, dtype=bool), name)
     if args.process_index == 0:
         longer = f"Documents longer than max_length={args.max_length}"
-        told = [f"{name} is a stream, whose documents and tokens are not counted"]
+        sentences = [f"{name} is a stream, whose documents and tokens are not counted"]
         if cuts:
-            told.append(f"{longer} are cut into rows that are all read")
+            sentences.append(f"{longer} are cut into rows that are all read")
         if way.truncates and (way.whole or not cuts):
-            told.append(f"{longer} are truncated, and what is behind is left out ({way.remedy()})")
+            sentences.append(f"{longer} are truncated, and what is behind is left out ({way.remedy()})")
         elif way.truncates:
-            told.append("Of those with masked labels what is behind max_length is left out")
-        told.append("Documents without a token to predict are left out")
-        logger.warning(". ".join([*told, *way.notes]) + ".")
+            sentences.append("Of those with masked labels what is behind max_length is left out")
+        sentences.append("Documents without a token to predict are left out")
+        logger.warning(". ".join([*sentences, *way.notes]) + ".")
     return prepare(tokenized)
 
 
@@ -324,10 +325,12 @@ def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any)
     if not all(isinstance(columns.get(column), List | LargeList) for column in ("input_ids", "labels")):
         return
     labelled = not objective_of(args).counts_every_token
-    found = Survey.of(dataset, tuple(tokenizer.all_special_ids), labelled=labelled)
-    _require_text_to_predict(found.teaches, name)
-    if not found.teaches.all() and args.process_index == 0:
-        logger.warning(f"{name}: {_count((~found.teaches).sum(), 'document')} without a token to predict stay in it.")
+    documents = Survey.of(dataset, tuple(tokenizer.all_special_ids), labelled=labelled)
+    _require_text_to_predict(documents.teaches, name)
+    if not documents.teaches.all() and args.process_index == 0:
+        logger.warning(
+            f"{name}: {_count((~documents.teaches).sum(), 'document')} without a token to predict stay in it."
+        )
 
 
 def _require_text_to_predict(teaches: np.ndarray, name: str) -> None:

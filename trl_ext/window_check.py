@@ -67,16 +67,17 @@ def farthest_target(view: View) -> int:
 
 
 def _is_open(decoder: PreTrainedModel, rescaling: Rescaling | None, window: int) -> bool:
-    """Whether no window is promised that could be passed: the schedule follows the row, or the rescaling says none."""
+    """Whether no window is promised that could be passed: frequencies follow the row, or the rescaling says none."""
     rope: Any = getattr(decoder.config, "rope_parameters", None) or {}
-    schedules = [rope, *(own for own in rope.values() if isinstance(own, dict))]  # one a layer type, in some families
-    if any(grows_with_rows(own.get("rope_type", "")) for own in schedules):
+    # some families have a set of parameters for each layer type
+    parameter_sets = [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
+    if any(grows_with_rows(entry.get("rope_type", "")) for entry in parameter_sets):
         return True
     return rescaling is not None and names_no_window(rescaling, window)
 
 
-def _remedy(rescaling: Rescaling | None, window: int, wanted: int) -> str:
+def _remedy(rescaling: Rescaling | None, window: int, required: int) -> str:
     if rescaling is not None:
-        return rescaling.remedy(window, wanted)
-    factor = math.ceil(wanted / window)
+        return rescaling.remedy(window, required)
+    factor = math.ceil(required / window)
     return f"Rescale the model by a factor of at least {factor}, e.g. {advised_rescaling(float(factor))}"

@@ -93,13 +93,13 @@ def _gives_the_same(causal_lm: Any, window: int) -> bool:
     ids = (7919 * torch.arange(1, window + 9, device=weight.device) % weight.shape[0])[None]
     plain = _plain_forward(causal_lm, ids)[0, -8:].float()
     try:
-        found = _without_masks(causal_lm, ids)[0, -8:].float()
+        unmasked = _without_masks(causal_lm, ids)[0, -8:].float()
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever a family does not take
         return False
     # what attention does wrongly moves states as far as they are apart; rounding in half precision, by a few percent
-    return bool((found - plain).norm() < 0.1 * plain.norm().clamp(min=1e-6))
+    return bool((unmasked - plain).norm() < 0.1 * plain.norm().clamp(min=1e-6))
 
 
 class Windows:

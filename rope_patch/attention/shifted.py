@@ -104,10 +104,10 @@ class ShiftedAttention:
         run = groups.by_sequences if kernel == "flash" else groups.by_lengths
         n_kv_heads = call.key.shape[1]
         n_plain = n_kv_heads - n_kv_heads // 2
-        each = call.query.shape[1] // n_kv_heads
+        group_size = call.query.shape[1] // n_kv_heads
         halves = []
         for shifted, heads in ((False, slice(0, n_plain)), (True, slice(n_plain, None))):
-            queries = slice(0, n_plain * each) if not shifted else slice(n_plain * each, None)
+            queries = slice(0, n_plain * group_size) if not shifted else slice(n_plain * group_size, None)
             halves.append(run(call, shifted, queries, heads, window))
         return torch.cat(halves, 2)
 
@@ -132,12 +132,12 @@ class _Groups:
         like = call.query
         batch, _, n, _ = like.shape
         tensors = [by_token(x) for x in (call.query[:, queries], call.key[:, heads], call.value[:, heads])]
-        found, places = [], []
+        outputs, places = [], []
         for place in self._places[shifted]:  # [groups, tokens]
             q, k, v = (x[place].transpose(1, 2) for x in tensors)
-            found.append(call.with_inputs(q, k, v, self._mask(call, place.shape[1], window)).flatten(0, 1))
+            outputs.append(call.with_inputs(q, k, v, self._mask(call, place.shape[1], window)).flatten(0, 1))
             places.append(place.flatten())
-        return put_back(torch.cat(found), torch.cat(places), batch, n)
+        return put_back(torch.cat(outputs), torch.cat(places), batch, n)
 
     def by_sequences(
         self, call: AttentionCall, shifted: bool, queries: slice, heads: slice, window: int | None
@@ -149,14 +149,16 @@ class _Groups:
         """The mask of all heads for flex attention, made once a forward and window."""
         n_heads, n_kv_heads = call.query.shape[1], call.key.shape[1]
         n_plain = (n_kv_heads - n_kv_heads // 2) * (n_heads // n_kv_heads)
-        one, n = self.labelled, self.labelled.t.shape[1]
+        labelled, n = self.labelled, self.labelled.t.shape[1]
         # of each token, a number that its group alone has, by half; tokens of padding are groups of their own
-        token = torch.arange(one.t.numel(), device=one.t.device).view_as(one.t)
-        moved = (one.t, one.t + self.size - self.size // 2)
-        plain, shifted = (torch.where(one.valid, one.ordinal * 2 * n + x // self.size, -1 - token) for x in moved)
+        token = torch.arange(labelled.t.numel(), device=labelled.t.device).view_as(labelled.t)
+        moved = (labelled.t, labelled.t + self.size - self.size // 2)
+        plain, shifted = (
+            torch.where(labelled.valid, labelled.ordinal * 2 * n + x // self.size, -1 - token) for x in moved
+        )
 
         def visible(row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            distance = one.t[row, q] - one.t[row, k]
+            distance = labelled.t[row, q] - labelled.t[row, k]
             together = plain[row, q] == plain[row, k], shifted[row, q] == shifted[row, k]
             seen = torch.where(head < n_plain, *together) & (distance >= 0)
             if window is not None:
@@ -165,7 +167,7 @@ class _Groups:
 
         key = (window, n_heads)
         if key not in self._masks:
-            self._masks[key] = block_mask(visible, len(one.t), n_heads, call.query)
+            self._masks[key] = block_mask(visible, len(labelled.t), n_heads, call.query)
         return self._masks[key]
 
     def _mask(self, call: AttentionCall, n: int, window: int | None) -> torch.Tensor | None:
@@ -185,36 +187,36 @@ class _Groups:
     @cached_property
     def _borders(self) -> dict[bool, list[tuple[int, int]]]:
         """Of each group, first place and number of tokens, places being those of the flattened batch; by shifted."""
-        n, found = self.labelled.t.shape[1], {}
+        n, by_shift = self.labelled.t.shape[1], {}
         for shifted in (False, True):
             first = self.size // 2 if shifted else self.size
             pairs = []
             for row, begin, length in self.labelled.spans:
                 borders = [0, *range(first, length, self.size), length]
                 pairs += [(row * n + begin + a, b - a) for a, b in zip(borders, borders[1:], strict=False)]
-            found[shifted] = pairs
-        return found
+            by_shift[shifted] = pairs
+        return by_shift
 
     @cached_property
     def _places(self) -> dict[bool, list[torch.Tensor]]:
         """Places of the tokens of all groups of one length, [groups, tokens]; by shifted."""
         device = self.labelled.t.device
-        found = {}
+        places = {}
         for shifted, pairs in self._borders.items():
             begins: dict[int, list[int]] = {}
             for begin, length in pairs:
                 begins.setdefault(length, []).append(begin)
-            found[shifted] = [
+            places[shifted] = [
                 torch.tensor(begin, device=device)[:, None] + torch.arange(length, device=device)
                 for length, begin in begins.items()
             ]
-        return found
+        return places
 
     @cached_property
     def _sequences(self) -> dict[bool, Sequences]:
         """Each group a sequence; by shifted."""
-        found = {}
+        sequences = {}
         for shifted, pairs in self._borders.items():
             groups = [range(begin, begin + length) for begin, length in pairs]
-            found[shifted] = Sequences.of(groups, [(group,) for group in groups], self.labelled.t.device)
-        return found
+            sequences[shifted] = Sequences.of(groups, [(group,) for group in groups], self.labelled.t.device)
+        return sequences

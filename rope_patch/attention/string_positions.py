@@ -36,7 +36,7 @@ def string_positions(model: nn.Module, *, offset: int | None = None, local: int 
         local: W, in positions, at least 0.
 
     Raises:
-        ValueError: a model in training mode or in a view, another attention, a schedule that depends on length or
+        ValueError: a model in training mode or in a view, another attention, RoPE parameters that depend on length or
             layer, keys that RoPE does not rotate as a whole, caches of a fixed size, or sliding windows above S.
 
     Source: STRING, arXiv:2410.18745; S = L / 3 and W = 128 are the defaults of its code.
@@ -83,7 +83,9 @@ class _StringPositions:
         modules = [module for _, module in named_rotary_modules(self.decoder)]
         types = {kind for module in modules for kind in rope_types(module)}
         if len(modules) != 1 or isinstance(getattr(modules[0], "rope_type", None), dict):
-            raise ValueError(f"{type(self.decoder).__name__} has several RoPE schedules: string_positions needs one.")
+            raise ValueError(
+                f"{type(self.decoder).__name__} has several sets of RoPE parameters: string_positions needs one."
+            )
         if any(map(picks_by_row, types)):
             raise ValueError(
                 "string_positions needs frequencies that do not depend on length: not dynamic or longrope."
@@ -118,8 +120,8 @@ class _StringPositions:
         assert self.rotate is not None
         x = key if key.dtype == torch.float64 else key.float()
         cos, sin = (part.to(key.device) for part in self.turn)
-        found: torch.Tensor = self.rotate(x, x, cos, sin)[1]
-        return found.to(key.dtype)
+        turned: torch.Tensor = self.rotate(x, x, cos, sin)[1]
+        return turned.to(key.dtype)
 
     @torch.no_grad()
     def _require_keys_that_turn(self) -> None:

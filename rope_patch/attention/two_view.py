@@ -35,7 +35,7 @@ class TwoViewAttention:
       of the document, as it does without us.
     - flash: one call with as many sequences, keys of copies gathered; masks end at the last key.
     - flex: a block mask, made once a forward and window.
-    - eager: an additive mask, likewise.
+    - eager: an additive mask, made once a forward and window.
 
     Windows count tokens, whatever their RoPE indices.
 
@@ -68,30 +68,30 @@ class TwoViewAttention:
     def _repeated_plans(self) -> AbstractContextManager[None]:
         """Keeps cuDNN, which plans for each length, from documents that are not whole rows: each has its own."""
         n = self.layout.seen.shape[1]
-        if all(one.end - one.begin == n for one in self.layout.segments):
+        if all(segment.end - segment.begin == n for segment in self.layout.segments):
             return nullcontext()
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
     def _sdpa(self, call: AttentionCall, window: int | None) -> torch.Tensor:
         query, key, value = map(self._cut, (call.query, call.key, call.value))
         batch, n_heads, n_places, _ = call.query.shape
-        found: dict[int, torch.Tensor] = {}
-        for one in self.layout.segments:
-            document, copies = one.row * n_places + one.begin, one.row * n_places + one.copy
-            found[document] = self._causal(query[document], key[document], value[document], call.scale, window)
-            if one.split == one.end:
+        outputs: dict[int, torch.Tensor] = {}
+        for segment in self.layout.segments:
+            document, copies = segment.row * n_places + segment.begin, segment.row * n_places + segment.copy
+            outputs[document] = self._causal(query[document], key[document], value[document], call.scale, window)
+            if segment.split == segment.end:
                 continue
             q, k, v = query[copies], key[copies], value[copies]
-            before_k, before_v = (x[document][:, :, : one.split - one.begin] for x in (key, value))
-            if window is None or window >= one.end - one.begin:
-                found[copies] = prefix_attention(q, before_k, before_v, k, v, call.scale)
+            before_k, before_v = (x[document][:, :, : segment.split - segment.begin] for x in (key, value))
+            if window is None or window >= segment.end - segment.begin:
+                outputs[copies] = prefix_attention(q, before_k, before_v, k, v, call.scale)
             else:
                 k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
-                found[copies] = self._causal(q, k, v, call.scale, window)
-        zeros, shape = next(iter(found.values()), call.value).new_zeros, (n_heads, call.value.shape[-1])
+                outputs[copies] = self._causal(q, k, v, call.scale, window)
+        zeros, shape = next(iter(outputs.values()), call.value).new_zeros, (n_heads, call.value.shape[-1])
         # joined, not written into one tensor: autograd would copy all of it for each piece
         pieces = [
-            found[place].squeeze(0).transpose(0, 1) if place in found else zeros(size, *shape)
+            outputs[place].squeeze(0).transpose(0, 1) if place in outputs else zeros(size, *shape)
             for place, size in self._sizes.items()
         ]
         return torch.cat(pieces).view(batch, n_places, *shape)
@@ -109,9 +109,13 @@ class TwoViewAttention:
     def _sizes(self) -> dict[int, int]:
         """Documents, copies and gaps between them: size of each by its place among batch * (n + m), in order."""
         n_places = self.layout.t.shape[1]
-        sizes = {one.row * n_places + one.begin: one.end - one.begin for one in self.layout.segments}
+        sizes = {
+            segment.row * n_places + segment.begin: segment.end - segment.begin for segment in self.layout.segments
+        }
         sizes |= {
-            one.row * n_places + one.copy: one.end - one.split for one in self.layout.segments if one.split < one.end
+            segment.row * n_places + segment.copy: segment.end - segment.split
+            for segment in self.layout.segments
+            if segment.split < segment.end
         }
         whole: dict[int, int] = {}
         end = 0
@@ -147,15 +151,15 @@ class TwoViewAttention:
         n_places = self.layout.t.shape[1]
         queries: list[range] = []
         keys: list[tuple[range, ...]] = []
-        for one in self.layout.segments:
-            row = one.row * n_places
-            document = range(row + one.begin, row + one.end)
+        for segment in self.layout.segments:
+            row = segment.row * n_places
+            document = range(row + segment.begin, row + segment.end)
             queries.append(document)
             keys.append((document,))
-            if one.end > one.split:
-                copies = range(row + one.copy, row + one.copy + one.end - one.split)
+            if segment.end > segment.split:
+                copies = range(row + segment.copy, row + segment.copy + segment.end - segment.split)
                 queries.append(copies)
-                keys.append((range(row + one.begin, row + one.split), copies))
+                keys.append((range(row + segment.begin, row + segment.split), copies))
         return Sequences.of(queries, keys, self.layout.t.device)
 
     def _block_mask(self, query: torch.Tensor, window: int | None) -> Any:

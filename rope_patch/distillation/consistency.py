@@ -285,9 +285,9 @@ def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.T
 
 
 def _with_kl_of(earlier: NextTokenLoss, metrics: RowMetrics, rows: ComparedRows) -> RowMetrics:
-    """What an earlier call has found at its rows, at these rows, with the KL of this one."""
-    found = {}
+    """The metrics of an earlier call, at the rows of this one, with the KL of this one."""
+    metrics_of_queries = {}
     for name, values in vars(earlier.rows).items():
         every = values.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, values)
-        found[name] = every[rows.queries]
-    return RowMetrics(**{**found, "kl": metrics.kl})
+        metrics_of_queries[name] = every[rows.queries]
+    return RowMetrics(**{**metrics_of_queries, "kl": metrics.kl})

@@ -29,7 +29,7 @@ class Control:
       attention memory stays linear; sdpa and eager take a mask of n x n numbers a head.
 
     Args:
-        kind: see above.
+        kind: of noise, "dropout" or "attention_noise".
         strength: probability of a feature to be dropped, or standard deviation of the noise. The paper gives neither.
 
     Source: RPSD, arXiv:2604.14339, its controls.
@@ -135,9 +135,9 @@ class _NoisyAttention:
     strength: float
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
-        query, one = call.query, self.labelled
-        document = one.ordinal.masked_fill(~one.valid, -1)
-        distance = one.t[:, :, None] - one.t[:, None]
+        query, labelled = call.query, self.labelled
+        document = labelled.ordinal.masked_fill(~labelled.valid, -1)
+        distance = labelled.t[:, :, None] - labelled.t[:, None]
         seen = (document[:, :, None] == document[:, None]) & (distance >= 0)
         window = sliding_window(call, self.config)
         if window is not None:

@@ -60,8 +60,8 @@ class Distiller(ForwardLoss):
         valid = real_tokens(input_ids, attention_mask)
         document = torch.zeros_like(input_ids)
         if position_ids is not None:
-            found = locate_documents(batch, seq_len, input_ids.device, position_ids, attention_mask)
-            document = found.ordinal.expand(batch, seq_len)
+            documents = locate_documents(batch, seq_len, input_ids.device, position_ids, attention_mask)
+            document = documents.ordinal.expand(batch, seq_len)
         return self._new_tape(valid, document.masked_fill(~valid, -1))
 
     def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> Any:

@@ -107,8 +107,10 @@ class RelationTape(Tape):
         student = {n: as_multiplied(tensors[n]) for n in teacher}
         rows = self._rows(student, teacher, call.scale)
         n_query_heads = query.shape[1]
-        own = self.targets.denominator == "own_heads"
-        losses = [rows[name].sum() / (rows[name].shape[1] if own else n_query_heads) for name in self.targets.weights]
+        by_own_heads = self.targets.denominator == "own_heads"
+        losses = [
+            rows[name].sum() / (rows[name].shape[1] if by_own_heads else n_query_heads) for name in self.targets.weights
+        ]
         # in a recompute the value is known; only its graph counts
         self.sums.setdefault(layer, torch.stack(losses))
 

@@ -71,17 +71,17 @@ class AttentionDistance(Result):
         from .figures import add_legend, compact, draw_bars, new_figure
 
         figure, (left, right) = new_figure(2, share_y=False)
-        one = next(iter(results.values()))
-        groups = [f"{compact(a)}-" for a in one.edges[:-1]]
+        first = next(iter(results.values()))
+        groups = [f"{compact(a)}-" for a in first.edges[:-1]]
         for axes, name, label in (
             (left, "mass", "attention weight"),
-            (right, "count", f"weights above {one.threshold:g} per query"),
+            (right, "count", f"weights above {first.threshold:g} per query"),
         ):
             means = {k: [sum(c) / len(c) for c in zip(*getattr(r, name), strict=True)] for k, r in results.items()}
             draw_bars(axes, groups, means)
             axes.tick_params(axis="x", labelsize=7)
             axes.set(xlabel="distance (tokens)", ylabel=label)
-        figure.suptitle(f"last {one.last} queries of {one.seq_len} tokens, mean over layers and heads")
+        figure.suptitle(f"last {first.last} queries of {first.seq_len} tokens, mean over layers and heads")
         add_legend(figure, left)
         return figure
 
@@ -185,9 +185,9 @@ def attention_distance(
     heads: dict[int, int] = {}
 
     def visit(layer: int, probabilities: torch.Tensor) -> None:
-        for one in probabilities:  # one head at a time: sums from the left are in float64
-            mass[layer] = mass.get(layer, 0) + _run_sums(one, ends)
-            count[layer] = count.get(layer, 0) + _run_sums(one > threshold, ends)
+        for of_head in probabilities:  # one head at a time: sums from the left are in float64
+            mass[layer] = mass.get(layer, 0) + _run_sums(of_head, ends)
+            count[layer] = count.get(layer, 0) + _run_sums(of_head > threshold, ends)
         heads[layer] = heads.get(layer, 0) + probabilities.shape[0]
 
     _read(subject, rows, queries, visit, "attention distance", progress)

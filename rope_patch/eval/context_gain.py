@@ -64,10 +64,10 @@ class ContextGain(Result):
             middles = [(a + b) / 2 for a, b in zip(result.edges, result.edges[1:], strict=False)]
             axes.plot(middles, result.gain, label=label, linewidth=1.8)
         axes.axhline(0, color="0.4", linewidth=1)
-        one = next(iter(results.values()))
+        first = next(iter(results.values()))
         axes.set(
-            title=f"gain of the whole row over its last {one.short} tokens"
-            + (" by PosAug's definition, which gives too much" if one.kind == "paper" else ""),
+            title=f"gain of the whole row over its last {first.short} tokens"
+            + (" by PosAug's definition, which gives too much" if first.kind == "paper" else ""),
             xlabel="target position (tokens)",
             ylabel="gain (nats per token)",
         )

@@ -44,10 +44,10 @@ def new_figure(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    found = figure.subplots(
+    grid = figure.subplots(
         len(row_heights), columns, squeeze=False, sharey="row" if share_y else False, height_ratios=list(row_heights)
     )
-    all_axes = [axes for row in found for axes in row]
+    all_axes = [axes for row in grid for axes in row]
     for axes in all_axes:
         axes.set_prop_cycle(cycler(color=COLORS) + cycler(linestyle=DASHES))
     return figure, all_axes

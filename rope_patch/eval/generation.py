@@ -95,7 +95,7 @@ def greedy_tokens(
         ValueError: an empty prompt, or a number below 1.
     """
     _at_least_one(max_new_tokens=max_new_tokens)
-    found = ask_greedily(
+    replies = ask_greedily(
         model,
         [Question(prompt, max_new_tokens) for prompt in prompts],
         pad_token=pad_token,
@@ -103,7 +103,7 @@ def greedy_tokens(
         prefill_chunk=prefill_chunk,
         done=done,
     )
-    return [reply.written for reply in found]
+    return [reply.written for reply in replies]
 
 
 def ask_greedily(
@@ -205,15 +205,15 @@ def _bytes_if_alike(causal_lm: Any) -> int:
             rows.read(ids[:, 20:22].repeat(2, 1), 0, 20, chunk=8)
             for k in (22, 23):
                 slots = torch.full((2,), k, device=device)
-                found = rows.decode(ids[0, k].repeat(2), slots)[1].float()
+                by_rows = rows.decode(ids[0, k].repeat(2), slots)[1].float()
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever a family does not take: its own `generate` knows how to call it
         return -1
-    if found.shape != plain.shape or not rows.calls:
+    if by_rows.shape != plain.shape or not rows.calls:
         return -1
     # what attention does wrongly moves logits as far as they are apart; rounding in half precision, by a few percent
-    off = (found - plain).norm() / (plain - plain.mean()).norm().clamp(min=1e-6)
+    off = (by_rows - plain).norm() / (plain - plain.mean()).norm().clamp(min=1e-6)
     return rows.bytes_per_token if off < 0.1 else -1
 
 
@@ -233,14 +233,14 @@ def _generated(
     replies: list[list[int]] = []
     rows = batch_size or _ROWS
     while len(replies) < len(questions):
-        one = questions[len(replies)]
+        question = questions[len(replies)]
         next_ones = questions[len(replies) : len(replies) + rows]
-        of_one = (len(one.prompt), one.max_new_tokens)
+        of_one = (len(question.prompt), question.max_new_tokens)
         differs = (k for k, q in enumerate(next_ones) if (len(q.prompt), q.max_new_tokens) != of_one)
         ids = torch.tensor([list(q.prompt) for q in next_ones[: next(differs, rows)]], device=subject.device)
         chunk = prefill_chunk or max(PREFILL_CHUNK // len(ids), 1)
         config = GenerationConfig(
-            max_new_tokens=one.max_new_tokens,
+            max_new_tokens=question.max_new_tokens,
             do_sample=False,
             prefill_chunk_size=chunk if in_parts and ids.shape[1] > chunk else None,
             eos_token_id=eos,

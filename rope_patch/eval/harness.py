@@ -48,8 +48,8 @@ def local_task(
             rows, shown = list(documents), list(examples or ())
 
             def data(**_: Any) -> Any:
-                found = {split: datasets.Dataset.from_list(rows)}
-                return {**found, "fewshot": datasets.Dataset.from_list(shown)} if shown else found
+                parts = {split: datasets.Dataset.from_list(rows)}
+                return {**parts, "fewshot": datasets.Dataset.from_list(shown)} if shown else parts
 
             # the other splits that a task names are not needed
             splits = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
@@ -111,7 +111,7 @@ def evaluate(
             name = task.config.task
             tasks = {"tasks": {name: task}, "groups": {}, "group_map": {}}
             # not simple_evaluate: it seeds every generator of the process and calls git
-            found = lm_eval.evaluate(
+            results = lm_eval.evaluate(
                 lm,
                 tasks,
                 limit=limit,
@@ -120,8 +120,8 @@ def evaluate(
                 log_samples=True,
                 apply_chat_template=chat,
             )
-    assert found is not None  # None is for ranks other than the first
-    return found["results"][name], found["samples"][name]
+    assert results is not None  # None is for ranks other than the first
+    return results["results"][name], results["samples"][name]
 
 
 def _greedy_lm(at_once: int | None) -> Any:
@@ -148,10 +148,10 @@ def _greedy_lm(at_once: int | None) -> Any:
 
 def sample_scores(logged: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
     """`metric` of each sample that lm-eval logged, in the order of the data; by the first filter of several."""
-    found: dict[int, float] = {}
+    scores: dict[int, float] = {}
     for sample in logged:
-        found.setdefault(sample["doc_id"], float(sample[metric]))
-    return [found[doc] for doc in sorted(found)]
+        scores.setdefault(sample["doc_id"], float(sample[metric]))
+    return [scores[doc] for doc in sorted(scores)]
 
 
 @cache

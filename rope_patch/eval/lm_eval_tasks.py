@@ -99,8 +99,8 @@ class LmEval(Result):
                 f"{name} {100 * a:.1f} over {len(result.scores[name])} samples" for name, a in result.accuracy.items()
             )
             said.append(f"{label}: {figures}.")
-        one = next(iter(results.values()))
-        left_out = [f"{n} of {name}" for name, n in one.left_out.items() if n]
+        first = next(iter(results.values()))
+        left_out = [f"{n} of {name}" for name, n in first.left_out.items() if n]
         if left_out:
             said.append(
                 f"Left out, because prompt and answer are longer than the longest length: {', '.join(left_out)}."
@@ -222,25 +222,25 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
     folder = None if data is None else Path(data)
     if folder is not None and not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder} with data for lm-eval's tasks.")
-    found: dict[str, dict[str, _Source]] = {}
+    files: dict[str, dict[str, _Source]] = {}
     for name in tasks:
         leaves = _leaves(name)
         if folder is None:
-            found[name] = dict.fromkeys(leaves, _Source(None, None, None))
+            files[name] = dict.fromkeys(leaves, _Source(None, None, None))
             continue
-        found[name] = {}
+        files[name] = {}
         of_group = _file(folder, name) if leaves != [name] else None
         in_group = set() if of_group is None else {_task_of(row, name) for row in read_json_lines(of_group)}
         for leaf in leaves:
             of_leaf = _file(folder, leaf)
             if of_leaf is not None:
-                found[name][leaf] = _Source(of_leaf, _file(folder, f"{leaf}.fewshot"), None)
+                files[name][leaf] = _Source(of_leaf, _file(folder, f"{leaf}.fewshot"), None)
             elif leaf in in_group:
-                found[name][leaf] = _Source(of_group, _file(folder, f"{name}.fewshot"), name)
-        if not found[name]:
-            wanted = f"{name}.jsonl" if leaves == [name] else f"{name}.jsonl, nor any of {', '.join(leaves[:6])}, ..."
-            raise FileNotFoundError(f"{folder} has no {wanted} as .jsonl or .jsonl.xz, for lm-eval's {name!r}.")
-    return found
+                files[name][leaf] = _Source(of_group, _file(folder, f"{name}.fewshot"), name)
+        if not files[name]:
+            names = f"{name}.jsonl" if leaves == [name] else f"{name}.jsonl, nor any of {', '.join(leaves[:6])}, ..."
+            raise FileNotFoundError(f"{folder} has no {names} as .jsonl or .jsonl.xz, for lm-eval's {name!r}.")
+    return files
 
 
 def _leaves(name: str) -> list[str]:
@@ -332,11 +332,11 @@ def _measure(
         chunk = max(PREFILL_CHUNK // batch_size, 1)
         task.set_config("generation_kwargs", {"prefill_chunk_size": chunk}, update=True)
     with token_bar(model, part.tokens, leaf, show=progress):
-        found, logged = evaluate(
+        metrics, logged = evaluate(
             model, tokenizer, task, batch_size=batch_size, max_length=length, samples=part.documents, chat=chat
         )
     metric = task.config.metric_list[0]["metric"]
-    floats = {k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k}
+    floats = {k.removesuffix(",none"): v for k, v in metrics.items() if isinstance(v, float) and "stderr" not in k}
     first = min(logged, key=lambda s: s["doc_id"])
     reply = {
         "task": leaf,

@@ -71,12 +71,12 @@ class RetrievalPrompt:
         Args:
             choices: [len(right_reply)], the model's choice at each token of the right reply.
         """
-        at, found = 0, 0
+        at, n_right = 0, 0
         for ids, counts in zip(self.answer_ids, self.graded, strict=True):
             of_answer = choices[at : at + len(ids)]
-            found += all(a == b for a, b, graded in zip(ids, of_answer, counts, strict=True) if graded)
+            n_right += all(a == b for a, b, graded in zip(ids, of_answer, counts, strict=True) if graded)
             at += len(ids)
-        return found / len(self.answers)
+        return n_right / len(self.answers)
 
 
 def reply_tokens(kind: Kind, n_needles: int) -> int:

@@ -22,7 +22,7 @@ GUESSING = 0.75
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What `probe` found. `print` it.
+    """What `probe` returns. `print` it.
 
     Args:
         native: loss by position of the model as it is.
@@ -62,8 +62,8 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
     Raises:
         ValueError: the rows do not reach beyond the window, the config names none, or the model is patched.
     """
-    found = describe(model)
-    if found.patched:
+    rope = describe(model)
+    if rope.patched:
         raise ValueError(
             "probe tries a rescaling of its own and needs a model without patches: call unpatch_model first."
         )
@@ -76,7 +76,7 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
     guess = log(subject.vocab_size)
     if native.in_window() >= GUESSING * guess:
         words = [
-            f"{found.model} predicts next to nothing, also within the {window} positions that its config names: its "
+            f"{rope.model} predicts next to nothing, also within the {window} positions that its config names: its "
             f"loss there is {native.in_window():.3f} nats per token, and guessing among {subject.vocab_size} tokens "
             f"gives {guess:.3f}.",
             "Its weights are untrained or damaged, or the rows were made by another tokenizer. No advice on its window "
@@ -85,16 +85,16 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
         return ProbeResult(native, None, None, {}, words)
     cliff, start, inside = native.cliff(), native.cliff_start(tolerance=FLAT), native.in_window()
     words = [
-        f"{found.model} was trained on {window} positions. Its loss there is {inside:.3f} nats per token, beyond them, "
+        f"{rope.model} was trained on {window} positions. Its loss there is {inside:.3f} nats per token, beyond them, "
         f"up to {rows.shape[1]}, it is {inside + cliff:.3f}."
     ]
     if start is None:
         words.append(f"There is no cliff up to {rows.shape[1]} tokens: it needs no adaptation for that length.")
         return ProbeResult(native, None, None, {}, words)
     words.append(f"The cliff begins at position {start}.")
-    if found.rope_parameters.get("rope_type", "default") != "default":
+    if rope.rope_parameters.get("rope_type", "default") != "default":
         words.append(
-            f"Its RoPE is rescaled already ({found.rope_parameters['rope_type']}), so no other rescaling was tried."
+            f"Its RoPE is rescaled already ({rope.rope_parameters['rope_type']}), so no other rescaling was tried."
         )
         return ProbeResult(native, None, None, _skip_recipe(window, rows.shape[1], {}), [*words, _SKIP_REASON])
     factor = float(ceil(rows.shape[1] / window))

@@ -67,25 +67,25 @@ class Reader:
         """
         # in this order, no prompt shares more with any before it than with the last one
         order = sorted(range(len(questions)), key=lambda i: list(questions[i].prompt))
-        asked = [questions[i] for i in order]
-        ids = [torch.tensor(list(q.prompt), device=self.device) for q in asked]
+        in_order = [questions[i] for i in order]
+        ids = [torch.tensor(list(q.prompt), device=self.device) for q in in_order]
         # a row whose reply is done goes on beside the others, to the end of the longest reply
-        most = max((max(q.max_new_tokens, len(q.answer)) for q in asked), default=0)
+        most = max((max(q.max_new_tokens, len(q.answer)) for q in in_order), default=0)
         capacity = max((len(p) for p in ids), default=0) + most
-        n_rows = self._rows_in_memory(capacity, len(asked))
+        n_rows = self._rows_in_memory(capacity, len(in_order))
         chunk = self._chunk_in_memory(capacity * n_rows)
-        found: list[Reply] = []
-        while len(found) < len(ids):
+        answered: list[Reply] = []
+        while len(answered) < len(ids):
             out_of_memory = False
             rows = KVRows(self.causal_lm, n_rows, capacity)
             try:
                 with rows.attention():
-                    while len(found) < len(ids):
-                        first = len(found)
+                    while len(answered) < len(ids):
+                        first = len(answered)
                         held = ids[first - n_rows : first] if rows.calls else []
                         batch = ids[first : first + n_rows]
                         logits = self._read(rows, batch, held, chunk, partial(_add_to, done, first))
-                        found += self._replies(rows, logits, asked[first : first + n_rows])
+                        answered += self._replies(rows, logits, in_order[first : first + n_rows])
             except torch.OutOfMemoryError:
                 if n_rows == 1 and chunk <= _LEAST_CHUNK:
                     raise
@@ -94,8 +94,8 @@ class Reader:
                 n_rows, chunk = max(n_rows // 2, 1), max(chunk // 2, 1)
                 del rows
                 torch.cuda.empty_cache()
-        replies = [Reply([], [])] * len(asked)
-        for i, reply in zip(order, found, strict=True):
+        replies = [Reply([], [])] * len(in_order)
+        for i, reply in zip(order, answered, strict=True):
             replies[i] = reply
         return replies
 
@@ -128,29 +128,29 @@ class Reader:
             first = last
         return torch.cat(logits)
 
-    def _replies(self, rows: KVRows, logits: torch.Tensor, asked: Sequence[Question]) -> list[Reply]:
+    def _replies(self, rows: KVRows, logits: torch.Tensor, questions: Sequence[Question]) -> list[Reply]:
         """Of rows that hold the prompts of `asked`, with `logits` [rows, vocab_size] behind them."""
         choices = logits.float().argmax(-1).tolist()
         # what this reads lies behind the prompt, where the reply overwrites it token by token
         forced = [
             self._forced(rows, row, question, choice)
-            for row, (question, choice) in enumerate(zip(asked, choices, strict=True))
+            for row, (question, choice) in enumerate(zip(questions, choices, strict=True))
         ]
-        written = self._decode(rows, logits, asked)
+        written = self._decode(rows, logits, questions)
         return [Reply(*both) for both in zip(written, forced, strict=True)]
 
     def _forced(self, rows: KVRows, row: int, question: Question, choice: int) -> list[int]:
         """The model's choice at each token of the right answer; at the first it is `choice`."""
-        given = list(question.answer[:-1])
-        if not given:
+        answer = list(question.answer[:-1])
+        if not answer:
             return [choice][: len(question.answer)]
-        ids = torch.tensor([given], device=self.device)
-        logits = rows.read(ids, row, len(question.prompt), len(given), keep=len(given))
+        ids = torch.tensor([answer], device=self.device)
+        logits = rows.read(ids, row, len(question.prompt), len(answer), keep=len(answer))
         return [choice, *logits[0].float().argmax(-1).tolist()]
 
-    def _decode(self, rows: KVRows, logits: torch.Tensor, asked: Sequence[Question]) -> list[list[int]]:
+    def _decode(self, rows: KVRows, logits: torch.Tensor, questions: Sequence[Question]) -> list[list[int]]:
         """The new tokens of each row, with `logits` [rows, vocab_size] behind the prompts."""
-        lengths, limits = [len(q.prompt) for q in asked], [q.max_new_tokens for q in asked]
+        lengths, limits = [len(q.prompt) for q in questions], [q.max_new_tokens for q in questions]
         return decode(rows, logits, lengths, limits, self.ends, Greedy())
 
     def _rows_in_memory(self, capacity: int, n_prompts: int) -> int:

@@ -115,8 +115,8 @@ class Regressions:
         return self._with("above")
 
     def _with(self, outcome: str) -> list[Cell]:
-        found = [cell for cell in self.cells if cell.outcome == outcome]
-        return sorted(found, key=lambda c: (self.labels.index(c.label), not c.higher_is_better, -abs(c.effect)))
+        cells = [cell for cell in self.cells if cell.outcome == outcome]
+        return sorted(cells, key=lambda c: (self.labels.index(c.label), not c.higher_is_better, -abs(c.effect)))
 
     def verdict(self) -> list[str]:
         """What was won, what was lost, by how much and over how many pairs, in sentences."""
@@ -233,14 +233,14 @@ def _both(
 
 
 def _retrieval(measure: str, label: str, first: RetrievalGrid, second: RetrievalGrid) -> list[Cell]:
-    found: list[Cell] = []
+    cells: list[Cell] = []
     for n in first.lengths:
         if n in second.lengths:
             hashes = [grid.prompt_hashes[grid.lengths.index(n)] for grid in (first, second) if grid.prompt_hashes]
             if len(set(hashes)) > 1:
                 raise ValueError(f"{label} was asked other {measure} prompts of {n} tokens: nothing can be paired.")
-            found += _cell(label, measure, n, f"{measure} at {n}", first.at(n), second.at(n), "prompts")
-    return found
+            cells += _cell(label, measure, n, f"{measure} at {n}", first.at(n), second.at(n), "prompts")
+    return cells
 
 
 def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosition, window: int | None) -> list[Cell]:
@@ -248,20 +248,20 @@ def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosit
         return []
     if first.rows_hash != second.rows_hash:
         raise ValueError(f"{label} read other rows: nothing can be paired.")
-    found: list[Cell] = []
+    cells: list[Cell] = []
     end_of_all = len(first.blocks[0])
     edges = _edges(window, end_of_all)
     for start, end in zip(edges, edges[1:], strict=False):
         parts = 1 if first.n_rows >= _ENOUGH_ROWS else min(_PARTS, end - start)
         cuts = [start + (end - start) * k // parts for k in range(parts + 1)]
-        one, other = (
+        before, after = (
             [fmean(row[a:b]) for row in curve.blocks for a, b in zip(cuts, cuts[1:], strict=False)]
             for curve in (first, second)
         )
         unit = "rows" if parts == 1 else f"parts of {first.n_rows} rows"
         name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
-        found += _cell(label, measure, BLOCK * end, name, one, other, unit, higher_is_better=False)
-    return found
+        cells += _cell(label, measure, BLOCK * end, name, before, after, unit, higher_is_better=False)
+    return cells
 
 
 def _edges(window: int | None, n_blocks: int) -> list[int]:

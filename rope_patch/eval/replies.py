@@ -28,26 +28,26 @@ def shown_replies(
     Returns:
         For each prompt {measure, length, wording, question, expected, answers}, with answers {label, reply, score}.
     """
-    asked = _asked(results)
-    wanted: list[tuple[str, int | None]] = []
+    first_replies = _asked(results)
+    chosen: list[tuple[str, int | None]] = []
     for cell in sorted(compared.below, key=lambda c: c.effect):
         if cell.higher_is_better:
-            wanted.append((cell.measure, cell.length))
-    lengths = sorted({length for _, length in asked if length is not None})
+            chosen.append((cell.measure, cell.length))
+    lengths = sorted({length for _, length in first_replies if length is not None})
     inside = [length for length in lengths if compared.window is not None and length <= compared.window]
     spread = list(dict.fromkeys([*lengths[:1], *lengths[-1:], *inside[-1:], *lengths]))
-    measures = list(dict.fromkeys(measure for measure, _ in asked))
+    measures = list(dict.fromkeys(measure for measure, _ in first_replies))
     for k, length in enumerate(spread):
         in_turn = measures[k % len(measures) :] + measures[: k % len(measures)]
-        wanted += [(measure, length) for measure in in_turn]
-    wanted += list(asked)
-    cells = list(dict.fromkeys(cell for cell in wanted if cell in asked))
-    return [asked[cell] for cell in cells[:n]]
+        chosen += [(measure, length) for measure in in_turn]
+    chosen += list(first_replies)
+    cells = list(dict.fromkeys(cell for cell in chosen if cell in first_replies))
+    return [first_replies[cell] for cell in cells[:n]]
 
 
 def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int | None], dict[str, Any]]:
     """(measure, length) -> one prompt with the answers of all models; of wordings another one each time."""
-    found: dict[tuple[str, int | None], dict[str, Any]] = {}
+    cells: dict[tuple[str, int | None], dict[str, Any]] = {}
     for measure, by_label in results.items():
         kept = {
             label: result.replies
@@ -56,24 +56,24 @@ def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int |
         }
         by_cell: dict[tuple[str, int | None], list[dict[str, dict[str, Any]]]] = {}
         for k, replies in enumerate(zip(*kept.values(), strict=False)):
-            one = replies[0]
-            if any((r.get("length"), r["question"]) != (one.get("length"), one["question"]) for r in replies):
+            first = replies[0]
+            if any((r.get("length"), r["question"]) != (first.get("length"), first["question"]) for r in replies):
                 continue  # the models were not asked the same
-            name = f"{measure} {one['task']}" if "task" in one else measure
+            name = f"{measure} {first['task']}" if "task" in first else measure
             same = dict(zip(kept, (of_label[k] for of_label in kept.values()), strict=True))
-            by_cell.setdefault((name, one.get("length")), []).append(same)
+            by_cell.setdefault((name, first.get("length")), []).append(same)
         for number, (cell, prompts) in enumerate(by_cell.items()):
             answers = prompts[number % len(prompts)]
-            one = next(iter(answers.values()))
-            found[cell] = {
+            first = next(iter(answers.values()))
+            cells[cell] = {
                 "measure": cell[0],
                 "length": cell[1],
-                "wording": one.get("wording"),
-                "question": one["question"],
-                "expected": one["expected"],
+                "wording": first.get("wording"),
+                "question": first["question"],
+                "expected": first["expected"],
                 "answers": [
                     {"label": label, "reply": answer["reply"][:_CHARACTERS], "score": answer["score"]}
                     for label, answer in answers.items()
                 ],
             }
-    return found
+    return cells

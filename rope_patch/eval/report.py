@@ -189,14 +189,14 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
 
 def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:
     """One row a figure, with the first model's figure and the difference from it beside it."""
-    (first, one), *_ = by_label.items()
-    column = one.column
+    (first, first_result), *_ = by_label.items()
+    column = first_result.column
     counted = {column, "teacher_forced", "count", "prompts", "samples", "left_out"}
 
     def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(value for name, value in row.items() if name not in counted)
 
-    of_first = {place(row): row[column] for row in one.table()}
+    of_first = {place(row): row[column] for row in first_result.table()}
     rows = []
     for label, result in by_label.items():
         for row in result.table():

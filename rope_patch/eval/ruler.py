@@ -111,12 +111,12 @@ class Ruler(Result):
     def figure(cls, results: Mapping[str, Self]) -> "Figure":
         from .figures import add_legend, compact, draw_bars, new_figure
 
-        one = next(iter(results.values()))
-        figure, all_axes = new_figure(len(one.lengths), height=5.0)
-        for axes, length in zip(all_axes, one.lengths, strict=True):
-            k = one.lengths.index(length)
+        first = next(iter(results.values()))
+        figure, all_axes = new_figure(len(first.lengths), height=5.0)
+        for axes, length in zip(all_axes, first.lengths, strict=True):
+            k = first.lengths.index(length)
             series = {label: [*(v[k] for v in r.scores.values()), r.mean(length)] for label, r in results.items()}
-            draw_bars(axes, [*(t.removeprefix("ruler_").removeprefix("niah_") for t in one.scores), "mean"], series)
+            draw_bars(axes, [*(t.removeprefix("ruler_").removeprefix("niah_") for t in first.scores), "mean"], series)
             axes.set(title=f"{compact(length)} tokens")
             axes.set_ylim(0, 1)
             axes.tick_params(axis="x", labelsize=6, rotation=90)
@@ -205,12 +205,12 @@ def ruler(
             of_each = sample_scores(logged, "score")
             return {"score": mean, "answer_positions": places, "scores": of_each, "reply": _example(task, n, logged)}
 
-        found = remember({"task": task, "length": n}, score)
-        scores[task].append(found["score"])
-        prompt_scores[task].append(found["scores"])
-        replies.append(found["reply"])
-        if found["answer_positions"] is not None:
-            positions[str(n)] = found["answer_positions"]
+        result = remember({"task": task, "length": n}, score)
+        scores[task].append(result["score"])
+        prompt_scores[task].append(result["scores"])
+        replies.append(result["reply"])
+        if result["answer_positions"] is not None:
+            positions[str(n)] = result["answer_positions"]
     return Ruler(list(lengths), scores, samples, positions, prompt_scores, replies)
 
 
@@ -220,12 +220,12 @@ def chosen_tasks(tasks: Sequence[str] | None, *, haystack: object, squad: object
     Raises:
         ValueError: an unknown task, or one whose data were not given.
     """
-    given = {"ruler_qa_squad": squad, "ruler_qa_hotpot": hotpotqa, **dict.fromkeys(_NEEDS_TEXT, haystack)}
-    chosen = list(tasks) if tasks is not None else [t for t in TASKS if given.get(t, "none needed") is not None]
+    sources = {"ruler_qa_squad": squad, "ruler_qa_hotpot": hotpotqa, **dict.fromkeys(_NEEDS_TEXT, haystack)}
+    chosen = list(tasks) if tasks is not None else [t for t in TASKS if sources.get(t, "none needed") is not None]
     for task in chosen:
         if task not in TASKS:
             raise ValueError(f"unknown RULER task {task!r}. Known: {', '.join(TASKS)}.")
-        if given.get(task, "none needed") is None:
+        if sources.get(task, "none needed") is None:
             argument = {"ruler_qa_squad": "squad", "ruler_qa_hotpot": "hotpotqa"}.get(task, "haystack")
             raise ValueError(f"RULER's {task} needs {argument}: give it, or leave the task out.")
     return chosen
@@ -294,10 +294,10 @@ def _score(
         loaded = local_task(
             task, documents, "test", process_results=score, metric_list=ours, generation_kwargs=generation
         )
-    found, logged = evaluate(
+    metrics, logged = evaluate(
         model, tokenizer, loaded, batch_size=batch_size, max_length=length + new_tokens, chat=chat, greedy=True
     )
-    return float(found["score,none"]), logged
+    return float(metrics["score,none"]), logged
 
 
 def _example(task: str, length: int, logged: list[dict[str, Any]]) -> dict[str, Any]:
@@ -333,12 +333,12 @@ def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
         titles.setdefault(p["title"], []).append(place[p["context"]])
     qas = []
     for p in paragraphs:
-        own = place[p["context"]]
+        paragraph = place[p["context"]]
         for qa in p["qas"]:
             answers = [a["text"] if isinstance(a, dict) else a for a in qa["answers"]]
             if answers:  # SQuAD 2.0 has questions without one
-                more = [i for i in titles[p["title"]] if i != own]
-                qas.append({"query": qa["question"], "outputs": answers, "context": [own], "more_context": more})
+                more = [i for i in titles[p["title"]] if i != paragraph]
+                qas.append({"query": qa["question"], "outputs": answers, "context": [paragraph], "more_context": more})
     return qas, docs
 
 

@@ -185,11 +185,11 @@ def short_text(
             else:
                 documents = [benchmark.convert(row) for row in islice(read_json_lines(files[name]), limit)]
                 task = local_task(name, documents, benchmark.split, **benchmark.overrides)
-            found, logged = evaluate(
+            measured, logged = evaluate(
                 model, tokenizer, task, batch_size=batch_size, max_length=max_length, limit=limit, chat=chat
             )
             floats = {
-                k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float) and "stderr" not in k
+                k.removesuffix(",none"): v for k, v in measured.items() if isinstance(v, float) and "stderr" not in k
             }
             of_each = sample_scores(logged, benchmark.metric)
             return {"metrics": floats, "samples": len(of_each), "scores": of_each}
@@ -224,9 +224,9 @@ def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None)
 def _files(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder} with short-text benchmarks.")
-    found = {}
+    files = {}
     for name, benchmark in BENCHMARKS.items():
         for ending in (".jsonl", ".jsonl.xz"):
             if (folder / (benchmark.file + ending)).is_file():
-                found[name] = folder / (benchmark.file + ending)
-    return found
+                files[name] = folder / (benchmark.file + ending)
+    return files

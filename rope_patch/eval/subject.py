@@ -53,8 +53,8 @@ class Subject:
     @cached_property
     def trained_window(self) -> int | None:
         """Positions that the model was pretrained on, also where a rescaled config promises more; None if unnamed."""
-        found = describe(self.causal_lm)
-        return pretrained_window(found.native_rope_parameters, found.trained_window)
+        description = describe(self.causal_lm)
+        return pretrained_window(description.native_rope_parameters, description.trained_window)
 
     def check_rows(self, rows: torch.Tensor, at_least: int = 2) -> None:
         """Refuse rows that this model cannot read.
@@ -112,8 +112,8 @@ class Subject:
             probe = self.causal_lm.get_input_embeddings().weight[:16].detach().to(self.head.weight.dtype)
             # logits up to 1000, so that a cap shows
             probe = probe * (1000 / F.linear(probe, self.head.weight).abs().max().clamp(min=1e-6))
-            plain, found = F.linear(probe, self.head.weight, bias).float(), self._logits(probe).float()
-        return bool((found - plain).abs().max() <= 1e-3 * plain.abs().max())
+            plain, logits = F.linear(probe, self.head.weight, bias).float(), self._logits(probe).float()
+        return bool((logits - plain).abs().max() <= 1e-3 * plain.abs().max())
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] of hidden states [n, hidden] by the model's own forward, without its decoder."""

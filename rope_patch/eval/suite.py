@@ -110,8 +110,8 @@ class EvalPlan:
     @property
     def kinds(self) -> list[Kind]:
         """Of the retrieval prompts that are asked."""
-        found = [_kind_of(name) for name in self.measures]
-        return [kind for kind in found if kind is not None]
+        kinds = [_kind_of(name) for name in self.measures]
+        return [kind for kind in kinds if kind is not None]
 
     def check(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
         """Raise what a measure would raise for want of a package, a file, a name or enough text, without a model."""
@@ -192,8 +192,8 @@ def _retrieval(job: _Job) -> RetrievalGrid:
     """The grid of the measure that runs; all others that are missing are measured with it, as they share prompts."""
     plan = job.data.plan
     measures = {kind: name for name in plan.measures if (kind := _kind_of(name)) is not None}
-    wanted = next(kind for kind, name in measures.items() if name == job.name)
-    if wanted not in job.grids:
+    kind_of_job = next(kind for kind, name in measures.items() if name == job.name)
+    if kind_of_job not in job.grids:
         kinds = [kind for kind, name in measures.items() if not job.is_kept(name)]
         by_vllm = plan.backend == "vllm"
         longest = max(plan.lengths, default=0)
@@ -211,7 +211,7 @@ def _retrieval(job: _Job) -> RetrievalGrid:
                 remember=lambda kind: job.memory(measures[kind]),
                 ask=ask,
             )
-    return job.grids[wanted]
+    return job.grids[kind_of_job]
 
 
 def _skips(job: _Job) -> list[int]:
@@ -356,14 +356,19 @@ def run_suite(
         if window is None:
             window = Subject(model).trained_window
         settings_of_all["window"] = window
-        found = describe(model)
-        subject = {"model": model_hash(model), "rescaling": found.rescaling, "view": found.view, "when": found.when}
+        description = describe(model)
+        subject = {
+            "model": model_hash(model),
+            "rescaling": description.rescaling,
+            "view": description.view,
+            "when": description.when,
+        }
         keys = {name: {**subject, **text, **_key(name, settings_of_all)} for name in plan.measures}
-        told: set[str] = set()
+        announced: set[str] = set()
         job = _Job(
             model,
             data,
-            memory=lambda name, keys=keys, told=told: _memory(kept, name, keys[name], told),  # type: ignore[misc]
+            memory=lambda name, keys=keys, announced=announced: _memory(kept, name, keys[name], announced),  # type: ignore[misc]
             is_kept=lambda name, keys=keys: kept.has(keys[name]),  # type: ignore[misc]
             window=window,
             checkpoint=checkpoints.get(label),
@@ -376,7 +381,7 @@ def run_suite(
             result = kind.from_dict(value)
             if isinstance(result, LossByPosition):
                 result = replace(result, window=window)
-            if name not in told:
+            if name not in announced:
                 for figure, number in result.headline().items():
                     tell(f"  {figure}: {number:.3f}")
             job.done[name] = results[name][label] = result
@@ -393,13 +398,13 @@ def _key(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"measure": name, "settings": {k: v for k, v in settings.items() if k in fields}}
 
 
-def _memory(kept: ResultCache, name: str, key: Mapping[str, Any], told: set[str]) -> Remember:
+def _memory(kept: ResultCache, name: str, key: Mapping[str, Any], announced: set[str]) -> Remember:
     """Keeps parts of a measure and tells each figure; what is asked for beside a part does not change it."""
     parts = {**key, "settings": {k: v for k, v in key["settings"].items() if k not in _SPLIT}}
 
     def remember(part: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         value = kept.get({**parts, "part": part}, make)
-        told.add(name)
+        announced.add(name)
         tell(f"  {_part_said(name, part, value)}")
         return value
 

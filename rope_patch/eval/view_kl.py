@@ -57,10 +57,10 @@ class ViewKL(Result):
         figure, (axes,) = new_figure()
         for label, result in results.items():
             axes.plot(result.skips, result.kl, marker="o", markersize=4, label=label, linewidth=1.8)
-        one = next(iter(results.values()))
-        arguments = "skip, standard" if one.direction == "reverse" else "standard, skip"
+        first = next(iter(results.values()))
+        arguments = "skip, standard" if first.direction == "reverse" else "standard, skip"
         axes.set(
-            title=f"tokens from {one.split} of {one.seq_len} on moved away by the skip",
+            title=f"tokens from {first.split} of {first.seq_len} on moved away by the skip",
             xlabel="skip (positions)",
             ylabel=f"KL({arguments}) (nats per token)",
         )

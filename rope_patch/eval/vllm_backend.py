@@ -90,18 +90,18 @@ def _check_served(model: nn.Module) -> None:
     Raises:
         ValueError: the model is patched, has adapters, or has a rescaling that vLLM does otherwise.
     """
-    found = describe(model)
+    description = describe(model)
     if find_causal_lm(model) is not model:
         raise ValueError(
             f"vLLM loads the checkpoint, and this {type(model).__name__} is wrapped, e.g. by adapters: merge them and "
             "save the checkpoint, or leave out backend 'vllm'."
         )
-    if found.patched:
+    if description.patched:
         raise ValueError(
             "vLLM loads the checkpoint, and this model was patched after loading, with a view or a rescaling that is "
             "not in its files: save it with save_pretrained and name that folder, or leave out backend 'vllm'."
         )
-    rope_type = str(found.rope_parameters.get("rope_type", "default"))
+    rope_type = str(description.rope_parameters.get("rope_type", "default"))
     # vLLM gives short rows the factors of long ones, and a table of frequencies that grow ends at the window
     if picks_by_row(rope_type):
         raise ValueError(
@@ -191,8 +191,8 @@ class _Engine:
     def _compared(self, questions: Sequence[Question], replies: Sequence[Reply]) -> str:
         ours = ask_greedily(self.model, [q._replace(answer=()) for q in questions], pad_token=None, batch_size=1)
         gaps = [
-            self._gap(q.prompt, own.written, theirs.written)
-            for q, own, theirs in zip(questions, ours, replies, strict=False)
+            self._gap(q.prompt, reply.written, served.written)
+            for q, reply, served in zip(questions, ours, replies, strict=False)
         ]
         largest = max(gaps, default=0.0)
         if largest > NEAR_TIE:
@@ -208,16 +208,16 @@ class _Engine:
             f"too, {len(gaps) - ties} got the same reply{near}."
         )
 
-    def _gap(self, prompt: Sequence[int], own: Sequence[int], theirs: Sequence[int]) -> float:
+    def _gap(self, prompt: Sequence[int], tokens: Sequence[int], served: Sequence[int]) -> float:
         """By how many nats the model prefers its own token, where the replies first differ; 0 where they do not."""
-        if list(own) == list(theirs):
+        if list(tokens) == list(served):
             return 0.0
-        same = next((k for k, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), None)
+        same = next((k for k, (a, b) in enumerate(zip(tokens, served, strict=False)) if a != b), None)
         if same is None:  # one goes on where the other has ended
             return float("inf")
         subject = Subject(self.model)
         with subject.evaluating():
-            ids = torch.tensor([[*prompt, *own[:same]]], device=subject.device)
+            ids = torch.tensor([[*prompt, *tokens[:same]]], device=subject.device)
             behind = subject.log_probabilities(subject.hidden(ids)[0, -1:])[0]
         # both were chosen as the likeliest: where another order of sums turns the two, they are equal
-        return max(float(behind[own[same]] - behind[theirs[same]]), 1e-6)
+        return max(float(behind[tokens[same]] - behind[served[same]]), 1e-6)

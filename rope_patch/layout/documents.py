@@ -90,8 +90,8 @@ def real_tokens_of(attention_mask: Any) -> torch.Tensor | None:
     layer type. A token is real if it sees itself there: bool masks say so, additive ones hold 0.
     """
     if isinstance(attention_mask, dict):
-        found = [real_tokens_of(mask) for mask in attention_mask.values()]
-        return next((mask for mask in found if mask is not None), None)
+        masks = [real_tokens_of(mask) for mask in attention_mask.values()]
+        return next((mask for mask in masks if mask is not None), None)
     if isinstance(attention_mask, torch.Tensor):
         n_queries, n_keys = attention_mask.shape[-2:]
         if attention_mask.ndim != 4 or n_queries != n_keys:
@@ -135,8 +135,8 @@ def closing_tokens(
         ends_here = (t == documents.length - 1) & (t >= len(pattern) - 1)
         for back, token in enumerate(reversed(pattern)):
             ends_here &= nn.functional.pad(ids, (back, 0), value=-1)[:, :seq_len] == token
-        found = torch.where(ends_here, len(pattern), 0)
-        longest = longest.scatter_reduce(0, ordinal.flatten(), found.flatten(), "amax")
+        n_tokens = torch.where(ends_here, len(pattern), 0)
+        longest = longest.scatter_reduce(0, ordinal.flatten(), n_tokens.flatten(), "amax")
     return longest[ordinal]
 
 
@@ -152,11 +152,11 @@ def document_numbers(ids: torch.Tensor, t: torch.Tensor, documents: Documents) -
         documents: of the batch.
     """
     t = t.expand(ids.shape)
-    own = torch.where(t < 0, 0, mixed((mixed(ids.long() & _WORD) + t) & _WORD))
+    hashes = torch.where(t < 0, 0, mixed((mixed(ids.long() & _WORD) + t) & _WORD))
     if documents.ordinal.shape[1] == 1:  # a row is a document
-        return own.sum(1, keepdim=True) & _WORD
-    sums = torch.zeros(own.numel(), dtype=torch.int64, device=ids.device)  # one place a document is enough
-    return sums.scatter_add_(0, documents.ordinal.flatten(), own.flatten())[documents.ordinal] & _WORD
+        return hashes.sum(1, keepdim=True) & _WORD
+    sums = torch.zeros(hashes.numel(), dtype=torch.int64, device=ids.device)  # one place a document is enough
+    return sums.scatter_add_(0, documents.ordinal.flatten(), hashes.flatten())[documents.ordinal] & _WORD
 
 
 _WORD = 0xFFFFFFFF

@@ -111,11 +111,11 @@ class Labelled:
         Args:
             rows: as in `ViewConsistency`.
         """
-        asked = self.next_label != IGNORE_INDEX
+        chosen = self.next_label != IGNORE_INDEX
         if rows == "query_in_suffix":
-            has_label = self.per_document(asked) > 0
-            asked = asked | (self.ends & self.counted & has_label[self.ordinal])
-        return self._largest(torch.where(asked, self.t, -1))
+            has_label = self.per_document(chosen) > 0
+            chosen = chosen | (self.ends & self.counted & has_label[self.ordinal])
+        return self._largest(torch.where(chosen, self.t, -1))
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -123,8 +123,8 @@ class Labelled:
         return self._largest(self.documents.length.expand_as(self.t))
 
     def _largest(self, values: torch.Tensor) -> torch.Tensor:
-        found = torch.full((int(self.ordinal.max()) + 1,), -1, dtype=torch.int64, device=values.device)
-        return found.scatter_reduce_(0, self.ordinal.flatten(), values.flatten(), "amax")
+        largest = torch.full((int(self.ordinal.max()) + 1,), -1, dtype=torch.int64, device=values.device)
+        return largest.scatter_reduce_(0, self.ordinal.flatten(), values.flatten(), "amax")
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:

@@ -100,7 +100,7 @@ class TwoViewLayout:
         Args:
             row: of the batch.
             q: among n + m.
-            k: likewise.
+            k: among n + m.
             window: most tokens back that a query sees, itself counted, None for all.
         """
         n = self.seen.shape[1]

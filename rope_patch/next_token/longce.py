@@ -64,7 +64,7 @@ class LongCE:
             labelled: the batch.
         """
         ids = labelled.ids
-        found = torch.full(ids.shape, float("nan"), device=ids.device).flatten()
+        reference = torch.full(ids.shape, float("nan"), device=ids.device).flatten()
         size, seq_len = self.short_context + self.stride, ids.shape[1]
         # windows as [first token among all rows, tokens]
         windows = torch.tensor(
@@ -77,7 +77,7 @@ class LongCE:
             device=ids.device,
         ).view(-1, 2)
         if not len(windows):
-            return found.view(ids.shape)
+            return reference.view(ids.shape)
         offset = torch.arange(size, device=ids.device)
         labels = labelled.next_label.flatten()
         for chosen in windows.split(max(1, ids.numel() // size)):
@@ -87,12 +87,12 @@ class LongCE:
             rows = ids.flatten()[token].masked_fill(offset >= length, 0)
             with rope_view(decoder, "standard"), without_gradient(ids.device.type):
                 hidden = decoder(input_ids=rows, use_cache=False).last_hidden_state
-            asked = (offset >= self.short_context - 1) & (offset < length - 1) & (labels[token] != IGNORE_INDEX)
-            queries = token[asked]
+            scored = (offset >= self.short_context - 1) & (offset < length - 1) & (labels[token] != IGNORE_INDEX)
+            queries = token[scored]
             none = torch.zeros(len(queries), device=ids.device)
-            _, metrics = head_losses(causal_lm, hidden[asked], None, labels[queries], none, None)
-            found[queries] = metrics.ce.float()
-        return found.view(ids.shape)
+            _, metrics = head_losses(causal_lm, hidden[scored], None, labels[queries], none, None)
+            reference[queries] = metrics.ce.float()
+        return reference.view(ids.shape)
 
 
 def head_weights(longce: LongCE | None, short_ce: torch.Tensor | None, queries: torch.Tensor) -> dict[str, Any]:

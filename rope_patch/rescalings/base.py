@@ -5,15 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..registry import Registry
+from ..registry import RESCALINGS as RESCALINGS
 from ..views.base import MAX_INDEX
-
-RESCALINGS = Registry("rescaling")
 
 
 @dataclass(frozen=True)
 class NativeRope:
-    """The schedule that a model was trained with, for one set of frequencies.
+    """The RoPE parameters that a model was trained with, for one set of frequencies.
 
     Args:
         rope_parameters: Transformers' dictionary: rope_type, rope_theta (base B) and what the type needs.
@@ -27,7 +25,7 @@ class NativeRope:
 
     @property
     def rope_type(self) -> str:
-        """Transformers' name of the schedule."""
+        """The `rope_type`, Transformers' name of how they are computed."""
         return self.rope_parameters["rope_type"]
 
     @property
@@ -50,7 +48,7 @@ class Rescaling:
         """Entries of Transformers' `rope_parameters` that replace the scaling entries of `native`.
 
         Raises:
-            ValueError: this rescaling cannot start from the native schedule.
+            ValueError: this rescaling cannot start from the native RoPE parameters.
         """
         raise NotImplementedError
 
@@ -70,12 +68,12 @@ class Rescaling:
         """
         return self
 
-    def remedy(self, window: int, wanted: int) -> str:
-        """How to get a window of `wanted` positions where these options give `window`: what an error tells to do."""
+    def remedy(self, window: int, required: int) -> str:
+        """How to get a window of `required` positions where these options give `window`: what an error tells to do."""
         factor = self.options().get("factor")
         if factor is None:
-            return f"Choose rescale_args of {self.name!r} whose window holds {wanted} positions"
-        return f"Set factor in rescale_args to at least {math.ceil(wanted * factor / window)}"
+            return f"Choose rescale_args of {self.name!r} whose window holds {required} positions"
+        return f"Set factor in rescale_args to at least {math.ceil(required * factor / window)}"
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(f'{name} {value}' for name, value in self.options().items())})"
@@ -85,7 +83,7 @@ class Rescaling:
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}  # type: ignore[arg-type]
 
 
-def given(**entries: Any) -> dict[str, Any]:
+def without_none(**entries: Any) -> dict[str, Any]:
     """The entries that are not None: Transformers treats a missing key and None differently."""
     return {name: list(v) if isinstance(v, tuple) else v for name, v in entries.items() if v is not None}
 
@@ -138,19 +136,19 @@ def require_window(owner: Rescaling, name: str, window: int | None) -> None:
 
 
 def require_native(owner: Rescaling, native: NativeRope, allowed: Sequence[str], instead: str) -> None:
-    """Raise unless the native schedule is one of `allowed`: replacing another in silence would lose it."""
+    """Raise unless the native `rope_type` is one of `allowed`: replacing another in silence would lose it."""
     if native.rope_type not in allowed:
         raise ValueError(
-            f"rescaling {owner.name!r} starts from a schedule of type {' or '.join(allowed)}; this model was trained "
-            f"with {native.rope_type!r} ({dict(native.rope_parameters)}), which it would throw away. {instead}"
+            f"rescaling {owner.name!r} starts from RoPE parameters of type {' or '.join(allowed)}; this model was "
+            f"trained with {native.rope_type!r} ({dict(native.rope_parameters)}), which it would throw away. {instead}"
         )
 
 
 def origin(owner: Rescaling, native: NativeRope, original_max_position_embeddings: int | None) -> int:
-    """The window that a new schedule stretches: the native one, or what the caller names.
+    """The window that new RoPE parameters stretch: the native one, or what the caller names.
 
-    A model that was trained with a schedule of its own (Llama 3.1, say) is only rescaled anew when the caller names the
-    window, since the new schedule replaces the old one.
+    A model that was pretrained with a scaling (Llama 3.1, say) is only rescaled anew when the caller names the window,
+    since the new RoPE parameters replace the old ones.
     """
     if original_max_position_embeddings is not None:
         return original_max_position_embeddings
@@ -158,7 +156,7 @@ def origin(owner: Rescaling, native: NativeRope, original_max_position_embedding
         owner,
         native,
         ("default",),
-        "Give original_max_position_embeddings to say from which window the new schedule starts, or use 'abf', "
-        "which keeps the schedule and replaces its base.",
+        "Give original_max_position_embeddings to say from which window the new RoPE parameters start, or use 'abf', "
+        "which keeps the RoPE parameters but for their base.",
     )
     return native.window

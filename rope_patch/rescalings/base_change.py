@@ -16,7 +16,7 @@ from .base import (
 
 
 def _with_base(native: NativeRope, rope_theta: float) -> dict[str, Any]:
-    """The native schedule, whatever its type, over another base."""
+    """The native RoPE parameters, whatever their type, over another base."""
     return {**native.rope_parameters, "rope_theta": rope_theta}
 
 
@@ -54,7 +54,7 @@ class NTK(Rescaling):
 @RESCALINGS.register("abf")
 @dataclass(frozen=True)
 class ABF(Rescaling):
-    """theta'_j = theta^(-2j/d): the base is replaced, the rest of the schedule stays.
+    """theta'_j = theta^(-2j/d): the base is replaced, the other RoPE parameters stay.
 
     Args:
         theta: new base, above 1.
@@ -88,5 +88,5 @@ class ABF(Rescaling):
     def with_window(self, window: int) -> "ABF":
         return replace(self, max_position_embeddings=window) if self.wants_window else self
 
-    def remedy(self, window: int, wanted: int) -> str:
-        return f"Set rescale_args max_position_embeddings to at least {wanted}"
+    def remedy(self, window: int, required: int) -> str:
+        return f"Set rescale_args max_position_embeddings to at least {required}"

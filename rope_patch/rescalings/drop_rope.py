@@ -1,4 +1,4 @@
-"""No rotation at all, as a schedule that every program reads."""
+"""No rotation at all, as RoPE parameters that every program reads."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ class DropRope(Rescaling):
 
     Only the causal mask is left to tell the order of tokens. It is what the view 'nope' does, in a checkpoint: training
     with RoPE, dropping it and recalibrating is DroPE. Written as rope_type "llama3" with an original window of 1, which
-    leaves no wavelength within it: every frequency is divided, whatever the native schedule.
+    leaves no wavelength within it: every frequency is divided, whatever the native RoPE parameters are.
 
     Args:
         max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
@@ -51,5 +51,5 @@ class DropRope(Rescaling):
     def with_window(self, window: int) -> "DropRope":
         return replace(self, max_position_embeddings=window) if self.wants_window else self
 
-    def remedy(self, window: int, wanted: int) -> str:
-        return f"Set rescale_args max_position_embeddings to at least {wanted}"
+    def remedy(self, window: int, required: int) -> str:
+        return f"Set rescale_args max_position_embeddings to at least {required}"

@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .base import RESCALINGS, NativeRope, Rescaling, given, require_base, require_factor, require_native, stretched
+from .base import (
+    RESCALINGS,
+    NativeRope,
+    Rescaling,
+    require_base,
+    require_factor,
+    require_native,
+    stretched,
+    without_none,
+)
 
 
 @RESCALINGS.register("pi")
@@ -28,9 +37,9 @@ class PI(Rescaling):
         require_base(self, "rope_theta", self.rope_theta)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
-        require_native(self, native, ("default", "linear"), "Use 'abf', which keeps the schedule.")
+        require_native(self, native, ("default", "linear"), "Use 'abf', which keeps the RoPE parameters.")
         factor = float(self.factor) * native.rope_parameters.get("factor", 1.0)
-        return {"rope_type": "linear", "factor": factor, **given(rope_theta=self.rope_theta)}
+        return {"rope_type": "linear", "factor": factor, **without_none(rope_theta=self.rope_theta)}
 
     def target_window(self, native_window: int) -> int:
         return stretched(native_window, self.factor)
@@ -61,8 +70,8 @@ class DynamicNTK(Rescaling):
         require_base(self, "rope_theta", self.rope_theta)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
-        require_native(self, native, ("default",), "Use 'abf', which keeps the schedule.")
-        return {"rope_type": "dynamic", "factor": float(self.factor), **given(rope_theta=self.rope_theta)}
+        require_native(self, native, ("default",), "Use 'abf', which keeps the RoPE parameters.")
+        return {"rope_type": "dynamic", "factor": float(self.factor), **without_none(rope_theta=self.rope_theta)}
 
     def target_window(self, native_window: int) -> None:
         return None

@@ -1,4 +1,4 @@
-"""The schedule of Llama 3.1: slow frequencies divided, fast ones kept, a ramp between."""
+"""The rescaling of Llama 3.1: slow frequencies divided, fast ones kept, a ramp between."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,13 +7,13 @@ from .base import (
     RESCALINGS,
     NativeRope,
     Rescaling,
-    given,
     origin,
     require_base,
     require_factor,
     require_positive,
     require_window,
     stretched,
+    without_none,
 )
 
 
@@ -65,7 +65,7 @@ class Llama3(Rescaling):
             "low_freq_factor": float(self.low_freq_factor),
             "high_freq_factor": float(self.high_freq_factor),
             "original_max_position_embeddings": origin(self, native, self.original_max_position_embeddings),
-            **given(rope_theta=self.rope_theta),
+            **without_none(rope_theta=self.rope_theta),
         }
 
     def target_window(self, native_window: int) -> int:

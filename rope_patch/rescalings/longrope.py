@@ -8,13 +8,13 @@ from .base import (
     RESCALINGS,
     NativeRope,
     Rescaling,
-    given,
     origin,
     require_base,
     require_factor,
     require_positive,
     require_window,
     stretched,
+    without_none,
 )
 
 
@@ -74,7 +74,7 @@ class LongRope(Rescaling):
             "long_factor": list(self.long_factor),
             "short_factor": list(short_factor),
             "original_max_position_embeddings": origin(self, native, self.original_max_position_embeddings),
-            **given(attention_factor=self.attention_factor, rope_theta=self.rope_theta),
+            **without_none(attention_factor=self.attention_factor, rope_theta=self.rope_theta),
         }
 
     def target_window(self, native_window: int) -> int:

@@ -7,13 +7,13 @@ from .base import (
     RESCALINGS,
     NativeRope,
     Rescaling,
-    given,
     origin,
     require_base,
     require_factor,
     require_positive,
     require_window,
     stretched,
+    without_none,
 )
 
 
@@ -77,7 +77,7 @@ class Yarn(Rescaling):
             # float: Transformers warns of an int, as it does for the betas
             "factor": float(self.factor),
             "original_max_position_embeddings": origin(self, native, self.original_max_position_embeddings),
-            **given(
+            **without_none(
                 rope_theta=self.rope_theta,
                 attention_factor=self.attention_factor,
                 beta_fast=self.beta_fast,

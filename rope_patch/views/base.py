@@ -9,9 +9,7 @@ import torch
 
 from ..draws import DrawKey
 from ..layout.documents import Documents
-from ..registry import Registry
-
-VIEWS = Registry("view")
+from ..registry import VIEWS as VIEWS
 
 TRUE_POSITIONS = "standard"
 """Name of the view that changes nothing, which stands for having none."""
@@ -256,7 +254,7 @@ class View:
 
     @property
     def rescales(self) -> bool:
-        """Whether `frequencies` differ from the schedule's."""
+        """Whether `frequencies` differ from those of the RoPE parameters in force."""
         return False
 
     @property
@@ -265,7 +263,7 @@ class View:
         return self.layerwise or self.rescales
 
     def frequencies(self, inv_freq: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """Frequencies of a forward, radians per position, given those of the schedule in force, [head_dim / 2]."""
+        """Frequencies of a forward, radians per position, from those of the RoPE parameters, [head_dim / 2]."""
         return inv_freq
 
     def layer_groups(self, n_layers: int, parameters: Parameters) -> "list[tuple[list[int], View, Parameters]]":

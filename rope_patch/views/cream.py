@@ -30,7 +30,7 @@ class Cream(Targeted):
 
     Args:
         target: L, in positions.
-        law: of e, see above: LongReD-U or LongReD-C.
+        law: of e, "uniform" (LongReD-U) or "gaussian" (LongReD-C).
         sigma: of "gaussian", in units of n / 2, 5 by default; LongReD's code has 5 and CREAM's 3, both for a fixed f.
 
     Source: CREAM, arXiv:2406.07138, and LongReD, arXiv:2502.07365, as their codes have it: what lies beyond [2, 2 f] is

@@ -36,7 +36,7 @@ class EndPrompt(Targeted):
         cue_tokens: b, of every document; `trl_ext.append_cue` puts them there. Or a set of cues, as lists of token ids:
             b is then the tokens of the longest one that a document ends with, 0 for none. A document of no more tokens
             than b stays as it is.
-        placement: see above.
+        placement: where the cue goes, "end" or "random".
 
     Source: EndPrompt, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of whatever arrives.
     """
@@ -124,11 +124,11 @@ def _checked_cues(cues: object) -> tuple[tuple[int, ...], ...]:
         ValueError: it is none.
     """
     lists = isinstance(cues, Sequence) and not isinstance(cues, str) and all(isinstance(c, Sequence) for c in cues)
-    found = tuple(tuple(cue) for cue in cues) if lists else ()  # type: ignore[attr-defined]
-    ids = all(cue and all(type(token) is int for token in cue) for cue in found)
-    if not found or not ids or len(set(found)) < len(found):
+    as_tuples = tuple(tuple(cue) for cue in cues) if lists else ()  # type: ignore[attr-defined]
+    ids = all(cue and all(type(token) is int for token in cue) for cue in as_tuples)
+    if not as_tuples or not ids or len(set(as_tuples)) < len(as_tuples):
         raise ValueError(
             "view 'endprompt': cue_tokens must be an integer of at least 0, or different cues as lists of one or more "
             f"token ids, got {cues!r}."
         )
-    return found
+    return as_tuples

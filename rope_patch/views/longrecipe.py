@@ -74,10 +74,10 @@ class LongRecipe(Targeted):
         floor = (ordinal * _APART).flatten()
         beginning = begins.flatten()
         in_order = torch.where(beginning, floor + gap.flatten(), torch.iinfo(torch.int64).max).sort().values
-        own = in_order[(beginning.cumsum(0) - 1).clamp(min=0)]
-        own = torch.where(t.flatten() == 0, floor, own)  # the smallest, which is dropped
+        of_token = in_order[(beginning.cumsum(0) - 1).clamp(min=0)]
+        of_token = torch.where(t.flatten() == 0, floor, of_token)  # the smallest, which is dropped
         # from its beginning to the next one a sentence keeps its gap
-        offset = (torch.where(beginning, own, floor).cummax(0).values - floor).view(ids.shape)
+        offset = (torch.where(beginning, of_token, floor).cummax(0).values - floor).view(ids.shape)
         first_part = key.integers(1, ((documents.length + 1) // 2).clamp(min=1), slot=0)
         return {"offset": torch.where(t < first_part, 0, offset)}
 

@@ -68,8 +68,8 @@ class Mix(Several):
 
     def affected_share(self, t: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         assert self.shares is not None
-        each = zip(self.shares, self.views, strict=True)
-        return sum((share * view.affected_share(t, length) for share, view in each), torch.zeros((), device=t.device))
+        pairs = zip(self.shares, self.views, strict=True)
+        return sum((share * view.affected_share(t, length) for share, view in pairs), torch.zeros((), device=t.device))
 
     def reach(self, length: int, last: int | None = None) -> int | None:
         farthest = [view.reach(length, last) for view in self.views]

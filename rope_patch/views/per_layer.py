@@ -93,9 +93,9 @@ class PerLayer(View):
         return list(self.view.targets())
 
     def reach(self, length: int, last: int | None = None) -> int | None:
-        own = self.view.reach(length, last)
+        moved = self.view.reach(length, last)
         others = length - 1 if last is None else last  # of layers that keep true positions
-        return own if own is None or self.layers == "independent" else max(own, others)
+        return moved if moved is None or self.layers == "independent" else max(moved, others)
 
     @property
     def names_layers(self) -> bool:
@@ -134,8 +134,8 @@ class PerLayer(View):
 
     def layer_groups(self, n_layers: int, parameters: Parameters) -> list[tuple[list[int], View, Parameters]]:
         if self.layers == "independent":
-            own = [{name: p[i] if p.ndim == 3 else p for name, p in parameters.items()} for i in range(n_layers)]
-            return [([i], self.view, own[i]) for i in range(n_layers)]
+            by_layer = [{name: p[i] if p.ndim == 3 else p for name, p in parameters.items()} for i in range(n_layers)]
+            return [([i], self.view, by_layer[i]) for i in range(n_layers)]
         chosen = self._chosen(n_layers)
         others = [i for i in range(n_layers) if i not in chosen]
         return [(chosen, self.view, parameters), (others, VIEWS[TRUE_POSITIONS](), {})]

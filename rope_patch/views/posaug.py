@@ -102,14 +102,14 @@ class PosAug(View):
             f"curriculum='linear' goes from start={self.start} to an equal range: leave it out.",
         )
         ranges = [self.values or ends, self.start or self.values or ends]
-        alphas = {alpha for own in ranges for alpha in own}
+        alphas = {alpha for bounds in ranges for alpha in bounds}
         require_effect(self, alphas != {1}, "every alpha is 1, which scales nothing: widen the range.")
-        if all(len(set(own)) == 1 for own in ranges):
+        if all(len(set(bounds)) == 1 for bounds in ranges):
             useless = {"granularity": self.granularity != "step", "law": self.law == "log-uniform"}
-            for name, given in useless.items():
+            for name, value in useless.items():
                 require_effect(
                     self,
-                    not given,
+                    not value,
                     f"{name}={getattr(self, name)!r} says nothing where no alpha is drawn, as they are all equal: "
                     "leave it out.",
                 )
@@ -136,14 +136,14 @@ class PosAug(View):
         return math.ceil(max(alphas) * (length - 1 if last is None else last))
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        own = {"step": key.per_step, "micro-batch": key.per_forward, "sample": lambda: key}[self.granularity]()
+        draw_key = {"step": key.per_step, "micro-batch": key.per_forward, "sample": lambda: key}[self.granularity]()
         if self.values is not None:
             n = len(self.values)
-            which = own.turn(n) if self.law == "cycling" else own.integers(0, n - 1, slot=0)
+            which = draw_key.turn(n) if self.law == "cycling" else draw_key.integers(0, n - 1, slot=0)
             alpha = _chosen(self.values, which)
         else:
             low, high = self._range(key)
-            u = own.uniform(slot=0)
+            u = draw_key.uniform(slot=0)
             alpha = low * (high / low) ** u if self.law == "log-uniform" else low + (high - low) * u
         if self.until is not None and key.progress is not None:
             alpha = torch.where(key.progress < self.until, 1.0, alpha)

@@ -18,8 +18,8 @@ Law = Literal["uniform", "log-uniform"]
 class RandomBase(View):
     """r(t) = t, with the base B = c B_0, c ~ U[low, high], one draw for each optimizer step.
 
-    Each frequency theta_j of the schedule in force, j = 0 .. d/2 - 1, is multiplied by c^(-2j / d), which is what
-    another base does to B_0^(-2j / d).
+    Each frequency theta_j of the RoPE parameters in force, j = 0 .. d/2 - 1, is multiplied by c^(-2j / d), which is
+    what another base does to B_0^(-2j / d).
 
     Args:
         low: smallest c, above 0.

@@ -59,12 +59,12 @@ class RPE(View):
             sample, tokens = key.sample, length
             which = torch.arange(len(length), device=length.device)[:, None]
         else:
-            found, which = torch.unique(key.sample, return_inverse=True)
-            sample = found[:, None]
+            samples, which = torch.unique(key.sample, return_inverse=True)
+            sample = samples[:, None]
             tokens = torch.zeros_like(sample).index_put_((which.flatten(),), length.reshape(-1, 1))
-        own = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
+        draw_key = key.per_step() if self.granularity == "step" else replace(key, sample=sample)
         # one number an integer, by which all are put in order: every set of the first ones is as likely
-        order = own.uniform(slot=slots).sort(dim=-1, stable=True).indices
+        order = draw_key.uniform(slot=slots).sort(dim=-1, stable=True).indices
         rank = torch.empty_like(order).scatter_(-1, order, slots.expand_as(order))
         table = torch.where(rank < tokens, slots, self.max_index).sort(-1).values
         return {"_table": table.flatten(), "_begin": which * self.max_index, "_length": length}

@@ -22,10 +22,10 @@ def sentence_ends(tokenizer: Any) -> list[int]:
     """
     special = set(tokenizer.all_special_ids)
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
-    found = [i for i, text in enumerate(texts) if i not in special and _END.fullmatch(text)]
-    if not found:
+    ends = [i for i, text in enumerate(texts) if i not in special and _END.fullmatch(text)]
+    if not ends:
         raise ValueError(
             "view 'longrecipe' finds no token that ends sentences in this tokenizer: name them, "
             "view_args={'target': ..., 'sentence_ends': [...]}."
         )
-    return found
+    return ends

@@ -8,6 +8,7 @@ import torch
 from ..draws import DrawKey
 from ..layout.documents import Documents
 from .base import Parameters, View
+from .by_name import resolve_view
 
 
 class Several(View):
@@ -69,8 +70,6 @@ def parameters_of(parameters: Parameters, i: int) -> Parameters:
 
 def as_view(entry: object, owner: str) -> View:
     """The view itself, or the one that a name or a recipe's dictionary stands for."""
-    from ..methods import resolve_view  # which imports the views
-
     if isinstance(entry, str):
         return resolve_view(entry)
     if isinstance(entry, dict) and "view" in entry:

@@ -9,9 +9,9 @@ import rows_speed
 
 @pytest.mark.slow
 def test_both_ways_are_timed(tmp_path, monkeypatch, capsys):
-    out, asked = tmp_path / "speed.jsonl", []
+    out, models = tmp_path / "speed.jsonl", []
     by_generate = rows_speed.own_generate
-    monkeypatch.setattr(rows_speed, "own_generate", lambda model: (asked.append(model), by_generate(model))[1])
+    monkeypatch.setattr(rows_speed, "own_generate", lambda model: (models.append(model), by_generate(model))[1])
     monkeypatch.setattr(sys, "argv", ["rows_speed.py", "--quick", "--out", str(out)])
     rows_speed.main()
     setting, new, old = [json.loads(line) for line in out.read_text().splitlines()]
@@ -20,7 +20,7 @@ def test_both_ways_are_timed(tmp_path, monkeypatch, capsys):
         assert line["chats"] == 8 and line["tokens"] > 500
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
     assert old["ratio"] == pytest.approx(new["tokens_per_second"] / old["tokens_per_second"])
-    assert len(asked) == 1 and "generate" not in vars(asked[0])
+    assert len(models) == 1 and "generate" not in vars(models[0])
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 

@@ -40,32 +40,32 @@ def check(script, tmp_path, monkeypatch, capsys):
         status = script.main()
         lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
         text = "\n".join(" ".join(line) for line in lines)
-        found = {}
+        outcomes = {}
         for line in text.splitlines():
             for name in script.CHECKS:
                 if line.startswith(f"{name} "):
                     outcome, _, _, detail = line.removeprefix(name).split(maxsplit=3)
-                    found[name] = (outcome, detail)
-        return status, found, text
+                    outcomes[name] = (outcome, detail)
+        return status, outcomes, text
 
     return run
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_wrong_with_a_model_that_works(name, check, script):
-    status, found, text = check(MODELS[name](), "--tokens", "24")
+    status, outcomes, text = check(MODELS[name](), "--tokens", "24")
     assert status == 0 and "0 wrong, 0 refused" in text
-    assert list(found) == list(script.CHECKS)
-    assert "eager" in found["attention"][1] and "flex_attention" in found["attention"][1]
+    assert list(outcomes) == list(script.CHECKS)
+    assert "eager" in outcomes["attention"][1] and "flex_attention" in outcomes["attention"][1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_large_model_is_copied_in_part(name, check, script, monkeypatch):
     monkeypatch.setattr(script, "LARGE", 0)
-    status, found, _ = check(MODELS[name]())
+    status, outcomes, _ = check(MODELS[name]())
     assert status == 0
-    assert found["save and reload"][1] == "yarn: same bits (first 2 layers)"
-    assert found["relation-distill"][1].endswith("(first 2 layers)")
+    assert outcomes["save and reload"][1] == "yarn: same bits (first 2 layers)"
+    assert outcomes["relation-distill"][1].endswith("(first 2 layers)")
 
 
 def test_a_view_that_is_lost_is_found(check, monkeypatch):
@@ -73,11 +73,11 @@ def test_a_view_that_is_lost_is_found(check, monkeypatch):
         self.state.applied = True
 
     monkeypatch.setattr(hooks.RotaryEntry, "__call__", lost)
-    status, found, _ = check(tiny())
+    status, outcomes, _ = check(tiny())
     assert status == 1
-    assert found["prefix under a skip"] == ("WRONG", "a skip does not reach the rows behind it")
-    assert found["q, k, v capture"] == ("WRONG", "no layer's queries change under a view")
-    assert found["identity"][0] == "ok"
+    assert outcomes["prefix under a skip"] == ("WRONG", "a skip does not reach the rows behind it")
+    assert outcomes["q, k, v capture"] == ("WRONG", "no layer's queries change under a view")
+    assert outcomes["identity"][0] == "ok"
 
 
 def test_indices_in_position_ids_are_found(check, monkeypatch):
@@ -97,22 +97,22 @@ def test_indices_in_position_ids_are_found(check, monkeypatch):
         decoder.register_forward_pre_hook(leaked, with_kwargs=True)
 
     monkeypatch.setattr("rope_patch.patch.attach_hooks", attach_and_leak)
-    status, found, _ = check(tiny())
+    status, outcomes, _ = check(tiny())
     assert status == 1
-    assert found["prefix to last row"][0] == "WRONG" and "document border" in found["prefix to last row"][1]
+    assert outcomes["prefix to last row"][0] == "WRONG" and "document border" in outcomes["prefix to last row"][1]
 
 
 def test_a_rescaling_that_is_not_saved_is_found(check, monkeypatch):
     monkeypatch.setattr("rope_patch.rescale.RopeParameters.write", lambda self, decoder: self.write_modules(decoder))
     for place in ("patch", "adapter_watch"):  # which would refuse to save it
         monkeypatch.setattr(f"rope_patch.{place}.require_saved_rope", lambda *_: None)
-    status, found, _ = check(tiny())
-    assert status == 1 and found["save and reload"][0] == "WRONG"
-    assert "reloaded: relative error" in found["save and reload"][1]
+    status, outcomes, _ = check(tiny())
+    assert status == 1 and outcomes["save and reload"][0] == "WRONG"
+    assert "reloaded: relative error" in outcomes["save and reload"][1]
 
 
 def test_a_model_that_cannot_be_patched_is_refused_with_the_reason(check):
     config = GPTJConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=101, rotary_dim=4, n_positions=32)
-    status, found, text = check(GPTJForCausalLM(config))
-    assert status == 0 and not found
+    status, outcomes, text = check(GPTJForCausalLM(config))
+    assert status == 0 and not outcomes
     assert "refused: model type 'gptj' has no RoPE that can be patched" in text

@@ -38,21 +38,21 @@ OF_THE_PAPER = {"llama32_1b_posaug_32k": 2048}  # another window that a comment 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *RESTORE_RECIPES], ids=lambda r: r.stem)
 def test_a_recipe_rescales_as_far_as_it_reads_and_names_the_window_of_its_model(recipe):
-    found = yaml.safe_load(recipe.read_text())
-    window, options = WINDOWS[found["model_name_or_path"]], found.get("rescale_args") or {}
+    settings = yaml.safe_load(recipe.read_text())
+    window, options = WINDOWS[settings["model_name_or_path"]], settings.get("rescale_args") or {}
     promised = options.get("max_position_embeddings", round(window * options.get("factor", 1)))
-    if found.get("rescale") == "abf":
-        promised = max(promised, found["max_length"])  # the trainer promises the rows that it is given
-    view = found.get("view_args") or {}
+    if settings.get("rescale") == "abf":
+        promised = max(promised, settings["max_length"])  # the trainer promises the rows that it is given
+    view = settings.get("view_args") or {}
     if recipe.parent.name == "restore":
-        distil = {"max_length": DISTIL["max_length"], **found.get("distil", {})}
-        read = 0 if found.get("skip_extension") else EXTEND["max_length"]
+        distil = {"max_length": DISTIL["max_length"], **settings.get("distil", {})}
+        read = 0 if settings.get("skip_extension") else EXTEND["max_length"]
         assert distil["max_length"] <= window, "the teacher's"
     else:
-        read = max(view.get("target", 0), found["max_length"] + view.get("max_skip", 0))
-        if found["view"] == "posaug":
-            read = round(found["max_length"] * view["high"])
-        elif found["view"] == "pose":
+        read = max(view.get("target", 0), settings["max_length"] + view.get("max_skip", 0))
+        if settings["view"] == "posaug":
+            read = round(settings["max_length"] * view["high"])
+        elif settings["view"] == "pose":
             read = view["target"]  # rows are cut to windows
     assert read <= promised, f"positions up to {read} in a window of {promised}"
     head = " ".join(line.removeprefix("#") for line in recipe.read_text().splitlines() if line.startswith("#"))
@@ -62,17 +62,17 @@ def test_a_recipe_rescales_as_far_as_it_reads_and_names_the_window_of_its_model(
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *RESTORE_RECIPES], ids=lambda r: r.stem)
 def test_weights_that_a_recipe_trains_are_float32(recipe):
-    found = yaml.safe_load(recipe.read_text())
+    settings = yaml.safe_load(recipe.read_text())
     default = None if recipe.parent.name == "restore" else "float32"  # of examples/restore.py, of TRL
-    if not found.get("use_peft") or found.get("lora_modules_to_save"):
-        assert found.get("dtype", default) in (None, "float32")
+    if not settings.get("use_peft") or settings.get("lora_modules_to_save"):
+        assert settings.get("dtype", default) in (None, "float32")
 
 
 def test_there_is_a_recipe_with_the_authors_adapters_and_one_with_the_papers_weights():
-    found = [yaml.safe_load(recipe.read_text()) for recipe in RESTORE_RECIPES]
-    adapters = [(r["lora_r"], r["lora_alpha"], r["lora_dropout"]) for r in found if r.get("use_peft")]
+    settings = [yaml.safe_load(recipe.read_text()) for recipe in RESTORE_RECIPES]
+    adapters = [(r["lora_r"], r["lora_alpha"], r["lora_dropout"]) for r in settings if r.get("use_peft")]
     assert adapters and set(adapters) == {(1024, 2048, 0.05)}
-    assert any(not r.get("use_peft") and "trainable" not in str(r) for r in found)
+    assert any(not r.get("use_peft") and "trainable" not in str(r) for r in settings)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
@@ -80,8 +80,8 @@ def test_a_recipe_holds_only_known_keys_and_says_how_to_run_it(recipe):
     parser = TrlParser((ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig))
     require_known_keys(parser, ["--config", str(recipe)])
     _, training, model, _ = parser.parse_args_and_config(["--config", str(recipe), "--use_cpu", "--bf16", "false"])
-    found = yaml.safe_load(recipe.read_text())
-    assert training.view == found["view"] and model.model_name_or_path == found["model_name_or_path"]
+    settings = yaml.safe_load(recipe.read_text())
+    assert training.view == settings["view"] and model.model_name_or_path == settings["model_name_or_path"]
     assert recipe.read_text().startswith("# ") and f"--config examples/recipes/{recipe.name}" in recipe.read_text()
 
 

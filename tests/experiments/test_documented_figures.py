@@ -24,8 +24,8 @@ def test_documented_losses_and_recoveries_are_those_of_the_file():
     def means(table):
         """Losses in three spans and recovery, without the spread of seeds."""
         rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line)
-        found = ([cell[:5] for cell in cells if re.match(r"\d\.\d{3}", cell)] + cells[-1:] for cells in rows)
-        return {(*cells[:3], cells[-1].split(" ")[0]) for cells in found if len(cells) > 3}
+        cut = ([cell[:5] for cell in cells if re.match(r"\d\.\d{3}", cell)] + cells[-1:] for cells in rows)
+        return {(*cells[:3], cells[-1].split(" ")[0]) for cells in cut if len(cells) > 3}
 
     assert len(means(documented)) > 20
     assert means(documented) <= means(printed)
@@ -102,9 +102,9 @@ def test_documented_figures_of_the_extension_are_those_of_the_file():
 
     def means(same, spans, needles):
         losses = [f"{mean(r['loss_by_position'][k]['loss'] for r in same):.3f}" for k in range(spans)]
-        found = [f"{mean(r['teacher_forced'][kind][n] for r in same):.2f}" for kind, n in needles]
+        shares = [f"{mean(r['teacher_forced'][kind][n] for r in same):.2f}" for kind, n in needles]
         short = f"{mean(recovery_ratio(r['short'], native['short']) for r in same):.1f}"
-        return " | ".join([*losses, *(share.removeprefix("0") for share in found), short])
+        return " | ".join([*losses, *(share.removeprefix("0") for share in shares), short])
 
     groups = {}
     for run in runs:

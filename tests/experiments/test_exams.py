@@ -31,9 +31,9 @@ def test_the_text_has_the_answers(kind):
     questions = QUESTION.findall(text)
     assert len(facts) == (30 if kind == "multikey" else 18) and len(questions) == 8
     for (which, key, value), (first, end), depth in zip(questions, made.answers, made.depths, strict=True):
-        own = [(place, v) for place, k, v in facts if k == key]
-        place, right = own[ORDINALS.index(which) if kind == "ordinal" else 0]
-        assert len(own) == (6 if kind == "ordinal" else 1)
+        of_key = [(place, v) for place, k, v in facts if k == key]
+        place, right = of_key[ORDINALS.index(which) if kind == "ordinal" else 0]
+        assert len(of_key) == (6 if kind == "ordinal" else 1)
         assert value == right and depth == place / LENGTH
         assert tokenizer.decode(made.ids[first:end]) == f" {value}."
     assert sum(made.answered) == 8 * len(" 1234567.")

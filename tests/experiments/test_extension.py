@@ -36,10 +36,18 @@ def test_every_method_of_the_extension_is_trained_and_measured(tmp_path, monkeyp
     (tmp_path / "tokens.json").write_text(json.dumps({"separator": 2, "vocabulary": len(tokenizer)}))
     sizes = "--window 1024 --targets 2048 --schedules pi --seeds 0 --tokens 8192 --step-tokens 2048 --at-once 2048"
     measured = "--val-rows 2 --val-length 2048 --lengths 1024 2048 --learning-rate 1e-3"
-    told = ["--override", '{"warmup_steps": 0}', "--out", str(tmp_path / "out.jsonl")]
+    options = ["--override", '{"warmup_steps": 0}', "--out", str(tmp_path / "out.jsonl")]
     combinations = list(extension.combinations(1024, 2048))
     for last in ([], ["--arms", *combinations], ["--cost", "1", "--arms", "endprompt", "full length"]):
-        command = ["extension", str(tmp_path / "model"), str(tmp_path), *sizes.split(), *measured.split(), *told, *last]
+        command = [
+            "extension",
+            str(tmp_path / "model"),
+            str(tmp_path),
+            *sizes.split(),
+            *measured.split(),
+            *options,
+            *last,
+        ]
         monkeypatch.setattr("sys.argv", command)
         extension.main()
     runs = result_lines.read_lines(tmp_path / "out.jsonl")
@@ -63,8 +71,8 @@ def test_what_the_native_model_was_not_asked_at_is_a_dash():
 
     def line(method, schedule, lengths):
         shares = dict.fromkeys(lengths, 1.0)
-        asked = {"passkey": shares, "teacher_forced": {"passkey": shares, "multikey": shares}}
-        return {**shared, "method": method, "schedule": schedule, "target": 2048, "tokens": 0, **asked}
+        figures = {"passkey": shares, "teacher_forced": {"passkey": shares, "multikey": shares}}
+        return {**shared, "method": method, "schedule": schedule, "target": 2048, "tokens": 0, **figures}
 
     table = extension.summary([line("native", None, ["1024"]), line("none", "pi", ["1024", "2048"])])
     assert "| native | 0.0 | - | 1 | 3.000 | 1.00 | - | 1.00 | - | 1.00 | - | - | - |" in table

@@ -26,12 +26,12 @@ BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
 @pytest.fixture
 def tokenizer():
-    found = character_tokenizer()
-    found.chat_template = (
+    characters = character_tokenizer()
+    characters.chat_template = (
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    return found
+    return characters
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -39,23 +39,23 @@ def tokenizer():
 def test_prompts_of_a_cell_are_read_alike_and_hold_their_answers(test, chat, tokenizer, monkeypatch):
     monkeypatch.setattr(questions, "TAIL", 400)  # a token a character
     if test == "passkey":
-        asked = questions.passkeys(tokenizer, 2000, 8, chat, 0)
+        cell = questions.passkeys(tokenizer, 2000, 8, chat, 0)
     else:
-        asked = questions.keyed(test, tokenizer, BOOKS, 2000, 4, chat, 0)
-    assert len({len(a.shared) for a in asked}) == 1
-    assert all(len(a.shared) + max(map(len, a.tails)) + questions.NEW_TOKENS[test] <= 2000 for a in asked)
-    assert {a.wording for a in asked} == set(
+        cell = questions.keyed(test, tokenizer, BOOKS, 2000, 4, chat, 0)
+    assert len({len(a.shared) for a in cell}) == 1
+    assert all(len(a.shared) + max(map(len, a.tails)) + questions.NEW_TOKENS[test] <= 2000 for a in cell)
+    assert {a.wording for a in cell} == set(
         range(len(questions.PASSKEY if test == "passkey" else questions.KEYED[test]))
     )
-    for a in asked:
+    for a in cell:
         text = tokenizer.decode(a.shared)
         assert all(answer in text for answer in a.answers) and len(a.tails) == len(a.answers)
         assert not any(answer in tokenizer.decode(tail) for answer, tail in zip(a.answers, a.tails, strict=True))
 
 
 def test_a_reply_is_right_with_its_answer_in_it():
-    asked = [questions.Asked([1], [[2], [3]], ["123", "456"], 0)]
-    assert questions.right(asked, [" is 123.", " is 45"]) == [1, 0]
+    cell = [questions.Asked([1], [[2], [3]], ["123", "456"], 0)]
+    assert questions.right(cell, [" is 123.", " is 45"]) == [1, 0]
 
 
 def test_a_chat_is_cut_where_its_reply_begins():
@@ -86,14 +86,14 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
     frame = Frame.of(tokenizer, chat)
     turn = tokenizer(frame.turn, add_special_tokens=False)["input_ids"]
-    own, out = tmp_path / "own.json", tmp_path / "out.jsonl"
-    own.write_text(json.dumps([[*frame.begin, 30, 31, *turn, *([32, 33] * 10)] for _ in range(6)]))
+    own_texts, out = tmp_path / "own.json", tmp_path / "out.jsonl"
+    own_texts.write_text(json.dumps([[*frame.begin, 30, 31, *turn, *([32, 33] * 10)] for _ in range(6)]))
     monkeypatch.setattr(questions, "TAIL", 200)
     monkeypatch.setattr(keeping, "REPLY", 4)
     monkeypatch.setattr(
         sys,
         "argv",
-        f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own} "
+        f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own_texts} "
         f"--held-out-own 2 --arms native keep pose --window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
         f"--held-out-rows 2 --checkpoints {tmp_path}/kept --out {out}".split(),
     )

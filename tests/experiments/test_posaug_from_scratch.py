@@ -36,9 +36,9 @@ def test_rows_read_ids_beyond_15_bits():
 def settings(**changes):
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "head_dim": 8}
-    given = {"tokens": 4 * 96 * 4, "batch": 4, "micro_batch": 2, "window": 96, "state": None, "eager": True}
-    given |= {"log_steps": 1, "override": shape, "val_rows": (7 * torch.arange(400) % VOCABULARY).view(2, 200)}
-    return argparse.Namespace(**given | changes)
+    values = {"tokens": 4 * 96 * 4, "batch": 4, "micro_batch": 2, "window": 96, "state": None, "eager": True}
+    values |= {"log_steps": 1, "override": shape, "val_rows": (7 * torch.arange(400) % VOCABULARY).view(2, 200)}
+    return argparse.Namespace(**values | changes)
 
 
 class After(result_lines.Deadline):
@@ -77,15 +77,15 @@ def test_arms_of_a_seed_differ_in_their_views_alone():
         end[arm] = torch.cat([p.detach().flatten() for p in run.model.parameters()])
     for arm in set(begin) - {"baseline"}:
         assert torch.equal(begin[arm], begin["baseline"])
-    for one, other in itertools.combinations(end, 2):
-        assert not torch.equal(end[one], end[other]), (one, other)
+    for first, second in itertools.combinations(end, 2):
+        assert not torch.equal(end[first], end[second]), (first, second)
 
 
 def test_the_summary_says_which_orderings_hold():
     def line(arm, seed, in_window, cliff):
-        told = {"arm": arm, "seed": seed, "in_window": in_window, "cliff": cliff, "gain": -cliff, "window": 32}
-        told |= {"parameters": 1, "tokens": 1, "epochs": 1.0, "spans": [1, 64], "gpu": "none", "peak_gib": 0.0}
-        return told | {"tokens_per_second": None}
+        entry = {"arm": arm, "seed": seed, "in_window": in_window, "cliff": cliff, "gain": -cliff, "window": 32}
+        entry |= {"parameters": 1, "tokens": 1, "epochs": 1.0, "spans": [1, 64], "gpu": "none", "peak_gib": 0.0}
+        return entry | {"tokens_per_second": None}
 
     lines = [line("baseline", s, 4.0, 2.0) for s in (1, 2)]
     lines += [line("uniform", 1, 4.04, 0.1), line("uniform", 2, 4.2, 0.4), line("rpe", 1, 4.4, 0.1)]

@@ -34,10 +34,10 @@ def test_compiling_norms_and_mlps_changes_rounding_alone():
         model(ids, labels=ids).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    wanted = [gradients(x) for x in (ids, ids[:, :17])]
+    expected = [gradients(x) for x in (ids, ids[:, :17])]
     with compiled.compiled_tokenwise(model):
-        found = [gradients(x) for x in (ids, ids[:, :17])]
-    for mine, theirs in zip(found, wanted, strict=True):
+        actual = [gradients(x) for x in (ids, ids[:, :17])]
+    for mine, theirs in zip(actual, expected, strict=True):
         for x, y in zip(mine, theirs, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
     assert "forward" not in vars(model.model.layers[0].mlp)
@@ -69,8 +69,8 @@ def test_an_arm_of_the_restoration_trains_what_it_says_in_both_stages(name, tmp_
     args = argparse.Namespace(model=tmp_path / "model", override=override, compile=False, last_stage=False)
     data = {"rows": lambda length: rows, "val": None}
     arm = restoration.arms()[name]
-    found = list(restoration.run(arm, args, character_tokenizer(), data, 0, set()))
-    assert [f["after"] for f in found] == ["distil", "extend"]
+    lines = list(restoration.run(arm, args, character_tokenizer(), data, 0, set()))
+    assert [f["after"] for f in lines] == ["distil", "extend"]
     with torch.no_grad():
         before = patch_model(tiny(vocab_size=CHARACTERS), "pi", factor=4.0)(torch.arange(40, 90)[None]).logits
     assert not torch.allclose(measured[0], before) and not torch.allclose(measured[1], measured[0])
@@ -95,10 +95,10 @@ def test_stages_are_lines_that_are_made_once(tmp_path, monkeypatch, capsys):
         f"{tmp_path} --train {text} --val {text} --short-data {tmp_path} --val-length 2100 --val-rows 1 --out {out}"
     )
     override = json.dumps({"max_length": 60, "max_steps": 1, "warmup_steps": 0})
-    given = [*places.split(), "--override", override, "--arms", "native", "pi4 ard+cpt", "pi4 ard lr 0.003"]
+    options = [*places.split(), "--override", override, "--arms", "native", "pi4 ard+cpt", "pi4 ard lr 0.003"]
 
     def study(*more):
-        monkeypatch.setattr("sys.argv", ["restoration", *given, *more])
+        monkeypatch.setattr("sys.argv", ["restoration", *options, *more])
         restoration.main()
         return [(line["arm"], line["after"]) for line in read_lines(out)]
 

@@ -24,8 +24,8 @@ def test_token_files_give_back_their_documents(tokens):
     folder, documents = tokens
     assert len(list(folder.glob("train-*.u16.xz"))) == 2
     np.testing.assert_array_equal(token_text.read_stream(folder, "train"), np.concatenate(documents)[:4000])
-    for found, written in zip(token_text.read_documents(folder, "val"), documents, strict=False):
-        np.testing.assert_array_equal(found, written[:-1])
+    for ids, written in zip(token_text.read_documents(folder, "val"), documents, strict=False):
+        np.testing.assert_array_equal(ids, written[:-1])
     assert [len(d) for d in token_text.read_documents(folder, "train")][-2:] == [
         704,
         4000 - 705 - 704 - 703 - 702 - 701,

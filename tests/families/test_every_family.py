@@ -42,9 +42,9 @@ every_family = pytest.mark.parametrize("family", families())
 @contextmanager
 def refusals(record_property):
     """A ValueError that rope_patch itself raises in the block is recorded as a refusal; nothing else is caught."""
-    found = []
+    reasons = []
     try:
-        yield found
+        yield reasons
     except ValueError as error:
         frame = error.__traceback__
         while frame.tb_next is not None:
@@ -52,28 +52,30 @@ def refusals(record_property):
         if not frame.tb_frame.f_globals["__name__"].startswith("rope_patch"):
             raise
         record_property("refused", str(error))
-        found += [str(error), frame.tb_frame.f_code.co_name]
+        reasons += [str(error), frame.tb_frame.f_code.co_name]
 
 
 @contextmanager
 def described(model, what, record_property):
     """The block is refused if and only if `describe` says so, in the same words."""
     limit = describe(model).missing_capabilities.get(what)
-    with refusals(record_property) as found:
+    with refusals(record_property) as reasons:
         yield
-    by_tape = found[1:] == ["visit"]  # what a first forward alone shows: keys of several tokens, layers that run twice
-    assert by_tape or found[:1] == ([] if limit is None else [limit])
+    by_tape = reasons[1:] == [
+        "visit"
+    ]  # what a first forward alone shows: keys of several tokens, layers that run twice
+    assert by_tape or reasons[:1] == ([] if limit is None else [limit])
 
 
 @pytest.fixture
 def model(family, record_property):
     """The tiny model of a family; the test is over for one that cannot be patched at all."""
     built = tiny_family(family)
-    with refusals(record_property) as found:
+    with refusals(record_property) as reasons:
         describe(built)
-    if found:
+    if reasons:
         for change in (lambda: patch_model(built, VIEW), lambda: patch_model(built, "pi", factor=2.0)):
-            with pytest.raises(ValueError, match=re.escape(found[0])):
+            with pytest.raises(ValueError, match=re.escape(reasons[0])):
                 change()
         return None
     return built
@@ -91,8 +93,8 @@ def logits(model, ids):
     return model(ids, use_cache=False).logits
 
 
-def same(found, wanted, what):
-    error, scale = (found - wanted).abs().max().item(), wanted.std().item()
+def same(actual, expected, what):
+    error, scale = (actual - expected).abs().max().item(), expected.std().item()
     assert error <= 1e-4 * scale, f"{what}: off by {error / scale:.1e} standard deviations"
 
 
@@ -100,12 +102,12 @@ def gradients(model):
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
-def same_gradients(found, wanted):
-    largest = max(g.abs().max().item() for g in wanted.values())
+def same_gradients(actual, expected):
+    largest = max(g.abs().max().item() for g in expected.values())
     assert 0 < largest < float("inf")
-    for name, gradient in wanted.items():
-        error, own = (found[name] - gradient).abs().max().item(), gradient.abs().max().item()
-        assert error <= 1e-3 * own + 1e-6 * largest, f"{name}: off by {error} of {own}"
+    for name, gradient in expected.items():
+        error, size = (actual[name] - gradient).abs().max().item(), gradient.abs().max().item()
+        assert error <= 1e-3 * size + 1e-6 * largest, f"{name}: off by {error} of {size}"
 
 
 @dataclass(frozen=True)
@@ -168,12 +170,12 @@ def test_rescaling(model, method, tmp_path, record_property):
         patch_model(model, method, **RESCALINGS[method])
         seen = logits(model, ids)
         assert not torch.equal(seen, plain), "a rescaling changes nothing"
-        found = reloaded(model, tmp_path, ids)
+        actual = reloaded(model, tmp_path, ids)
         unpatch_model(model)
-        if not torch.equal(found, seen):
+        if not torch.equal(actual, seen):
             # sums of some families depend on where in memory their weights are, also without us
             assert not torch.equal(reloaded(model, tmp_path, ids), plain), "reloaded, the model gives other logits"
-            torch.testing.assert_close(found, seen, rtol=0, atol=1e-6)
+            torch.testing.assert_close(actual, seen, rtol=0, atol=1e-6)
     assert torch.equal(logits(model, ids), plain), "the model is not as it was"
 
 
@@ -247,8 +249,8 @@ def test_relation_distillation(model, record_property):
             loss = sum(tape.loss(name) for name in "qkv")
             loss.backward()
         assert torch.isfinite(loss) and loss > 1e-6
-        found = gradients(model).values()
-        assert all(torch.isfinite(g).all() for g in found) and any(g.abs().max() > 0 for g in found)
+        result = gradients(model).values()
+        assert all(torch.isfinite(g).all() for g in result) and any(g.abs().max() > 0 for g in result)
 
 
 def distilled(model, ids, one_pass):
@@ -270,7 +272,7 @@ def test_self_distillation(model, record_property):
         return
     model, ids = patch_model(model.train(), VIEW), tokens(2, N)
     with described(model, "self-distillation", record_property):
-        tape, found = distilled(model, ids, one_pass=True)
+        tape, actual = distilled(model, ids, one_pass=True)
         one_pass = tape.attention is not None
         why = describe(model).missing_capabilities.get("self-distillation in one pass")
         assert why is None or not one_pass
@@ -286,10 +288,10 @@ def test_self_distillation(model, record_property):
         assert kl > 1e-6
         torch.testing.assert_close(tape.result.loss.detach(), ce + kl, rtol=1e-4, atol=1e-5)
         if one_pass:
-            _, wanted = distilled(model, ids, one_pass=False)
-            same_gradients(found, wanted)
+            _, expected = distilled(model, ids, one_pass=False)
+            same_gradients(actual, expected)
         else:
-            assert 0 < max(g.abs().max() for g in found.values()) < float("inf")
+            assert 0 < max(g.abs().max() for g in actual.values()) < float("inf")
 
 
 @every_family
@@ -310,9 +312,9 @@ def test_checkpointing(model, record_property):
         return gradients(model)
 
     with described(model, "gradient checkpointing", record_property):
-        wanted = step()
+        expected = step()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        same_gradients(step(), wanted)
+        same_gradients(step(), expected)
 
 
 def test_llama_is_refused_nothing():

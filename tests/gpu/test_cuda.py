@@ -40,8 +40,8 @@ def test_draws_are_the_same_on_both_devices():
 )
 def test_a_draw_does_not_wait_for_the_gpu(view):
     source, on_cpu = ViewSource(view, seed=3), ViewSource(view, seed=3)
-    for own in (source, on_cpu):
-        own.clock.set(1, 0, 0.75)  # a curriculum asks for it
+    for each in (source, on_cpu):
+        each.clock.set(1, 0, 0.75)  # a curriculum asks for it
     batch = Batch(2, 64, torch.device("cuda", 0), None, None, cached=0, training=True)
     torch.cuda.set_sync_debug_mode("error")
     try:

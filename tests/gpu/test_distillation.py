@@ -56,8 +56,8 @@ def test_one_pass_is_two_passes(attention, family, kind):
     data = {name: value.cuda() for name, value in batch(kind).items()}
     dtype = torch.bfloat16 if "flash" in attention else torch.float32
     loss, grad = two_views(family, attention, dtype, data, True, dtype)
-    wanted, wanted_grad = two_views(family, "sdpa", torch.float32, data, False, dtype)
-    torch.testing.assert_close(loss, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=0)
+    expected, wanted_grad = two_views(family, "sdpa", torch.float32, data, False, dtype)
+    torch.testing.assert_close(loss, expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-3, atol=0)
     error = (grad - wanted_grad).norm() / wanted_grad.norm()
     assert error < (5e-2 if dtype == torch.bfloat16 else 5e-3)
 
@@ -66,7 +66,7 @@ def test_one_pass_is_two_passes(attention, family, kind):
 def test_relations_through_flex_attention_are_those_of_sdpa(kind):
     torch.manual_seed(0)
     data = {name: value.cuda() for name, value in batch(kind).items() if name != "labels"}
-    found = []
+    actual = []
     for attention in ("flex_attention", "sdpa"):
         model = patch_model(tiny("llama", attention, **SHAPE).cuda(), "yarn", factor=4.0).train()
         distiller = RelationDistiller(model, RelationTargets(attention=1.0), CopiedTeacher(model))
@@ -75,9 +75,9 @@ def test_relations_through_flex_attention_are_those_of_sdpa(kind):
             model(**data, use_cache=False, logits_to_keep=1, **{TAPE: tape})
             loss = sum(tape.loss(name) for name in distiller.targets.weights)
             loss.backward()
-        found.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
-    (loss, grad), (wanted, wanted_grad) = found
-    torch.testing.assert_close(loss, wanted, rtol=1e-3, atol=0)
+        actual.append((loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    (loss, grad), (expected, wanted_grad) = actual
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
     assert (grad - wanted_grad).norm() < 5e-3 * wanted_grad.norm()
 
 
@@ -114,7 +114,7 @@ def offloaded(objective, offload, data, dtype):
 def test_a_teacher_that_waits_on_the_cpu_teaches_the_same(objective, dtype):
     torch.manual_seed(0)
     data = {name: value.cuda() for name, value in batch("packed").items()}
-    (loss, grad), (wanted, wanted_grad) = (offloaded(objective, offload, data, dtype) for offload in (True, False))
-    assert wanted > 0
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    (loss, grad), (expected, wanted_grad) = (offloaded(objective, offload, data, dtype) for offload in (True, False))
+    assert expected > 0
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert (grad - wanted_grad).norm() < 1e-3 * wanted_grad.norm()

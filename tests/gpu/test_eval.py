@@ -33,6 +33,6 @@ def test_peak_memory_stays_below_one_square_or_one_tensor_of_logits(measure):
 def test_bf16_on_the_gpu_reads_like_float32_on_the_cpu():
     model = tiny().eval()
     ids = tokens(2, 96)
-    wanted = loss_by_position(model, ids, progress=False)
-    found = loss_by_position(model.to("cuda", torch.bfloat16), ids, progress=False)
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=0.02, atol=0, equal_nan=True)
+    expected = loss_by_position(model, ids, progress=False)
+    curve = loss_by_position(model.to("cuda", torch.bfloat16), ids, progress=False)
+    torch.testing.assert_close(curve.loss, expected.loss, rtol=0.02, atol=0, equal_nan=True)

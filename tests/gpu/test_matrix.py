@@ -43,10 +43,10 @@ def matrix(kinds_of):
 def test_logits_under_a_view(view, attention, kind):
     require(attention)
     model = tiny("qwen3", attention, dtype_of(attention), **SHAPE).cuda()
-    one, case = cells.cell(kind), cells.CASES[view]
-    logits, draws = cells.run_under(model, one.to("cuda"), case)
-    wanted = cells.expected(oracle.weights_of(model.cpu()), model.config, one, case, draws)
-    cells.compare(one, logits, wanted, 5e-2 if attention in FLASH else 1e-3)
+    cell, case = cells.cell(kind), cells.CASES[view]
+    logits, draws = cells.run_under(model, cell.to("cuda"), case)
+    expected = cells.expected(oracle.weights_of(model.cpu()), model.config, cell, case, draws)
+    cells.compare(cell, logits, expected, 5e-2 if attention in FLASH else 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_logits_under_a_view(view, attention, kind):
 def test_gradients_under_a_view(view, attention, kind):
     require(attention)
     model = tiny("qwen3", attention, dtype_of(attention), **SHAPE).cuda().train()
-    one, case = cells.cell(kind), cells.CASES[view]
-    logits, draws = cells.run_under(model, one.to("cuda"), case)
+    cell, case = cells.cell(kind), cells.CASES[view]
+    logits, draws = cells.run_under(model, cell.to("cuda"), case)
     weights = oracle.weights_of(tiny("qwen3", "eager", dtype_of(attention), **SHAPE))
-    wanted = cells.expected(weights, model.config, one, case, draws)
-    cells.backward(one, logits, wanted)
+    expected = cells.expected(weights, model.config, cell, case, draws)
+    cells.backward(cell, logits, expected)
     cells.compare_gradients(model, cells.gradients(weights), 1e-1 if attention in FLASH else 3e-3)
 
 
@@ -86,9 +86,9 @@ def test_flash_attention_4_takes_no_packed_rows_without_borders_from_transformer
 @pytest.mark.parametrize("objective", objectives.OBJECTIVES)
 def test_loss_and_gradients_are_those_of_documents_alone(objective, attention, kind):
     require(attention)
-    wanted = reference(objective, kind, dtype_of(attention))
+    expected = reference(objective, kind, dtype_of(attention))
     model = tiny("qwen3", attention, dtype_of(attention), **SHAPE).cuda()
     torch.manual_seed(0)
-    one = cells.cell(kind).to("cuda")
-    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
-    objectives.compare(model, loss, wanted, 1.5e-1 if attention in FLASH else 1e-2)
+    cell = cells.cell(kind).to("cuda")
+    loss = objectives.loss_and_gradients(objective, model, cell.inputs, objectives.divisors_of(cell))
+    objectives.compare(model, loss, expected, 1.5e-1 if attention in FLASH else 1e-2)

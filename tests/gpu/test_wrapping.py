@@ -55,13 +55,13 @@ def test_liger(order, liger):
 @pytest.mark.parametrize("objective", objectives.OBJECTIVES)
 def test_objectives_on_liger(objective, liger):
     """Its rotation overwrites what it is given, and its forward of the model stands in for Transformers'."""
-    one = cells.cell("right-padded").to("cuda")
+    cell = cells.cell("right-padded").to("cuda")
     model = tiny().cuda()
-    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
-    wanted = loss, {n: p.grad.double().cpu() for n, p in model.named_parameters() if p.grad is not None}
+    loss = objectives.loss_and_gradients(objective, model, cell.inputs, objectives.divisors_of(cell))
+    expected = loss, {n: p.grad.double().cpu() for n, p in model.named_parameters() if p.grad is not None}
     model = liger(tiny().cuda())
-    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
-    objectives.compare(model, loss, wanted, 1e-2)
+    loss = objectives.loss_and_gradients(objective, model, cell.inputs, objectives.divisors_of(cell))
+    objectives.compare(model, loss, expected, 1e-2)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -112,16 +112,16 @@ def test_weights_that_wait_on_the_cpu():
 @pytest.mark.parametrize("view", ["skip-drawn", "rpe-sample", "per-layer", "random-base"])
 @torch.no_grad()
 def test_generation_with_a_static_cache_which_compiles_is_that_with_a_dynamic_one(view):
-    ids, found = tokens(2, L).cuda(), []
+    ids, texts = tokens(2, L).cuda(), []
     mask = torch.ones_like(ids)
     for cache in ("dynamic", "static"):
         torch._dynamo.reset()
         model = tiny(**SHAPE).cuda()
         with rope_view(model, cells.CASES[view].view, seed=3):
-            found.append(
+            texts.append(
                 model.generate(
                     ids, attention_mask=mask, cache_implementation=cache, max_new_tokens=6, do_sample=False,
                     eos_token_id=None,
                 )
             )  # fmt: skip
-    assert torch.equal(*found)
+    assert torch.equal(*texts)

@@ -41,11 +41,11 @@ def test_float32_inputs_are_multiplied_in_the_dtype_of_autocast(name, device):
         loss = lambda student, teacher: operator(student, teacher).sum()  # noqa: E731
     leaves = [x for x in inputs if x.requires_grad]
     with torch.autocast(device, torch.bfloat16):
-        found = loss(*inputs)
-    assert found.dtype == torch.float32
-    grads = torch.autograd.grad(found, leaves)
+        actual = loss(*inputs)
+    assert actual.dtype == torch.float32
+    grads = torch.autograd.grad(actual, leaves)
     assert all(g.dtype == torch.float32 for g in grads)
-    wanted = loss(*(x.to(torch.bfloat16) for x in inputs))
-    assert torch.equal(found, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(wanted, leaves), strict=True))
-    assert not torch.equal(found, loss(*inputs)), "the dtype makes no difference here"
+    expected = loss(*(x.to(torch.bfloat16) for x in inputs))
+    assert torch.equal(actual, expected)
+    assert all(torch.equal(a, b) for a, b in zip(grads, torch.autograd.grad(expected, leaves), strict=True))
+    assert not torch.equal(actual, loss(*inputs)), "the dtype makes no difference here"

@@ -80,8 +80,8 @@ def test_an_attention_map_of_a_broken_token(name, value, device):
     assert not reached.isfinite().any()
     assert rows[0, :, :BROKEN].isfinite().all() and rows[0, 2:].isfinite().all()
     visible = torch.ones(N, N, dtype=torch.bool, device=device).tril() & mask(device)
-    wanted = attention_map_kl_ref(**tensors, visible=visible)[..., PADDED:]
-    assert torch.equal(rows[..., PADDED:].isfinite(), wanted.isfinite())
+    expected = attention_map_kl_ref(**tensors, visible=visible)[..., PADDED:]
+    assert torch.equal(rows[..., PADDED:].isfinite(), expected.isfinite())
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -97,10 +97,12 @@ def test_a_row_whose_scores_are_all_minus_infinity_or_almost(side, device):
     scales = {"student_scale": 1.0, "teacher_scale": 1.0}
     rows = attention_map_kl(*inputs, **scales)[0, 0]
     flat = torch.zeros_like(q)
-    wanted = attention_map_kl(*(flat, flat, clean, clean) if side == 0 else (clean, clean, flat, flat), **scales)[0, 0]
+    expected = attention_map_kl(*(flat, flat, clean, clean) if side == 0 else (clean, clean, flat, flat), **scales)[
+        0, 0
+    ]
     # a fused multiply-add tells such scores from their own maximum: then the row is no number, and never 0
     if device == "cpu" or rows[2].isfinite():
-        torch.testing.assert_close(rows[2], wanted[2])
+        torch.testing.assert_close(rows[2], expected[2])
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -112,15 +114,15 @@ def test_linear_ce_kl_of_a_broken_row(direction, softcap, value, device):
     labels[4:] = -100
 
     def loss(std=std, view=view, weight=weight, ce_weight=ones, kl_weight=ones, **options):
-        found = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, softcap=softcap, **options)
-        return found[0]
+        result = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, softcap=softcap, **options)
+        return result[0]
 
     assert loss().isfinite()
     for name, x in {"std": std, "view": view, "weight": weight}.items():
         broken = spoiled(x, (1, 2), value)
-        found = loss(**{name: broken})
-        assert not found.isfinite(), name
-        (grad,) = torch.autograd.grad(found, broken)
+        result = loss(**{name: broken})
+        assert not result.isfinite(), name
+        (grad,) = torch.autograd.grad(result, broken)
         assert not grad.isfinite().all(), name
     for name in ("ce_weight", "kl_weight"):
         assert not loss(**{name: spoiled(ones, 1, value).detach()}).isfinite(), name

@@ -18,8 +18,8 @@ def read_counts(file: Path) -> Counts:
 
 def surprises(counts: Counts, classes: Iterable[str], errors: Iterable[str] = ()) -> list[str]:
     """What is not as it should be: each of `classes` was patched, and nothing refused but with one of `errors`."""
-    told = [f"{name}: none was patched" for name in classes if not counts.patched.get(name)]
+    lines = [f"{name}: none was patched" for name in classes if not counts.patched.get(name)]
     for refusal, times in counts.refused.items():
         if not any(error in refusal for error in errors):
-            told.append(f"{times} times refused, {refusal}")
-    return told
+            lines.append(f"{times} times refused, {refusal}")
+    return lines

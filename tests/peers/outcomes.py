@@ -59,9 +59,9 @@ def read_report(report: Path) -> dict[str, Outcome]:
     for case in ElementTree.parse(report).iter("testcase"):
         outcome = Outcome("passed")
         for kind, tags in (("skipped", ("skipped",)), ("failed", ("failure", "error"))):
-            for found in (case.find(tag) for tag in tags):
-                if found is not None:
-                    outcome = Outcome(kind, found.get("message", ""))
+            for element in (case.find(tag) for tag in tags):
+                if element is not None:
+                    outcome = Outcome(kind, element.get("message", ""))
         name = case.get("name", "")  # a test that was interrupted has none
         if name not in outcomes or outcome.kind == "failed":
             outcomes[name] = outcome
@@ -82,16 +82,16 @@ def differences(
     pass say nothing about us, and refusals of tests that are not in this version of the peer say nothing either.
     """
     refusal_of = {test: refusal for refusal in refusals for test in refusal.tests}
-    told = []
+    lines = []
     for test, outcome in stock.items():
         if outcome.kind != "passed":
             continue
         came = ours.get(test, Outcome("missing"))
         refusal = refusal_of.get(test)
         if refusal is None and came.kind != "passed":
-            told.append(f"{test}: stock passes, ours is {came.kind}: {came.message}")
+            lines.append(f"{test}: stock passes, ours is {came.kind}: {came.message}")
         elif refusal is not None and came.kind == "passed":
-            told.append(f"{test}: passes, so that it is no refusal any more ({refusal.reason})")
+            lines.append(f"{test}: passes, so that it is no refusal any more ({refusal.reason})")
         elif refusal is not None and refusal.error not in came.message:
-            told.append(f"{test}: should be refused with {refusal.error!r}, is {came.kind}: {came.message}")
-    return told
+            lines.append(f"{test}: should be refused with {refusal.error!r}, is {came.kind}: {came.message}")
+    return lines

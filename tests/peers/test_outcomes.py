@@ -25,8 +25,8 @@ NO_ROPE = Refusal(error="views need RoPE", reason="a view moves RoPE indices", t
     ],
 )
 def test_only_what_stock_passes_and_no_refusal_explains_is_told(stock, ours, refusals, told):
-    found = differences({"a": stock}, {"a": ours}, refusals)
-    assert [told in line for line in found] == ([True] if told else [])
+    lines = differences({"a": stock}, {"a": ours}, refusals)
+    assert [told in line for line in lines] == ([True] if told else [])
 
 
 def test_a_test_that_did_not_run_is_told():

@@ -44,7 +44,7 @@ def test_it_gives_what_the_merged_checkpoint_gives(stack, tmp_path):
     adapter = trained(tmp_path, first, of_first)
     merged = patch_model(fresh(tmp_path, "merged"), second, **of_second)
     model = load_adapter(fresh(tmp_path), adapter)
-    one, alone = describe(model), model(ids := tokens(2, WINDOW + 20)).logits
+    described, alone = describe(model), model(ids := tokens(2, WINDOW + 20)).logits
     assert patch_model(model, second, **of_second) is model
     assert model.config.rope_parameters == merged.config.rope_parameters
     assert model.config.max_position_embeddings == merged.config.max_position_embeddings
@@ -52,7 +52,7 @@ def test_it_gives_what_the_merged_checkpoint_gives(stack, tmp_path):
     assert torch.equal(rotary.inv_freq, right.inv_freq) and rotary.attention_scaling == right.attention_scaling
     torch.testing.assert_close(model(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(model(ids).logits, alone, atol=1e-2)
-    assert describe(model).rescaling.startswith(f"{one.rescaling}, then {second} ("), "describe tells both"
+    assert describe(model).rescaling.startswith(f"{described.rescaling}, then {second} ("), "describe tells both"
     assert describe(model).trained_window == WINDOW
 
 
@@ -86,7 +86,7 @@ def test_a_saved_stack_is_restored(tmp_path):
     again = load_adapter(fresh(tmp_path), tmp_path / "again")
     assert torch.equal(again(ids).logits, logits)
     assert describe(again).rescaling == describe(model).rescaling
-    with pytest.raises(ValueError, match="'yarn' starts from a schedule of type default"):
+    with pytest.raises(ValueError, match="'yarn' starts from RoPE parameters of type default"):
         patch_model(again, "yarn", factor=2.0)
     assert torch.equal(again(ids).logits, logits), "as it was"
 
@@ -105,9 +105,9 @@ def test_what_one_schedule_cannot_express_is_refused(first, tmp_path):
     adapter = trained(tmp_path, first, {"factor": 2.0})
     model = load_adapter(fresh(tmp_path), adapter)
     before = describe(model)
-    with pytest.raises(ValueError, match="starts from a schedule of type .*which it would throw away"):
+    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which it would throw away"):
         patch_model(model, "yarn", factor=2.0)
-    with pytest.raises(ValueError, match="starts from a schedule of type .*which it would throw away"):
+    with pytest.raises(ValueError, match="starts from RoPE parameters of type .*which it would throw away"):
         patch_model(model, "pi", factor=2.0)
     assert describe(model) == before
 

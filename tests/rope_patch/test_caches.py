@@ -28,9 +28,9 @@ def test_a_cache_filled_in_a_block_is_not_continued_by_a_model_without_hooks():
     with rope_view(model, VIEW):
         cache = model(ids[:, :8], use_cache=True).past_key_values
     with rope_view(model, VIEW):  # the block may end between forwards
-        found = model(ids[:, 8:], past_key_values=cache).logits[:, -1]
-        wanted = model(ids, use_cache=False).logits[:, -1]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        actual = model(ids[:, 8:], past_key_values=cache).logits[:, -1]
+        expected = model(ids, use_cache=False).logits[:, -1]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -58,14 +58,14 @@ def test_a_left_padded_cache_without_a_view_is_continued_at_the_right_index(view
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = model(ids[:, :8], attention_mask=mask[:, :8], position_ids=positions[:, :8], use_cache=True).past_key_values
     with rope_view(model, view):
-        found = model(ids[:, 8:], attention_mask=mask, position_ids=positions[:, 8:], past_key_values=cache).logits
+        actual = model(ids[:, 8:], attention_mask=mask, position_ids=positions[:, 8:], past_key_values=cache).logits
         source = model.model._rope_patch.overrides.innermost()
         assert source.last.documents.start[:, -1].tolist() == [0, 0]
         assert source.last.documents.length[:, -1].tolist() == [7, 12]
     alone = model(ids[:1, 5:8], use_cache=True).past_key_values
     with rope_view(model, view):
-        wanted = model(ids[:1, 8:], past_key_values=alone, position_ids=positions[:1, 8:]).logits
-    torch.testing.assert_close(found[:1], wanted, rtol=1e-4, atol=1e-4)
+        expected = model(ids[:1, 8:], past_key_values=alone, position_ids=positions[:1, 8:]).logits
+    torch.testing.assert_close(actual[:1], expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -73,13 +73,13 @@ def test_a_left_padded_cache_without_a_view_is_continued_at_the_right_index(view
 def test_a_mask_of_the_length_of_a_static_cache_moves_nothing(view):
     model, ids = tiny(), tokens(1, 8)
     with rope_view(model, view):
-        wanted = model(ids, use_cache=False).logits
+        expected = model(ids, use_cache=False).logits
     with rope_view(model, view):
         mask = torch.zeros(1, 20, dtype=torch.long)
         mask[:, :8] = 1
         cache = StaticCache(config=model.config, max_cache_len=20)
-        found = model(ids, attention_mask=mask, past_key_values=cache).logits
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        actual = model(ids, attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -45,9 +45,9 @@ def test_looking_through_the_stack_keeps_nothing_alive():
 
     def asks():
         thing = Thing()
-        found = any(frame.f_code.co_name == "asks" for frame in frames())
+        is_inside = any(frame.f_code.co_name == "asks" for frame in frames())
         for _ in frames():
-            return weakref.ref(thing) if found else None
+            return weakref.ref(thing) if is_inside else None
 
     gc.disable()
     try:

@@ -55,11 +55,11 @@ def test_a_step_that_is_a_number_draws_the_same_as_one_that_is_a_tensor(step):
         DrawKey(2**40 + 3, step, sample, stream=9),
         DrawKey(2**40 + 3, torch.tensor(step), sample, stream=9),
     )
-    for one, other in ((number, tensor), (number.per_step(), tensor.per_step())):
-        assert torch.equal(one.uniform(1), other.uniform(1)) and one.uniform(1).dtype == torch.float64
-        assert torch.equal(one.integers(-3, 2**30, 4), other.integers(-3, 2**30, 4))
-        assert torch.equal(one.integers(0, torch.tensor([[5]]), 4), other.integers(0, torch.tensor([[5]]), 4))
-        assert torch.equal(one.turn(7), other.turn(7)) and one.turn(7) == step % 7
+    for first, second in ((number, tensor), (number.per_step(), tensor.per_step())):
+        assert torch.equal(first.uniform(1), second.uniform(1)) and first.uniform(1).dtype == torch.float64
+        assert torch.equal(first.integers(-3, 2**30, 4), second.integers(-3, 2**30, 4))
+        assert torch.equal(first.integers(0, torch.tensor([[5]]), 4), second.integers(0, torch.tensor([[5]]), 4))
+        assert torch.equal(first.turn(7), second.turn(7)) and first.turn(7) == step % 7
 
 
 def test_uniform_has_the_moments_of_the_uniform_law():

@@ -82,11 +82,11 @@ def test_an_attention_factor_is_folded_into_queries(family, target, tmp_path):
     assert done.folded
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "attention_factor" not in json.dumps(config)
-    wanted = model(ids).logits
-    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    expected = model(ids).logits
+    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     plain = patch_model(made(family), "yarn", factor=4.0)
-    assert (plain(ids).logits - wanted).abs().max() > 1e-2  # what the program would have made of it
+    assert (plain(ids).logits - expected).abs().max() > 1e-2  # what the program would have made of it
 
 
 @torch.no_grad()

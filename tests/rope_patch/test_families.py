@@ -132,8 +132,8 @@ def test_a_view_is_elementwise_in_the_positions(shape):
     view = Skip()
     bound = BoundView(view, documents, view.draw(documents.length, DrawKey(0, torch.tensor(0), documents.ordinal)))
     whole = bound(torch.arange(L).expand(3, L))
-    found = bound(torch.arange(L).expand(shape))
-    assert torch.equal(found, whole.expand(found.shape))
+    indices = bound(torch.arange(L).expand(shape))
+    assert torch.equal(indices, whole.expand(indices.shape))
     shard = torch.tensor([3, 4, 15, 16])  # of context parallelism: not in order
     assert torch.equal(bound(shard.expand(3, 4)), whole[:, shard])
 
@@ -194,11 +194,11 @@ def test_padding_is_found_in_masks_that_are_finished(attention, side):
         "sliding_attention": create_sliding_window_causal_mask(attention_mask=mask, **options),
     }
     with rope_view(model, view):
-        wanted = model.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        expected = model.model(ids, attention_mask=mask, use_cache=False).last_hidden_state
     with rope_view(model, view):
-        found = model.model(ids, attention_mask=finished, use_cache=False).last_hidden_state
-    torch.testing.assert_close(found[1, real], wanted[1, real])
-    torch.testing.assert_close(found[0], wanted[0])
+        actual = model.model(ids, attention_mask=finished, use_cache=False).last_hidden_state
+    torch.testing.assert_close(actual[1, real], expected[1, real])
+    torch.testing.assert_close(actual[0], expected[0])
 
 
 def test_finished_masks_of_flex_attention():
@@ -227,15 +227,15 @@ def test_explicit_indices_reach_compressed_keys():
     index = torch.arange(L)
     index[7:] += 30
     with rope_view(model, Skip(split=7, skip=30)):
-        wanted = model(ids, use_cache=False).logits
-    assert (wanted - plain).abs().max() > 0.1
+        expected = model(ids, use_cache=False).logits
+    assert (expected - plain).abs().max() > 0.1
     with rope_view(model, index=index[None]):
-        assert torch.equal(model(ids, use_cache=False).logits, wanted)
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
         out = model(ids[:, :9], use_cache=True)
         parts = [out.logits]
         for t in range(9, L):  # the token at 11, 15 and 19 ends a window
             parts.append(model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -246,13 +246,13 @@ def test_compressed_keys_take_positions_of_one_document_a_row(view):
     """As `generate` gives them."""
     model, ids = tiny_family("deepseek_v4").eval(), tokens(2, L)
     with rope_view(model, view, seed=3):
-        wanted = model(ids, use_cache=False).logits
+        expected = model(ids, use_cache=False).logits
     for positions in (torch.arange(L)[None], torch.arange(L).repeat(2, 1)):
         with rope_view(model, view, seed=3):
-            assert torch.equal(model(ids, position_ids=positions, use_cache=False).logits, wanted)
+            assert torch.equal(model(ids, position_ids=positions, use_cache=False).logits, expected)
     with rope_view(model, view, seed=3):
-        found = model.generate(ids, max_new_tokens=1, do_sample=False)
-    assert torch.equal(found[:, -1], wanted[:, -1].argmax(-1))
+        actual = model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert torch.equal(actual[:, -1], expected[:, -1].argmax(-1))
 
 
 @torch.no_grad()

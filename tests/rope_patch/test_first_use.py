@@ -50,22 +50,22 @@ def test_a_model_without_rope_is_told_what_to_use_instead():
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["bare", "peft"])
 def test_models_that_share_a_config_object_stay_two_models(wrap, tmp_path):
-    one = tiny()
-    other = LlamaForCausalLM(one.config).eval()
-    assert one.config is other.config
-    model = one
+    first = tiny()
+    second = LlamaForCausalLM(first.config).eval()
+    assert first.config is second.config
+    model = first
     if wrap:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(one, LoraConfig(target_modules=["q_proj"]))
-    native, ids = copy.deepcopy(other.config.to_dict()), tokens(1, 90)
+        model = get_peft_model(first, LoraConfig(target_modules=["q_proj"]))
+    native, ids = copy.deepcopy(second.config.to_dict()), tokens(1, 90)
     patch_model(model, "yarn", factor=4.0)
-    found = describe(other)
-    assert found.rope_parameters["rope_type"] == "default" and found.target_window == WINDOW
-    assert other.config.to_dict() == native
-    assert one.config.max_position_embeddings == 4 * WINDOW == model.config.max_position_embeddings
-    assert {id(m.config) for m in one.modules() if hasattr(m, "config")} == {id(one.config)}
-    for which, subject in (("one", one), ("other", other)):
+    description = describe(second)
+    assert description.rope_parameters["rope_type"] == "default" and description.target_window == WINDOW
+    assert second.config.to_dict() == native
+    assert first.config.max_position_embeddings == 4 * WINDOW == model.config.max_position_embeddings
+    assert {id(m.config) for m in first.modules() if hasattr(m, "config")} == {id(first.config)}
+    for which, subject in (("one", first), ("other", second)):
         if wrap and which == "one":
             continue
         subject.save_pretrained(tmp_path / which)
@@ -74,7 +74,7 @@ def test_models_that_share_a_config_object_stay_two_models(wrap, tmp_path):
             torch.testing.assert_close(again, subject(ids).logits)
     unpatch_model(model)
     for name in ("rope_parameters", "max_position_embeddings"):  # saving writes other fields, such as the class
-        assert one.config.to_dict()[name] == native[name]
+        assert first.config.to_dict()[name] == native[name]
 
 
 def test_nested_configs_are_copied_together():

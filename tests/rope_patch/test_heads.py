@@ -72,9 +72,9 @@ def outcome(make, partitioned, with_teacher, frozen):
     other = tiny(initializer_range=1.0).get_output_embeddings().requires_grad_(False) if with_teacher else None
     head = model.get_output_embeddings()
     heads = [head] + ([other] if with_teacher else [])
-    parts = [partition(one) for one in heads] if partitioned else []
+    parts = [partition(output_head) for output_head in heads] if partitioned else []
     loss, hidden, values = make(model, other)
-    assert all(weight.numel() == 0 for one in heads for weight in one.parameters()) == partitioned
+    assert all(weight.numel() == 0 for output_head in heads for weight in output_head.parameters()) == partitioned
     loss.backward()
     grads = [x.grad for x in hidden] + ([] if frozen else [weight.grad for weight in head.parameters()])
     for events, undo in parts:
@@ -89,9 +89,9 @@ def outcome(make, partitioned, with_teacher, frozen):
 @pytest.mark.parametrize("with_teacher", [False, True], ids=["alone", "two heads"])
 @pytest.mark.parametrize("make", [losses, divergence])
 def test_partitioned_heads_give_the_losses_and_gradients_of_whole_ones(make, with_teacher, frozen):
-    wanted = outcome(make, False, with_teacher, frozen)
-    found = outcome(make, True, with_teacher, frozen)
-    for mine, theirs in zip(found, wanted, strict=True):
+    expected = outcome(make, False, with_teacher, frozen)
+    actual = outcome(make, True, with_teacher, frozen)
+    for mine, theirs in zip(actual, expected, strict=True):
         assert torch.equal(mine, theirs)
 
 

@@ -32,7 +32,7 @@ def by_hand(model, ids, alphas):
 def alphas_of(model):
     bound = find_decoder(model)._rope_patch.source.last
     groups = bound.view.layer_groups(model.config.num_hidden_layers, bound.parameters)
-    alphas = {i: own["alpha"].item() if own else 1.0 for layers, _, own in groups for i in layers}
+    alphas = {i: parameters["alpha"].item() if parameters else 1.0 for layers, _, parameters in groups for i in layers}
     return [alphas[i] for i in range(len(alphas))]
 
 
@@ -51,9 +51,9 @@ def test_logits_and_gradients_are_those_of_a_loop_by_hand(family, layers, checkp
         logits = model(ids, use_cache=False).logits
         total = total + (logits * direction).sum()
         alphas = alphas_of(model)
-        wanted = by_hand(plain, ids, alphas)
-        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
-        (wanted * direction).sum().backward()
+        reference = by_hand(plain, ids, alphas)
+        torch.testing.assert_close(logits, reference, rtol=0, atol=1e-5)
+        (reference * direction).sum().backward()
     total.backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         gap = (p.grad - q.grad).abs().max() / q.grad.abs().max()
@@ -67,17 +67,17 @@ def test_logits_and_gradients_are_those_of_a_loop_by_hand(family, layers, checkp
 def test_evaluation_and_other_views_are_as_before_and_an_unpatch_leaves_nothing():
     ids, model = tokens(1, L), tiny()
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         with rope_view(model, PosAug(low=3, high=3)):
             scaled = model(ids).logits
         patch_model(model, "per-layer", view={"view": "posaug"}).train()
         model(ids)
-        assert torch.equal(model.eval()(ids).logits, wanted)
+        assert torch.equal(model.eval()(ids).logits, expected)
         with rope_view(model, PosAug(low=3, high=3)):
             assert torch.equal(model(ids).logits, scaled)
         with rope_view(model, PerLayer(PosAug(low=3, high=3), "top")):
             assert not torch.equal(model(ids).logits, scaled)
-        assert torch.equal(unpatch_model(model)(ids).logits, wanted)
+        assert torch.equal(unpatch_model(model)(ids).logits, expected)
     assert not any(layer._forward_pre_hooks or layer._forward_pre_hooks_with_kwargs for layer in model.model.layers)
 
 
@@ -106,9 +106,9 @@ def test_families_whose_layers_do_not_get_one_pair_are_refused():
 def test_other_views_are_drawn_for_each_layer_too(view):
     """Draws of several layers at once are those of each alone, and none is another's."""
     length, sample = torch.full((3, 1), 40), torch.arange(3)[:, None]
-    own = PerLayer(view)
+    layered = PerLayer(view)
     key = DrawKey(5, torch.tensor(2), sample)
-    groups = own.layer_groups(6, own.draw(length, key))
+    groups = layered.layer_groups(6, layered.draw(length, key))
     assert [layers for layers, _, _ in groups] == [[i] for i in range(6)]
     rows = []
     for (i,), inner, parameters in groups:

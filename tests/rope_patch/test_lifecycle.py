@@ -162,7 +162,7 @@ def test_adapters_off_and_native_rope_give_the_original_model():
 
 
 def test_what_deepspeed_counts_on_a_rotary_module_is_not_of_its_schedule():
-    """ZeRO-3 numbers every module and counts its calls: another schedule for a while changes neither."""
+    """ZeRO-3 numbers every module and counts its calls: other RoPE parameters for a while change neither."""
     model = patch_model(tiny(), "pi", factor=4.0)
     rotary = model.model.rotary_emb
     rotary.ds_id, rotary.ds_grads_remaining, rotary.applied_pre_backward_ref_cnt = 7, 0, 0

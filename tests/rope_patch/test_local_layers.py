@@ -85,13 +85,13 @@ def test_a_view_is_in_full_layers_alone(family):
     rotated = [i for i in full if find_decoder(model).config.layer_types[i] != "conv"]
     plain = logits(model, ids)
     with moved_by_hand(model, rotated):
-        wanted = logits(model, ids)
+        expected = logits(model, ids)
     with moved_by_hand(model, local + rotated):
         everywhere = logits(model, ids)
     for options in ({"view": VIEW}, {"index": MOVED}):
         with rope_view(model, **options):
             seen = logits(model, ids)
-        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
         assert (seen - plain).abs().max() > 1e-4 * plain.std() < (seen - everywhere).abs().max()
     assert torch.equal(logits(model, ids), plain)
 
@@ -106,10 +106,10 @@ def test_where_local_layers_alone_have_rope_from_one_table_a_view_moves_them(fam
     with moved_by_hand(model, full):
         assert torch.equal(logits(model, ids), plain), "these layers have RoPE"
     with moved_by_hand(model, local):
-        wanted = logits(model, ids)
+        expected = logits(model, ids)
     with rope_view(model, VIEW):
-        torch.testing.assert_close(logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
-    assert (wanted - plain).abs().max() > 1e-4 * plain.std()
+        torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-5)
+    assert (expected - plain).abs().max() > 1e-4 * plain.std()
     assert describe(model).local_layers == ()
 
 
@@ -132,7 +132,7 @@ def both_kinds():
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("make", both_kinds())
 def test_gradients_are_those_of_full_layers_that_are_moved_by_hand(make, checkpointing):
-    model, ids, found = make().train(), tokens(2, N), []
+    model, ids, gradients = make().train(), tokens(2, N), []
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     _, full = kinds(model)
@@ -142,14 +142,14 @@ def test_gradients_are_those_of_full_layers_that_are_moved_by_hand(make, checkpo
 
     with moved_by_hand(model, full):
         loss().backward()
-    found.append([p.grad.clone() for p in model.parameters()])
+    gradients.append([p.grad.clone() for p in model.parameters()])
     model.zero_grad()
     with rope_view(model, VIEW):
         under_view = loss()
     under_view.backward()  # after the block, as a trainer may
-    found.append([p.grad.clone() for p in model.parameters()])
-    for wanted, seen in zip(*found, strict=True):
-        torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-6)
+    gradients.append([p.grad.clone() for p in model.parameters()])
+    for expected, seen in zip(*gradients, strict=True):
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("make", both_kinds())
@@ -185,10 +185,10 @@ def test_one_whole_graph_of_torch_compile(make):
     torch._dynamo.reset()
     counter = CompileCounter()
     with rope_view(model, Skip(max_skip=50), seed=3):
-        wanted = [logits(model, ids) for _ in range(2)]
+        expected = [logits(model, ids) for _ in range(2)]
     with rope_view(model, Skip(max_skip=50), seed=3):
         run = torch.compile(model, backend=counter, fullgraph=True)
-        for right in wanted:  # each forward has draws of its own
+        for right in expected:  # each forward has draws of its own
             torch.testing.assert_close(run(ids, use_cache=False).logits, right, rtol=1e-4, atol=1e-5)
             assert (right - plain).abs().max() > 1e-3
     assert counter.frame_count == 1
@@ -221,14 +221,14 @@ def test_layers_that_are_named_are_moved_even_where_they_are_local():
                 patch_model(model, view)
             continue
         with moved_by_hand(model, moved):
-            wanted = logits(model, ids)
+            expected = logits(model, ids)
         with rope_view(model, view):
-            torch.testing.assert_close(logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-5)
     alphas = PosAug(low=2.0, high=2.0)
     with moved_by_hand(model, [1], 2 * torch.arange(N)[None]):
-        wanted = logits(model, ids)
+        expected = logits(model, ids)
     with rope_view(model, alphas):
-        torch.testing.assert_close(logits(model, ids), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", both_kinds())
@@ -238,7 +238,7 @@ def test_layers_that_are_wrapped_after_the_patch_or_before_it(make):
 
     model, ids = make(), tokens(2, N)
     with rope_view(model, VIEW):
-        wanted = logits(model, ids)
+        expected = logits(model, ids)
     for first in (True, False):
         wrapped = make()
         if first:
@@ -247,7 +247,7 @@ def test_layers_that_are_wrapped_after_the_patch_or_before_it(make):
             wrapped.model.layers[i] = checkpoint_wrapper(layer)
         if not first:
             patch_model(wrapped, VIEW, when="always")
-        torch.testing.assert_close(logits(wrapped, ids), wanted)
+        torch.testing.assert_close(logits(wrapped, ids), expected)
 
 
 def test_describe_names_the_layers_that_stay():

@@ -27,8 +27,8 @@ def test_cell(family, attention, batch, monkeypatch):
     model = tiny(family, "sdpa" if flash else attention)
     if flash:
         as_flash(model)
-    one = cells.cell(batch)
-    logits, draws = cells.run_under(model, one, cells.CASES["skip"])
-    wanted = cells.expected(oracle.weights_of(model), model.config, one, cells.CASES["skip"], draws)
-    cells.compare(one, logits, wanted, 1e-3)
+    cell = cells.cell(batch)
+    logits, draws = cells.run_under(model, cell, cells.CASES["skip"])
+    expected = cells.expected(oracle.weights_of(model), model.config, cell, cells.CASES["skip"], draws)
+    cells.compare(cell, logits, expected, 1e-3)
     assert bool(calls) == flash

@@ -28,7 +28,7 @@ def reference(objective, kind):
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flash_attention_2"])
 @pytest.mark.parametrize("objective", objectives.OBJECTIVES)
 def test_loss_and_gradients_are_those_of_documents_alone(objective, attention, kind, monkeypatch):
-    wanted = reference(objective, kind)
+    expected = reference(objective, kind)
     emulate(monkeypatch)
     # eager softmax is float32 in any model, where the float64 mask of a row of padding would be all -inf
     dtype = torch.float32 if attention == "eager" else torch.float64
@@ -36,9 +36,9 @@ def test_loss_and_gradients_are_those_of_documents_alone(objective, attention, k
     if "flash" in attention:
         as_flash(model)
     torch.manual_seed(0)
-    one = cells.cell(kind)
-    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
-    objectives.compare(model, loss, wanted, 1e-3 if attention == "eager" else 1e-4)
+    cell = cells.cell(kind)
+    loss = objectives.loss_and_gradients(objective, model, cell.inputs, objectives.divisors_of(cell))
+    objectives.compare(model, loss, expected, 1e-3 if attention == "eager" else 1e-4)
 
 
 @pytest.mark.parametrize("kind", cells.WHOLE)
@@ -47,9 +47,9 @@ def test_loss_and_gradients_are_those_of_documents_alone(objective, attention, k
 def test_flex_attention_gives_the_loss_of_documents_alone(objective, kind):
     """Its gradients need a GPU: tests/gpu."""
     with torch.enable_grad():
-        wanted, _ = reference(objective, kind)
+        expected, _ = reference(objective, kind)
     torch.manual_seed(0)
-    one = cells.cell(kind)
+    cell = cells.cell(kind)
     model = tiny("qwen3", "flex_attention", **MIXED)
-    loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
-    torch.testing.assert_close(loss.double(), wanted.double(), rtol=1e-3, atol=0)
+    loss = objectives.loss_and_gradients(objective, model, cell.inputs, objectives.divisors_of(cell))
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-3, atol=0)

@@ -173,7 +173,7 @@ def test_older_transformers_reads_the_same_model(tmp_path):
     for family, rescaling in CELLS:
         folder, model = tmp_path / f"{family}-{rescaling}", rescaled(family, rescaling)
         saved_in_both_forms(model, folder)
-        # dynamic schedules differ by the longest row so far: short rows first, as in the other process
+        # dynamic RoPE types differ by the longest row so far: short rows first, as in the other process
         for name, length in (("short", WINDOW - 10), ("long", WINDOW + 40)):
             torch.save(tokens(1, length), folder / f"{name}.ids")
         folders[family, rescaling], models[family, rescaling] = folder, model
@@ -184,5 +184,5 @@ def test_older_transformers_reads_the_same_model(tmp_path):
             here = models[cell](torch.load(folder / f"{name}.ids")).logits
             there = torch.load(folder / f"{name}.logits")
             apart[cell, name] = float((here - there).abs().max() / here.std())
-    # two versions of one attention differ in the order of float32 sums; another schedule differs by more than 0.1
+    # two versions of one attention differ in the order of float32 sums; other RoPE parameters differ by more than 0.1
     assert {cell: value for cell, value in apart.items() if value > 1e-4} == {}

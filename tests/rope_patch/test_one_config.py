@@ -105,7 +105,7 @@ def test_casts_and_frequencies_of_the_last_forward_pass(kind, dtype):
     }[kind]  # fmt: skip
     model = tiny(rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **scaling})
     built = model.model.rotary_emb.inv_freq.clone()
-    logits(model)  # longer than the window: dynamic schedules move on
+    logits(model)  # longer than the window: dynamic RoPE types move on
     assert torch.equal(model.model.rotary_emb.inv_freq, built) == (kind not in ("dynamic", "longrope"))
     require_frequencies_of_config(RopeParameters.of(model.to(dtype).model), model.model)
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 11000.0}

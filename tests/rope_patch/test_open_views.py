@@ -24,23 +24,23 @@ VIEW = Skip(split=4, skip=100)
 def test_threads_see_their_own_views():
     model, ids = patch_model(tiny(), "standard"), tokens(2, 16)
     views = [Skip(split=4, skip=30 * (i + 1)) for i in range(4)]
-    wanted = []
+    expected = []
     for view in views:
         with rope_view(model, view):
-            wanted.append(model(ids).logits)
+            expected.append(model(ids).logits)
     begin = threading.Barrier(4)
 
     def run(i):
         begin.wait()
-        found = []
+        actual = []
         for _ in range(25):
             with rope_view(model, views[i]):
-                found.append(model(ids).logits)
-        return found
+                actual.append(model(ids).logits)
+        return actual
 
     with ThreadPoolExecutor(4) as pool:
-        for i, found in enumerate(pool.map(run, range(4))):
-            assert all(torch.equal(logits, wanted[i]) for logits in found)
+        for i, actual in enumerate(pool.map(run, range(4))):
+            assert all(torch.equal(logits, expected[i]) for logits in actual)
 
 
 @torch.no_grad()
@@ -59,25 +59,25 @@ def test_a_thread_without_a_view_beside_one_with_a_view_is_told():
 @torch.no_grad()
 def test_coroutines_see_their_own_views():
     model, ids = patch_model(tiny(), "standard"), tokens(1, 8)
-    wanted = []
+    expected = []
     for skip in (50, 90):
         with rope_view(model, Skip(split=4, skip=skip)):
-            wanted.append(model(ids).logits)
+            expected.append(model(ids).logits)
 
     async def one(skip):
-        found = []
+        actual = []
         for _ in range(3):
             with rope_view(model, Skip(split=4, skip=skip)):
                 await asyncio.sleep(0)
-                found.append(model(ids).logits)
+                actual.append(model(ids).logits)
             await asyncio.sleep(0)
-        return found
+        return actual
 
     async def both():
         return await asyncio.gather(one(50), one(90))
 
-    for found, right in zip(asyncio.run(both()), wanted, strict=True):
-        assert all(torch.equal(logits, right) for logits in found)
+    for actual, right in zip(asyncio.run(both()), expected, strict=True):
+        assert all(torch.equal(logits, right) for logits in actual)
 
 
 @torch.no_grad()
@@ -86,31 +86,31 @@ def test_coroutines_see_their_own_views():
 )
 def test_a_copy_made_inside_a_block_has_no_view(how):
     model, ids = tiny(), tokens(1, 8)
-    wanted = model(ids).logits
+    expected = model(ids).logits
     with rope_view(model, VIEW):
         other = how(model)
-        assert torch.equal(other(ids).logits, wanted)
-    assert torch.equal(other(ids).logits, wanted) and describe(other).view is None
+        assert torch.equal(other(ids).logits, expected)
+    assert torch.equal(other(ids).logits, expected) and describe(other).view is None
     unpatch_model(other)
-    assert not other.model._forward_pre_hooks and torch.equal(other(ids).logits, wanted)
+    assert not other.model._forward_pre_hooks and torch.equal(other(ids).logits, expected)
 
 
 @torch.no_grad()
 def test_a_model_that_came_unpatched_is_not_patched_inside_native_rope():
     model, ids = tiny(), tokens(1, 8)
-    wanted = model(ids).logits
+    expected = model(ids).logits
     with native_rope(model), native_rope(model):
         for context in (nullcontext(), rope_view(model, "standard")):
             with context, pytest.raises(ValueError, match="patch_model was called inside native_rope"):
                 patch_model(model, "pi", factor=4.0)
-        assert torch.equal(model(ids).logits, wanted) and torch.equal(copy.deepcopy(model)(ids).logits, wanted)
-    assert not torch.equal(patch_model(model, "pi", factor=4.0)(ids).logits, wanted)
+        assert torch.equal(model(ids).logits, expected) and torch.equal(copy.deepcopy(model)(ids).logits, expected)
+    assert not torch.equal(patch_model(model, "pi", factor=4.0)(ids).logits, expected)
 
 
 @torch.no_grad()
 def test_nothing_takes_the_schedule_away_inside_native_rope():
     model, ids = patch_model(tiny(), "pi", factor=4.0), tokens(1, 8)
-    wanted = model(ids).logits
+    expected = model(ids).logits
     with native_rope(model):
         for call in (
             lambda: unpatch_model(model),
@@ -120,33 +120,33 @@ def test_nothing_takes_the_schedule_away_inside_native_rope():
         ):
             with pytest.raises(ValueError, match="inside native_rope: leave the block first"):
                 call()
-    assert torch.equal(model(ids).logits, wanted) and describe(model).rope_parameters["factor"] == 4.0
+    assert torch.equal(model(ids).logits, expected) and describe(model).rope_parameters["factor"] == 4.0
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("order", ["native first", "view first"])
 def test_blocks_may_end_in_any_order(order):
     model, ids = tiny(), tokens(1, 8)
-    wanted = model(ids).logits
+    expected = model(ids).logits
     view, native = rope_view(model, VIEW), native_rope(model)
     for block in (view, native):
         block.__enter__()
     for block in (native, view) if order == "native first" else (view, native):
         block.__exit__(None, None, None)
-    assert torch.equal(model(ids).logits, wanted)
+    assert torch.equal(model(ids).logits, expected)
     assert not model.model._forward_pre_hooks and not hasattr(model.model, "_rope_patch")
 
 
 @torch.no_grad()
 def test_native_blocks_of_a_rescaled_model_may_end_in_any_order():
     model, ids = patch_model(tiny(), "pi", factor=4.0), tokens(1, 8)
-    wanted = model(ids).logits
+    expected = model(ids).logits
     first, second = native_rope(model), native_rope(model)
     first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
-    assert not torch.equal(model(ids).logits, wanted)
+    assert not torch.equal(model(ids).logits, expected)
     second.__exit__(None, None, None)
-    assert torch.equal(model(ids).logits, wanted)
+    assert torch.equal(model(ids).logits, expected)
 
 
 def test_an_error_at_the_beginning_of_native_rope_leaves_the_model_as_it_was(monkeypatch):
@@ -172,7 +172,7 @@ def test_an_error_at_the_beginning_of_native_rope_leaves_the_model_as_it_was(mon
 def test_an_interrupt_in_a_forward_leaves_nothing_behind():
     """Hooks that are always called are not called for it."""
     model, ids = tiny(), tokens(1, 8)
-    wanted = model(ids).logits
+    expected = model(ids).logits
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -181,7 +181,7 @@ def test_an_interrupt_in_a_forward_leaves_nothing_behind():
     with pytest.raises(KeyboardInterrupt), rope_view(model, RandomBase(low=8.0, high=8.0)):
         model(ids)
     handle.remove()
-    assert torch.equal(model(ids).logits, wanted)
+    assert torch.equal(model(ids).logits, expected)
     patch_model(model, Cyclic())
     handle = model.model.rotary_emb.register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -189,7 +189,7 @@ def test_an_interrupt_in_a_forward_leaves_nothing_behind():
     handle.remove()
     model.eval()
     with ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(model, ids).result(timeout=60).logits, wanted)
+        assert torch.equal(pool.submit(model, ids).result(timeout=60).logits, expected)
 
 
 @torch.no_grad()

@@ -42,11 +42,11 @@ VIEWS = [Skip(max_skip=40), Skip(split=7, skip=30), PosAug(), Standard()]
 TABLE = "a table of indices"
 
 # refusals that the docstrings of `patch_model`, `unpatch_model` and `native_rope` name
-INSIDE_NATIVE = "inside native_rope: leave the block first"  # its end puts back the schedule that it found
+INSIDE_NATIVE = "inside native_rope: leave the block first"  # its end puts back the RoPE parameters that it found
 INSIDE_VIEW = "called inside rope_view: leave the block first"  # which would be left without a model
 COPIED_NATIVE = "copying or pickling the model was called inside native_rope"  # the copy's block would never end
 
-NO_START = "starts from a schedule of type .*; this model was trained with"  # which it would throw away
+NO_START = "starts from RoPE parameters of type .*; this model was trained with"  # which it would throw away
 
 
 @cache
@@ -143,7 +143,7 @@ class Orders(RuleBasedStateMachine):
 
     @property
     def held(self):
-        """Whether there is a native_rope with another schedule to put back."""
+        """Whether there is a native_rope with other RoPE parameters to put back."""
         return any(sampled is None and hooked for _, sampled, hooked in self.blocks)
 
     @property
@@ -182,18 +182,18 @@ class Orders(RuleBasedStateMachine):
     def same(self, model, twin, index, training):
         """Logits, and in training a gradient, of a model and of the twin at RoPE indices, bit for bit at true ones."""
         model.train(training), twin.train(training)
-        found, gradients = [], []
+        results, gradients = [], []
         if index is not None:
             decoder_of(twin).rotary_emb.register_forward_pre_hook(_moved_to(index), with_kwargs=True)
-        for one in (model, twin):
-            one.zero_grad()
-            logits = one(self.ids, use_cache=False).logits
+        for each in (model, twin):
+            each.zero_grad()
+            logits = each(self.ids, use_cache=False).logits
             if training:
                 logits.square().mean().backward()
-                gradients.append({n: p.grad for n, p in one.named_parameters() if p.grad is not None})
-            found.append(logits.detach())
+                gradients.append({n: p.grad for n, p in each.named_parameters() if p.grad is not None})
+            results.append(logits.detach())
         tolerance = {"rtol": 0, "atol": 0} if index is None else {"rtol": 1e-4, "atol": 1e-4}
-        torch.testing.assert_close(*found, **tolerance)
+        torch.testing.assert_close(*results, **tolerance)
         if training:
             assert gradients[0].keys() == gradients[1].keys() and gradients[0]
             for name, gradient in gradients[0].items():
@@ -203,10 +203,10 @@ class Orders(RuleBasedStateMachine):
     def runs_as_it_should(self):
         training = self.model.training
         self.same(self.model, *self.expected(training), training)
-        wanted = config_of(self.family, self.rescalings)
+        expected = config_of(self.family, self.rescalings)
         for config in (core_of(self.model).config, decoder_of(self.model).config):
-            assert config.rope_parameters == wanted.rope_parameters
-            assert config.max_position_embeddings == wanted.max_position_embeddings
+            assert config.rope_parameters == expected.rope_parameters
+            assert config.max_position_embeddings == expected.max_position_embeddings
         assert describe(self.model).patched == (self.patched or bool(self.blocks and self.hooked))
 
     @property

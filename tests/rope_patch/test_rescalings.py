@@ -118,7 +118,7 @@ def test_native_rope_and_undo_are_exact(method):
     plain, config = model(ids).logits, model.config.to_dict()
     buffers = dict(model.model.rotary_emb.named_buffers())
     patch_model(model, method, **RESCALINGS[method])
-    model(tokens(1, WINDOW + 20))  # lets dynamic schedules move
+    model(tokens(1, WINDOW + 20))  # lets dynamic RoPE types move
     after = model(ids).logits
     with native_rope(model):
         assert torch.equal(model(ids).logits, plain)

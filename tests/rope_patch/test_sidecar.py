@@ -197,18 +197,18 @@ def test_a_specification_of_other_weights_is_refused(kind, tmp_path):
 def test_a_specification_from_before_weights_were_recorded_is_taken_with_a_warning(tmp_path, caplog):
     model = wrapped(patched(tiny()))
     model.save_pretrained(tmp_path)
-    edit(tmp_path, lambda found: found.pop("adapter_weights"))
+    edit(tmp_path, lambda entries: entries.pop("adapter_weights"))
     assert torch.equal(logits(load_adapter(tiny(), tmp_path)), logits(model))
 
 
 def edit(folder, change):
-    found = json.loads((folder / "rope_patch.json").read_text())
-    change(found)
-    (folder / "rope_patch.json").write_text(json.dumps(found))
+    entries = json.loads((folder / "rope_patch.json").read_text())
+    change(entries)
+    (folder / "rope_patch.json").write_text(json.dumps(entries))
 
 
-def deep(found):
-    found["rope_parameters"] = nested = {}
+def deep(entries):
+    entries["rope_parameters"] = nested = {}
     for _ in range(400):
         nested["a"] = nested = {}
 
@@ -254,7 +254,7 @@ def test_a_view_that_changes_inference_is_put_on_again(view, tmp_path):
     again = load_adapter(tiny(), tmp_path)
     assert torch.equal(logits(again), logits(model))
     assert describe(again).when == "always" and describe(again).view == repr(view)
-    edit(tmp_path, lambda found: found["view"].pop("options"))  # as before it was recorded
+    edit(tmp_path, lambda entries: entries["view"].pop("options"))  # as before it was recorded
     with pytest.raises(ValueError, match="how to make that view is not recorded"):
         load_adapter(tiny(), tmp_path)
 
@@ -263,13 +263,13 @@ def test_names_do_not_count_among_weights(tmp_path):
     """Transformers and PEFT write the same adapter under other names."""
     model = wrapped(patched(tiny()))
     model.save_pretrained(tmp_path / "peft")
-    own = tiny()
-    own.load_adapter(str(tmp_path / "peft"))
-    patched(own).save_pretrained(tmp_path / "transformers")
+    other = tiny()
+    other.load_adapter(str(tmp_path / "peft"))
+    patched(other).save_pretrained(tmp_path / "transformers")
     files = [tmp_path / name / "adapter_model.safetensors" for name in ("peft", "transformers")]
     first, second = map(load_file, files)
     assert sorted(t.sum().item() for t in first.values()) == sorted(t.sum().item() for t in second.values())
-    require_reload(own, tmp_path / "transformers")
+    require_reload(other, tmp_path / "transformers")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -323,7 +323,7 @@ def test_weights_that_were_gathered_elsewhere_before_any_forward(kind, order, tm
 
 
 def test_a_whole_model_around_a_patched_one_with_weights_that_were_gathered_elsewhere(tmp_path):
-    """Its config was replaced, and would be saved with the schedule of another model."""
+    """Its config was replaced, and would be saved with the RoPE parameters of another model."""
     model = tiny()
     patched(model.model)
     model.config = tiny().config

@@ -454,15 +454,15 @@ def test_a_cache_goes_on_with_its_draws_in_training_mode(when):
     if when == "always":
         patch_model(model, view, when="always")
     with torch.no_grad(), nullcontext() if when == "always" else rope_view(model, view):
-        asked = []
+        positions = []
         hook = model.model.rotary_emb.register_forward_pre_hook(
-            lambda module, args, kwargs: asked.append(kwargs["position_ids"]), with_kwargs=True
+            lambda module, args, kwargs: positions.append(kwargs["position_ids"]), with_kwargs=True
         )
         cache = model(ids[:, :10], use_cache=True).past_key_values
         for t in range(10, 16):
             model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
         hook.remove()
-        filled, *decoded = asked
+        filled, *decoded = positions
         assert (filled[:, 9] != 9).any()
         assert torch.equal(torch.cat(decoded, 1), filled[:, 9:10] + torch.arange(1, 7))
 
@@ -606,16 +606,16 @@ BEGINS_AT = {"dpo": math.log(2), "kto": 0.5, "reward": math.log(2)}
 @pytest.mark.parametrize("peft", [False, True], ids=["whole model", "adapters"])
 @pytest.mark.parametrize("kind", [*BEGINS_AT, *POLICIES])
 def test_the_loss_begins_where_it_does_without_a_patch(kind, peft, tmp_path):
-    found = {}
+    by_patches = {}
     for patches in PATCHES:
         torch.manual_seed(0)
         folder = tmp_path / patches
-        found[patches] = losses(kind, patches, peft, folder)
-    for entries in found.values():
+        by_patches[patches] = losses(kind, patches, peft, folder)
+    for entries in by_patches.values():
         for loss, kl in entries:
             assert kl == pytest.approx(0, abs=1e-5)
             if kind in BEGINS_AT:
                 assert loss == pytest.approx(BEGINS_AT[kind], abs=1e-4)
     if kind in POLICIES:  # replies are sampled under the rescaling alone
-        for one, other in (("nothing", "view"), ("rescaling", "both")):
-            assert [e[0] for e in found[other]] == pytest.approx([e[0] for e in found[one]], abs=1e-5)
+        for before, after in (("nothing", "view"), ("rescaling", "both")):
+            assert [e[0] for e in by_patches[after]] == pytest.approx([e[0] for e in by_patches[before]], abs=1e-5)

@@ -137,8 +137,8 @@ def test_posaug_from_a_set_of_values():
 def test_posaug_is_shared_as_widely_as_asked(law):
     assert all(a.shape == () for a in alphas_of(PosAug(law=law)))
     view = PosAug(law=law, granularity="sample")
-    own = view.draw(torch.full((400, 1), L), key(400))["alpha"]
-    assert own.shape == (400, 1) and len(own.unique()) == (4 if law == "discrete" else 400)
+    alphas = view.draw(torch.full((400, 1), L), key(400))["alpha"]
+    assert alphas.shape == (400, 1) and len(alphas.unique()) == (4 if law == "discrete" else 400)
     # a micro-batch is known by its first document, wherever it is in the step
     view = PosAug(law=law, granularity="micro-batch")
     first, second = (DrawKey(0, torch.tensor(3), torch.arange(a, a + 4)[:, None]) for a in (0, 4))
@@ -440,23 +440,23 @@ def test_the_middle_is_drawn_by_the_law_of_cream(sigma):
     n, factor, draws = 30, 4, 40_000  # h is 10 either way, as 4 f is more than n / 3
     view = Cream(target=n * factor, sigma=sigma)
     e = view.draw(torch.full((draws, 1), n), key(draws))["skip"].flatten() + n - 10 - 1
-    found = torch.bincount(e, minlength=n * factor).double() / draws
-    wanted, mu = torch.zeros(n * factor, dtype=torch.float64), 1 + factor
+    frequencies = torch.bincount(e, minlength=n * factor).double() / draws
+    expected, mu = torch.zeros(n * factor, dtype=torch.float64), 1 + factor
     for a in range(2, 2 * factor + 1):
         below = 0.0 if a == 2 else normal_cdf((a - mu) / sigma)
         above = 1.0 if a == 2 * factor else normal_cdf((a + 1 - mu) / sigma)
         lowest, highest = 10 + (n - 20 - 1) * a // 2, n * a // 2 - 10 - 1
-        wanted[lowest : highest + 1] += (above - below) / (highest - lowest + 1)
-    assert wanted.sum() == pytest.approx(1.0)
-    assert (found - wanted).abs().max() < 0.008
+        expected[lowest : highest + 1] += (above - below) / (highest - lowest + 1)
+    assert expected.sum() == pytest.approx(1.0)
+    assert (frequencies - expected).abs().max() < 0.008
 
 
 def test_a_uniform_middle_ends_anywhere_before_the_tail():
     n, target, draws = 30, 120, 40_000
     e = Cream(target=target, law="uniform").draw(torch.full((draws, 1), n), key(draws))["skip"].flatten() + n - 10 - 1
     assert (e.min(), e.max()) == (n - 10, target - 10 - 1)
-    found = torch.bincount(e)[n - 10 :].double() / draws
-    assert (found - 1 / (target - n)).abs().max() < 0.003
+    frequencies = torch.bincount(e)[n - 10 :].double() / draws
+    assert (frequencies - 1 / (target - n)).abs().max() < 0.003
 
 
 def test_what_cream_cannot_do_is_refused():

@@ -50,13 +50,13 @@ def test_a_view_in_training_comes_after_the_first_compiled_call_too():
 
 @torch.no_grad()
 def test_a_view_of_one_model_stays_out_of_another_of_its_class():
-    one, ids = tiny(), tokens(2, 12)
-    other = copy.deepcopy(one)
-    wanted = other(ids).logits
-    with rope_view(one, VIEW):
-        seen = torch.compile(one, backend="eager")(ids).logits
-        torch.testing.assert_close(torch.compile(other, backend="eager")(ids).logits, wanted)
-    assert (seen - wanted).abs().max() > 0.1
+    first, ids = tiny(), tokens(2, 12)
+    second = copy.deepcopy(first)
+    expected = second(ids).logits
+    with rope_view(first, VIEW):
+        seen = torch.compile(first, backend="eager")(ids).logits
+        torch.testing.assert_close(torch.compile(second, backend="eager")(ids).logits, expected)
+    assert (seen - expected).abs().max() > 0.1
 
 
 @torch.no_grad()
@@ -68,11 +68,11 @@ def test_generation_with_a_static_cache_meets_a_view_that_comes_later():
     model.generate(ids, **options)
     assert hasattr(model, "_compiled_call")
     with rope_view(model, VIEW):
-        found = model.generate(ids, **options)
+        generated = model.generate(ids, **options)
         grown = ids
         for _ in range(6):
             grown = torch.cat([grown, model(grown, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
-    assert torch.equal(found, grown)
+    assert torch.equal(generated, grown)
 
 
 @torch.no_grad()
@@ -91,9 +91,9 @@ def test_words_are_those_of_exact_integers():
     words = torch.randint(0, 2**32, (4, 200))
     words[:, 0], words[:, 1] = 2**32 - 1, 0
     key = (2**32 - 1, 0x9E3779B9)
-    found = torch.stack(philox4x32(tuple(words), key))
+    drawn = torch.stack(philox4x32(tuple(words), key))
     for i in range(0, 200, 7):
-        assert found[:, i].tolist() == list(philox4x32(tuple(words[:, i].tolist()), key))
+        assert drawn[:, i].tolist() == list(philox4x32(tuple(words[:, i].tolist()), key))
 
 
 @pytest.mark.slow
@@ -108,5 +108,5 @@ def test_inductor_draws_bit_for_bit_as_eager(device):
     compiled = torch.compile(draw, backend="inductor", dynamic=False)
     ordinal = torch.arange(4096)[:, None]
     for step in map(torch.tensor, (0, 1, 2**31, 2**32 - 1)):
-        for found, wanted in zip(compiled(step.to(device), ordinal.to(device)), draw(step, ordinal), strict=True):
-            assert torch.equal(found.cpu(), wanted)
+        for actual, expected in zip(compiled(step.to(device), ordinal.to(device)), draw(step, ordinal), strict=True):
+            assert torch.equal(actual.cpu(), expected)

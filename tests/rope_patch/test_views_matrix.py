@@ -47,10 +47,10 @@ def test_every_view_is_here():
 @torch.no_grad()
 def test_logits_under_a_view(view, attention, batch, monkeypatch):
     model = model_for(attention, torch.float32, monkeypatch)
-    one, case = cells.cell(batch), cells.CASES[view]
-    logits, draws = cells.run_under(model, one, case)
-    wanted = cells.expected(oracle.weights_of(model), model.config, one, case, draws)
-    cells.compare(one, logits, wanted, 1e-3)
+    cell, case = cells.cell(batch), cells.CASES[view]
+    logits, draws = cells.run_under(model, cell, case)
+    expected = cells.expected(oracle.weights_of(model), model.config, cell, case, draws)
+    cells.compare(cell, logits, expected, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -61,37 +61,37 @@ def test_gradients_under_a_view(view, attention, batch, monkeypatch):
     """Those of flex attention need a GPU: tests/gpu."""
     # eager softmax is float32 in any model, where the float64 mask of a row of padding would be all -inf
     model = model_for(attention, torch.float32 if attention == "eager" else torch.float64, monkeypatch).train()
-    one, case = cells.cell(batch), cells.CASES[view]
-    logits, draws = cells.run_under(model, one, case)
+    cell, case = cells.cell(batch), cells.CASES[view]
+    logits, draws = cells.run_under(model, cell, case)
     weights = oracle.weights_of(model)
-    wanted = cells.expected(weights, model.config, one, case, draws)
-    cells.backward(one, logits, wanted)
+    expected = cells.expected(weights, model.config, cell, case, draws)
+    cells.backward(cell, logits, expected)
     cells.compare_gradients(model, cells.gradients(weights), 1e-3 if attention == "eager" else 1e-4)
 
 
 @torch.no_grad()
 def test_flex_attention_with_a_static_cache_is_wrong_in_transformers_itself():
     """Why these cells are missing: once this fails, `cells.kinds` can have them."""
-    model, one = tiny(attention="flex_attention"), cells.cell("cached-static")
-    wrong = cells.run(model, one) - model(**one.inputs, use_cache=False).logits
+    model, cell = tiny(attention="flex_attention"), cells.cell("cached-static")
+    wrong = cells.run(model, cell) - model(**cell.inputs, use_cache=False).logits
     assert wrong.abs().max() > 1e-2
 
 
 def test_documents_without_positions_are_refused():
-    model, one = tiny(), cells.cell("padding-free")
-    del one.inputs["position_ids"]
+    model, cell = tiny(), cells.cell("padding-free")
+    del cell.inputs["position_ids"]
     with rope_view(model, "nope"), pytest.raises(ValueError, match="position_ids that count from 0 in each document"):
-        cells.run(model, one)
+        cells.run(model, cell)
 
 
 @torch.no_grad()
 def test_a_cache_keeps_the_draws_that_filled_it():
     """Another forward in between, and rows that change places, as those of beams do."""
     model, case = tiny(), cells.CASES["per-layer"]
-    one, other = cells.cell("cached"), cells.cell("plain")
-    ids = one.inputs["input_ids"]
+    cell, other = cells.cell("cached"), cells.cell("plain")
+    ids = cell.inputs["input_ids"]
     with rope_view(model, case.view, seed=5):
-        whole = cells.run(model, one)
+        whole = cells.run(model, cell)
     with rope_view(model, case.view, seed=5):
         out = model(ids[:, :9], use_cache=True)
         cache = out.past_key_values
@@ -117,15 +117,15 @@ def test_a_cache_keeps_the_draws_that_filled_it():
 @torch.no_grad()
 def test_draws_go_where_the_rows_of_their_cache_go(method, argument, rows):
     model, ids = tiny(), tokens(3, 12)
-    found = []
+    actual = []
     for moves in (False, True):
         with rope_view(model, Skip(max_skip=40), seed=5):  # each row has a draw of its own
             cache = model(ids[:, :9], use_cache=True).past_key_values
             if moves:
                 getattr(cache, method)(argument)
             following = ids[rows if moves else slice(None), 9:]
-            found.append(model(following, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(found[1], found[0][rows], rtol=1e-4, atol=1e-5)
+            actual.append(model(following, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(actual[1], actual[0][rows], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -156,10 +156,10 @@ def test_a_cache_of_a_view_is_refused_without_one():
 def test_prefix_tuning_draws_for_each_batch_and_counts_its_prefix():
     wrapped = get_peft_model(tiny(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
     batches = tokens(2, 9), tokens(3, 7)
-    view, found = Cyclic(shift=3), []
+    view, result = Cyclic(shift=3), []
     with rope_view(wrapped, view):
-        found = [wrapped(ids).logits for ids in batches]
-    for ids, logits in zip(batches, found, strict=True):
+        result = [wrapped(ids).logits for ids in batches]
+    for ids, logits in zip(batches, result, strict=True):
         n = ids.shape[1]
         index = (torch.arange(4 + n) + 3) % (4 + n)
         with rope_view(wrapped, index=index[None]):
@@ -167,4 +167,4 @@ def test_prefix_tuning_draws_for_each_batch_and_counts_its_prefix():
     # generate says positions, which start behind the prefix
     with rope_view(wrapped, view):
         generated = wrapped.generate(input_ids=batches[0], max_new_tokens=1, do_sample=False, eos_token_id=None)
-    assert torch.equal(generated[:, -1], found[0][:, -1].argmax(-1))
+    assert torch.equal(generated[:, -1], result[0][:, -1].argmax(-1))

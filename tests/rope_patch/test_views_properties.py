@@ -145,8 +145,8 @@ def laid_out(documents, layout):
         if layout == "packed, padded":
             mask = torch.tensor([[1] * len(ids) + [0] * 3])
             ids, positions = ids + [PAD] * 3, positions + [positions[-1]] * 3
-        found = {"ids": torch.tensor([ids]), "position_ids": torch.tensor([positions]), "attention_mask": mask}
-        return found, [(0, begin) for begin in begins]
+        inputs = {"ids": torch.tensor([ids]), "position_ids": torch.tensor([positions]), "attention_mask": mask}
+        return inputs, [(0, begin) for begin in begins]
     width = max(map(len, documents)) + 2
     ids, mask = torch.full((len(documents), width), PAD), torch.zeros(len(documents), width, dtype=torch.long)
     places = []
@@ -229,8 +229,8 @@ def test_a_document_is_drawn_for_as_if_it_were_alone(name, data, documents, layo
         if not fits(view, [ids]):
             continue  # a fixed split or shift beyond its end, which is refused where no document is longer
         alone, own_first, own_factor = moved(view, [ids], "packed", 5, progress, before + i)
-        for found, wanted in zip(index[i], alone[0], strict=True):
-            assert found == pytest.approx(wanted, rel=0, abs=1e-9), "but for the rounding of where a row begins"
+        for actual, expected in zip(index[i], alone[0], strict=True):
+            assert actual == pytest.approx(expected, rel=0, abs=1e-9), "but for the rounding of where a row begins"
         assert first[i] == own_first[0] and factor == own_factor
 
 
@@ -247,7 +247,7 @@ def test_the_first_changed_token_is_that_of_the_definition(name, data, documents
     view = data.draw(REGISTERED[name])
     assume(fits(view, documents))
     index, first, factor = moved(view, documents, layout, step, progress)
-    assert first == [by_definition(own, factor) for own in index]
+    assert first == [by_definition(of_layer, factor) for of_layer in index]
 
 
 @each_view

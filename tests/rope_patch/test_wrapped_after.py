@@ -69,8 +69,8 @@ def test_a_forward_that_another_library_has_put_on_a_rotary_module_stays():
     rotary = model.model.rotary_emb
     patch_model(model, "yarn", factor=2.0)
     add_hook_to_module(rotary, ModelHook())
-    own = rotary.__dict__["forward"]
+    forward = rotary.__dict__["forward"]
     patch_model(model, "pi", factor=2.0)
-    assert rotary.__dict__["forward"] is own
+    assert rotary.__dict__["forward"] is forward
     unpatch_model(model)
-    assert rotary.__dict__["forward"] is own
+    assert rotary.__dict__["forward"] is forward

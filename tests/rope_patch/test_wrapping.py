@@ -135,7 +135,7 @@ PLACES = {
 @pytest.mark.parametrize("order", ["patch first", "placed first"])
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_that_accelerate_moves(place, order):
-    """Hooks that bring weights from elsewhere for each forward keep view and schedule, and give them back."""
+    """Hooks that bring weights from elsewhere for each forward keep view and RoPE parameters, and give them back."""
     ids = tokens(2, L)
     plain, expected = tiny()(ids).logits, under_view(patch_model(tiny(), "yarn", factor=2.0), ids)
     model = tiny()
@@ -219,11 +219,11 @@ def test_compiled_decoding_keeps_the_draws():
     run = torch.compile(model, backend="eager")
     with rope_view(model, Skip(), seed=3):
         out = run(ids, use_cache=True)
-        found = [out.logits[:, -1].argmax(-1)]
+        tokens_out = [out.logits[:, -1].argmax(-1)]
         for _ in range(3):
-            out = run(found[-1][:, None], past_key_values=out.past_key_values, use_cache=True)
-            found.append(out.logits[:, -1].argmax(-1))
-    assert torch.equal(torch.stack(found, 1), expected[:, L:])
+            out = run(tokens_out[-1][:, None], past_key_values=out.past_key_values, use_cache=True)
+            tokens_out.append(out.logits[:, -1].argmax(-1))
+    assert torch.equal(torch.stack(tokens_out, 1), expected[:, L:])
 
 
 class _TurnsInPlace(torch.autograd.Function):
@@ -248,24 +248,24 @@ def _turn(x, cos, sin):
 
 @pytest.mark.parametrize("objective", objectives.OBJECTIVES)
 def test_a_rotation_that_overwrites_its_input(objective, monkeypatch):
-    one, found = cells.cell("right-padded"), []
+    cell, actual = cells.cell("right-padded"), []
     for in_place in (False, True):
         if in_place:
             monkeypatch.setattr(
                 modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, **_: _TurnsInPlace.apply(q, k, cos, sin)
             )
         model = tiny(dtype=torch.float64)
-        loss = objectives.loss_and_gradients(objective, model, one.inputs, objectives.divisors_of(one))
-        found.append((model, loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (_, wanted_loss, wanted), (model, loss, _) = found
-    objectives.compare(model, loss, (wanted_loss, wanted), 1e-5)
+        loss = objectives.loss_and_gradients(objective, model, cell.inputs, objectives.divisors_of(cell))
+        actual.append((model, loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (_, wanted_loss, expected), (model, loss, _) = actual
+    objectives.compare(model, loss, (wanted_loss, expected), 1e-5)
 
 
 @pytest.mark.parametrize("objective", objectives.OBJECTIVES)
 def test_reentrant_checkpointing(objective):
     """PEFT's prepare_model_for_kbit_training leaves it behind; relations, found inside layers, get no gradient then."""
-    one = cells.cell("right-padded")
-    divisors, models, losses = objectives.divisors_of(one), [], []
+    cell = cells.cell("right-padded")
+    divisors, models, losses = objectives.divisors_of(cell), [], []
     for reentrant in (False, True):
         models.append(tiny())
         if reentrant:
@@ -273,8 +273,8 @@ def test_reentrant_checkpointing(objective):
             models[-1].enable_input_require_grads()
             if objective in objectives.RELATIONS:
                 with pytest.raises(ValueError, match="whose default is reentrant"):
-                    objectives.loss_and_gradients(objective, models[-1], one.inputs, divisors)
+                    objectives.loss_and_gradients(objective, models[-1], cell.inputs, divisors)
                 return
-        losses.append(objectives.loss_and_gradients(objective, models[-1], one.inputs, divisors))
-    wanted = {n: p.grad.double() for n, p in models[0].named_parameters() if p.grad is not None}
-    objectives.compare(models[1], losses[1], (losses[0], wanted), 1e-4)
+        losses.append(objectives.loss_and_gradients(objective, models[-1], cell.inputs, divisors))
+    expected = {n: p.grad.double() for n, p in models[0].named_parameters() if p.grad is not None}
+    objectives.compare(models[1], losses[1], (losses[0], expected), 1e-4)

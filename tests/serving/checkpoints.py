@@ -126,7 +126,7 @@ def new_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_checkpoint(folder: Path, family: str, rescaling: str) -> dict[str, Path]:
-    """Save one model as this package does, in each form, the older one as `export` writes it; the folder of each form."""
+    """Save a model as this package does, in each form, the older one as `export` writes it; the folder of each."""
     model = tiny_model(family)
     if (method := RESCALINGS[rescaling]) is not None:
         patch_model(model, method[0], **method[1])

@@ -58,11 +58,11 @@ def outcomes_of(program: Program, family: str, folder: Path) -> dict[tuple[str, 
                 "out": str(folder / f"{number}-{FORMS.index(form)}.npz"),
             }
     program.run(list(jobs.values()))
-    found = {}
+    outcomes = {}
     for (form, rescaling), job in jobs.items():
         model = load(Path(jobs["as saved", rescaling]["checkpoint"]))
-        found[form, rescaling] = _outcome(program, model, job)
-    return found
+        outcomes[form, rescaling] = _outcome(program, model, job)
+    return outcomes
 
 
 def _outcome(program: Program, model: PreTrainedModel, job: dict[str, Any]) -> Outcome:

@@ -118,18 +118,18 @@ def cell(kind: str) -> Cell:
     return Cell(kind, documents, spans, inputs)
 
 
-def run(model: Any, one: Cell) -> torch.Tensor:
+def run(model: Any, cell: Cell) -> torch.Tensor:
     """Logits [rows, tokens, vocab] of all tokens; kinds that decode do so token by token after the first forward."""
-    if one.kind not in DECODING:
-        return model(**one.inputs, use_cache=False).logits
+    if cell.kind not in DECODING:
+        return model(**cell.inputs, use_cache=False).logits
     config = model.config
-    n = one.inputs["input_ids"].shape[1]
-    cache = StaticCache(config, max_cache_len=n) if one.kind == "cached-static" else DynamicCache(config=config)
+    n = cell.inputs["input_ids"].shape[1]
+    cache = StaticCache(config, max_cache_len=n) if cell.kind == "cached-static" else DynamicCache(config=config)
     parts = []
     for a, b in [(0, PREFILL), *((t, t + 1) for t in range(PREFILL, n))]:
         inputs = {
             name: x[:, :b] if name == "attention_mask" else x[:, a:b]  # a mask covers what is cached too
-            for name, x in one.inputs.items()
+            for name, x in cell.inputs.items()
         }
         parts.append(model(**inputs, past_key_values=cache, use_cache=True).logits)
     return torch.cat(parts, 1)
@@ -230,27 +230,27 @@ CASES = {
 """Every view of the registry; for models of three layers."""
 
 
-def drawn_for(parameters: dict[str, torch.Tensor], one: Cell, document: int, n_layers: int) -> dict[str, Any]:
+def drawn_for(parameters: dict[str, torch.Tensor], cell: Cell, document: int, n_layers: int) -> dict[str, Any]:
     """What the forward drew for a document: numbers, lists over layers or tokens, or a table."""
-    row, span = one.spans[document]
-    found: dict[str, Any] = {}
+    row, span = cell.spans[document]
+    results: dict[str, Any] = {}
     for name, value in parameters.items():
         value = value.cpu()
         if name == "_table":  # one after the other, where each document has its own
-            begin = int(drawn_for({"_begin": parameters["_begin"]}, one, document, n_layers)["_begin"])
-            found[name] = value[begin : begin + 64]
+            begin = int(drawn_for({"_begin": parameters["_begin"]}, cell, document, n_layers)["_begin"])
+            results[name] = value[begin : begin + 64]
         elif name == "offset":  # of each token
-            found[name] = value[row, span]
+            results[name] = value[row, span]
         elif value.ndim < 2:
-            found[name] = value
+            results[name] = value
         else:
             token = span.start if value.shape[-1] > 1 else 0
             chosen = value[..., row if value.shape[-2] > 1 else 0, token]
-            found[name] = chosen if chosen.ndim == 0 else chosen[:n_layers]
-    return found
+            results[name] = chosen if chosen.ndim == 0 else chosen[:n_layers]
+    return results
 
 
-def run_under(model: Any, one: Cell, case: Case, seed: int = 5) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def run_under(model: Any, cell: Cell, case: Case, seed: int = 5) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Logits under a view, and the draws for each document in the forward that made them."""
     draws: list[dict[str, torch.Tensor]] = []
     with rope_view(model, case.view, seed=seed):
@@ -263,13 +263,13 @@ def run_under(model: Any, one: Cell, case: Case, seed: int = 5) -> tuple[torch.T
             return bound
 
         source.bind = watched
-        logits = run(model, one)
+        logits = run(model, cell)
     n_layers = model.config.num_hidden_layers
-    return logits, [drawn_for(draws[0], one, i, n_layers) for i in range(len(one.documents))]
+    return logits, [drawn_for(draws[0], cell, i, n_layers) for i in range(len(cell.documents))]
 
 
 def expected(
-    weights: oracle.Weights, config: Any, one: Cell, case: Case, draws: list[dict[str, Any]]
+    weights: oracle.Weights, config: Any, cell: Cell, case: Case, draws: list[dict[str, Any]]
 ) -> list[torch.Tensor]:
     """Logits [tokens, vocab] of each document alone, in float64: no neighbour, no padding.
 
@@ -277,24 +277,24 @@ def expected(
     """
     frequencies = oracle.default_frequencies(config)
     share = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
-    found = []
-    for i, (ids, drawn) in enumerate(zip(one.documents, draws, strict=True)):
+    logits = []
+    for i, (ids, drawn) in enumerate(zip(cell.documents, draws, strict=True)):
         t = torch.arange(len(ids), dtype=torch.float64)
-        index = case.index(t, one.first_forward(i), drawn)
+        index = case.index(t, cell.first_forward(i), drawn)
         index = index.expand(config.num_hidden_layers, 1, len(ids)) if index.ndim == 1 else index[:, None]
-        own = (frequencies * case.frequency(share, drawn)).expand(config.num_hidden_layers, -1)
+        scaled = (frequencies * case.frequency(share, drawn)).expand(config.num_hidden_layers, -1)
         far = torch.tensor([kind == "full_attention" for kind in layer_types(config)])
         if far.any():
-            index, own = torch.where(far[:, None, None], index, t), torch.where(far[:, None], own, frequencies)
-        found.append(oracle.logits(weights, config, ids[None], index, visible(config, len(ids)), own)[0])
-    return found
+            index, scaled = torch.where(far[:, None, None], index, t), torch.where(far[:, None], scaled, frequencies)
+        logits.append(oracle.logits(weights, config, ids[None], index, visible(config, len(ids)), scaled)[0])
+    return logits
 
 
 def visible(config: Any, seq_len: int) -> torch.Tensor:
     """What each layer of the model sees of a document, [n_layers, 1, seq_len, seq_len]."""
     window = getattr(config, "sliding_window", None)
-    own = [oracle.causal(seq_len, window if kind == "sliding_attention" else None) for kind in layer_types(config)]
-    return torch.stack(own)[:, None]
+    masks = [oracle.causal(seq_len, window if kind == "sliding_attention" else None) for kind in layer_types(config)]
+    return torch.stack(masks)[:, None]
 
 
 def layer_types(config: Any) -> list[str]:
@@ -303,34 +303,34 @@ def layer_types(config: Any) -> list[str]:
     return getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
 
 
-def compare(one: Cell, logits: torch.Tensor, wanted: list[torch.Tensor], tolerance: float) -> None:
+def compare(cell: Cell, logits: torch.Tensor, expected: list[torch.Tensor], tolerance: float) -> None:
     """Every real token's logits, by the largest error relative to the largest logit of its document."""
-    for (row, span), right in zip(one.spans, wanted, strict=True):
+    for (row, span), right in zip(cell.spans, expected, strict=True):
         error = (logits[row, span].double().cpu() - right).abs().max() / right.abs().max()
         assert error < tolerance, f"logits of row {row} are off by {error:.1e}"
 
 
-def backward(one: Cell, logits: torch.Tensor, wanted: list[torch.Tensor]) -> None:
+def backward(cell: Cell, logits: torch.Tensor, expected: list[torch.Tensor]) -> None:
     """Gradients of the same random sum over the logits of real tokens, in the model and in the oracle's weights."""
-    directions = [torch.randn_like(right) for right in wanted]
-    found = [logits[row, span].double().cpu() for row, span in one.spans]
-    for answers in (found, wanted):
+    directions = [torch.randn_like(right) for right in expected]
+    actual = [logits[row, span].double().cpu() for row, span in cell.spans]
+    for answers in (actual, expected):
         sum((logit * direction).sum() for logit, direction in zip(answers, directions, strict=True)).backward()
 
 
-def compare_gradients(model: Any, wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+def compare_gradients(model: Any, expected: dict[str, torch.Tensor], tolerance: float) -> None:
     """Every parameter's gradient, by the norm of the error relative to its own norm.
 
     A floor under that is one part in 10^4 of the largest norm, or a tenth in 16 bits: small gradients are sums that
     nearly cancel. Without positions, those of q_norm and k_norm do altogether.
     """
-    found = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == wanted.keys()
+    actual = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    assert actual.keys() == expected.keys()
     floor = 1e-1 if next(model.parameters()).dtype in (torch.bfloat16, torch.float16) else 1e-4
-    largest = max(right.norm() for right in wanted.values())
+    largest = max(right.norm() for right in expected.values())
     assert largest > 0
-    for name, right in wanted.items():
-        error = (found[name] - right).norm() / max(right.norm(), floor * largest)
+    for name, right in expected.items():
+        error = (actual[name] - right).norm() / max(right.norm(), floor * largest)
         assert error < tolerance, f"gradient of {name} is off by {error:.1e}"
 
 

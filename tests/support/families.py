@@ -160,28 +160,28 @@ def _config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     for base in config_class.__mro__:
         names |= set(vars(base).get("__annotations__", {}))
     inner = {name: type(value) for name, value in vars(default).items() if isinstance(value, PreTrainedConfig)}
-    given = {name: size for name, size in _SIZES.items() if name in names}
+    sizes = {name: size for name, size in _SIZES.items() if name in names}
     for name, value in vars(default).items():  # two runs are to give the same
         if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter")):
-            given[name] = 0.0
+            sizes[name] = 0.0
     if vars(default).get("q_lora_rank", 0) is None:
-        del given["q_lora_rank"]
-    if "qk_rope_head_dim" in given:  # head_dim follows from the parts, and there is one key a query head
-        given.pop("head_dim", None)
-        given.pop("qk_head_dim", None)
-        if "num_key_value_heads" in given:
-            given["num_key_value_heads"] = given["num_attention_heads"]
-    given |= {name: _config(kind) for name, kind in inner.items()}
+        del sizes["q_lora_rank"]
+    if "qk_rope_head_dim" in sizes:  # head_dim follows from the parts, and there is one key a query head
+        sizes.pop("head_dim", None)
+        sizes.pop("qk_head_dim", None)
+        if "num_key_value_heads" in sizes:
+            sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    sizes |= {name: _config(kind) for name, kind in inner.items()}
     types = vars(default).get("layer_types")
     if types:
         kinds = list(dict.fromkeys(types))
         if "full_attention" in kinds:
             kinds = [k for k in kinds if k != "full_attention"] + ["full_attention"]
         kinds = kinds * math.ceil(LAYERS / len(kinds))
-        given["layer_types"] = kinds
-        given["num_hidden_layers"] = len(kinds)
-    given |= _SETTINGS.get(config_class.model_type, {})
-    return config_class(**{k: v for k, v in given.items() if v is not DROP})
+        sizes["layer_types"] = kinds
+        sizes["num_hidden_layers"] = len(kinds)
+    sizes |= _SETTINGS.get(config_class.model_type, {})
+    return config_class(**{k: v for k, v in sizes.items() if v is not DROP})
 
 
 _ROTATES = re.compile(

@@ -16,8 +16,8 @@ def _attend(q, k, v, causal, scale, window):
     if window is not None and window[0] >= 0:
         seen = seen & (distance <= window[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    found = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return found[0].transpose(0, 1)
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return output[0].transpose(0, 1)
 
 
 def emulate(monkeypatch):
@@ -26,7 +26,9 @@ def emulate(monkeypatch):
 
     def dense(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, **_):
         calls.append("dense")
-        return torch.stack([_attend(*one, causal, softmax_scale, window_size) for one in zip(q, k, v, strict=True)])
+        return torch.stack(
+            [_attend(*sequence, causal, softmax_scale, window_size) for sequence in zip(q, k, v, strict=True)]
+        )
 
     def varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,

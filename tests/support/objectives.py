@@ -127,12 +127,12 @@ def _teach(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[i
         return _backward(loss / divisors[0])
 
 
-def divisors_of(one: Cell) -> tuple[int, int]:
+def divisors_of(cell: Cell) -> tuple[int, int]:
     """Labels and documents of a batch."""
-    return sum(len(ids) - 1 for ids in one.documents), len(one.documents)
+    return sum(len(ids) - 1 for ids in cell.documents), len(cell.documents)
 
 
-def alone(objective: str, make_model: Any, one: Cell) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def alone(objective: str, make_model: Any, cell: Cell) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What `loss_and_gradients` must give for the batch: each document on its own, sums over them.
 
     Args:
@@ -141,10 +141,10 @@ def alone(objective: str, make_model: Any, one: Cell) -> tuple[torch.Tensor, dic
         one: the batch, of which only the documents are looked at.
     """
     losses, gradients = [], {}
-    for ordinal, ids in enumerate(one.documents):
+    for ordinal, ids in enumerate(cell.documents):
         model = make_model()
         ids = ids[None].to(model.device)
-        losses.append(loss_and_gradients(objective, model, {"input_ids": ids}, divisors_of(one), ordinal))
+        losses.append(loss_and_gradients(objective, model, {"input_ids": ids}, divisors_of(cell), ordinal))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 gradients[name] = gradients.get(name, 0) + parameter.grad.double().cpu()
@@ -152,8 +152,8 @@ def alone(objective: str, make_model: Any, one: Cell) -> tuple[torch.Tensor, dic
 
 
 def compare(
-    model: Any, loss: torch.Tensor, wanted: tuple[torch.Tensor, dict[str, torch.Tensor]], tolerance: float
+    model: Any, loss: torch.Tensor, expected: tuple[torch.Tensor, dict[str, torch.Tensor]], tolerance: float
 ) -> None:
     """Loss and every gradient."""
-    assert abs(loss.item() / wanted[0].item() - 1) < tolerance
-    compare_gradients(model, wanted[1], tolerance)
+    assert abs(loss.item() / expected[0].item() - 1) < tolerance
+    compare_gradients(model, expected[1], tolerance)

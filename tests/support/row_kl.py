@@ -47,14 +47,14 @@ def check(ours, inputs, plain, exact, weight):
     """Values and gradients: at most twice the error that plain torch makes in the same dtype."""
     (ours * weight).sum().backward()
     grads = [x.grad for x in inputs]
-    wanted = [x.detach().double().requires_grad_() for x in inputs]
-    (exact(*wanted) * weight.double()).sum().backward()
+    expected = [x.detach().double().requires_grad_() for x in inputs]
+    (exact(*expected) * weight.double()).sum().backward()
     torch_inputs = [x.detach().clone().requires_grad_() for x in inputs]
     torch_kl = plain(*torch_inputs)
     (torch_kl.float() * weight).sum().backward()
     with torch.no_grad():
-        pairs = [(ours, torch_kl, exact(*wanted))]
-    pairs += [(g, t.grad, w.grad) for g, t, w in zip(grads, torch_inputs, wanted, strict=True)]
+        pairs = [(ours, torch_kl, exact(*expected))]
+    pairs += [(g, t.grad, w.grad) for g, t, w in zip(grads, torch_inputs, expected, strict=True)]
     for mine, theirs, right in pairs:
         assert mine.isfinite().all()
         # as the largest of all entries, so that one wrong entry shows

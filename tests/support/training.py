@@ -43,7 +43,7 @@ def documents(n: int = 24, longest: int = 24, seed: int = 0) -> Dataset:
 
 def trainer(output_dir: Path, trainer_class=RopeSFTTrainer, config_class=RopeSFTConfig, model=None, **options):
     """A trainer of a tiny model; `options` go to the config, apart from those of the trainer itself."""
-    own = {
+    added = {
         name: options.pop(name)
         for name in ("peft_config", "data_collator", "eval_dataset", "processing_class", "compute_metrics")
         if name in options
@@ -70,7 +70,7 @@ def trainer(output_dir: Path, trainer_class=RopeSFTTrainer, config_class=RopeSFT
         model=tiny() if model is None else model,
         args=config_class(**{**settings, **options}),
         train_dataset=dataset,
-        **{"processing_class": tokenizer(), **own},
+        **{"processing_class": tokenizer(), **added},
     )
 
 

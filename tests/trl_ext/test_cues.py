@@ -135,7 +135,7 @@ def test_cues_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("template", "special", "wanted"),
+    ("template", "special", "expected"),
     [
         (None, [], "<eos>"),
         (None, ["<|im_end|>"], "<|im_end|>"),
@@ -146,11 +146,11 @@ def test_cues_are_those_of_the_paper():
     ],
     ids=["eos", "named", "llama-3", "by-template", "template-with-eos", "template-without"],
 )
-def test_an_end_of_turn_is_that_of_the_chat_template(template, special, wanted):
+def test_an_end_of_turn_is_that_of_the_chat_template(template, special, expected):
     made = tokenizer()
     made.add_tokens([AddedToken(token, special=True) for token in special])
     made.chat_template = template
-    assert cue_ids(made, "end-of-turn") == [made.convert_tokens_to_ids(wanted)]
+    assert cue_ids(made, "end-of-turn") == [made.convert_tokens_to_ids(expected)]
 
 
 @pytest.mark.parametrize("batch", [{}, {"packing": True}, {"padding_free": True, "max_length": None}])
@@ -240,8 +240,8 @@ def test_the_trainer_appends_cues_by_itself(kind, tmp_path):
     assert data.column_names == list(rows[0]) and by_itself.args.view_args == {"target": 128, "cue_tokens": 3}
     by_itself.train()
     cued, n = append_cue(data, made, cue=CUE, max_length=32)
-    given = {"view_args": {"target": 128, "cue_tokens": n}, "completion_only_loss": kind == "completion"}
-    by_hand = trainer(tmp_path, train_dataset=cued, processing_class=made, **given, **options)
+    fields = {"view_args": {"target": 128, "cue_tokens": n}, "completion_only_loss": kind == "completion"}
+    by_hand = trainer(tmp_path, train_dataset=cued, processing_class=made, **fields, **options)
     by_hand.train()
     assert logged(by_itself, "loss") == logged(by_hand, "loss") and len(by_itself.train_dataset) == len(cued)
 
@@ -333,6 +333,6 @@ def test_the_trainer_appends_a_set_by_itself(tmp_path):
     by_itself.train()
     assert by_itself.args.view_args == {"target": 128, "cue_tokens": SET_IDS}
     cued, cues = append_cue(data, tokenizer(), cue=SET, max_length=40, seed=8)
-    given = trainer(tmp_path, train_dataset=cued, view_args={"target": 128, "cue_tokens": cues}, seed=8, **options)
-    given.train()
-    assert logged(by_itself, "loss") == logged(given, "loss")
+    by_trainer = trainer(tmp_path, train_dataset=cued, view_args={"target": 128, "cue_tokens": cues}, seed=8, **options)
+    by_trainer.train()
+    assert logged(by_itself, "loss") == logged(by_trainer, "loss")

@@ -83,7 +83,7 @@ def run(world: int, folder: Path) -> dict[str, list[float]]:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_two_ranks_train_like_one(tmp_path):
-    one, two = run(1, tmp_path), run(2, tmp_path)
-    for name, losses in one.items():
+    alone, together = run(1, tmp_path), run(2, tmp_path)
+    for name, losses in alone.items():
         # weights have gone apart by rounding when they are evaluated
-        assert two[name] == pytest.approx(losses, rel=1e-3 if name.endswith("evaluated") else 2e-5), name
+        assert together[name] == pytest.approx(losses, rel=1e-3 if name.endswith("evaluated") else 2e-5), name

@@ -249,8 +249,8 @@ def test_a_new_run_starts_from_the_weights_of_the_checkpoint(peft, tmp_path):
     model = load_adapter(tiny(), folder, is_trainable=True) if peft else AutoModelForCausalLM.from_pretrained(folder)
     trained = {name: p for name, p in first.model.named_parameters() if p.requires_grad}
     second = trainer(tmp_path / "second", model=model, view="cyclic", max_steps=1)
-    found = dict(second.model.named_parameters())
-    assert trained and all(torch.equal(p, found[name]) for name, p in trained.items())
+    weights = dict(second.model.named_parameters())
+    assert trained and all(torch.equal(p, weights[name]) for name, p in trained.items())
     assert second.model.config.rope_parameters == first.model.config.rope_parameters
     second.train()
     assert logged(second, "loss")
@@ -259,11 +259,11 @@ def test_a_new_run_starts_from_the_weights_of_the_checkpoint(peft, tmp_path):
 def test_every_field_of_ours_is_compared_or_may_change(tmp_path):
     """A field that is added later is to be thought of here."""
     may_change = {"teacher_offload"}
-    by_schedule = {"rescale", "rescale_args"}  # require_same_rope
-    found = set()
+    by_rescaling = {"rescale", "rescale_args"}  # require_same_rope
+    recorded = set()
     restore = {**SELF, **RELATION, "objective": "self-distill", "restore_every": 2}
     distil = [{**RELATION, "objective": name} for name in ("hidden-distill", "native-distill")]
     for options in ({}, {**restore, **LONGCE}, *distil):
-        found |= trainer(tmp_path, **options)._method.keys()
+        recorded |= trainer(tmp_path, **options)._method.keys()
     ours = {f.name for f in fields(RopeSFTConfig)} - {f.name for f in fields(SFTConfig)}
-    assert found == ours - may_change - by_schedule
+    assert recorded == ours - may_change - by_rescaling

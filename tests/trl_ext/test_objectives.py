@@ -87,8 +87,8 @@ class SquaredObjective(Objective):
     def _tape(self, inputs, read, counts):
         return Tape(read, torch.zeros_like(inputs["input_ids"]))
 
-    def _combine(self, tape, counts, own):
-        return tape.result / counts["tokens"], {"square": (tape.result, own["tokens"])}
+    def _combine(self, tape, counts, batch_counts):
+        return tape.result / counts["tokens"], {"square": (tape.result, batch_counts["tokens"])}
 
 
 def test_an_objective_of_somebody_else_trains_once_it_is_registered(tmp_path, monkeypatch):

@@ -48,13 +48,13 @@ def logits(folder):
 
 def test_rows_are_cut_from_each_document_on_its_own():
     tokenizer = character_tokenizer()
-    made, told = cut_into_rows(DOCUMENTS, tokenizer, 100)
+    made, coverage = cut_into_rows(DOCUMENTS, tokenizer, 100)
     rows = made["input_ids"]
     assert len(rows) == len(TEXT) // 100 + 493 // 100 and {len(row) for row in rows} == {100}
     assert tokenizer.decode(rows[0]) == TEXT[:100] and tokenizer.decode(rows[len(TEXT) // 100]) == TEXT[7:107]
     left = len(TEXT) % 100 + 5 + 493 % 100
     total = len(TEXT) + 5 + 493
-    assert told == (
+    assert coverage == (
         f"{total:,} tokens of 3 documents give {len(rows)} rows of 100; {left} tokens ({left / total:.1%}) are in no "
         "row: ends of documents, and documents too short for one (1)."
     )
@@ -68,13 +68,13 @@ def test_every_row_begins_as_the_tokenizer_begins_a_text():
     tokenizer = character_tokenizer()
     plain = tokenizer(TEXT)["input_ids"]
     frame(tokenizer)
-    made, told = cut_into_rows(DOCUMENTS, tokenizer, 100)
+    made, coverage = cut_into_rows(DOCUMENTS, tokenizer, 100)
     rows = made["input_ids"]
     assert all(row[0] == tokenizer.bos_token_id and len(row) == 100 for row in rows)
     assert not any(tokenizer.bos_token_id in row[1:] for row in rows)
-    own = rows[: len(TEXT) // 99]
-    assert [i for row in own for i in row[1:]] == plain[: 99 * len(own)], "nothing lost, nothing twice"
-    assert f"; {len(TEXT) % 99 + 5 + 493 % 99} tokens" in told
+    of_text = rows[: len(TEXT) // 99]
+    assert [i for row in of_text for i in row[1:]] == plain[: 99 * len(of_text)], "nothing lost, nothing twice"
+    assert f"; {len(TEXT) % 99 + 5 + 493 % 99} tokens" in coverage
 
 
 def frame(tokenizer):
@@ -134,13 +134,13 @@ def test_weights_are_trained_in_float32_and_saved_as_they_came(peft, own, folder
         return step(self, model, *args, **kwargs)
 
     monkeypatch.setattr(module.RopeSFTTrainer, "training_step", looking)
-    found = run(folder, peft=peft, **({"dtype": None} if peft else {}))
+    restored = run(folder, peft=peft, **({"dtype": None} if peft else {}))
     assert trained == {torch.float32} and base == {torch.bfloat16 if peft else torch.float32}
-    assert AutoModelForCausalLM.from_pretrained(found.folder).dtype == own
-    assert json.loads((found.folder / "config.json").read_text())["dtype"] == str(own).removeprefix("torch.")
-    size = (found.folder / "model.safetensors").stat().st_size
+    assert AutoModelForCausalLM.from_pretrained(restored.folder).dtype == own
+    assert json.loads((restored.folder / "config.json").read_text())["dtype"] == str(own).removeprefix("torch.")
+    size = (restored.folder / "model.safetensors").stat().st_size
     assert size == pytest.approx((folder / "tiny" / "model.safetensors").stat().st_size, rel=0.05)
-    assert changed(found.folder) == {"q_proj", "k_proj", "v_proj"}
+    assert changed(restored.folder) == {"q_proj", "k_proj", "v_proj"}
 
 
 def test_adapters_of_a_quantised_base_are_trained_in_float32_too(folder, monkeypatch):
@@ -158,9 +158,9 @@ def test_adapters_of_a_quantised_base_are_trained_in_float32_too(folder, monkeyp
         return step(self, model, *args, **kwargs)
 
     monkeypatch.setattr(module.RopeSFTTrainer, "training_step", looking)
-    found = run(folder, quantization_config=settings)
+    restored = run(folder, quantization_config=settings)
     assert trained == {torch.float32}
-    assert changed(found.folder) == {"q_proj", "k_proj", "v_proj"}, "merged into unquantised weights"
+    assert changed(restored.folder) == {"q_proj", "k_proj", "v_proj"}, "merged into unquantised weights"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "float16", "auto"], ids=str)
@@ -186,16 +186,16 @@ def test_rows_beyond_the_window_of_the_teacher_are_refused_before_a_model_is_loa
 
 @pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
 def test_the_result_is_a_plain_rescaled_checkpoint(folder, peft):
-    found = run(folder, peft=peft)
-    assert found.distil.tokens == 3 * 2 * 60 and found.extend.tokens == 2 * 2 * 120
-    assert found.tokens == 360 + 480 and found.folder == folder / "out" / "model"
-    config = json.loads((found.folder / "config.json").read_text())
+    restored = run(folder, peft=peft)
+    assert restored.distil.tokens == 3 * 2 * 60 and restored.extend.tokens == 2 * 2 * 120
+    assert restored.tokens == 360 + 480 and restored.folder == folder / "out" / "model"
+    config = json.loads((restored.folder / "config.json").read_text())
     assert config["rope_parameters"]["factor"] == 4.0 and config["rope_parameters"]["rope_type"] == "linear"
     rescaled = patch_model(tiny(vocab_size=CHARACTERS), "pi", factor=4.0)
     with torch.no_grad():
         before = rescaled(torch.arange(40, 110)[None]).logits
-    assert not torch.allclose(logits(found.folder), before), "it was trained"
-    assert (found.folder / "tokenizer.json").is_file()
+    assert not torch.allclose(logits(restored.folder), before), "it was trained"
+    assert (restored.folder / "tokenizer.json").is_file()
 
 
 def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):
@@ -212,14 +212,14 @@ def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):
     for _ in stop_at:  # within the first stage, then within the second
         with pytest.raises(KeyboardInterrupt):
             run(folder, "parts")
-    found = run(folder, "parts")
+    restored = run(folder, "parts")
     assert calls == [3, 3, 3, 3, 2, 2, 2], "no step that was saved is done again"
-    assert torch.equal(logits(found.folder), logits(whole.folder))
+    assert torch.equal(logits(restored.folder), logits(whole.folder))
     seconds = json.loads((folder / "parts" / "seconds.json").read_text())
-    assert seconds == {"distil": found.distil.seconds, "extend": found.extend.seconds}, "of all parts of a stage"
-    assert found.distil.loss == whole.distil.loss and found.extend.tokens == whole.extend.tokens
+    assert seconds == {"distil": restored.distil.seconds, "extend": restored.extend.seconds}, "of all parts of a stage"
+    assert restored.distil.loss == whole.distil.loss and restored.extend.tokens == whole.extend.tokens
     calls.clear()
-    assert run(folder, "parts") == found and not calls
+    assert run(folder, "parts") == restored and not calls
 
 
 def test_stage_two_starts_from_stage_one(folder):

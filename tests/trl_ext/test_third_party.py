@@ -113,7 +113,7 @@ class Stretch(Rescaling):
 
     def rope_parameters(self, native):
         if native.rope_type != "default":
-            raise ValueError(f"rescaling 'stretch' starts from a plain schedule, got {native.rope_type!r}.")
+            raise ValueError(f"rescaling 'stretch' starts from plain RoPE parameters, got {native.rope_type!r}.")
         return {"rope_type": "linear", "factor": float(self.times)}
 
     def target_window(self, native_window):
@@ -126,8 +126,8 @@ class Stretch(Rescaling):
     def with_window(self, window):
         return replace(self, window=window) if self.wants_window else self
 
-    def remedy(self, window, wanted):
-        return f"Set window in rescale_args to {wanted} positions instead of {window}"
+    def remedy(self, window, required):
+        return f"Set window in rescale_args to {required} positions instead of {window}"
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def test_rows_beyond_the_window_of_its_rescaling(caplog, tmp_path):
 def test_its_rescaling_says_what_it_cannot_start_from():
     llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model = tiny(rope_parameters={**llama3, "original_max_position_embeddings": WINDOW})
-    with pytest.raises(ValueError, match="rescaling 'stretch' starts from a plain schedule, got 'llama3'"):
+    with pytest.raises(ValueError, match="rescaling 'stretch' starts from plain RoPE parameters, got 'llama3'"):
         patch_model(model, Stretch(times=2.0))
     assert not describe(model).patched
 

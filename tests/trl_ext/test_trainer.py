@@ -442,7 +442,7 @@ def test_a_window_of_pose_is_for_next_token_training():
 
 def test_rows_are_cut_wherever_their_padding_is():
     view, key = PoSE(target=64, window=6), DrawKey(0, torch.tensor(0), torch.arange(3)[:, None])
-    lengths, found = (17, 9, 4), {}
+    lengths, ids_by_side = (17, 9, 4), {}
     for side in ("right", "left"):
         ids = torch.zeros(3, 17, dtype=torch.int64)
         for row, n in enumerate(lengths):
@@ -452,6 +452,13 @@ def test_rows_are_cut_wherever_their_padding_is():
         assert cut_rows(view, batch, key)
         assert batch["attention_mask"].sum(1).tolist() == [6, 6, 4]
         assert torch.equal(batch["labels"], batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100))
-        found[side] = batch["input_ids"]
-    assert torch.equal(found["right"], found["left"]) and found["right"][2].tolist() == [201, 202, 203, 204, 0, 0]
+        ids_by_side[side] = batch["input_ids"]
+    assert torch.equal(ids_by_side["right"], ids_by_side["left"]) and ids_by_side["right"][2].tolist() == [
+        201,
+        202,
+        203,
+        204,
+        0,
+        0,
+    ]
     assert not cut_rows(view, {"input_ids": torch.ones(3, 6, dtype=torch.int64)}, key)

@@ -45,9 +45,11 @@ def after(run):
     return logged(run, *METRICS), {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
 
 
-def same(one, other):
-    assert one[0] == other[0] and len(one[0]) > 1
-    assert one[1].keys() == other[1].keys() and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+def same(first, second):
+    assert first[0] == second[0] and len(first[0]) > 1
+    assert first[1].keys() == second[1].keys() and all(
+        torch.equal(first[1][name], second[1][name]) for name in first[1]
+    )
 
 
 def gpt2():
@@ -214,12 +216,12 @@ def test_what_needs_rope_is_refused_without_it(options, tmp_path):
 @pytest.mark.parametrize("batch", [{}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}])
 def test_plain_arguments_train_as_with_trl(kind, batch, tmp_path):
     def run(trainer_class):
-        given = kind(**settings(tmp_path, hub_token="secret", **batch))
-        made = trainer_class(tiny(), given, None, documents(), documents(3), tokenizer())
-        for own in fields(SFTConfig):
-            values = getattr(made.args, own.name), getattr(given, own.name, None)
-            if hasattr(given, own.name):
-                assert values[0] == values[1], own.name
+        arguments = kind(**settings(tmp_path, hub_token="secret", **batch))
+        made = trainer_class(tiny(), arguments, None, documents(), documents(3), tokenizer())
+        for field in fields(SFTConfig):
+            values = getattr(made.args, field.name), getattr(arguments, field.name, None)
+            if hasattr(arguments, field.name):
+                assert values[0] == values[1], field.name
         return after(made)
 
     same(run(SFTTrainer), run(RopeSFTTrainer))
@@ -284,14 +286,14 @@ def test_arguments_come_by_place_as_with_trl(tmp_path):
     for trainer_class, config_class in BOTH:
         model = tiny()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        given = config_class(**settings(tmp_path))
+        arguments = config_class(**settings(tmp_path))
         evaluated = {"one": documents(3, seed=1), "two": documents(3, seed=2)}
         run = trainer_class(
-            model, given, None, documents(), evaluated, tokenizer(), None, None, [Told()], (optimizer, None)
+            model, arguments, None, documents(), evaluated, tokenizer(), None, None, [Told()], (optimizer, None)
         )
-        assert run.args is given
+        assert run.args is arguments
         runs.append((*after(run), run.evaluate()))
-        assert seen[-1] is given
+        assert seen[-1] is arguments
     same(*runs)
     for name in ("eval_one_loss", "eval_two_loss"):
         assert runs[0][2][name] == runs[1][2][name]
@@ -301,20 +303,22 @@ def test_arguments_come_by_place_as_with_trl(tmp_path):
 def test_the_users_arguments_change_as_with_trl_and_no_more(data, tmp_path):
     changed = []
     for trainer_class, config_class in BOTH:
-        given = config_class(**settings(tmp_path, accelerator_config={"dispatch_batches": True}))
-        before = dict(vars(given))
+        arguments = config_class(**settings(tmp_path, accelerator_config={"dispatch_batches": True}))
+        before = dict(vars(arguments))
         rows = documents() if data == "rows" else documents().to_iterable_dataset()
-        run = trainer_class(tiny(), given, train_dataset=rows, processing_class=tokenizer())
-        assert run.args is given
-        names = {name for name, value in vars(given).items() if name not in before or before[name] != value}
-        changed.append((names, given.accelerator_config.dispatch_batches))
+        run = trainer_class(tiny(), arguments, train_dataset=rows, processing_class=tokenizer())
+        assert run.args is arguments
+        names = {name for name, value in vars(arguments).items() if name not in before or before[name] != value}
+        changed.append((names, arguments.accelerator_config.dispatch_batches))
     assert changed[0] == changed[1] and changed[0][1] is (data == "rows")
 
 
 def test_what_a_tokenizer_adds_to_a_view_stays_out_of_the_users_arguments(tmp_path):
-    given = RopeSFTConfig(**settings(tmp_path, view="endprompt", view_args={"target": 64}, cue="w3 w4", max_length=32))
-    run = RopeSFTTrainer(tiny(), given, train_dataset=documents(), processing_class=tokenizer())
-    assert given.view_args == {"target": 64} and run.args.view_args == {"target": 64, "cue_tokens": 2}
+    arguments = RopeSFTConfig(
+        **settings(tmp_path, view="endprompt", view_args={"target": 64}, cue="w3 w4", max_length=32)
+    )
+    run = RopeSFTTrainer(tiny(), arguments, train_dataset=documents(), processing_class=tokenizer())
+    assert arguments.view_args == {"target": 64} and run.args.view_args == {"target": 64, "cue_tokens": 2}
 
 
 def test_packing_without_a_length_takes_trls_and_says_so(tmp_path, caplog):

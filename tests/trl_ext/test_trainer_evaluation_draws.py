@@ -36,7 +36,7 @@ def watch_indices(run):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("when", ["train", "always"], ids=["self-distill", "always on"])
 def test_every_evaluation_draws_the_same_for_a_document_at_any_batch_size(when, way, tmp_path):
-    data, found = documents(12, longest=12, seed=3), []  # of one length, so that means over batches are comparable
+    data, runs = documents(12, longest=12, seed=3), []  # of one length, so that means over batches are comparable
     for batch_size in (1, 3, 12):
         model = tiny()
         options = {"objective": "self-distill", "view": "skip"}
@@ -60,26 +60,26 @@ def test_every_evaluation_draws_the_same_for_a_document_at_any_batch_size(when, 
             seen.clear()
         run.train()
         assert not [index for index in seen if index in first], "training draws others"
-        found.append((first, before["eval_loss"], before.get("eval_kl")))
-    for draws, loss, kl in found[1:]:
-        assert draws == found[0][0]
-        assert loss == pytest.approx(found[0][1], rel=1e-5)
-        assert kl is None if when == "always" else kl == pytest.approx(found[0][2], rel=1e-4)
+        runs.append((first, before["eval_loss"], before.get("eval_kl")))
+    for draws, loss, kl in runs[1:]:
+        assert draws == runs[0][0]
+        assert loss == pytest.approx(runs[0][1], rel=1e-5)
+        assert kl is None if when == "always" else kl == pytest.approx(runs[0][2], rel=1e-4)
 
 
 def test_several_evaluation_sets_each_begin_anew_and_keep_their_parts_apart(tmp_path):
     sets = {"a": documents(6, seed=3), "b": documents(6, seed=3), "c": documents(6, seed=4)}
     run = trainer(tmp_path, eval_dataset=sets, objective="self-distill", view="skip")
-    found = run.evaluate()
-    assert found["eval_a_kl"] == found["eval_b_kl"] != found["eval_c_kl"]
-    assert run.evaluate(sets["a"])["eval_kl"] == found["eval_a_kl"]
+    metrics = run.evaluate()
+    assert metrics["eval_a_kl"] == metrics["eval_b_kl"] != metrics["eval_c_kl"]
+    assert run.evaluate(sets["a"])["eval_kl"] == metrics["eval_a_kl"]
     predicted = run.predict(sets["a"]).metrics
-    assert predicted["test_kl"] == found["eval_a_kl"]
+    assert predicted["test_kl"] == metrics["eval_a_kl"]
 
 
 @pytest.mark.parametrize("view", ["skip", "cyclic", "dilation", "chunk-permute", "posaug", "random-base"])
 def test_a_document_trains_under_the_same_indices_whatever_shares_its_batch(view, tmp_path):
-    found = []
+    runs = []
     for batch_size in (4, 2, 1):
         run = trainer(
             tmp_path, train_dataset=documents(8), view=view, max_steps=2, learning_rate=0.0,
@@ -87,5 +87,5 @@ def test_a_document_trains_under_the_same_indices_whatever_shares_its_batch(view
         )  # fmt: skip
         seen = watch_indices(run)
         run.train()
-        found.append(seen)
-    assert len(found[0]) == 8 and found[0] == found[1] == found[2]
+        runs.append(seen)
+    assert len(runs[0]) == 8 and runs[0] == runs[1] == runs[2]

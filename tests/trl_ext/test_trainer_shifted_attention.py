@@ -11,16 +11,16 @@ NORMS = ["embed_tokens", "norm", "input_layernorm", "post_attention_layernorm"]
 def test_a_step_is_one_mean_however_it_is_batched(way, tmp_path):
     options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
     share = {"padded": 0.25, "packed": 0.25 * 64 / 96}  # of max_length: 16 tokens in each
-    found = {}
+    results = {}
     for each in ("padded", way):
         run = trainer(tmp_path, **options, **WAYS[each], shifted_attention=share.get(each, 0.25))
         assert run._shifted.group == 16
         run.train()
-        found[each] = logged(run, "loss", "grad_norm")[0]
-    assert found[way] == pytest.approx(found["padded"], rel=1e-4)
+        results[each] = logged(run, "loss", "grad_norm")[0]
+    assert results[way] == pytest.approx(results["padded"], rel=1e-4)
     full = trainer(tmp_path, **options, **WAYS["padded"])
     full.train()
-    assert logged(full, "loss")[0]["loss"] != pytest.approx(found["padded"]["loss"], rel=1e-3)
+    assert logged(full, "loss")[0]["loss"] != pytest.approx(results["padded"]["loss"], rel=1e-3)
 
 
 def test_evaluation_attends_to_all(tmp_path):

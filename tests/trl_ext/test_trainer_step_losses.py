@@ -46,23 +46,23 @@ def by_document(texts, draws):
         see = oracle.causal(len(ids))[None]
         return oracle.logits(weights, model.config, ids[None], index[None], see)[0, :-1].log_softmax(-1).detach()
 
-    found = []
+    losses = []
     for text, (split, skip) in zip(texts, draws, strict=True):
         ids = torch.tensor(text)
         t = torch.arange(len(ids))
         q = log_predictions(ids, t)
         p = log_predictions(ids, torch.where(t >= split, t + skip, t))
         ce = -q.gather(1, ids[1:, None]).squeeze(1)
-        found.append((ce, (p.exp() * (p - q)).sum(-1)))
-    return found
+        losses.append((ce, (p.exp() * (p - q)).sum(-1)))
+    return losses
 
 
-def wanted(texts, draws, reduction="sequence", counts=lambda length: length > 2):
+def expected(texts, draws, reduction="sequence", counts=lambda length: length > 2):
     """(ce, kl) of a mean over these documents; `counts` says of which lengths the view can change a prediction."""
-    found = by_document(texts, draws)
-    ce = torch.cat([ce for ce, _ in found]).mean().item()
+    losses = by_document(texts, draws)
+    ce = torch.cat([ce for ce, _ in losses]).mean().item()
     sums, divisor = 0.0, 0
-    for text, (split, _), (_, kl) in zip(texts, draws, found, strict=True):
+    for text, (split, _), (_, kl) in zip(texts, draws, losses, strict=True):
         if not counts(len(text)):
             continue
         behind = len(text) - split
@@ -83,21 +83,21 @@ def test_documents_that_end_before_a_fixed_split_are_no_part_of_the_kl(way, redu
     assert "5 of 8 documents, 48 of 183 tokens, add nothing to the KL" in caplog.text
     run.train()
     (entry,) = logged(run, "loss", "ce", "kl")
-    ce, kl = wanted(texts, [(SPLIT, SKIP)] * len(texts), reduction, counts=lambda length: length > SPLIT + 1)
+    ce, kl = expected(texts, [(SPLIT, SKIP)] * len(texts), reduction, counts=lambda length: length > SPLIT + 1)
     assert entry["ce"] == pytest.approx(ce, rel=1e-5) and entry["kl"] == pytest.approx(kl, rel=1e-4)
     assert entry["loss"] == pytest.approx(entry["ce"] + 0.7 * entry["kl"], rel=1e-6)
 
 
 def test_rows_before_a_short_document_do_not_hide_it(tmp_path):
     """One long document alone, and with seven that the view leaves alone: the same KL."""
-    found = []
+    runs = []
     for lengths in ([60], [60] + 7 * [10]):
         texts = rows(lengths)
         options = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": len(texts)}
         run = trainer(tmp_path, train_dataset=dataset(texts), **options, **FIXED)
         run.train()
-        found += logged(run, "kl")
-    assert found[1]["kl"] == pytest.approx(found[0]["kl"], rel=1e-5)
+        runs += logged(run, "kl")
+    assert runs[1]["kl"] == pytest.approx(runs[0]["kl"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +115,15 @@ def test_a_set_without_anything_to_compare_is_refused_before_training(lengths, o
 
 def test_a_native_teacher_compares_every_document_with_a_prediction(tmp_path):
     """One of 10 tokens, which the view leaves alone, differs from the model as it was pretrained all the same."""
-    found = []
+    runs = []
     for lengths in ([10], [10, 1]):
         options = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "self_distill_args": {"teacher": "native"}}
         options |= {"max_steps": 1, "learning_rate": 0.0, **DRAWN}
         run = trainer(tmp_path, train_dataset=dataset(rows(lengths)), **options)
         run.train()
-        found += logged(run, "kl", "loss")
-    assert found[0]["kl"] > 0.01
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+        runs += logged(run, "kl", "loss")
+    assert runs[0]["kl"] > 0.01
+    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
 
 
 def watch_draws(run):
@@ -157,7 +157,7 @@ def test_what_is_logged_of_ragged_rows_adds_up_to_the_loss(way, passes, tmp_path
     for i, entry in enumerate(logged(run, "loss", "ce", "kl", "view_ce", "view/skip", "mean_token_accuracy")):
         own = drawn[8 * i : 8 * i + 8]
         assert sorted(length for length, _, _ in own) == sorted(LENGTHS)
-        ce, kl = wanted([by_length[length] for length, _, _ in own], [pair for _, *pair in own])
+        ce, kl = expected([by_length[length] for length, _, _ in own], [pair for _, *pair in own])
         assert entry["ce"] == pytest.approx(ce, rel=1e-5) and entry["kl"] == pytest.approx(kl, rel=1e-4)
         made_of = entry["ce"] + 0.7 * entry["kl"] + 0.3 * entry["view_ce"]
         assert entry["loss"] == pytest.approx(made_of, rel=1e-6)
@@ -204,10 +204,10 @@ def test_an_evaluation_weighs_each_label_and_document_alike(batch_size, tmp_path
     options = {"train_dataset": dataset(rows([40])), "per_device_eval_batch_size": batch_size, **DRAWN}
     run = trainer(tmp_path, eval_dataset=dataset(texts), **options)
     drawn = watch_draws(run)
-    found = run.evaluate()
+    metrics = run.evaluate()
     assert [length for length, _, _ in drawn] == LENGTHS
-    ce, kl = wanted(texts, [pair for _, *pair in drawn])
-    assert found["eval_ce"] == pytest.approx(ce, rel=1e-5) and found["eval_kl"] == pytest.approx(kl, rel=1e-4)
+    ce, kl = expected(texts, [pair for _, *pair in drawn])
+    assert metrics["eval_ce"] == pytest.approx(ce, rel=1e-5) and metrics["eval_kl"] == pytest.approx(kl, rel=1e-4)
 
 
 def test_a_part_that_is_not_a_number_is_logged_as_such(tmp_path, caplog):
@@ -220,8 +220,8 @@ def test_a_part_that_is_not_a_number_is_logged_as_such(tmp_path, caplog):
         return (loss, parts) if len(seen) > 1 else (loss * torch.nan, {**parts, "ce": (loss * torch.nan, 29)})
 
     run._objective.loss = broken
-    found = run.evaluate()
-    assert found["eval_ce"] != found["eval_ce"] and found["eval_kl"] > 0
+    metrics = run.evaluate()
+    assert metrics["eval_ce"] != metrics["eval_ce"] and metrics["eval_kl"] > 0
     assert "the loss of an evaluation batch is nan" in caplog.text
 
 

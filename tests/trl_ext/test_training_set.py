@@ -36,11 +36,11 @@ def rows_of(dataset, **options):
 
 def documents_of(row):
     """The documents of a row, packed or not."""
-    begin, found = 0, []
+    begin, documents = 0, []
     for n in row.get("seq_lengths") or [len(row["input_ids"])]:
-        found.append(row["input_ids"][begin : begin + n])
+        documents.append(row["input_ids"][begin : begin + n])
         begin += n
-    return found
+    return documents
 
 
 @pytest.fixture(autouse=True)

@@ -200,10 +200,10 @@ def plain(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_losses_gradients_and_weights_are_those_of_a_plain_process(stage, plain):
-    folder, wanted = plain
-    found = run(stage, folder)
-    for name, mine in found.items():
-        theirs = wanted[name]
+    folder, expected = plain
+    actual = run(stage, folder)
+    for name, mine in actual.items():
+        theirs = expected[name]
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=2e-6), name
         assert mine["gradients"].keys() == theirs["gradients"].keys(), name
         assert mine["weights"].keys() == theirs["weights"].keys(), name

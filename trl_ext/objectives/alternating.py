@@ -55,9 +55,9 @@ class AlternatingObjective(Objective):
         return self.current.counts(read)
 
     def loss(
-        self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], own: dict[str, int]
+        self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         if self.current is self.extend:
-            return self.extend.loss(model, inputs, read, counts, own)
+            return self.extend.loss(model, inputs, read, counts, batch_counts)
         with rope_view(self.restore.forward_loss.decoder, "standard"):
-            return self.restore.loss(model, inputs, read, counts, own)
+            return self.restore.loss(model, inputs, read, counts, batch_counts)

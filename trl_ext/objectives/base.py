@@ -14,8 +14,7 @@ from rope_patch.distillation import CopiedTeacher, SharedTeacher
 from rope_patch.distillation.teacher import adapter_layers
 from rope_patch.forward_loss import TAPE, ForwardLoss
 from rope_patch.layout.labelled import real_tokens
-from rope_patch.methods import from_options
-from rope_patch.registry import Registry
+from rope_patch.registry import Registry, from_options
 from rope_patch.rotary import find_causal_lm
 
 from ..step_means import Part
@@ -143,7 +142,7 @@ class Objective:
         return {"tokens": int(read.sum())}
 
     def loss(
-        self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], own: dict[str, int]
+        self, model: nn.Module, inputs: dict[str, Any], read: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         """Run the model, and a teacher before it.
 
@@ -152,7 +151,7 @@ class Objective:
             inputs: of the batch.
             read: of the batch.
             counts: of the optimizer step that the batch belongs to.
-            own: of the batch alone.
+            batch_counts: of the batch alone.
 
         Returns:
             The loss, and its parts before weighting, each as its sum over the batch's own tokens, documents or rows,
@@ -160,7 +159,7 @@ class Objective:
         """
         tape = self._tape(inputs, read, counts)
         tie = self._call(model, inputs, tape)
-        loss, parts = self._combine(tape, counts, own)
+        loss, parts = self._combine(tape, counts, batch_counts)
         return loss + tie, parts
 
     def _call(self, model: nn.Module, inputs: dict[str, Any], tape: Any) -> torch.Tensor:
@@ -201,7 +200,9 @@ class Objective:
     def _forward_options(self) -> dict[str, Any]:
         return {}
 
-    def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
+    def _combine(
+        self, tape: Any, counts: dict[str, int], batch_counts: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
         """The loss and its parts, from what the forward has left on the tape."""
         raise NotImplementedError
 

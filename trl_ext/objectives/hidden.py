@@ -59,10 +59,12 @@ class HiddenObjective(Objective):
     def _forward_options(self) -> dict[str, Any]:
         return {"output_hidden_states": True}
 
-    def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
+    def _combine(
+        self, tape: Any, counts: dict[str, int], batch_counts: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
         loss = self.options.targets.weight * tape.distance / counts["tokens"]
-        parts: dict[str, Part] = {"hidden/distance": (tape.distance, own["tokens"])}
+        parts: dict[str, Part] = {"hidden/distance": (tape.distance, batch_counts["tokens"])}
         if tape.far is not None:
             loss = loss + self.options.targets.short_to_long * tape.far / counts["tokens"]
-            parts["hidden/far"] = (tape.far, own["tokens"])
+            parts["hidden/far"] = (tape.far, batch_counts["tokens"])
         return loss, parts

@@ -70,15 +70,15 @@ class NativeObjective(Objective):
         return NativeTape(read, counts["tokens"], counts["labelled"], counts["next"])
 
     def _combine(
-        self, tape: NativeTape, counts: dict[str, int], own: dict[str, int]
+        self, tape: NativeTape, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         rows = tape.rows
-        parts: dict[str, Part] = {"kl": (rows.kl.double().sum(), own["tokens"])}
+        parts: dict[str, Part] = {"kl": (rows.kl.double().sum(), batch_counts["tokens"])}
         if self.forward_loss.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
             # where running text is read too, other tokens have such values as well
             of_labels = {name: values.double().masked_fill(~tape.has_label, 0) for name, values in sums.items()}
-            parts |= {name: (values.sum(), own["labelled"]) for name, values in of_labels.items()}
+            parts |= {name: (values.sum(), batch_counts["labelled"]) for name, values in of_labels.items()}
         if self.forward_loss.reads_text:
-            parts["text_ce"] = rows.ce.double().sum(), own["next"]
+            parts["text_ce"] = rows.ce.double().sum(), batch_counts["next"]
         return tape.loss, parts

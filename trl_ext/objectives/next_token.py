@@ -91,17 +91,17 @@ class NextTokenObjective(Objective):
         return NextTokenTape(read, counts["labels"])
 
     def _combine(
-        self, tape: NextTokenTape, counts: dict[str, int], own: dict[str, int]
+        self, tape: NextTokenTape, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        parts = self._parts(tape.result, tape.labelled, own)
+        parts = self._parts(tape.result, tape.labelled, batch_counts)
         if self.forward_loss.decoder.training:
             return tape.result.loss, parts
         total, _ = parts["ce"]
         # nan, as TRL's, for a batch without labels
-        return (total / own["labels"]).to(tape.result.loss.dtype), parts
+        return (total / batch_counts["labels"]).to(tape.result.loss.dtype), parts
 
-    def _parts(self, result: NextTokenLoss, labelled: Labelled, own: dict[str, int]) -> dict[str, Part]:
-        rows, n_labels = result.rows, own["labels"]
+    def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
+        rows, n_labels = result.rows, batch_counts["labels"]
         sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
         if result.token_weight is not None:
             has_label = labelled.next_label.flatten()[result.queries] != IGNORE_INDEX

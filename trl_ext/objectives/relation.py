@@ -71,13 +71,15 @@ class RelationObjective(Objective):
             counts["last"] = int(self.options.logit_kl.chosen(read).sum())
         return counts
 
-    def _combine(self, tape: Any, counts: dict[str, int], own: dict[str, int]) -> tuple[torch.Tensor, dict[str, Part]]:
+    def _combine(
+        self, tape: Any, counts: dict[str, int], batch_counts: dict[str, int]
+    ) -> tuple[torch.Tensor, dict[str, Part]]:
         sums = {name: tape.loss(name) for name in self.options.targets.weights}
         loss = torch.stack([weight * sums[name] for name, weight in self.options.targets.weights.items()]).sum()
         loss = loss / counts["tokens"]
-        parts: dict[str, Part] = {name: (total, own["tokens"]) for name, total in sums.items()}
+        parts: dict[str, Part] = {name: (total, batch_counts["tokens"]) for name, total in sums.items()}
         if self.options.logit_kl is not None:
             if self.options.logit_kl.weight:
                 loss = loss + self.options.logit_kl.weight * tape.logit_kl / counts["last"]
-            parts["logit_kl"] = (tape.logit_kl, own["last"])
+            parts["logit_kl"] = (tape.logit_kl, batch_counts["last"])
         return loss, {f"relation/{name}": value for name, value in parts.items()}

@@ -78,7 +78,7 @@ class SelfDistillOptions(ObjectiveOptions):
 
     @classmethod
     def of(cls, args: "RopeSFTConfig") -> Self:
-        given: Any = args.self_distill_args
+        options: Any = args.self_distill_args
         restore_every, restore = args.restore_every, None
         if restore_every is not None:
             if type(restore_every) is not int or restore_every < 2:
@@ -94,7 +94,7 @@ class SelfDistillOptions(ObjectiveOptions):
             longce=longce_of(args),
             restore_every=restore_every,
             restore=restore,
-            **_chosen(args.kl_weight, dict(given or {})),
+            **_chosen(args.kl_weight, dict(options or {})),
         )
 
     @property
@@ -116,8 +116,8 @@ class SelfDistillOptions(ObjectiveOptions):
         options |= {"teacher": self.teacher, "control": None}
         if self.control is not None:
             options |= {"control": self.control.kind, "strength": self.control.strength}
-        own = {"kl_weight": weight, "self_distill_args": options, "restore_every": self.restore_every}
-        return {**own, **record_of_longce(self.longce), **({} if self.restore is None else self.restore.record())}
+        of_view = {"kl_weight": weight, "self_distill_args": options, "restore_every": self.restore_every}
+        return {**of_view, **record_of_longce(self.longce), **({} if self.restore is None else self.restore.record())}
 
 
 def _chosen(kl_weight: float, rest: dict[str, Any]) -> dict[str, Any]:
@@ -262,10 +262,15 @@ class SelfDistillObjective(NextTokenObjective):
         )
 
     def loss(
-        self, model: nn.Module, inputs: dict[str, Any], read: Labelled, counts: dict[str, int], own: dict[str, int]
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        read: Labelled,
+        counts: dict[str, int],
+        batch_counts: dict[str, int],
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         if not self._takes_two_calls(read):
-            return super().loss(model, inputs, read, counts, own)
+            return super().loss(model, inputs, read, counts, batch_counts)
         # gradients of both backward passes are exchanged with the second
         with self.accelerator.no_sync(model):
             earlier = StandardTape(read, counts["labels"])
@@ -276,7 +281,7 @@ class SelfDistillObjective(NextTokenObjective):
             self.accelerator.backward(first * factor)
         tape = ViewTape(read, counts["labels"], self._kl_divisor(counts), earlier)
         tie = self._call(model, inputs, tape)
-        loss, parts = self._combine(tape, counts, own)
+        loss, parts = self._combine(tape, counts, batch_counts)
         return loss + tie + first.detach(), parts
 
     def _takes_two_calls(self, read: Labelled) -> bool:
@@ -301,15 +306,15 @@ class SelfDistillObjective(NextTokenObjective):
     def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> ViewTape:
         return ViewTape(read, counts["labels"], self._kl_divisor(counts))
 
-    def _parts(self, result: NextTokenLoss, labelled: Labelled, own: dict[str, int]) -> dict[str, Part]:
-        parts = super()._parts(result, labelled, own)
+    def _parts(self, result: NextTokenLoss, labelled: Labelled, batch_counts: dict[str, int]) -> dict[str, Part]:
+        parts = super()._parts(result, labelled, batch_counts)
         if not isinstance(result, ConsistencyLoss):
             return parts  # training without the view
         if result.view_ce is not None:
-            parts["view_ce"] = result.view_ce, own["labels"]
+            parts["view_ce"] = result.view_ce, batch_counts["labels"]
         if not self.options.consistency.weight and self.forward_loss.decoder.training:
             return parts  # no KL was computed
-        parts["kl"] = (result.rows.kl.double() * result.kl_factor).sum(), own["compared"]
+        parts["kl"] = (result.rows.kl.double() * result.kl_factor).sum(), batch_counts["compared"]
         return {**parts, **self._by_depth(result, labelled), **self._by_skip(result, labelled)}
 
     def _by_depth(self, result: ConsistencyLoss, labelled: Labelled) -> dict[str, Part]:

@@ -93,25 +93,25 @@ def make_rows(
     if not 0 <= short <= 1:
         raise ValueError(f"short must be a share from 0 to 1, got {short}.")
     counts = rows_by_kind(n, shares)
-    given: dict[Kind, OwnTexts] = {"chats": chats, "own_texts": own_texts}
-    for kind in given.keys() & counts.keys():
-        if not callable(given[kind]):
-            _require_texts(kind, given[kind])  # type: ignore[arg-type]
+    sources: dict[Kind, OwnTexts] = {"chats": chats, "own_texts": own_texts}
+    for kind in sources.keys() & counts.keys():
+        if not callable(sources[kind]):
+            _require_texts(kind, sources[kind])  # type: ignore[arg-type]
     if chat is None:
         chat = 0.5 if getattr(tokenizer, "chat_template", None) else 0.0
     pieces = Pieces(tokenizer, texts) if {"text", "questions"} & counts.keys() else None
     rows: list[Row] = []
-    for kind, count in sorted(counts.items(), key=lambda item: item[0] in given):
-        if kind in given:
-            own = given[kind]
-            texts_of_model = own() if callable(own) else own
+    for kind, count in sorted(counts.items(), key=lambda item: item[0] in sources):
+        if kind in sources:
+            source = sources[kind]
+            texts_of_model = source() if callable(source) else source
             _require_texts(kind, texts_of_model)
             pool = _Pool(kind, texts_of_model, random.Random(f"{kind} {seed}"))
         n_short = round(short * count)
         with tqdm(total=count, desc=f"rows of {kind}", unit="row", disable=not progress) as bar:
             for size, several in ((length, count - n_short), (length // SHORTER, SHORTER * n_short)):
                 rng = random.Random(f"{kind} {size} {seed}")
-                if kind in given:
+                if kind in sources:
                     made = pool.rows(size, label_all)
                 elif kind == "text":
                     assert pieces is not None

@@ -66,7 +66,7 @@ def own_chats(
     Source: Magpie, arXiv:2406.08464, section 2.1.
     """
     require_integer("n", n, least=0)
-    found = sampled_chats(
+    chats = sampled_chats(
         model,
         tokenizer,
         max_user_tokens=max_user_tokens,
@@ -77,7 +77,7 @@ def own_chats(
         batch_size=batch_size,
         progress=progress,
     )
-    return _first(found, n, "chats of the model", progress)
+    return _first(chats, n, "chats of the model", progress)
 
 
 def own_texts(
@@ -111,7 +111,7 @@ def own_texts(
             tokens than the trained window; a view in force; or a model that writes nothing.
     """
     require_integer("n", n, least=0)
-    found = sampled_texts(
+    texts = sampled_texts(
         model,
         tokenizer,
         max_tokens=max_tokens,
@@ -120,7 +120,7 @@ def own_texts(
         batch_size=batch_size,
         progress=progress,
     )
-    return _first(found, n, "texts of the model", progress)
+    return _first(texts, n, "texts of the model", progress)
 
 
 def sampled_chats(
@@ -248,16 +248,16 @@ class _Sampler:
         fruitless = 0
         while True:
             try:
-                found = batch(self.rows)
+                rows = batch(self.rows)
             except torch.OutOfMemoryError:
                 if self.rows == 1:
                     raise
                 self.rows //= 2
                 continue
-            fruitless = 0 if found else fruitless + 1
+            fruitless = 0 if rows else fruitless + 1
             if fruitless == _FRUITLESS:
                 raise ValueError(f"in {_FRUITLESS} batches of {self.rows} the model wrote {nothing}.")
-            yield from found
+            yield from rows
 
     def sample(self, prompts: list[list[int]], n_tokens: int, ends: tuple[int, ...], what: str) -> list[list[int]]:
         """What the model writes behind each of `prompts`, at most `n_tokens`, up to one of `ends`."""
@@ -282,5 +282,5 @@ def _has_text(tokenizer: Any, ids: list[int]) -> bool:
     return bool(str(tokenizer.decode(ids, skip_special_tokens=True)).strip())
 
 
-def _first(found: Iterator[list[int]], n: int, what: str, progress: bool) -> list[list[int]]:
-    return list(tqdm(islice(found, n), total=n, desc=what, unit="text", disable=not progress))
+def _first(rows: Iterator[list[int]], n: int, what: str, progress: bool) -> list[list[int]]:
+    return list(tqdm(islice(rows, n), total=n, desc=what, unit="text", disable=not progress))

@@ -308,14 +308,14 @@ def relation_kl_hopper_bwd_kernel(
     first_tile = gl.program_id(0) // launch_heads * N_GROUPS
     head = first_head + in_launch
     batch = head // n_heads
-    own = head % n_heads
+    own_head = head % n_heads
     n_turns = gl.cdiv(n, ROWS) - first_tile
     memory = _shared(s_desc, t_desc, S_STAGES, T_STAGES, N_GROUPS)
     staging = gl.allocate_shared_memory(gl.int32, [OUT_STAGES] + sum_desc.block_shape, sum_desc.layout)
     start = head.to(gl.int64) * padded_n
     part_ptrs = (shift_s_ptr + start, shift_t_ptr + start, weight_ptr + start)
     quantum_ptr += start
-    out_ptr += batch.to(gl.int64) * stride_b + own.to(gl.int64) * stride_h
+    out_ptr += batch.to(gl.int64) * stride_b + own_head.to(gl.int64) * stride_h
     factor *= gl.load(top_ptr + head)
     scales = (scale_s, scale_t)
     if N_GROUPS == 2:
@@ -336,7 +336,7 @@ def relation_kl_hopper_bwd_kernel(
                     _differences,
                     (1, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
                 ),
-                (_load, (s_desc, t_desc, memory, batch, own, first_tile, n_turns, S_STAGES, T_STAGES, N_GROUPS)),
+                (_load, (s_desc, t_desc, memory, batch, own_head, first_tile, n_turns, S_STAGES, T_STAGES, N_GROUPS)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 24],
@@ -364,7 +364,7 @@ def relation_kl_hopper_bwd_kernel(
                     _differences,
                     (2, memory, part_ptrs, scales, first_tile, n_turns, BLOCK_D, S_STAGES, T_STAGES, N_GROUPS),
                 ),
-                (_load, (s_desc, t_desc, memory, batch, own, first_tile, n_turns, S_STAGES, T_STAGES, N_GROUPS)),
+                (_load, (s_desc, t_desc, memory, batch, own_head, first_tile, n_turns, S_STAGES, T_STAGES, N_GROUPS)),
             ],
             [4, 4, 4, 4],
             [REGISTERS, REGISTERS, REGISTERS, 24],

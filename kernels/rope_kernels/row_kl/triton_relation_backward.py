@@ -13,7 +13,7 @@ def _sweep(
     acc,
     begin,
     finish,
-    own,
+    own_tile,
     pointers,
     numbers,
     row,
@@ -35,7 +35,7 @@ def _sweep(
     `own` holds X of student and teacher [M, D], top and log_sum of both and the incoming gradient [M]; `pointers` the
     same of all rows of the head; `numbers` the strides of a row and the scales of both, and how many rows there are.
     """
-    s_i, t_i, top_s_i, log_sum_s_i, top_t_i, log_sum_t_i, grad_i = own
+    s_i, t_i, top_s_i, log_sum_s_i, top_t_i, log_sum_t_i, grad_i = own_tile
     s_ptr, t_ptr, top_s_ptr, log_sum_s_ptr, top_t_ptr, log_sum_t_ptr, grad_ptr = pointers
     stride_s_n, stride_t_n, scale_s, scale_t, n = numbers
     d = tl.arange(0, acc.shape[1])
@@ -153,7 +153,7 @@ def _relation_kl_bwd_kernel(
         low = tl.min(tl.load(first_ptr + batch * n + row, mask=in_row, other=n), 0)
         begin = tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         finish = tl.max(tl.load(end_ptr + batch * n + row, mask=in_row, other=0), 0)
-    own = (s_i, t_i, top_s_i, log_sum_s_i, top_t_i, log_sum_t_i, grad_i)
+    own_tile = (s_i, t_i, top_s_i, log_sum_s_i, top_t_i, log_sum_t_i, grad_i)
     pointers = (s_ptr, t_ptr, top_s_ptr, log_sum_s_ptr, top_t_ptr, log_sum_t_ptr, grad_ptr)
     numbers = (stride_s_n, stride_t_n, scale_s, scale_t, n)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -164,16 +164,16 @@ def _relation_kl_bwd_kernel(
         before = block * BLOCK_M // BLOCK_N * BLOCK_N
         after = tl.minimum(tl.cdiv((block + 1) * BLOCK_M, BLOCK_N) * BLOCK_N, n)
         acc = _sweep(
-            acc, begin, before, own, pointers, numbers, row, row_document, document_ptr, True, False,
+            acc, begin, before, own_tile, pointers, numbers, row, row_document, document_ptr, True, False,
             HEAD_DIM, CAUSAL, HAS_DOCUMENTS, BLOCK_N, PRECISION,
         )  # fmt: skip
     acc = _sweep(
-        acc, before, after, own, pointers, numbers, row, row_document, document_ptr, True, True,
+        acc, before, after, own_tile, pointers, numbers, row, row_document, document_ptr, True, True,
         HEAD_DIM, CAUSAL, HAS_DOCUMENTS, BLOCK_N, PRECISION,
     )  # fmt: skip
     if CAUSAL and not HAS_DOCUMENTS:
         acc = _sweep(
-            acc, after, finish, own, pointers, numbers, row, row_document, document_ptr, False, True,
+            acc, after, finish, own_tile, pointers, numbers, row, row_document, document_ptr, False, True,
             HEAD_DIM, CAUSAL, HAS_DOCUMENTS, BLOCK_N, PRECISION,
         )  # fmt: skip
     grad_s_ptr += batch * stride_g_b + own_head * stride_g_h

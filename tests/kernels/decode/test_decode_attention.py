@@ -37,8 +37,8 @@ def spoiled(k, v, begin, end):
 def test_the_kernel_equals_its_twin_in_double(case):
     q, k, v, begin, end = inputs(case)
     exact = decode_attention_ref(q.double(), k.double(), v.double(), begin, end, 0.3)
-    found = decode_attention_in_parts(q, *spoiled(k, v, begin, end), begin, end, 0.3)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    actual = decode_attention_in_parts(q, *spoiled(k, v, begin, end), begin, end, 0.3)
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -48,15 +48,15 @@ def test_half_precision_is_as_exact_as_torch(case, dtype):
     q, k, v, begin, end = inputs(case, dtype)
     exact = decode_attention_ref(q.double(), k.double(), v.double(), begin, end)
     torch_error = (decode_attention_ref(q, k, v, begin, end) - exact).abs().max()
-    found = decode_attention(q, *spoiled(k, v, begin, end), begin, end)
-    assert (found - exact).abs().max() <= 2 * torch_error + 1e-2 * exact.abs().max()
+    actual = decode_attention(q, *spoiled(k, v, begin, end), begin, end)
+    assert (actual - exact).abs().max() <= 2 * torch_error + 1e-2 * exact.abs().max()
 
 
 def test_the_twin_is_softmax_over_what_is_seen():
     q, k, v, begin, end = inputs("a window over two parts")
-    found = decode_attention(q, k, v, begin, end)
+    actual = decode_attention(q, k, v, begin, end)
     scores = torch.einsum("hd,nd->hn", q[0], k[0, 0, 1000:1050]) * q.shape[-1] ** -0.5
-    torch.testing.assert_close(found[0], scores.softmax(-1) @ v[0, 0, 1000:1050], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual[0], scores.softmax(-1) @ v[0, 0, 1000:1050], rtol=1e-4, atol=1e-5)
 
 
 def test_tensors_that_do_not_belong_together_are_refused():

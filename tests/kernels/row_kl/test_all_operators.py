@@ -120,10 +120,10 @@ def test_float64_equals_the_twin_with_every_gradient(batch, kv_heads, group, n, 
             attention_map_kl_ref(student_q, student_k, teacher_q, teacher_k, seen),
         ),
     ]
-    for found, wanted in pairs:
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-        assert not found.masked_select(~seen.any(-1).expand_as(found)).any()
-        grads = (torch.autograd.grad((x * weight).sum(), leaves, allow_unused=True) for x in (found, wanted))
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+        assert not actual.masked_select(~seen.any(-1).expand_as(actual)).any()
+        grads = (torch.autograd.grad((x * weight).sum(), leaves, allow_unused=True) for x in (actual, expected))
         for mine, right in zip(*grads, strict=True):
             assert (mine is None) == (right is None)
             if mine is not None:

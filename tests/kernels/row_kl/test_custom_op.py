@@ -73,12 +73,12 @@ def test_inductor_gives_the_numbers_of_eager():
         relation = relation_kl(2 * student, teacher)
         return (relation + attention_map_kl(student, key, teacher, teacher_key, visibility=visible)).square().sum()
 
-    found = []
+    results = []
     for run in (loss, torch.compile(loss, fullgraph=True)):
         leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (first, key)]
         value = run(*leaves)
-        found.append((value.detach(), *torch.autograd.grad(value, leaves)))
-    for eager, compiled in zip(*found, strict=True):
+        results.append((value.detach(), *torch.autograd.grad(value, leaves)))
+    for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)
 
 
@@ -86,10 +86,10 @@ def test_compiled_gradients_have_the_layout_that_was_announced():
     """What inductor lays out memory by, without its compiler."""
     student = torch.randn(2, 40, 3, 32).transpose(1, 2).requires_grad_()
     teacher = torch.randn(2, 40, 3, 32).transpose(1, 2)
-    wanted = torch.autograd.grad(relation_kl(student, teacher).sum(), student)[0]
+    expected = torch.autograd.grad(relation_kl(student, teacher).sum(), student)[0]
     traced = torch.compile(relation_kl, fullgraph=True, backend="aot_eager")(student, teacher)
-    found = torch.autograd.grad(traced.sum(), student)[0]
-    assert torch.equal(found, wanted) and found.stride() == wanted.stride() == student.stride()
+    actual = torch.autograd.grad(traced.sum(), student)[0]
+    assert torch.equal(actual, expected) and actual.stride() == expected.stride() == student.stride()
 
 
 @pytest.mark.gpu
@@ -98,15 +98,15 @@ def test_packed_rows_on_a_gpu_wait_for_nothing():
     borders = torch.tensor([0, 1, 30, 64, 128], device="cuda", dtype=torch.int32)
     key_mask = torch.ones(2, 64, dtype=torch.bool, device="cuda")
     call = functools.partial(relation_kl, student, teacher, True, key_mask, borders)
-    wanted = call().detach()  # compiled and tuned here
+    expected = call().detach()  # compiled and tuned here
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = call()
+        actual = call()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, wanted)
+    assert torch.equal(actual, expected)
     alone = relation_kl(student[:1, :, 1:30], teacher[:1, :, 1:30])
-    torch.testing.assert_close(found[:1, :, 1:30], alone, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(actual[:1, :, 1:30], alone, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 5, 7, 32, 33])

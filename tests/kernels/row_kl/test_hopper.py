@@ -117,12 +117,14 @@ def test_every_block_of_a_busy_gpu(n_heads, n, head_dim):
     """More blocks than run at once: what one of them loses is nothing in a norm of all, and all of its own rows."""
     student, teacher = relations(1, n_heads, n, head_dim, dtype=torch.bfloat16, device="cuda")
     require_hopper(student, teacher)
-    found = torch.autograd.grad(relation_kl(student, teacher).sum(), student)[0].double()
+    actual = torch.autograd.grad(relation_kl(student, teacher).sum(), student)[0].double()
     for head in range(n_heads):
         exact = student[:, head : head + 1].detach().double().requires_grad_()
         relation_kl_ref(exact, teacher[:, head : head + 1].double(), causal(n)).sum().backward()
-        wanted = exact.grad[0, 0].view(-1, 64, head_dim)
-        error = (found[0, head].view(-1, 64, head_dim) - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+        expected = exact.grad[0, 0].view(-1, 64, head_dim)
+        error = (actual[0, head].view(-1, 64, head_dim) - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(
+            dim=1
+        )
         assert error.max() < 2e-2, (head, error.argmax(), error.max())
 
 

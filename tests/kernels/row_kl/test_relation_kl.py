@@ -52,15 +52,15 @@ def test_scales_of_student_and_teacher_are_apart(device):
 
 def test_any_layout_gives_the_same(device):
     student, teacher = relations(2, 3, 45, 32, device=device)
-    wanted = relation_kl(student, teacher)
-    wanted.sum().backward()
+    expected = relation_kl(student, teacher)
+    expected.sum().backward()
     tokens_first = student.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     features_apart = teacher.transpose(2, 3).contiguous().transpose(2, 3)
-    found = relation_kl(tokens_first, features_apart)
-    found.sum().backward()
-    assert torch.equal(found, wanted) and torch.equal(tokens_first.grad, student.grad)
+    actual = relation_kl(tokens_first, features_apart)
+    actual.sum().backward()
+    assert torch.equal(actual, expected) and torch.equal(tokens_first.grad, student.grad)
     sliced = torch.cat([student.detach(), teacher], -1)
-    assert torch.equal(relation_kl(sliced[..., :32], sliced[..., 32:]), wanted)
+    assert torch.equal(relation_kl(sliced[..., :32], sliced[..., 32:]), expected)
 
 
 def test_equal_student_and_teacher_give_zero_and_no_gradient(device):
@@ -111,8 +111,8 @@ def test_it_compiles_and_recomputes(device):
 
     student, teacher = relations(1, 2, 40, 32, device=device)
     loss = relation_kl(2 * student, teacher).sum()
-    (wanted,) = torch.autograd.grad(loss, student)
+    (expected,) = torch.autograd.grad(loss, student)
     again = checkpoint(lambda x: relation_kl(2 * x, teacher).sum(), student, use_reentrant=False)
-    assert torch.equal(torch.autograd.grad(again, student)[0], wanted)
+    assert torch.equal(torch.autograd.grad(again, student)[0], expected)
     traced = torch.compile(lambda x: relation_kl(2 * x, teacher).sum(), fullgraph=True, backend="aot_eager")(student)
-    assert torch.equal(torch.autograd.grad(traced, student)[0], wanted)
+    assert torch.equal(torch.autograd.grad(traced, student)[0], expected)

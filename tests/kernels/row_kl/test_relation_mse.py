@@ -14,17 +14,17 @@ def test_it_is_the_formula_with_its_gradient(monkeypatch):
     teacher = student.detach() + torch.randn(2, 3, 10, 4, dtype=torch.float64)
     key_mask = torch.ones(2, 10, dtype=torch.bool)
     key_mask[1, :4] = False
-    found = relation_mse(student, teacher, key_mask=key_mask, student_scale=0.7)
-    wanted = torch.zeros(2, 3, 10, dtype=torch.float64)
+    actual = relation_mse(student, teacher, key_mask=key_mask, student_scale=0.7)
+    expected = torch.zeros(2, 3, 10, dtype=torch.float64)
     for b, first in ((0, 0), (1, 4)):
         for i in range(first, 10):
             keys = slice(first, i + 1)
             s = (0.7 * (student[b, :, i, None] * student[b, :, keys]).sum(-1)).softmax(-1)
             t = (0.5 * (teacher[b, :, i, None] * teacher[b, :, keys]).sum(-1)).softmax(-1)
-            wanted[b, :, i] = (s - t).square().sum(-1)
-    torch.testing.assert_close(found, wanted)
+            expected[b, :, i] = (s - t).square().sum(-1)
+    torch.testing.assert_close(actual, expected)
     seen = torch.ones(10, 10, dtype=torch.bool).tril() & (key_mask[:, None, :, None] & key_mask[:, None, None, :])
-    torch.testing.assert_close(relation_mse_ref(student, teacher, seen, student_scale=0.7), wanted)
+    torch.testing.assert_close(relation_mse_ref(student, teacher, seen, student_scale=0.7), expected)
     coefficients = torch.rand(2, 3, 10)
-    mine, right = (torch.autograd.grad((kl * coefficients).sum(), student)[0] for kl in (found, wanted))
+    mine, right = (torch.autograd.grad((kl * coefficients).sum(), student)[0] for kl in (actual, expected))
     torch.testing.assert_close(mine, right)

@@ -9,8 +9,8 @@ from rope_kernels import Visibility, relation_kl, relation_kl_ref
 
 def test_borders_may_be_a_list():
     student, teacher = relations(2, 1, 8, 32)
-    wanted = relation_kl(student, teacher, cu_seqlens=torch.tensor([0, 3, 8, 9, 16]))
-    assert torch.equal(relation_kl(student, teacher, cu_seqlens=[0, 3, 8, 9, 16]), wanted)
+    expected = relation_kl(student, teacher, cu_seqlens=torch.tensor([0, 3, 8, 9, 16]))
+    assert torch.equal(relation_kl(student, teacher, cu_seqlens=[0, 3, 8, 9, 16]), expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -22,9 +22,13 @@ def test_parts_that_make_no_visibility_are_refused(change, device):
     if "dtype" in change or "n" in change:
         shape = (1, change.get("n", 8))
         parts["first"] = torch.zeros(shape, dtype=change.get("dtype", torch.int32), device=device)
-    given = {"causal": True, **parts, **{name: x for name, x in change.items() if name in ("causal", "first", "end")}}
+    arguments = {
+        "causal": True,
+        **parts,
+        **{name: x for name, x in change.items() if name in ("causal", "first", "end")},
+    }
     with pytest.raises(ValueError, match="causal must be True or False, got 1|(first|end) must be int32 .*, got "):
-        Visibility(**given)
+        Visibility(**arguments)
 
 
 @pytest.mark.parametrize("document", [torch.zeros(8), torch.zeros(1, 8), torch.zeros(8, dtype=torch.int64), [[0, 0]]])
@@ -39,6 +43,6 @@ def test_a_number_that_comes_again_is_another_document(device):
     numbers = torch.tensor([[-1, 5, 5, -1, 5, 0, 0, 5, 5]], device=device)
     runs = [[-1, 0, 0, -1, 0, 1, 1, 2, 2]]
     seen = visible(9, documents=runs, key_mask=numbers.cpu() >= 0, device=device)
-    wanted = relation_kl_ref(student.double(), teacher.double(), seen).float()
-    found = relation_kl(student, teacher, visibility=Visibility.of_documents(numbers))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-6)
+    expected = relation_kl_ref(student.double(), teacher.double(), seen).float()
+    actual = relation_kl(student, teacher, visibility=Visibility.of_documents(numbers))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-6)

@@ -50,12 +50,12 @@ def both(inputs, labels, ce_weight, kl_weight, direction, head, **options):
     std, view, weight, bias = inputs
     loss, rows = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, direction, bias=bias, **head, **options)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    given = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in head.items()}
-    wanted = linear_ce_kl_ref(
-        *exact[:3], labels, ce_weight.double(), kl_weight.double(), direction, bias=exact[3], **given
+    in_double = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in head.items()}
+    expected = linear_ce_kl_ref(
+        *exact[:3], labels, ce_weight.double(), kl_weight.double(), direction, bias=exact[3], **in_double
     )
     grads = torch.autograd.grad(3 * loss, inputs, retain_graph=True)
-    return loss, rows, grads, wanted, torch.autograd.grad(3 * wanted, exact)
+    return loss, rows, grads, expected, torch.autograd.grad(3 * expected, exact)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, None])
@@ -63,8 +63,8 @@ def both(inputs, labels, ce_weight, kl_weight, direction, head, **options):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_it_is_the_formula_with_all_its_gradients(direction, head, chunk_rows, device, dtype):
     data = problem(device=device, dtype=dtype)
-    loss, _, grads, wanted, wanted_grads = both(*data, direction, head, chunk_rows=chunk_rows)
-    torch.testing.assert_close(loss, wanted.to(dtype))
+    loss, _, grads, expected, wanted_grads = both(*data, direction, head, chunk_rows=chunk_rows)
+    torch.testing.assert_close(loss, expected.to(dtype))
     for mine, right in zip(grads, wanted_grads, strict=True):
         torch.testing.assert_close(mine, right.to(dtype), atol=1e-5 if dtype == torch.float32 else 1e-7, rtol=1e-5)
 
@@ -79,8 +79,8 @@ def test_a_teacher_takes_the_place_of_the_standard_view_in_the_kl(direction, hea
         "teacher_weight": torch.randn(37, 5, device=device, dtype=dtype, requires_grad=True),
         "teacher_bias": torch.randn(37, device=device, dtype=dtype),
     }
-    loss, rows, grads, wanted, wanted_grads = both(*data, direction, {**head, **teacher}, chunk_rows=chunk_rows)
-    torch.testing.assert_close(loss, wanted.to(dtype))
+    loss, rows, grads, expected, wanted_grads = both(*data, direction, {**head, **teacher}, chunk_rows=chunk_rows)
+    torch.testing.assert_close(loss, expected.to(dtype))
     for mine, right in zip(grads, wanted_grads, strict=True):
         torch.testing.assert_close(mine, right.to(dtype), atol=1e-5 if dtype == torch.float32 else 1e-7, rtol=1e-5)
     _, without = linear_ce_kl(*data[0][:3], *data[1:], direction, bias=data[0][3], **head)
@@ -134,14 +134,16 @@ def compare(device, n_rows, vocab, direction, head, chunk_rows, dtype, size, see
     torch.manual_seed(seed)
     inputs, labels, ce_weight, kl_weight = problem(n_rows, 16, vocab, dtype=dtype, device=device)
     ce_weight, kl_weight = ce_weight * size, kl_weight * size
-    loss, _, grads, wanted, rights = both(inputs, labels, ce_weight, kl_weight, direction, head, chunk_rows=chunk_rows)
+    loss, _, grads, expected, rights = both(
+        inputs, labels, ce_weight, kl_weight, direction, head, chunk_rows=chunk_rows
+    )
     plain = linear_ce_kl_ref(
         *inputs[:3], labels, ce_weight.to(dtype), kl_weight.to(dtype), direction, bias=inputs[3], **head
     )
     if not plain.isfinite():
         return  # float16's own range
-    slack = 2 * (plain.double() - wanted).abs() + (2e-2 if dtype != torch.float32 else 1e-5) * wanted.abs() + 1e-9
-    assert (loss.double() - wanted).abs() <= slack
+    slack = 2 * (plain.double() - expected).abs() + (2e-2 if dtype != torch.float32 else 1e-5) * expected.abs() + 1e-9
+    assert (loss.double() - expected).abs() <= slack
     if dtype == torch.float16 and size != 1.0:
         return  # the gradients themselves are out of its range
     for mine, their, right in zip(grads, torch.autograd.grad(3 * plain, inputs), rights, strict=True):
@@ -165,13 +167,13 @@ def test_longce_factors_are_constants_of_the_sweep(device, dtype):
     exact = [x.detach().double().requires_grad_() for x in (std, view, weight, bias)]
     nll = torch.nn.functional.cross_entropy(exact[0] @ exact[2].T + exact[3], labels, reduction="none").detach()
     factor = torch.where(reference.isnan(), 1.0, (reference.double() - nll).exp().clamp(max=1.5))
-    wanted = linear_ce_kl_ref(*exact[:3], labels, factor * ce_weight, kl_weight.double(), bias=exact[3])
+    expected = linear_ce_kl_ref(*exact[:3], labels, factor * ce_weight, kl_weight.double(), bias=exact[3])
     labelled = labels != -100
     assert (rows.ce_factor[labelled] == 1.5).any() and (rows.ce_factor[labelled] == 1).any()
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-7, "rtol": 1e-6}
     torch.testing.assert_close(rows.ce_factor[labelled], factor[labelled].to(dtype), **tolerance)
-    torch.testing.assert_close(loss, wanted.to(dtype), **tolerance)
-    for mine, right in zip(grads, torch.autograd.grad(wanted, exact), strict=True):
+    torch.testing.assert_close(loss, expected.to(dtype), **tolerance)
+    for mine, right in zip(grads, torch.autograd.grad(expected, exact), strict=True):
         torch.testing.assert_close(mine, right.to(dtype), **tolerance)
 
 
@@ -189,9 +191,9 @@ def test_tied_embeddings_get_both_parts():
     hidden = embedding[ids]
     ones = torch.ones(3)
     loss, _ = linear_ce_kl(hidden, hidden * 1.1, embedding, labels, ones, ones)
-    wanted = linear_ce_kl_ref(hidden, hidden * 1.1, embedding, labels, ones.double(), ones.double())
+    expected = linear_ce_kl_ref(hidden, hidden * 1.1, embedding, labels, ones.double(), ones.double())
     torch.testing.assert_close(
-        torch.autograd.grad(loss, embedding, retain_graph=True)[0], torch.autograd.grad(wanted, embedding)[0]
+        torch.autograd.grad(loss, embedding, retain_graph=True)[0], torch.autograd.grad(expected, embedding)[0]
     )
 
 
@@ -279,15 +281,15 @@ def test_what_does_not_fit_is_refused(change, message):
 def test_no_gradient_is_formed_where_none_can_be_asked_for(monkeypatch):
     """The forward forms them, so evaluation and frozen inputs must say so before it runs."""
     (std, view, weight, bias), labels, ce_weight, kl_weight = problem()
-    wanted = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
+    expected = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
 
     def refuse(*_):
         raise AssertionError("a product for a gradient")
 
     monkeypatch.setattr("rope_kernels.vocabulary.chunked._add_product", refuse)
     with torch.no_grad():
-        found = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
-    torch.testing.assert_close(found, wanted.detach())
+        actual = linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)[0]
+    torch.testing.assert_close(actual, expected.detach())
     linear_ce_kl(std, view, weight.detach(), labels, ce_weight, kl_weight, bias=bias.detach())
     with pytest.raises(AssertionError, match="a product for a gradient"):
         linear_ce_kl(std, view, weight, labels, ce_weight, kl_weight, bias=bias)

@@ -30,12 +30,14 @@ def test_it_is_the_formula_with_all_its_gradients(rows_at_a_time, temperature, d
     student, teacher, student_weight, teacher_weight, bias = problem(device=device)
     inputs = [x.requires_grad_() for x in (student, student_weight, bias)]
     coefficients = torch.rand(21, device=device)
-    found = linear_kl_rows(student, teacher, student_weight, teacher_weight, student_bias=bias, temperature=temperature)
-    wanted = formula(student, teacher, student_weight, teacher_weight, bias, temperature)
-    torch.testing.assert_close(found, wanted)
+    actual = linear_kl_rows(
+        student, teacher, student_weight, teacher_weight, student_bias=bias, temperature=temperature
+    )
+    expected = formula(student, teacher, student_weight, teacher_weight, bias, temperature)
+    torch.testing.assert_close(actual, expected)
     for mine, right in zip(
-        torch.autograd.grad((found * coefficients).sum(), inputs),
-        torch.autograd.grad((wanted * coefficients).sum(), inputs),
+        torch.autograd.grad((actual * coefficients).sum(), inputs),
+        torch.autograd.grad((expected * coefficients).sum(), inputs),
         strict=True,
     ):
         torch.testing.assert_close(mine, right)
@@ -45,35 +47,37 @@ def test_what_a_family_does_to_its_logits_is_done_on_both_sides():
     student, teacher, student_weight, teacher_weight, bias = problem()
     inputs = [x.requires_grad_() for x in (student, student_weight, bias)]
     options = {"temperature": 2.0, "logit_scale": 0.7, "softcap": 1.5}
-    found = linear_kl_rows(student, teacher, student_weight, teacher_weight, student_bias=bias, **options)
-    wanted = formula(
+    actual = linear_kl_rows(student, teacher, student_weight, teacher_weight, student_bias=bias, **options)
+    expected = formula(
         student, teacher, student_weight, teacher_weight, bias, 2.0, lambda z: 1.5 * (0.7 * z / 1.5).tanh()
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, expected)
     twin = linear_kl_rows_ref(student, teacher, student_weight, teacher_weight, student_bias=bias, **options)
-    torch.testing.assert_close(twin, wanted)
-    pairs = zip(torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True)
+    torch.testing.assert_close(twin, expected)
+    pairs = zip(torch.autograd.grad(actual.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True)
     for mine, right in pairs:
         torch.testing.assert_close(mine, right)
 
 
 def test_low_precision_is_as_exact_as_torch():
     student, teacher, student_weight, teacher_weight, _ = problem(torch.bfloat16)
-    found = linear_kl_rows(student, teacher, student_weight, teacher_weight)
+    actual = linear_kl_rows(student, teacher, student_weight, teacher_weight)
     exact = formula(*(x.double() for x in (student, teacher, student_weight, teacher_weight)), 0, 1.0)
     torch_error = (formula(student, teacher, student_weight, teacher_weight, 0, 1.0) - exact).abs().max()
-    assert found.dtype == torch.float32 and (found - exact).abs().max() <= 2 * torch_error
+    assert actual.dtype == torch.float32 and (actual - exact).abs().max() <= 2 * torch_error
 
 
 def test_a_word_that_both_heads_mask_counts_nothing():
     student, teacher, weight, _, bias = problem()
     masked = torch.cat([bias[:-1], torch.tensor([-torch.inf], dtype=bias.dtype)])
     inputs = [student.requires_grad_(), weight.requires_grad_()]
-    found = linear_kl_rows(student, teacher, weight, weight, student_bias=masked, teacher_bias=masked)
-    wanted = linear_kl_rows(student, teacher, weight[:-1], weight[:-1], student_bias=bias[:-1], teacher_bias=bias[:-1])
-    torch.testing.assert_close(found, wanted)
+    actual = linear_kl_rows(student, teacher, weight, weight, student_bias=masked, teacher_bias=masked)
+    expected = linear_kl_rows(
+        student, teacher, weight[:-1], weight[:-1], student_bias=bias[:-1], teacher_bias=bias[:-1]
+    )
+    torch.testing.assert_close(actual, expected)
     for mine, right in zip(
-        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True
+        torch.autograd.grad(actual.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
     ):
         torch.testing.assert_close(mine, right)
 

@@ -65,7 +65,7 @@ def run(
     return run
 
 
-# Transformers takes no linear schedule for Phi-3, which "same-places" would write
+# Transformers takes no linear RoPE type for Phi-3, which "same-places" would write
 CASES = [(family, mode) for family in FAMILIES for mode in MODES if (family, mode) != ("phi3", "same-places")]
 
 

@@ -42,10 +42,10 @@ def positions_of(data):
 
 
 def real(data):
-    found = torch.zeros_like(data["input_ids"], dtype=torch.bool)
+    is_real = torch.zeros_like(data["input_ids"], dtype=torch.bool)
     for row, start, length in documents_of(data):
-        found[row, start : start + length] = True
-    return found
+        is_real[row, start : start + length] = True
+    return is_real
 
 
 def run(model, data, group):
@@ -68,10 +68,10 @@ def test_logits_and_gradients_are_those_of_the_mask(family, kind, attention, mon
         model = tiny(family, "eager" if attention == "eager" else "sdpa", dtype=torch.float64).train()
         if attention == "flash":
             as_flash(model)
-        found, weight = run(model, data, group)
+        actual, weight = run(model, data, group)
         weights = oracle.weights_of(model)
         seen = visible_by_hand(data, group, 4, 2, window)
-        wanted = oracle.logits(
+        expected = oracle.logits(
             weights,
             model.config,
             data["input_ids"],
@@ -80,8 +80,8 @@ def test_logits_and_gradients_are_those_of_the_mask(family, kind, attention, mon
         )
         chosen = real(data)
         # float32 norms and RoPE inside a float64 model
-        torch.testing.assert_close(found[chosen], wanted[chosen], rtol=1e-4, atol=1e-5)
-        (wanted * weight)[chosen].sum().backward()
+        torch.testing.assert_close(actual[chosen], expected[chosen], rtol=1e-4, atol=1e-5)
+        (expected * weight)[chosen].sum().backward()
         for name, p in model.named_parameters():
             right = weights[name].grad
             assert (p.grad - right).abs().max() <= 2e-5 * right.abs().max() + 1e-7, name
@@ -94,17 +94,17 @@ def test_heads_are_split_between_keys_and_values(n_heads, n_kv_heads):
     data = batch("packed")
     heads = {"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads, "hidden_size": 48}
     model = tiny("llama", dtype=torch.float64, **heads).train()
-    found, _ = run(model, data, 4)
+    actual, _ = run(model, data, 4)
     seen = visible_by_hand(data, 4, n_heads, n_kv_heads)
     assert not torch.equal(seen[:, 0], seen[:, -1])
-    wanted = oracle.logits(
+    expected = oracle.logits(
         oracle.weights_of(model),
         model.config,
         data["input_ids"],
         positions_of(data),
         seen.expand(model.config.num_hidden_layers, *seen.shape),
     )
-    torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, SLIDING_WINDOW])
@@ -113,9 +113,9 @@ def test_the_mask_of_flex_attention_is_that_mask(kind, window):
     data = batch(kind)
     rows, n = data["input_ids"].shape
     call = SimpleNamespace(query=torch.zeros(rows, 6, n, 8), key=torch.zeros(rows, 3, n, 8))
-    found = _Groups(Labelled.of(data), 5, eager=False).block_mask(call, window)
+    mask = _Groups(Labelled.of(data), 5, eager=False).block_mask(call, window)
     padding = ~real(data)[:, None, :, None] & torch.eye(n, dtype=torch.bool)  # sees itself, or its softmax is nan
-    dense = create_mask(found.mask_mod, rows, 6, n, n, device="cpu")
+    dense = create_mask(mask.mask_mod, rows, 6, n, n, device="cpu")
     assert torch.equal(dense, visible_by_hand(data, 5, 6, 3, window) | padding)
 
 
@@ -142,8 +142,8 @@ def test_checkpointing_and_views_change_nothing():
             model.gradient_checkpointing_enable({"use_reentrant": False})
         logits, _ = run(model, data, 5)
         results.append((logits.detach(), *(p.grad for p in model.parameters())))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
     model = tiny("qwen3", dtype=torch.float64).train()
     t = positions_of(data)
     with rope_view(model, index=torch.where(t >= 3, t + 20, t) / 4.0):

@@ -20,7 +20,7 @@ def shortened(n):
     return torch.where(m >= S, m - S + W, m)
 
 
-def wanted(model, ids, frequencies=None, factor=1.0):
+def expected(model, ids, frequencies=None, factor=1.0):
     n = ids.shape[1]
     return oracle.logits(
         oracle.weights_of(model), model.config, ids, torch.arange(n).expand(ids.shape), oracle.causal(n)[None],
@@ -36,12 +36,12 @@ def test_a_prompt_is_read_by_the_formula(family, attention, rows_at_a_time, monk
     model, ids = tiny(family, attention, dtype=torch.float64), tokens(2, 29)
     plain = model(ids).logits
     with string_positions(model, offset=S, local=W), torch.no_grad():
-        found = model(ids, use_cache=False).logits
+        actual = model(ids, use_cache=False).logits
     # RoPE and norms are float32 inside a float64 model
-    torch.testing.assert_close(found, wanted(model, ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual, expected(model, ids), rtol=1e-4, atol=1e-4)
     assert torch.equal(model(ids).logits, plain), "nothing stays behind"
-    assert (found - plain)[:, S:].abs().max() > 0.05
-    torch.testing.assert_close(found[:, :S], plain[:, :S], rtol=1e-6, atol=1e-6)
+    assert (actual - plain)[:, S:].abs().max() > 0.05
+    torch.testing.assert_close(actual[:, :S], plain[:, :S], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -71,10 +71,10 @@ def test_documents_are_read_as_if_alone(kind, attention):
     if kind == "left":  # as generation gives them
         inputs["position_ids"] = (data["attention_mask"].cumsum(1) - 1).clamp(min=0)
     with string_positions(model, offset=S, local=W), torch.no_grad():
-        found = model(**inputs, use_cache=False).logits
+        actual = model(**inputs, use_cache=False).logits
         for row, begin, length in documents_of(data):
             alone = model(data["input_ids"][row : row + 1, begin : begin + length], use_cache=False).logits[0]
-            torch.testing.assert_close(found[row, begin : begin + length], alone, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(actual[row, begin : begin + length], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_generation_in_a_padded_batch_is_that_of_each_row():
@@ -96,9 +96,9 @@ def test_it_goes_with_a_rescaling_and_its_factor():
     model, ids = patch_model(tiny("llama", dtype=torch.float64), "yarn", factor=4.0), tokens(1, 29)
     rotary = model.model.rotary_emb
     with string_positions(model, offset=S, local=W), torch.no_grad():
-        found = model(ids, use_cache=False).logits
-    right = wanted(model, ids, rotary.inv_freq.double(), rotary.attention_scaling)
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+        actual = model(ids, use_cache=False).logits
+    right = expected(model, ids, rotary.inv_freq.double(), rotary.attention_scaling)
+    torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-4)
     assert rotary.attention_scaling > 1.1
 
 

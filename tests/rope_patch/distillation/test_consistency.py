@@ -93,14 +93,14 @@ def test_rows_count_as_they_are_told(way, kind, passes, native):
         tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents, earlier)
         model(**inputs, logits_to_keep=1, use_cache=False, **{TAPE: tape})
         tape.result.loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    wanted, factors = by_hand(model, data, consistency, native)
-    wanted.backward()
+    expected, factors = by_hand(model, data, consistency, native)
+    expected.backward()
     assert len(set(factors.values())) > (1 if way == "top" else 3), "some rows are weighed"
-    torch.testing.assert_close(total + tape.result.loss.detach(), wanted.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(total + tape.result.loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
     for name, p in model.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item() + 1e-9)
+        torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item() + 1e-9)
     if consistency.kl_top is not None:
         chosen = {(r, i) for r, i in tape.result.in_kl.nonzero().tolist()}
         assert chosen == {place for place, factor in factors.items() if factor > 0}

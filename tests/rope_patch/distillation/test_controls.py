@@ -99,15 +99,15 @@ def test_loss_and_every_gradient_are_those_of_two_noisy_passes(kind, family, che
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tape = run(model, data, kind)
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.gradient_checkpointing_disable()
-    wanted = by_hand(model, data, kind)
-    wanted.backward()
-    torch.testing.assert_close(tape.result.loss, wanted, rtol=1e-6, atol=0)
+    expected = by_hand(model, data, kind)
+    expected.backward()
+    torch.testing.assert_close(tape.result.loss, expected, rtol=1e-6, atol=0)
     for name, p in model.named_parameters():
         # float32 norms inside a float64 model
-        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item())
+        torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item())
 
 
 @pytest.mark.parametrize("data", ["left", "right", "packed"])
@@ -140,14 +140,14 @@ def test_flex_attention_has_the_gradients_of_its_noise(checkpointing):
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tape = run(model, data, "attention_noise")
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model.gradient_checkpointing_disable()
-    wanted = by_hand(model, data, "attention_noise", "hashed_by_hand")
-    wanted.backward()
-    torch.testing.assert_close(tape.result.loss, wanted, rtol=1e-3, atol=0)
+    expected = by_hand(model, data, "attention_noise", "hashed_by_hand")
+    expected.backward()
+    torch.testing.assert_close(tape.result.loss, expected, rtol=1e-3, atol=0)
     for name, p in model.named_parameters():
-        error = (found[name] - p.grad).norm() / p.grad.norm()
+        error = (actual[name] - p.grad).norm() / p.grad.norm()
         assert error < 5e-3, f"gradient of {name} is off by {error:.1e}"
 
 
@@ -192,9 +192,9 @@ def test_hashed_noise_is_its_formula_in_exact_arithmetic():
     words = torch.tensor([[5, -(2**31)], [2**31 - 1, -7]], dtype=torch.int32)
     noise = HashedNoise(words, 0.5)
     for row, head, query, key in ((0, 0, 0, 0), (0, 1, 3, 1), (1, 0, 40_000, 39_999), (1, 1, 131_071, 7)):
-        found = noise[tuple(torch.tensor(i) for i in (row, head, query, key))].item()
+        result = noise[tuple(torch.tensor(i) for i in (row, head, query, key))].item()
         # an angle in float32
-        assert found == pytest.approx(by_hand(words[row, head].item(), query, key), abs=1e-5)
+        assert result == pytest.approx(by_hand(words[row, head].item(), query, key), abs=1e-5)
 
 
 def test_hashed_noise_is_normal_and_nothing_repeats():

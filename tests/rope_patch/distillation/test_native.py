@@ -64,17 +64,17 @@ def in_formulas(model, data, targets):
         ids = data["input_ids"][row : row + 1, start : start + length]
         t, see = torch.arange(length)[None], oracle.causal(length)[None]
         place = number if bound.documents.length.shape[1] == 1 else (row, start)
-        own = {n: p.expand_as(bound.documents.length)[place].flatten()[0] for n, p in bound.parameters.items()}
-        moved = bound.view.rope_index(t, own).double()
+        parameters = {n: p.expand_as(bound.documents.length)[place].flatten()[0] for n, p in bound.parameters.items()}
+        moved = bound.view.rope_index(t, parameters).double()
         seen = oracle.logits(weights, config, ids, moved, see, frequencies / FACTOR)[0]
         target = oracle.logits(teacher, config, ids, t, see, frequencies)[0]
         soft = [(logits / targets.temperature).log_softmax(-1) for logits in (seen, target)]
         kl = kl + divergence(*soft, targets.direction).sum()
         labels = data["labels"][row, start + 1 : start + length]
-        asked = labels != -100
-        ce = ce - seen[:-1].log_softmax(-1)[asked].gather(1, labels[asked, None]).sum()
+        has_label = labels != -100
+        ce = ce - seen[:-1].log_softmax(-1)[has_label].gather(1, labels[has_label, None]).sum()
         text = text - seen[:-1].log_softmax(-1).gather(1, ids[0, 1:, None]).sum()
-        n_labels, n_tokens, n_next = n_labels + int(asked.sum()), n_tokens + length, n_next + length - 1
+        n_labels, n_tokens, n_next = n_labels + int(has_label.sum()), n_tokens + length, n_next + length - 1
     loss = targets.weight * kl / n_tokens + targets.clm_weight * ce / n_labels + targets.text_weight * text / n_next
     return loss, torch.autograd.grad(loss, list(weights.values())), weights, kl.detach(), ce.detach()
 
@@ -91,8 +91,8 @@ def test_loss_and_gradients_are_those_of_the_formula(kind, options):
     torch.manual_seed(2)
     data, targets, model = batch(kind), NativeTargets(**options), student("qwen3")
     loss, tape = run(model, data, targets)
-    wanted, grads, names, kl, ce = in_formulas(model, data, targets)
-    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
+    expected, grads, names, kl, ce = in_formulas(model, data, targets)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(tape.rows.kl.sum(), kl.to(tape.rows.kl.dtype), rtol=1e-4, atol=1e-6)
     if targets.clm_weight:
         torch.testing.assert_close(tape.rows.ce[tape.has_label].sum(), ce.to(tape.rows.ce.dtype), rtol=1e-4, atol=1e-6)
@@ -121,7 +121,7 @@ def test_every_token_but_padding_counts_in_the_kl_and_labels_alone_in_the_cross_
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_adapters_off_are_the_copy_of_the_model_that_came(checkpointed):
-    data, found = batch("packed"), []
+    data, results = batch("packed"), []
     native = CopiedTeacher(patch_model(tiny(dtype=torch.float64), "pi", factor=FACTOR))
     for teacher in (None, native):
         torch.manual_seed(4)  # of the adapters
@@ -129,10 +129,10 @@ def test_adapters_off_are_the_copy_of_the_model_that_came(checkpointed):
         if checkpointed and teacher is None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         loss, _ = run(model, data, NativeTargets(), teacher or SharedTeacher(model))
-        found.append((loss, *(p.grad for p in model.parameters() if p.requires_grad)))
-    assert len(found[0]) == 13 and all(grad.abs().max() > 0 for grad in found[0])
-    for one, other in zip(*found, strict=True):
-        assert (one - other).abs().max() <= 2e-6 * other.abs().max() + 1e-9
+        results.append((loss, *(p.grad for p in model.parameters() if p.requires_grad)))
+    assert len(results[0]) == 13 and all(grad.abs().max() > 0 for grad in results[0])
+    for first, second in zip(*results, strict=True):
+        assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
 
 
 def test_at_true_positions_of_the_native_model_the_kl_and_its_gradient_are_0():
@@ -168,8 +168,8 @@ def test_families_that_scale_or_cap_their_logits(kind, temperature):
     target.load_state_dict(model.state_dict())
     soft = [(logits / temperature).log_softmax(-1) for logits in (seen, target(ids).logits.double())]
     ce = -seen[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).mean()
-    wanted = divergence(*soft, "forward").mean() + 0.3 * ce
-    torch.testing.assert_close(loss.double(), wanted, rtol=1e-4, atol=0)
+    expected = divergence(*soft, "forward").mean() + 0.3 * ce
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("enabled", [False, True])

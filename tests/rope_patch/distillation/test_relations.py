@@ -50,7 +50,7 @@ def batch(kind):
     return inputs, index, visible, document >= 0
 
 
-def schedule(model):
+def frequencies_of(model):
     module = next(m for _, m in named_rotary_modules(find_decoder(model)))
     return module.inv_freq.clone(), module.attention_scaling
 
@@ -77,13 +77,13 @@ def relation_sums(student, teacher, visible, targets, factor=1.0, suffix=""):
                 )
             else:
                 key = name if name == "v" else name + suffix
-                own = scale if name == "v" else scale / factor**2
+                student_scale = scale if name == "v" else scale / factor**2
                 if targets.divergence == "kl":
-                    kl = relation_kl_ref(s[key], t[key], see, student_scale=own, teacher_scale=scale)
+                    kl = relation_kl_ref(s[key], t[key], see, student_scale=student_scale, teacher_scale=scale)
                 else:
                     maps = [
                         (x @ x.transpose(-1, -2) * c).masked_fill(~see, -torch.inf).softmax(-1).nan_to_num(0)
-                        for x, c in ((s[key], own), (t[key], scale))
+                        for x, c in ((s[key], student_scale), (t[key], scale))
                     ]
                     kl = (maps[0] - maps[1]).square().sum(-1)
             heads = kl.shape[1] if targets.denominator == "own_heads" else s["q"].shape[1]
@@ -92,13 +92,13 @@ def relation_sums(student, teacher, visible, targets, factor=1.0, suffix=""):
     return sums
 
 
-def same_gradients(parameters, wanted, tolerance=1e-5):
+def same_gradients(parameters, expected, tolerance=1e-5):
     for name, parameter in parameters:
-        found, right = parameter.grad, wanted[name].grad
-        found = torch.zeros_like(parameter) if found is None else found
-        right = torch.zeros_like(wanted[name]) if right is None else right
+        gradient, right = parameter.grad, expected[name].grad
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient
+        right = torch.zeros_like(expected[name]) if right is None else right
         scale = right.abs().max() + 1e-6
-        assert (found.double() - right).abs().max() <= tolerance * scale, name
+        assert (gradient.double() - right).abs().max() <= tolerance * scale, name
 
 
 VARIANTS = {
@@ -136,11 +136,11 @@ def test_every_attention_implementation_with_checkpointing(attention):
 def check_full(family, attention, kind, options, *, checkpointing, gradients=True):
     shape = {} if gradients else {"head_dim": 16, "hidden_size": 64}
     model = tiny(family, attention, dtype=torch.float64 if gradients else torch.float32, **shape)
-    native = schedule(model)[0]
+    native = frequencies_of(model)[0]
     inputs, index, visible, valid = batch(kind)
     weights, teacher_weights = oracle.weights_of(model), oracle.weights_of(model)
     patch_model(model, "yarn", factor=4.0)
-    frequencies, factor = schedule(model)
+    frequencies, factor = frequencies_of(model)
     targets = RelationTargets(**options)
     distiller = RelationDistiller(
         model, targets, CopiedTeacher(model), logit_kl=LogitKL(weight=0.7, last=5, temperature=2.0)
@@ -161,7 +161,7 @@ def check_full(family, attention, kind, options, *, checkpointing, gradients=Tru
     student, logits = record(weights, model.config, inputs, index, visible, frequencies, factor)
     with torch.no_grad():
         teacher, teacher_logits = record(teacher_weights, model.config, inputs, index, visible, native)
-    wanted = relation_sums(
+    expected = relation_sums(
         student,
         teacher,
         visible,
@@ -174,11 +174,11 @@ def check_full(family, attention, kind, options, *, checkpointing, gradients=Tru
         last[row, valid[row].nonzero().flatten()[-5:]] = True
     p, q = ((z[last] / 2).log_softmax(-1) for z in (teacher_logits, logits))
     logit_kl = (p.exp() * (p - q)).sum()
-    right = sum(w * wanted[name] for name, w in targets.weights.items()) / n_tokens + 0.7 * logit_kl / 10
+    right = sum(w * expected[name] for name, w in targets.weights.items()) / n_tokens + 0.7 * logit_kl / 10
     tolerance = {"rtol": 1e-5 if gradients else 1e-3, "atol": 1e-8}
     for name in targets.weights:
-        assert wanted[name] > 0
-        torch.testing.assert_close(sums[name].double(), wanted[name], **tolerance)
+        assert expected[name] > 0
+        torch.testing.assert_close(sums[name].double(), expected[name], **tolerance)
     torch.testing.assert_close(tape.logit_kl.double(), logit_kl, **tolerance)
     if gradients:
         right.backward()
@@ -199,7 +199,7 @@ def move(model, weights):
 def test_a_teacher_in_the_same_weights(family, checkpointing):
     """LoRA with dropout: the teacher is the base model at native RoPE, gradients reach the adapters alone."""
     model = tiny(family, dtype=torch.float64)
-    native = schedule(model)[0]
+    native = frequencies_of(model)[0]
     base = {n: w.detach() for n, w in oracle.weights_of(model).items()}
     patch_model(model, "pi", factor=4.0)
     peft_model = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "k_proj", "v_proj"]))
@@ -226,10 +226,10 @@ def test_a_teacher_in_the_same_weights(family, checkpointing):
             merged[target] = base[target] + 2 * adapters[name.replace("lora_A", "lora_B")] @ a
     student, _ = record(merged, model.config, inputs, index, visible, native / 4)
     teacher, _ = record(base, model.config, inputs, index, visible, native)
-    wanted = relation_sums(student, teacher, visible, RelationTargets())
-    sum(wanted.values()).backward()
+    expected = relation_sums(student, teacher, visible, RelationTargets())
+    sum(expected.values()).backward()
     for name in "qkv":
-        torch.testing.assert_close(sums[name], wanted[name], rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(sums[name], expected[name], rtol=1e-5, atol=1e-8)
     trained = [(n, p) for n, p in peft_model.named_parameters() if p.requires_grad]
     assert {n for n, _ in trained} == set(adapters)
     same_gradients(trained, adapters)
@@ -239,7 +239,7 @@ def test_a_teacher_in_the_same_weights(family, checkpointing):
 
 def test_the_teacher_reads_true_positions_and_the_student_its_view():
     model = tiny(dtype=torch.float64)
-    frequencies = schedule(model)[0]
+    frequencies = frequencies_of(model)[0]
     weights = oracle.weights_of(model)
     patch_model(model, Skip(split=8, skip=30))
     distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
@@ -250,8 +250,8 @@ def test_the_teacher_reads_true_positions_and_the_student_its_view():
         model(**inputs, use_cache=False, **{TAPE: tape})
     student, _ = record(weights, model.config, inputs, torch.where(index >= 8, index + 30, index), visible, frequencies)
     teacher, _ = record(weights, model.config, inputs, index, visible, frequencies)
-    for name, wanted in relation_sums(student, teacher, visible, RelationTargets()).items():
-        torch.testing.assert_close(tape.loss(name), wanted, rtol=1e-5, atol=1e-8)
+    for name, expected in relation_sums(student, teacher, visible, RelationTargets()).items():
+        torch.testing.assert_close(tape.loss(name), expected, rtol=1e-5, atol=1e-8)
 
 
 def test_values_of_the_first_layer_do_not_drift():
@@ -268,7 +268,7 @@ def test_values_of_the_first_layer_do_not_drift():
 @pytest.mark.parametrize("family", NAMES)
 def test_hidden_states(family):
     model = tiny(family, dtype=torch.float64)
-    native = schedule(model)[0]
+    native = frequencies_of(model)[0]
     weights, teacher_weights = oracle.weights_of(model), oracle.weights_of(model)
     patch_model(model, "yarn", factor=4.0)
     distiller = HiddenDistiller(model, HiddenTargets(layers=(1, 3)), CopiedTeacher(model, offload=True))
@@ -278,14 +278,14 @@ def test_hidden_states(family):
         tape = distiller.tape(**inputs)
         model.train()(**inputs, use_cache=False, output_hidden_states=True, **{TAPE: tape})
         tape.distance.backward()
-    student, _ = record(weights, model.config, inputs, index, visible, *schedule(model))
+    student, _ = record(weights, model.config, inputs, index, visible, *frequencies_of(model))
     teacher, _ = record(teacher_weights, model.config, inputs, index, visible, native)
-    wanted = 0
+    expected = 0
     for i in (0, 2):
         s, t = student[i]["hidden"][valid], teacher[i]["hidden"].detach()[valid]
-        wanted = wanted + (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1)).sum()
-    wanted.backward()
-    torch.testing.assert_close(tape.distance.double(), wanted, rtol=1e-4, atol=1e-6)
+        expected = expected + (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1)).sum()
+    expected.backward()
+    torch.testing.assert_close(tape.distance.double(), expected, rtol=1e-4, atol=1e-6)
     same_gradients(model.named_parameters(), weights, tolerance=1e-4)
     assert HiddenTargets().chosen(32) == (1, 7, 13, 20, 26, 32) and HiddenTargets().chosen(2) == (1, 2)
 
@@ -294,7 +294,7 @@ def test_hidden_states(family):
 @pytest.mark.parametrize("family", NAMES)
 def test_hidden_states_short_to_long(family, checkpointing):
     model = tiny(family, dtype=torch.float64)
-    native = schedule(model)[0]
+    native = frequencies_of(model)[0]
     weights, teacher_weights = oracle.weights_of(model), oracle.weights_of(model)
     patch_model(patch_model(model, "abf", theta=5e5), "cream", target=90)
     distiller = HiddenDistiller(model, HiddenTargets(layers=(1, 3), short_to_long=10.0), CopiedTeacher(model))
@@ -310,16 +310,16 @@ def test_hidden_states_short_to_long(family, checkpointing):
     moved = bound.view.rope_index(index, bound.parameters)
     assert (moved != index)[valid].any()
     teacher, _ = record(teacher_weights, model.config, inputs, index, visible, native)
-    layers, at = {}, schedule(model)
+    layers, at = {}, frequencies_of(model)
     for name, positions in (("short", index), ("far", moved)):
         layers[name], _ = record(weights, model.config, inputs, positions, visible, *at)
     pairs = [(1.0, layers["short"][i], teacher[i]) for i in (0, 2)] + [(10.0, layers["far"][2], teacher[2])]
-    wanted = 0
+    expected = 0
     for weight, student, right in pairs:
         s, t = student["hidden"][valid], right["hidden"].detach()[valid]
-        wanted = wanted + weight * (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1)).sum()
-    wanted.backward()
-    torch.testing.assert_close((tape.distance + 10.0 * tape.far).double(), wanted, rtol=1e-4, atol=1e-6)
+        expected = expected + weight * (1 - (s * t).sum(-1) / s.norm(dim=-1) / t.norm(dim=-1)).sum()
+    expected.backward()
+    torch.testing.assert_close((tape.distance + 10.0 * tape.far).double(), expected, rtol=1e-4, atol=1e-6)
     same_gradients(model.named_parameters(), weights, tolerance=2e-4)
     with distiller.active(), torch.no_grad():
         tape = distiller.tape(**inputs)

@@ -38,11 +38,11 @@ def by_hand(model, data, view, parameters, consistency):
         ids = data["input_ids"][row : row + 1, start : start + length]
         labels = data["labels"][row, start : start + length].tolist()
         draws = {name: value.flatten() for name, value in parameters.items()}
-        own = {  # one value a document, or one a token in packed rows
+        drawn = {  # one value a document, or one a token in packed rows
             name: value[number if len(value) < data["input_ids"].numel() else row * data["input_ids"].shape[1] + start]
             for name, value in draws.items()
         }
-        index = view.rope_index(torch.arange(length), own)
+        index = view.rope_index(torch.arange(length), drawn)
         with rope_view(model, "standard"):
             standard = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
         with rope_view(model, index=index[None]):
@@ -103,14 +103,14 @@ def compare(family, kind, options, consistency, checkpointing=False, one_pass=Tr
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tape, bound = run(model, data, consistency, one_pass=one_pass)
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    wanted, _ = by_hand(model, data, bound.view, bound.parameters, consistency)
-    wanted.backward()
-    torch.testing.assert_close(tape.result.loss.detach(), wanted.detach(), rtol=1e-6, atol=1e-7)
+    expected, _ = by_hand(model, data, bound.view, bound.parameters, consistency)
+    expected.backward()
+    torch.testing.assert_close(tape.result.loss.detach(), expected.detach(), rtol=1e-6, atol=1e-7)
     for name, p in model.named_parameters():
         # float32 norms inside a float64 model
-        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item() + 1e-9)
+        torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-5 * p.grad.abs().max().item() + 1e-9)
 
 
 SKIP = {"method": "skip", "max_skip": 40}
@@ -166,8 +166,8 @@ def test_one_pass_runs_under_autocast_as_two_passes_do(attention, kind):
         with torch.autocast("cpu", torch.bfloat16):
             tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
         results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
-    for one, two in zip(*results, strict=True):
-        assert (one - two).norm() <= 0.1 * two.norm()
+    for first, second in zip(*results, strict=True):
+        assert (first - second).norm() <= 0.1 * second.norm()
 
 
 VIEWS = {
@@ -212,8 +212,8 @@ def test_one_pass_is_two_passes_under_every_view(view, kind, rest, monkeypatch):
             in_float64(model, monkeypatch)
         tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
         results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
-    for one, two in zip(*results, strict=True):
-        assert (one - two).abs().max() <= EXACT[rest] * two.abs().max()
+    for first, second in zip(*results, strict=True):
+        assert (first - second).abs().max() <= EXACT[rest] * second.abs().max()
 
 
 IMPLEMENTATIONS = [
@@ -238,8 +238,8 @@ def test_one_pass_is_two_passes_by_every_attention(attention, rest, family, kind
         tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
         results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
     assert bool(calls) == (attention == "flash")
-    for one, two in zip(*results, strict=True):
-        assert (one - two).abs().max() <= EXACT[rest] * two.abs().max()
+    for first, second in zip(*results, strict=True):
+        assert (first - second).abs().max() <= EXACT[rest] * second.abs().max()
 
 
 def windowed(family, attention, dtype=torch.float64):
@@ -280,8 +280,8 @@ def test_capped_scores_need_an_attention_that_caps_them():
         model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").double().train()
         tape, _ = run(patch_model(model, **SKIP), batch("plain"), ViewConsistency(), one_pass=one_pass)
         results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
-    for one, two in zip(*results, strict=True):
-        assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
+    for first, second in zip(*results, strict=True):
+        assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
     model = patch_model(tiny(), **SKIP)
     model.config.attn_logit_softcapping = 0.5
     assert not SelfDistiller(model, ViewConsistency()).one_pass
@@ -448,8 +448,8 @@ def test_one_pass_is_two_passes_in_families_that_differ(kind):
         tape, _ = run(model, data, ViewConsistency(), one_pass=one_pass)
         results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
     assert results[0][0] > 0
-    for one, two in zip(*results, strict=True):
-        assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
+    for first, second in zip(*results, strict=True):
+        assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
 
 
 def test_models_that_lose_keyword_arguments_are_refused():

@@ -51,11 +51,11 @@ def in_formulas(model, native, data, bound, consistency):
         ids = data["input_ids"][row : row + 1, start : start + length]
         t, see = torch.arange(length)[None], oracle.causal(length)[None]
         place = number if bound.documents.length.shape[1] == 1 else (row, start)
-        own = {
+        parameters = {
             name: value.expand_as(bound.documents.length)[place].flatten()[0]
             for name, value in bound.parameters.items()
         }
-        moved = bound.view.rope_index(t, own)
+        moved = bound.view.rope_index(t, parameters)
         standard = oracle.logits(weights, config, ids, t, see, frequencies / FACTOR)[0].log_softmax(-1)
         seen = oracle.logits(weights, config, ids, moved, see, frequencies / FACTOR)[0].softmax(-1)
         target = oracle.logits(teacher, config, ids, t, see, frequencies)[0].softmax(-1)
@@ -108,8 +108,8 @@ def test_loss_and_gradients_are_those_of_the_formula(family, kind, direction):
         model.zero_grad()
         distiller = SelfDistiller(model, consistency, teacher=CopiedTeacher(model))
         loss, _ = run(distiller, model, data)
-        wanted, grads, names = in_formulas(model, native, data, distiller.view.last, consistency)
-        torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
+        expected, grads, names = in_formulas(model, native, data, distiller.view.last, consistency)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
         parameters = dict(model.named_parameters())
         for name, right in zip(names, grads, strict=True):
             # float32 norms and RoPE inside a float64 model
@@ -125,11 +125,11 @@ def test_every_way_of_running_gives_one_loss(passes):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         distiller = SelfDistiller(model, ViewConsistency(), teacher=SharedTeacher(model), one_pass=way != "two")
         loss, tape = run(distiller, model, data, way == "sequential")
-        found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        assert tape.result.rows.kl.gt(0).any() and len(found) == 12
-        results.append((loss, *found.values()))
-    for one, other in zip(*results, strict=True):
-        assert (one - other).abs().max() <= 2e-6 * other.abs().max() + 1e-9
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        assert tape.result.rows.kl.gt(0).any() and len(gradients) == 12
+        results.append((loss, *gradients.values()))
+    for first, second in zip(*results, strict=True):
+        assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
 
 
 def test_the_teacher_has_no_adapters_and_native_rope():
@@ -144,7 +144,7 @@ def test_the_teacher_has_no_adapters_and_native_rope():
     (module,) = [m for _, m in named_rotary_modules(find_decoder(model))]
     before = module.inv_freq.clone()
     run(distiller, model, data)
-    assert torch.equal(module.inv_freq, before), "the student's schedule is back in force"
+    assert torch.equal(module.inv_freq, before), "the student's RoPE is back in force"
     assert not any(layer._disable_adapters for layer in distiller.teacher._switches)
 
 
@@ -177,8 +177,8 @@ def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
     bound = distiller.view.last
     total = 0.0
     for row in range(2):
-        own = {name: value[row] for name, value in bound.parameters.items()}
-        moved = bound.view.rope_index(t, own)
+        parameters = {name: value[row] for name, value in bound.parameters.items()}
+        moved = bound.view.rope_index(t, parameters)
         target = oracle.logits(
             weights, distiller.causal_lm.config, data["input_ids"][row : row + 1], t, see, frequencies
         )
@@ -196,8 +196,8 @@ def test_a_rescaled_model_needs_no_view():
     distiller = SelfDistiller(model, ViewConsistency(weight=1.0), teacher=CopiedTeacher(model))
     loss, _ = run(distiller, model, data)
     native = tiny("qwen3", dtype=torch.float64)
-    wanted, grads, names = in_formulas(model, native, data, distiller.view.last, ViewConsistency())
-    torch.testing.assert_close(loss, wanted.detach(), rtol=1e-5, atol=1e-6)
+    expected, grads, names = in_formulas(model, native, data, distiller.view.last, ViewConsistency())
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     parameters = dict(model.named_parameters())
     for name, right in zip(names, grads, strict=True):
         assert (parameters[name].grad - right).abs().max() <= 1e-4 * right.abs().max() + 1e-7, name

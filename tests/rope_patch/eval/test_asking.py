@@ -50,26 +50,26 @@ def prompt(kind, tokenizer, chat, n_tokens=1500, depth=0.4):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_in_chat_is_what_the_template_makes_of_it(kind):
     tokenizer = bos_tokenizer(TEMPLATE)
-    found = prompt(kind, tokenizer, chat=True)
-    assert len(found.ids) == 1500
-    text = tokenizer.decode(found.ids)
+    sample = prompt(kind, tokenizer, chat=True)
+    assert len(sample.ids) == 1500
+    text = tokenizer.decode(sample.ids)
     content, beginning = re.fullmatch(
         r"<bos>\[user\](.*)\[end\]\[assistant\]\(no thoughts\)(The [^\]]*)", text, re.DOTALL
     ).groups()
     message = [{"role": "user", "content": content}]
-    asked = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    assert tokenizer(asked + beginning, add_special_tokens=False)["input_ids"] == found.ids
+    chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert tokenizer(chat + beginning, add_special_tokens=False)["input_ids"] == sample.ids
     assert content.endswith("?") and re.fullmatch(r"The .* (is|are):?", beginning)
-    assert all(answer in content for answer in found.answers) and found.ids.count(BOS) == 1
-    assert any(text[: 5 + 1 + found.position].count(answer) == 0 for answer in found.answers)
+    assert all(answer in content for answer in sample.answers) and sample.ids.count(BOS) == 1
+    assert any(text[: 5 + 1 + sample.position].count(answer) == 0 for answer in sample.answers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_raw_prompt_begins_as_a_text_and_ends_where_the_answer_begins(kind):
     tokenizer = bos_tokenizer(TEMPLATE)
-    found = prompt(kind, tokenizer, chat=False)
-    assert len(found.ids) == 1500 and found.ids[0] == BOS and found.ids.count(BOS) == 1
-    text = tokenizer.decode(found.ids)
+    sample = prompt(kind, tokenizer, chat=False)
+    assert len(sample.ids) == 1500 and sample.ids[0] == BOS and sample.ids.count(BOS) == 1
+    text = tokenizer.decode(sample.ids)
     assert "[user]" not in text and re.search(r"\nWhat [^?]*\? The [^?]* (is|are):?$", text)
 
 
@@ -78,17 +78,17 @@ def test_a_raw_prompt_begins_as_a_text_and_ends_where_the_answer_begins(kind):
 )
 def test_grids_ask_through_the_template_that_there_is(choice, has_template, chat, monkeypatch):
     retrieval = sys.modules["rope_patch.eval.retrieval"]
-    tokenizer, asked = bos_tokenizer(TEMPLATE if has_template else None), []
+    tokenizer, prompts = bos_tokenizer(TEMPLATE if has_template else None), []
 
     def answer(model, questions, **_):
-        asked.extend(tokenizer.decode(q.prompt) for q in questions)
+        prompts.extend(tokenizer.decode(q.prompt) for q in questions)
         return [Reply([], [0] * 50)] * len(questions)
 
     monkeypatch.setattr(retrieval, "ask_greedily", answer)
     options = {"depths": (0.5,), "trials": 1, "progress": False, "chat_template": choice}
     passkey(None, tokenizer, [500], **options)
     niah(None, tokenizer, TEXT, [600], kind="multikey", **options)
-    assert ["[user]" in text for text in asked] == [chat, chat]
+    assert ["[user]" in text for text in prompts] == [chat, chat]
 
 
 def test_a_template_that_is_not_there_or_shows_no_message_is_refused():

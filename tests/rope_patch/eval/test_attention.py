@@ -22,43 +22,43 @@ def maps(family, rows):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_distances_are_those_of_the_attention_maps(family, attention):
     rows, last, threshold = tokens(2, 40), 10, 0.05
-    found = attention_distance(tiny(family, attention), rows, last=last, threshold=threshold, progress=False)
-    assert found.edges == [0, 1, 2, 4, 8, 16, 32, 40]
+    result = attention_distance(tiny(family, attention), rows, last=last, threshold=threshold, progress=False)
+    assert result.edges == [0, 1, 2, 4, 8, 16, 32, 40]
     distance = torch.arange(30, 40)[:, None] - torch.arange(40)
     for layer, layer_map in enumerate(maps(family, rows)):
         tail = layer_map[:, :, -last:]
-        for k, (a, b) in enumerate(zip(found.edges, found.edges[1:], strict=False)):
+        for k, (a, b) in enumerate(zip(result.edges, result.edges[1:], strict=False)):
             inside = tail[:, :, (distance >= a) & (distance < b)]
             queries = 2 * 4 * last
-            assert found.mass[layer][k] == pytest.approx(inside.sum().item() / queries, abs=1e-5)
-            assert found.count[layer][k] == pytest.approx((inside > threshold).sum().item() / queries, abs=1e-9)
-        assert sum(found.mass[layer]) == pytest.approx(1, abs=1e-5)
+            assert result.mass[layer][k] == pytest.approx(inside.sum().item() / queries, abs=1e-5)
+            assert result.count[layer][k] == pytest.approx((inside > threshold).sum().item() / queries, abs=1e-9)
+        assert sum(result.mass[layer]) == pytest.approx(1, abs=1e-5)
     if family == "mistral-sliding":
-        assert found.mean_mass(8) == 0 and SLIDING_WINDOW < 8
+        assert result.mean_mass(8) == 0 and SLIDING_WINDOW < 8
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_entropy_is_that_of_the_attention_maps(family):
     rows = tokens(2, 2 * WINDOW)
-    found = entropy_ratio(tiny(family), rows, n_queries=4, progress=False)
+    result = entropy_ratio(tiny(family), rows, n_queries=4, progress=False)
     inside = torch.linspace(WINDOW // 2, WINDOW, 4).long()
     beyond = torch.linspace(WINDOW + 1, 2 * WINDOW - 1, 4).long()
     stacked = torch.stack(maps(family, rows))
     entropy = -torch.special.xlogy(stacked, stacked).sum(-1).mean((0, 1, 2))
     visible = torch.arange(1, 2 * WINDOW + 1).double().log()
-    assert found.window == WINDOW
-    assert found.inside == pytest.approx(entropy[inside].mean().item(), rel=1e-4)
-    assert found.beyond == pytest.approx(entropy[beyond].mean().item(), rel=1e-4)
-    assert found.inside_share == pytest.approx((entropy / visible)[inside].mean().item(), rel=1e-4)
-    assert found.ratio == found.beyond / found.inside
+    assert result.window == WINDOW
+    assert result.inside == pytest.approx(entropy[inside].mean().item(), rel=1e-4)
+    assert result.beyond == pytest.approx(entropy[beyond].mean().item(), rel=1e-4)
+    assert result.inside_share == pytest.approx((entropy / visible)[inside].mean().item(), rel=1e-4)
+    assert result.ratio == result.beyond / result.inside
 
 
 def test_uniform_attention_has_the_most_entropy_there_is():
     model = tiny()
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
-    found = entropy_ratio(model, tokens(1, 100), n_queries=3, progress=False)
-    assert found.inside_share == pytest.approx(1, abs=1e-5) and found.beyond_share == pytest.approx(1, abs=1e-5)
+    entropy = entropy_ratio(model, tokens(1, 100), n_queries=3, progress=False)
+    assert entropy.inside_share == pytest.approx(1, abs=1e-5) and entropy.beyond_share == pytest.approx(1, abs=1e-5)
     distances = attention_distance(model, tokens(1, 64), last=1, progress=False)
     assert distances.mass[0] == pytest.approx([(b - a) / 64 for a, b in zip([0, 1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32, 64])])  # fmt: skip  # noqa: B905, E501
     assert math.isclose(distances.mean_mass(16), 0.75, rel_tol=1e-5)

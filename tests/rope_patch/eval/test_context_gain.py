@@ -18,15 +18,15 @@ def ce(model, context, target):
 def test_exact_is_brute_force(family, stride):
     model = tiny(family, dtype=torch.float64)
     rows, short = tokens(2, 30), 5
-    found = context_gain(model, rows, short=short, stride=stride, batch_size=3, n_bins=4, progress=False)
+    result = context_gain(model, rows, short=short, stride=stride, batch_size=3, n_bins=4, progress=False)
     gain = torch.zeros(30 - short, dtype=torch.float64)
     for row in rows:
         for i in range(short, 30):
             first = (i - short) // stride * stride  # targets of a window share their start
             assert short <= i - first < short + stride
             gain[i - short] += (ce(model, row[first:i], row[i]) - ce(model, row[:i], row[i])) / 2
-    assert found.total == pytest.approx(gain.mean().item(), abs=1e-5)
-    for a, b, value in zip(found.edges, found.edges[1:], found.gain, strict=False):
+    assert result.total == pytest.approx(gain.mean().item(), abs=1e-5)
+    for a, b, value in zip(result.edges, result.edges[1:], result.gain, strict=False):
         assert value == pytest.approx(gain[a - short : b - short].mean().item(), abs=1e-5)
 
 
@@ -35,7 +35,7 @@ def test_paper_kind_cuts_the_cache_and_restarts_positions(family):
     """Against a float64 pass by hand: keys keep the rotation of the block that they were computed in."""
     model = tiny(family, "eager", dtype=torch.float64)
     row, short, stride = tokens(1, 20)[0], 6, 4
-    found = context_gain(model, row[None], kind="paper", short=short, stride=stride, progress=False)
+    actual = context_gain(model, row[None], kind="paper", short=short, stride=stride, progress=False)
     # block b sees itself and at most `short` cached keys; a cached key was rotated by its own block's position
     gain = []
     position = {i: i for i in range(short)} | {i: short + (i - short) % stride for i in range(short, 20)}
@@ -56,19 +56,19 @@ def test_paper_kind_cuts_the_cache_and_restarts_positions(family):
             )
         full = F.log_softmax(model(row[None]).logits[0], -1)
     gain = [(full[i - 1, row[i]] - cut[i - 1, row[i]]).item() for i in range(short, 20)]
-    assert found.total == pytest.approx(sum(gain) / len(gain), abs=1e-5)
+    assert actual.total == pytest.approx(sum(gain) / len(gain), abs=1e-5)
     exact = context_gain(model, row[None], short=short, stride=stride, progress=False)
-    assert found.exact == pytest.approx(exact.total) == pytest.approx(exact.exact), "never without the exact figure"
-    first, second = found.headline().items()
+    assert actual.exact == pytest.approx(exact.total) == pytest.approx(exact.exact), "never without the exact figure"
+    first, second = actual.headline().items()
     assert first == next(iter(exact.headline().items())) and "gives too much" in second[0]
-    assert "too large" in " ".join(found.reading()) and "too large" not in " ".join(exact.reading())
+    assert "too large" in " ".join(actual.reading()) and "too large" not in " ".join(exact.reading())
 
 
 def test_short_contexts_begin_as_a_text_does():
     """Against forwards by hand: every short window begins with the token that begins a text."""
     model, row, short, stride = tiny(dtype=torch.float64), tokens(1, 30)[0], 6, 4
     row[0] = 1
-    found = context_gain(model, row[None], begin=[1], short=short, stride=stride, progress=False)
+    result = context_gain(model, row[None], begin=[1], short=short, stride=stride, progress=False)
     gain = []
     with torch.no_grad():
         full = model(row[None]).logits[0].log_softmax(-1)
@@ -76,7 +76,7 @@ def test_short_contexts_begin_as_a_text_does():
             first = (i - short) // stride * stride
             window = torch.cat([torch.tensor([1]), row[first + 1 : i]])
             gain.append((full[i - 1, row[i]] - model(window[None]).logits[0, -1].log_softmax(-1)[row[i]]).item())
-    assert found.total == pytest.approx(sum(gain) / len(gain), abs=1e-6)
+    assert result.total == pytest.approx(sum(gain) / len(gain), abs=1e-6)
     for begin in ([3], list(range(6))):
         with pytest.raises(ValueError, match="begin must be fewer than short=6 tokens that every row begins with"):
             context_gain(model, row[None], begin=begin, short=short, stride=stride, progress=False)
@@ -86,8 +86,8 @@ def test_a_model_without_positions_or_memory_gains_nothing():
     model = tiny()
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-    found = context_gain(model, tokens(1, 40), short=8, stride=8, progress=False)
-    assert found.total == pytest.approx(0, abs=1e-6)
+    gain = context_gain(model, tokens(1, 40), short=8, stride=8, progress=False)
+    assert gain.total == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(

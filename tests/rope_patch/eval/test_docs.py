@@ -15,9 +15,9 @@ PAGE = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text()
 
 
 def blocks(language):
-    found = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert found
-    return found
+    code = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert code
+    return code
 
 
 def test_every_python_block_runs(tmp_path, monkeypatch, capsys):

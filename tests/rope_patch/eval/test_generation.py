@@ -90,10 +90,10 @@ def is_read_in_rows(model):
 def test_answers_are_those_of_generate(name, options, monkeypatch):
     monkeypatch.setattr("rope_patch.attention.plain._WINDOW_BLOCK", 5)  # several blocks in these short prompts
     model, prompts = MODELS[name](), family(1)
-    wanted = alone(model, prompts, 12)
-    assert len({tuple(r) for r in wanted}) > 3  # else any would do
+    expected = alone(model, prompts, 12)
+    assert len({tuple(r) for r in expected}) > 3  # else any would do
     assert is_read_in_rows(model) == (name not in BY_ITS_OWN)
-    assert answers(model, prompts, 12, **options) == wanted
+    assert answers(model, prompts, 12, **options) == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,9 +102,9 @@ def test_an_answer_ends_at_any_of_several_tokens(seed):
     free = alone(model, prompts, 12)
     said = sorted({i for reply in free for i in reply[2:6]})
     model.generation_config.eos_token_id = said[:: len(said) // 3][:3]
-    wanted = alone(model, prompts, 12)
-    assert 1 < len({len(r) for r in wanted}), "no answer ends early"
-    assert greedy_answers(model, Ids(), prompts, max_new_tokens=12) == wanted
+    expected = alone(model, prompts, 12)
+    assert 1 < len({len(r) for r in expected}), "no answer ends early"
+    assert greedy_answers(model, Ids(), prompts, max_new_tokens=12) == expected
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,10 +117,10 @@ def test_choices_behind_the_right_answer_are_those_of_a_plain_forward(name, batc
         Question(p, draw.choice((1, 3, 9)), [draw.randrange(3, VOCAB) for _ in range(draw.choice((0, 1, 5, 12)))])
         for p in prompts
     ]
-    found = ask_greedily(model, questions, pad_token=0, batch_size=batch_size)
-    assert {len(r.forced) for r in found} == {len(q.answer) for q in questions}
+    replies = ask_greedily(model, questions, pad_token=0, batch_size=batch_size)
+    assert {len(r.forced) for r in replies} == {len(q.answer) for q in questions}
     written = alone(model, prompts, 9)
-    for question, reply, longest in zip(questions, found, written, strict=True):
+    for question, reply, longest in zip(questions, replies, written, strict=True):
         assert cut(reply.written, ends_of(model)) == cut(longest[: question.max_new_tokens], ends_of(model))
         if question.answer:
             with torch.no_grad():
@@ -149,14 +149,14 @@ def test_what_prompts_share_is_read_once(monkeypatch):
     stem = torch.randint(3, VOCAB, (400,)).tolist()
     prompts = [[*stem[:k], 7, *stem[k:], 9] for k in (380, 100, 300, 380)]
     model.model.layers[0].register_forward_hook(lambda *x: read.append(x[2].shape[:2].numel()))
-    wanted = alone(model, prompts, 2)
+    expected = alone(model, prompts, 2)
     is_read_in_rows(model)
     read.clear()
-    assert greedy_answers(model, Ids(), prompts, max_new_tokens=2) == wanted
+    assert greedy_answers(model, Ids(), prompts, max_new_tokens=2) == expected
     # the trie: the haystack up to 100, then each branch; the same prompt twice has its last token read again
     assert sum(read) <= 402 + (402 - 100) + (402 - 300) + 1 + len(prompts)
     read.clear()
-    assert greedy_answers(model, Ids(), prompts, max_new_tokens=2, batch_size=1) == wanted
+    assert greedy_answers(model, Ids(), prompts, max_new_tokens=2, batch_size=1) == expected
     assert sum(read) <= 402 + (402 - 100) + (402 - 300) + 1 + len(prompts)
 
 
@@ -167,9 +167,9 @@ def test_a_view_in_force_gives_what_generate_gives(view):
     plain = alone(inside, prompts, 8)
     assert answers(inside, prompts, 8) == plain
     with rope_view(inside, view):
-        wanted = alone(inside, prompts, 8)
-        assert answers(inside, prompts, 8) == wanted != plain
-    assert answers(always, prompts, 8) == wanted
+        expected = alone(inside, prompts, 8)
+        assert answers(inside, prompts, 8) == expected != plain
+    assert answers(always, prompts, 8) == expected
     assert answers(inside, prompts, 8) == plain
     assert answers(patch_model(tiny(), PosAug()), prompts, 8) == plain  # a view of training
 
@@ -183,19 +183,19 @@ def test_a_prompt_longer_than_a_chunk_is_answered_under_a_view(monkeypatch):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_config_that_comes_with_a_model_changes_no_answer(attention):
     model, prompts = tiny(attention=attention), family(4)
-    wanted = answers(model, prompts, 8)
+    expected = answers(model, prompts, 8)
     config = GenerationConfig(
         do_sample=True, temperature=5.0, repetition_penalty=9.0, no_repeat_ngram_size=1, eos_token_id=2
     )
     model.generation_config = config
-    assert answers(model, prompts, 8) == wanted
+    assert answers(model, prompts, 8) == expected
     assert model.generation_config is config
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_too_many_rows_for_memory_become_fewer(attention, monkeypatch):
     model, prompts, sizes = tiny(attention=attention), family(5), []
-    wanted = alone(model, prompts, 6)
+    expected = alone(model, prompts, 6)
     is_read_in_rows(model)
 
     def full(n):
@@ -212,9 +212,9 @@ def test_too_many_rows_for_memory_become_fewer(attention, monkeypatch):
         instead = staticmethod(lambda **kw: (full(len(kw["input_ids"])), generate(model, **kw))[1])
         monkeypatch.setattr(generation, "_ROWS", 4)
         prompts = sorted(prompts, key=len)
-        wanted = alone(model, prompts, 6)
+        expected = alone(model, prompts, 6)
         model.generate = instead
-    assert answers(model, prompts, 6) == wanted
+    assert answers(model, prompts, 6) == expected
     assert max(sizes) > 2
 
 
@@ -242,10 +242,10 @@ def test_buffers_are_let_go_of_at_once():
 
 
 def test_the_bar_is_told_of_every_prompt():
-    told = []
+    counts = []
     prompts = family(7)
-    greedy_answers(tiny(), Ids(), prompts, max_new_tokens=3, batch_size=2, done=told.append)
-    assert told == sorted(told) and told[-1] == len(prompts)
+    greedy_answers(tiny(), Ids(), prompts, max_new_tokens=3, batch_size=2, done=counts.append)
+    assert counts == sorted(counts) and counts[-1] == len(prompts)
 
 
 def test_arguments_without_sense_are_refused():
@@ -267,10 +267,10 @@ def test_a_gpu_in_float32_says_what_the_cpu_says(name, captured, monkeypatch):
     else:
         monkeypatch.setattr(decoding._Step, "_captured", lambda *_: None)
     model, prompts = MODELS[name](), family(1)
-    wanted = alone(model, prompts, 12)
+    expected = alone(model, prompts, 12)
     model.to("cuda")
     assert is_read_in_rows(model)
-    assert answers(model, prompts, 12) == wanted == answers(model, prompts, 12, batch_size=2, prefill_chunk=11)
+    assert answers(model, prompts, 12) == expected == answers(model, prompts, 12, batch_size=2, prefill_chunk=11)
     assert all(step is not None for step in steps) and bool(steps) == captured
 
 

@@ -96,9 +96,9 @@ def test_short_text_gives_lm_evals_own_numbers(model, tmp_path):
         lm = HFLM(pretrained=model, tokenizer=TOKENIZER)
         theirs = lm_eval.simple_evaluate(lm, tasks=[{"group": "shared", "task": tasks}], bootstrap_iters=0)
     for name in LOCAL:
-        wanted = {k.removesuffix(",none"): v for k, v in theirs["results"][name].items() if k.startswith("acc")}
-        wanted = {k: v for k, v in wanted.items() if "stderr" not in k}
-        assert ours.metrics[name] == pytest.approx(wanted), name
+        expected = {k.removesuffix(",none"): v for k, v in theirs["results"][name].items() if k.startswith("acc")}
+        expected = {k: v for k, v in expected.items() if "stderr" not in k}
+        assert ours.metrics[name] == pytest.approx(expected), name
         assert ours.samples[name] == len(LOCAL[name])
     assert 0 < ours.mean < 1, "a score that any model gets shows nothing"
 
@@ -112,8 +112,8 @@ def test_short_text_measures_the_model_as_it_is_and_no_more_than_asked(model, tm
         seen.append(key)
         return afresh(key, measure)
 
-    found = short_text(model.train(), TOKENIZER, data=tmp_path, benchmarks=["winogrande"], limit=3, remember=remember)
-    assert found.samples == {"winogrande": 3} and seen == [{"benchmark": "winogrande"}]
+    result = short_text(model.train(), TOKENIZER, data=tmp_path, benchmarks=["winogrande"], limit=3, remember=remember)
+    assert result.samples == {"winogrande": 3} and seen == [{"benchmark": "winogrande"}]
     assert model.training
     model.eval()
 
@@ -195,15 +195,15 @@ def test_ruler_makes_lm_evals_prompts_and_gives_its_score(tmp_path):
 @pytest.mark.parametrize("at_once", [None, 2])
 def test_greedy_answers_are_those_of_lm_evals_own_generation(at_once, monkeypatch):
     """Prompts of several lengths, which lm-eval pads on the left."""
-    logged, own = {}, evaluate
+    logged, ours = {}, evaluate
 
     def watched(model, tokenizer, task, *, greedy, **options):
         assert greedy
         for way in (True, False):
             options["batch_size"] = at_once if way else 1
-            found, samples = own(model, tokenizer, task, greedy=way, **options)
+            metrics, samples = ours(model, tokenizer, task, greedy=way, **options)
             logged[way] = [s["resps"] for s in sorted(samples, key=lambda s: s["doc_id"])]
-        return found, samples
+        return metrics, samples
 
     monkeypatch.setattr(sys.modules["rope_patch.eval.ruler"], "evaluate", watched)
     model = tiny(vocab_size=CHARACTERS, max_position_embeddings=4096)
@@ -285,9 +285,9 @@ def test_tasks_by_name_give_lm_evals_own_numbers(model, tmp_path):
     with quiet():
         lm = HFLM(pretrained=model, tokenizer=TOKENIZER, max_length=2000)
         theirs = lm_eval.simple_evaluate(lm, tasks=[{"group": "shared", "task": tasks}], bootstrap_iters=0)
-    wanted = {name: theirs["results"][name]["acc,none"] for name in ("mmlu_anatomy", "mmlu_virology")}
-    assert ours.parts["mmlu"] == pytest.approx(wanted) and len(ours.scores["mmlu"]) == 10
-    assert ours.accuracy["mmlu"] == pytest.approx(sum(wanted.values()) / 2) and ours.left_out == {"mmlu": 0}
+    expected = {name: theirs["results"][name]["acc,none"] for name in ("mmlu_anatomy", "mmlu_virology")}
+    assert ours.parts["mmlu"] == pytest.approx(expected) and len(ours.scores["mmlu"]) == 10
+    assert ours.accuracy["mmlu"] == pytest.approx(sum(expected.values()) / 2) and ours.left_out == {"mmlu": 0}
     assert type(ours).from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
 
 
@@ -312,11 +312,11 @@ def test_examples_long_documents_and_replies(tmp_path):
     core, seen = tiny(vocab_size=CHARACTERS), []
     long = {"question": "word " * 400 + "What is 9 plus 1?", "answer": "#### 10"}
     write_lines(tmp_path / "gsm8k.jsonl", [*GSM, long])
-    found = lm_eval_tasks(answering(core, seen), TOKENIZER, ["gsm8k"], length=1000, data=tmp_path)
-    assert found.scores["gsm8k"] == [1, 1, 1, 0, 1, 1] and found.left_out == {"gsm8k": 1}
-    assert "Left out, because prompt and answer are longer than the longest length: 1 of gsm8k." in found.reading()
+    result = lm_eval_tasks(answering(core, seen), TOKENIZER, ["gsm8k"], length=1000, data=tmp_path)
+    assert result.scores["gsm8k"] == [1, 1, 1, 0, 1, 1] and result.left_out == {"gsm8k": 1}
+    assert "Left out, because prompt and answer are longer than the longest length: 1 of gsm8k." in result.reading()
     assert len(seen) == 6 and all(text.count("Question:") == 1 for text in seen), "no example without their file"
-    (reply,) = found.replies
+    (reply,) = result.replies
     assert "#### 1" in reply["reply"] and "#### 1" in reply["expected"] and "What is 0 plus 1?" in reply["question"]
     seen.clear()
     write_lines(tmp_path / "gsm8k.fewshot.jsonl", [{"question": f"E{k}", "answer": f"#### {k}"} for k in range(6)])
@@ -354,8 +354,8 @@ def test_long_tasks_are_read_from_local_files(tmp_path):
     )
     write_lines(tmp_path / "graphwalks_128k.jsonl", [{"prompt": book, "answer_nodes": ["ab"]}])
     names = ["longbench2", "infinitebench", "babilong", "graphwalks"]
-    found = lm_eval_tasks(core, TOKENIZER, names, length=30_000, data=tmp_path)
-    assert {name: list(parts) for name, parts in found.parts.items()} == {
+    result = lm_eval_tasks(core, TOKENIZER, names, length=30_000, data=tmp_path)
+    assert {name: list(parts) for name, parts in result.parts.items()} == {
         "longbench2": ["longbench2_graph"],
         "infinitebench": ["infinitebench_passkey"],
         "babilong": ["babilong_qa1"],
@@ -363,7 +363,7 @@ def test_long_tasks_are_read_from_local_files(tmp_path):
     }
     assert len(seen) == 3 and all(text.count("A man walks on.") == 200 for text in seen), "nothing was cut"
     assert sum("Charlie went to the hallway" in text for text in seen) == 1, "BABILong's own examples"
-    assert found.accuracy["babilong"] == 0 or found.accuracy["babilong"] == 1
+    assert result.accuracy["babilong"] == 0 or result.accuracy["babilong"] == 1
 
 
 def test_tasks_that_are_not_there_are_refused_with_the_list(model, tmp_path):
@@ -399,15 +399,15 @@ def test_babilong_of_the_hub_comes_in_texts_of_the_length(monkeypatch):
 
     from rope_patch.eval.lm_eval_tasks import check_tasks
 
-    asked = []
+    loaded = []
 
     def load(path, name=None, split=None, **_):
-        asked.append((path, name, split))
+        loaded.append((path, name, split))
         return datasets.Dataset.from_list([{"input": "a", "question": "b", "target": "c"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     check_tasks(["babilong_qa1"], None, 40_000)
-    assert asked == [("RMT-team/babilong-1k-samples", "32k", "qa1")]
+    assert loaded == [("RMT-team/babilong-1k-samples", "32k", "qa1")]
 
 
 def test_every_task_that_is_named_to_users_is_one_of_lm_evals():

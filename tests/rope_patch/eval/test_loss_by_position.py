@@ -13,11 +13,11 @@ from rope_patch.views import Skip
 def test_it_is_the_cross_entropy_of_the_logits():
     model = tiny(dtype=torch.float64)
     rows = tokens(5, 30)
-    found = loss_by_position(model, rows, batch_size=2, progress=False)
+    curve = loss_by_position(model, rows, batch_size=2, progress=False)
     log_probabilities = model(rows).logits.log_softmax(-1)
     expected = -log_probabilities[:, :-1].gather(-1, rows[:, 1:, None])[..., 0].mean(0)
-    torch.testing.assert_close(found.loss[1:], expected, rtol=1e-5, atol=1e-6)
-    assert math.isnan(found.loss[0]) and found.n_rows == 5 and found.seq_len == 30
+    torch.testing.assert_close(curve.loss[1:], expected, rtol=1e-5, atol=1e-6)
+    assert math.isnan(curve.loss[0]) and curve.n_rows == 5 and curve.seq_len == 30
 
 
 SLIDING = {
@@ -38,7 +38,7 @@ def cross_entropies(model, rows):
 def test_sliding_windows_are_read_without_a_mask_of_all_pairs(name, monkeypatch):
     monkeypatch.setattr("rope_patch.attention.plain._WINDOW_BLOCK", 16)
     model, rows, n = SLIDING[name](), tokens(2, 200), 200
-    wanted, masks = cross_entropies(model, rows), []
+    expected, masks = cross_entropies(model, rows), []
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def watching(query, *args, attn_mask=None, **options):
@@ -46,8 +46,8 @@ def test_sliding_windows_are_read_without_a_mask_of_all_pairs(name, monkeypatch)
         return attend(query, *args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watching)
-    found = loss_by_position(model, rows, progress=False)
-    torch.testing.assert_close(found.loss[1:], wanted, rtol=1e-5, atol=1e-5)
+    curve = loss_by_position(model, rows, progress=False)
+    torch.testing.assert_close(curve.loss[1:], expected, rtol=1e-5, atol=1e-5)
     assert any(size for _, size in masks), "no sliding layer was read"
     assert max(size or 0 for _, size in masks) < n * n / 20
 
@@ -55,19 +55,19 @@ def test_sliding_windows_are_read_without_a_mask_of_all_pairs(name, monkeypatch)
 def test_a_view_in_force_is_read_under_sliding_windows_too():
     model, rows = gemma3(), tokens(1, 60)
     with rope_view(model, Skip(split=20, skip=30)):
-        wanted = cross_entropies(model, rows)
-        found = loss_by_position(model, rows, progress=False)
-    torch.testing.assert_close(found.loss[1:], wanted, rtol=1e-5, atol=1e-5)
-    assert (wanted - cross_entropies(model, rows)).abs().max() > 1e-3
+        expected = cross_entropies(model, rows)
+        curve = loss_by_position(model, rows, progress=False)
+    torch.testing.assert_close(curve.loss[1:], expected, rtol=1e-5, atol=1e-5)
+    assert (expected - cross_entropies(model, rows)).abs().max() > 1e-3
 
 
 @torch.no_grad()
 def test_a_model_that_knows_nothing_loses_the_log_of_the_vocabulary():
     model = tiny()
     model.lm_head.weight.zero_()
-    found = loss_by_position(model, tokens(2, 100), progress=False)
-    torch.testing.assert_close(found.loss[1:], torch.full((99,), math.log(VOCAB), dtype=torch.float64))
-    assert found.cliff(80) == pytest.approx(0, abs=1e-6)
+    curve = loss_by_position(model, tokens(2, 100), progress=False)
+    torch.testing.assert_close(curve.loss[1:], torch.full((99,), math.log(VOCAB), dtype=torch.float64))
+    assert curve.cliff(80) == pytest.approx(0, abs=1e-6)
 
 
 def transformed(kind):
@@ -86,32 +86,32 @@ def test_what_a_family_does_to_its_logits_counts(kind):
     model, rows = transformed(kind), tokens(2, 40)
     with torch.no_grad():
         logits = model(rows).logits.double()
-        wanted = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
-    found = loss_by_position(model, rows, progress=False)
-    torch.testing.assert_close(found.loss[1:], wanted.mean(0), rtol=1e-5, atol=1e-6)
+        expected = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
+    curve = loss_by_position(model, rows, progress=False)
+    torch.testing.assert_close(curve.loss[1:], expected.mean(0), rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         assert torch.equal(model(rows).logits.double(), logits), "the model is as it was"
 
 
 def test_means_and_cliff_by_hand():
     # loss p at position p: means are midpoints
-    found = LossByPosition(torch.tensor([math.nan, *range(1, 200)], dtype=torch.float64), 1)
-    assert found.mean(10, 13) == 11
-    assert found.in_window(100) == (64 + 100) / 2
-    assert found.cliff(100) == (101 + 199) / 2 - 82
-    assert found.bins([64, 66, 70]) == [{"first": 64, "end": 66, "loss": 64.5}, {"first": 66, "end": 70, "loss": 67.5}]
-    assert found.to_dict()["loss"][:3] == [None, 1, 2]
+    curve = LossByPosition(torch.tensor([math.nan, *range(1, 200)], dtype=torch.float64), 1)
+    assert curve.mean(10, 13) == 11
+    assert curve.in_window(100) == (64 + 100) / 2
+    assert curve.cliff(100) == (101 + 199) / 2 - 82
+    assert curve.bins([64, 66, 70]) == [{"first": 64, "end": 66, "loss": 64.5}, {"first": 66, "end": 70, "loss": 67.5}]
+    assert curve.to_dict()["loss"][:3] == [None, 1, 2]
     for first, end in ((0, 5), (5, 5), (5, 201)):
         with pytest.raises(ValueError, match="positions must satisfy 1 <= first < end <= 200"):
-            found.mean(first, end)
+            curve.mean(first, end)
 
 
 def test_views_of_training_are_off_and_the_mode_comes_back():
     model = patch_model(tiny(), "nope").train()
     rows = tokens(2, 30)
-    found = loss_by_position(model, rows, progress=False)
+    curve = loss_by_position(model, rows, progress=False)
     assert model.training
-    torch.testing.assert_close(found.loss[1:], loss_by_position(tiny(), rows, progress=False).loss[1:])
+    torch.testing.assert_close(curve.loss[1:], loss_by_position(tiny(), rows, progress=False).loss[1:])
 
 
 @pytest.mark.parametrize(

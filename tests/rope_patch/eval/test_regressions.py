@@ -105,18 +105,18 @@ def test_mcnemar_counts_the_ways_that_are_at_least_as_uneven(b, c):
 def test_cells_below_and_above_are_told_with_their_figures():
     native = grid({512: [1.0] * 20, 1024: [1.0] * 10 + [0.0] * 10, 4096: [0.0] * 20})
     long = grid({512: [0.0] * 9 + [1.0] * 11, 1024: [1.0] * 11 + [0.0] * 9, 4096: [1.0] * 16 + [0.0] * 4})
-    found = regressions({"passkey": {"native": native, "long": long}}, window=1024)
-    (lost,), (won,) = found.below, found.above
+    comparison = regressions({"passkey": {"native": native, "long": long}}, window=1024)
+    (lost,), (won,) = comparison.below, comparison.above
     assert (lost.label, lost.measure, lost.length, lost.n) == ("long", "passkey", 512, 20)
     assert (lost.first, lost.mean) == (1.0, pytest.approx(0.55)) and lost.low < lost.difference < lost.high < 0
     assert lost.p == pytest.approx(2 / 2**9) and won.length == 4096 and won.low > 0
-    assert [c.outcome for c in found.cells] == ["below", "same", "above"]
-    words = " ".join(found.verdict())
+    assert [c.outcome for c in comparison.cells] == ["below", "same", "above"]
+    words = " ".join(comparison.verdict())
     assert "long is worse than native in 1 of 3 cells, better in 1, and in 1 no difference shows" in words
     assert "long lost, all within the window of 1024: passkey at 512 (100 to 55 %, -45 points" in words
     assert "long won, all beyond the window: passkey at 4096 (0 to 80 %, +80 points" in words
     assert "Over 20 prompts a cell" in words
-    assert json.loads(json.dumps(found.to_dict()))["cells"][0]["outcome"] == "below"
+    assert json.loads(json.dumps(comparison.to_dict()))["cells"][0]["outcome"] == "below"
 
 
 def test_a_few_pairs_that_differ_are_noise():
@@ -133,8 +133,8 @@ def test_a_few_pairs_that_differ_are_noise():
 def test_equal_models_lose_and_win_nothing():
     rng = random.Random(0)
     scores = {n: [float(rng.random() < 0.5) for _ in range(40)] for n in (512, 1024)}
-    found = regressions({"passkey": {"a": grid(scores), "b": grid(scores)}})
-    assert not found.below and not found.above and len(found.cells) == 2
+    comparison = regressions({"passkey": {"a": grid(scores), "b": grid(scores)}})
+    assert not comparison.below and not comparison.above and len(comparison.cells) == 2
     assert regressions({"passkey": {"a": grid(scores)}}).verdict() == [
         "Only a was measured, so there is nothing to compare it with."
     ]
@@ -142,15 +142,15 @@ def test_equal_models_lose_and_win_nothing():
 
 def test_the_model_labelled_native_is_the_one_that_others_stand_beside():
     low, high = grid({512: [0.0] * 20}), grid({512: [1.0] * 20})
-    found = regressions({"passkey": {"mine": low, "native": high}})
-    assert found.baseline == "native" and [c.label for c in found.below] == ["mine"]
+    comparison = regressions({"passkey": {"mine": low, "native": high}})
+    assert comparison.baseline == "native" and [c.label for c in comparison.below] == ["mine"]
 
 
 def test_other_prompts_are_not_paired():
-    one = grid({512: [1.0] * 20})
-    other = replace(one, prompt_hashes=["another"])
+    first = grid({512: [1.0] * 20})
+    second = replace(first, prompt_hashes=["another"])
     with pytest.raises(ValueError, match="b was asked other passkey prompts of 512 tokens"):
-        regressions({"passkey": {"a": one, "b": other}})
+        regressions({"passkey": {"a": first, "b": second}})
 
 
 def curve(per_block, window=1024, rows_hash="same"):
@@ -166,8 +166,8 @@ def test_losses_are_compared_by_spans_of_the_window():
     moved[:, 4:8] += 0.2 + 0.05 * torch.randn(4, 4, generator=generator)  # 256..511
     moved[:, 16:] -= 1.0 + 0.05 * torch.randn(4, 16, generator=generator)  # beyond the window
     moved[:, 8:16] += 0.01 * torch.randn(4, 8, generator=generator)
-    found = regressions({"cliff": {"native": curve(base.tolist()), "other": curve(moved.tolist())}})
-    names = {c.name: c.outcome for c in found.cells}
+    comparison = regressions({"cliff": {"native": curve(base.tolist()), "other": curve(moved.tolist())}})
+    names = {c.name: c.outcome for c in comparison.cells}
     assert names == {
         "loss 64..127": "same",
         "loss 128..255": "same",
@@ -175,10 +175,10 @@ def test_losses_are_compared_by_spans_of_the_window():
         "loss 512..1023": "same",
         "loss 1024..2047": "above",
     }
-    lost = found.below[0]
-    wanted = (moved - base)[:, 4:8].mean().item()
-    assert lost.difference == pytest.approx(wanted) and lost.low < wanted < lost.high and lost.n == 16
-    assert "loss 256..511 (" in " ".join(found.verdict()) and "parts of 4 rows" in lost.unit
+    lost = comparison.below[0]
+    expected = (moved - base)[:, 4:8].mean().item()
+    assert lost.difference == pytest.approx(expected) and lost.low < expected < lost.high and lost.n == 16
+    assert "loss 256..511 (" in " ".join(comparison.verdict()) and "parts of 4 rows" in lost.unit
     with pytest.raises(ValueError, match="other read other rows"):
         regressions({"cliff": {"native": curve(base.tolist()), "other": curve(base.tolist(), rows_hash="x")}})
     many = base.repeat(5, 1).tolist()
@@ -233,16 +233,16 @@ def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys)
         "pi": lambda: patch_model(tiny(vocab_size=CHARACTERS), "pi", factor=4.0),
         "native": lambda: tiny(vocab_size=CHARACTERS),
     }
-    found = run_suite(models, character_tokenizer(), texts, plan, tmp_path)
+    results = run_suite(models, character_tokenizer(), texts, plan, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line in ("native:", "pi:")] == ["native:", "pi:"]
     assert [line for line in lines if "passkey, 400: " in line or "passkey, 600: " in line] == [
         f"  passkey, {n}: 0.000 as written, 0.000 teacher-forced, over 10 prompts" for n in (400, 600)
     ] * 2
     assert sum("loss beyond" in line for line in lines) == 2
-    compared = regressions(found)
+    compared = regressions(results)
     assert compared.baseline == "native" and compared.window == WINDOW
     assert {c.name for c in compared.cells} >= {"passkey at 400", "passkey at 600", "loss 128..255"}
-    assert all(len(r["reply"]) > 0 and r["expected"].isdigit() for r in found["passkey"]["pi"].replies)
-    first, again = (found["passkey"][label].prompt_hashes for label in ("native", "pi"))
+    assert all(len(r["reply"]) > 0 and r["expected"].isdigit() for r in results["passkey"]["pi"].replies)
+    first, again = (results["passkey"][label].prompt_hashes for label in ("native", "pi"))
     assert first == again and len(set(first)) == 2

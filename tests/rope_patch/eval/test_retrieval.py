@@ -44,8 +44,8 @@ def lookup(knows=lambda text, values: values):
                 values = list(dict.fromkeys(re.findall(r"\d{5}", body)))
             else:
                 # a needle is a sentence with a key and a number, in either order
-                found = {k: re.findall(rf"{k}[^.]*?(\d{{7}})|(\d{{7}})[^.]*? {k}\b", body) for k in keys}
-                values = [a or b for k in keys for a, b in found[k]]
+                matches = {k: re.findall(rf"{k}[^.]*?(\d{{7}})|(\d{{7}})[^.]*? {k}\b", body) for k in keys}
+                values = [a or b for k in keys for a, b in matches[k]]
             ordinal = re.search(r"the (first|second|third|fourth|last) [a-z]", question)
             if ordinal:
                 values = [values[["first", "second", "third", "fourth", "last"].index(ordinal[1]) if ordinal[1] != "last" else -1]]  # fmt: skip  # noqa: E501
@@ -60,40 +60,40 @@ def lookup(knows=lambda text, values: values):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_a_prompt_has_exactly_its_length_and_the_needle_at_its_depth(kind, depth):
-    found = prompt(kind, depth)
-    text = TOKENIZER.decode(found.ids)
-    assert len(found.ids) == 1500
-    assert all(answer in text for answer in found.answers)
-    at_depth = [a for a in found.answers if found.position <= text.index(a) < found.position + 80]
-    assert len(at_depth) == 1 and (kind == "multivalue" or at_depth == found.answers[:1])
+    sample = prompt(kind, depth)
+    text = TOKENIZER.decode(sample.ids)
+    assert len(sample.ids) == 1500
+    assert all(answer in text for answer in sample.answers)
+    at_depth = [a for a in sample.answers if sample.position <= text.index(a) < sample.position + 80]
+    assert len(at_depth) == 1 and (kind == "multivalue" or at_depth == sample.answers[:1])
     # other needles before it may move it, by no more than their own length
     length_of_needles = 4 * 75
-    assert abs(found.position - depth * (1500 - length_of_needles)) <= length_of_needles + 32
+    assert abs(sample.position - depth * (1500 - length_of_needles)) <= length_of_needles + 32
 
 
 def test_needles_stand_between_sentences():
-    found = prompt("single", 0.5)
-    before = TOKENIZER.decode(found.ids[: found.position])
+    sample = prompt("single", 0.5)
+    before = TOKENIZER.decode(sample.ids[: sample.position])
     assert before.endswith((".", "!", "?"))
 
 
 def test_ordinals_ask_for_the_place_in_the_text():
     for seed in range(12):
-        found = prompt("ordinal", depth=0.6, seed=seed)
-        text = TOKENIZER.decode(found.ids)
+        sample = prompt("ordinal", depth=0.6, seed=seed)
+        text = TOKENIZER.decode(sample.ids)
         values = re.findall(r"is: (\d{7})\.", text)
         name = re.search(r"the (\w+) special magic number", text)[1]
         place = {"first": 0, "second": 1, "third": 2, "last": 3}[name]
-        assert values[place] == found.answers[0] and len(values) == 4
-        assert found.score(f" {found.answers[0]} and {values[place - 1]}") == 1
-        assert found.score(f" {values[place - 1]}, {found.answers[0]}") == 0
+        assert values[place] == sample.answers[0] and len(values) == 4
+        assert sample.score(f" {sample.answers[0]} and {values[place - 1]}") == 1
+        assert sample.score(f" {values[place - 1]}, {sample.answers[0]}") == 0
 
 
 def test_the_score_is_the_share_of_values_found():
-    found = prompt("multivalue")
-    assert found.score(" ".join(found.answers)) == 1
-    assert found.score(" ".join(found.answers[:3])) == 0.75
-    assert found.score("none") == 0
+    sample = prompt("multivalue")
+    assert sample.score(" ".join(sample.answers)) == 1
+    assert sample.score(" ".join(sample.answers[:3])) == 0.75
+    assert sample.score("none") == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,18 +151,18 @@ def test_bad_arguments_are_refused(arguments, message):
 def test_wordings_tell_the_same_draws_in_other_words(kind):
     n_needles = 1 if kind in ("passkey", "single") else 4
     ids = TOKENIZER(TEXT)["input_ids"]
-    found = [
+    prompts = [
         make_prompt(
             kind, TOKENIZER, ids, n_tokens=1500, depth=0.5, n_needles=n_needles, rng=random.Random(0), wording=w
         )
         for w in ALL_WORDINGS
     ]
-    assert len(found) >= 4 and [p.wording for p in found] == list(ALL_WORDINGS)
-    assert all(p.answers == found[0].answers and len(p.ids) == 1500 for p in found)
-    assert len({re.sub(r"\W*\d+\W*", "", p.question) for p in found}) == len(found)
-    needles = [TOKENIZER.decode(p.ids[p.position : p.position + 60]) for p in found]
-    assert len({re.sub(r"[a-z]+-[a-z]+|\d+", "", n)[:12] for n in needles}) == len(found)
-    for p in found:
+    assert len(prompts) >= 4 and [p.wording for p in prompts] == list(ALL_WORDINGS)
+    assert all(p.answers == prompts[0].answers and len(p.ids) == 1500 for p in prompts)
+    assert len({re.sub(r"\W*\d+\W*", "", p.question) for p in prompts}) == len(prompts)
+    needles = [TOKENIZER.decode(p.ids[p.position : p.position + 60]) for p in prompts]
+    assert len({re.sub(r"[a-z]+-[a-z]+|\d+", "", n)[:12] for n in needles}) == len(prompts)
+    for p in prompts:
         text = TOKENIZER.decode(p.ids)
         assert text.endswith(p.question) and all(answer in text for answer in p.answers)
         # no answer stands in the question
@@ -184,10 +184,10 @@ def test_the_first_wording_is_that_of_the_papers():
 @pytest.mark.parametrize("kind", ["passkey", "multikey"])
 def test_a_cell_holds_as_many_prompts_as_asked_all_different_all_wordings_equally(kind, monkeypatch):
     """Two hundred of them, and the same for every model."""
-    asked = []
+    prompts = []
 
     def answer(model, questions, **_):
-        asked.extend(tuple(q.prompt) for q in questions)
+        prompts.extend(tuple(q.prompt) for q in questions)
         reply = Reply(TOKENIZER(model)["input_ids"], [0] * 50)
         return [reply] * len(questions)
 
@@ -199,14 +199,14 @@ def test_a_cell_holds_as_many_prompts_as_asked_all_different_all_wordings_equall
             return passkey(model, TOKENIZER, [500], **options)
         return niah(model, TOKENIZER, TEXT, [900], kind=kind, **options)
 
-    one, other = grid("nothing"), grid("other")
-    assert len(set(asked[:200])) == len(one.scores) == 200 and asked[:200] == asked[200:]
-    assert one.prompt_hashes == other.prompt_hashes and one.wordings == other.wordings
-    assert {w: one.wordings.count(w) for w in ALL_WORDINGS} == dict.fromkeys(ALL_WORDINGS, 50)
+    first, second = grid("nothing"), grid("other")
+    assert len(set(prompts[:200])) == len(first.scores) == 200 and prompts[:200] == prompts[200:]
+    assert first.prompt_hashes == second.prompt_hashes and first.wordings == second.wordings
+    assert {w: first.wordings.count(w) for w in ALL_WORDINGS} == dict.fromkeys(ALL_WORDINGS, 50)
     for depth in range(10):
-        assert {one.wordings[20 * depth : 20 * depth + 20].count(w) for w in ALL_WORDINGS} == {5}
-    assert {reply["reply"] for reply in other.replies} == {"other"}
-    assert [reply["wording"] for reply in one.replies] == list(ALL_WORDINGS)
+        assert {first.wordings[20 * depth : 20 * depth + 20].count(w) for w in ALL_WORDINGS} == {5}
+    assert {reply["reply"] for reply in second.replies} == {"other"}
+    assert [reply["wording"] for reply in first.replies] == list(ALL_WORDINGS)
     haystack = retrieval.passkey_haystacks if kind == "passkey" else retrieval.text_haystacks
     assert len(haystack(TOKENIZER, *(() if kind == "passkey" else (TEXT,)), [900])) == (4 if kind == "passkey" else 1)
 
@@ -279,14 +279,14 @@ def test_grids_asked_together_are_those_of_each_kind_alone_and_read_less(monkeyp
 
 
 def test_teacher_forced_asks_for_every_digit_behind_the_right_ones():
-    found = prompt("multivalue")
-    right = found.right_reply
-    assert TOKENIZER.decode(right) == " " + ", ".join(found.answers)
-    assert found.forced_score(right) == 1
-    digit = len(TOKENIZER(f" {found.answers[0]},")["input_ids"]) + 3  # of the second answer
-    assert found.forced_score([*right[:digit], right[digit] + 1, *right[digit + 1 :]]) == 0.75
+    sample = prompt("multivalue")
+    right = sample.right_reply
+    assert TOKENIZER.decode(right) == " " + ", ".join(sample.answers)
+    assert sample.forced_score(right) == 1
+    digit = len(TOKENIZER(f" {sample.answers[0]},")["input_ids"]) + 3  # of the second answer
+    assert sample.forced_score([*right[:digit], right[digit] + 1, *right[digit + 1 :]]) == 0.75
     # a space or a comma is no answer
-    assert found.forced_score([i if TOKENIZER.decode([i]).isdigit() else 0 for i in right]) == 1
+    assert sample.forced_score([i if TOKENIZER.decode([i]).isdigit() else 0 for i in right]) == 1
 
 
 @pytest.mark.parametrize("by_its_own", [False, True], ids=["in rows", "by generate"])
@@ -295,12 +295,12 @@ def test_both_measures_come_from_one_grid_and_are_named_apart(by_its_own):
     model = tiny(vocab_size=CHARACTERS, attention="eager" if by_its_own else "sdpa")
     grid = passkey(model, TOKENIZER, [600], depths=(0.2, 0.7), trials=2, progress=False)
     prompts = retrieval._Prompts("passkey", TOKENIZER, [600], (0.2, 0.7), 2, 1, 0, "auto", ALL_WORDINGS)
-    wanted = []
+    expected = []
     with torch.no_grad():
         for p in prompts.of_length(600, retrieval.passkey_haystacks(TOKENIZER, [600])):
             logits = model(torch.tensor([[*p.ids, *p.right_reply]])).logits[0]
-            wanted.append(p.forced_score(logits[len(p.ids) - 1 : -1].argmax(-1).tolist()))
-    assert grid.forced_scores == wanted and grid.forced_by_length == [sum(wanted) / 4]
+            expected.append(p.forced_score(logits[len(p.ids) - 1 : -1].argmax(-1).tolist()))
+    assert grid.forced_scores == expected and grid.forced_by_length == [sum(expected) / 4]
     knows = replace(grid, scores=[0.0] * 4, accuracy=[[0.0, 0.0]], forced_scores=[1.0, 1.0, 1.0, 0.0])
     assert knows.headline() == {"passkey at 600, as written": 0, "passkey at 600, teacher-forced": 0.75}
     assert [(r["as_written"], r["teacher_forced"]) for r in knows.table()][:2] == [(0, 1), (0, 0.5)]

@@ -61,8 +61,8 @@ def chi_square(counts, probabilities):
 def test_pairs_of_tokens_come_as_often_as_the_model_says(attention, temperature):
     model, prompt, n = tiny(vocab_size=SMALL, attention=attention), [4, 7, 5], 20_000
     assert (bytes_per_token(model) is None) == (attention == "eager")
-    found = torch.tensor(written(model, [prompt] * n, 2, temperature=temperature))
-    counts = torch.zeros(SMALL, SMALL).index_put_(tuple(found.T), torch.ones(n), accumulate=True).double()
+    pairs = torch.tensor(written(model, [prompt] * n, 2, temperature=temperature))
+    counts = torch.zeros(SMALL, SMALL).index_put_(tuple(pairs.T), torch.ones(n), accumulate=True).double()
     assert chi_square(counts, pair_probabilities(model, prompt, temperature)) < 4
     # so many draws tell another temperature
     assert chi_square(counts, pair_probabilities(model, prompt, 1.3 * temperature)) > 10
@@ -82,9 +82,9 @@ def test_each_text_is_behind_its_own_prompt(name, monkeypatch):
     monkeypatch.setattr(sampling, "_TOGETHER", 60)
     model, prompts = MODELS[name](), prompts_of(1)
     ends = model.generation_config.eos_token_id
-    wanted = [greedy_tokens(model, [p], pad_token=0, max_new_tokens=12)[0] for p in prompts]
-    assert len({tuple(text) for text in wanted}) > 3
-    assert written(model, prompts, temperature=1e-5, ends=(ends if isinstance(ends, list) else [ends])) == wanted
+    expected = [greedy_tokens(model, [p], pad_token=0, max_new_tokens=12)[0] for p in prompts]
+    assert len({tuple(text) for text in expected}) > 3
+    assert written(model, prompts, temperature=1e-5, ends=(ends if isinstance(ends, list) else [ends])) == expected
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -103,14 +103,14 @@ def test_a_seed_gives_its_texts_again(attention):
 def test_texts_end_with_any_of_the_ends(attention):
     model, prompts, ends, steps = tiny(attention=attention), prompts_of(3) * 5, (5, 60, 61, 62, 63), []
     free = written(model, prompts, 40)
-    found = written(model, prompts, 40, ends=ends, step_done=lambda: steps.append(1))
-    assert len(steps) == max(map(len, found)) and len({len(text) for text in found}) > 4
-    for text in found:
+    texts = written(model, prompts, 40, ends=ends, step_done=lambda: steps.append(1))
+    assert len(steps) == max(map(len, texts)) and len({len(text) for text in texts}) > 4
+    for text in texts:
         assert len(text) == 40 or text[-1] in ends
         assert not set(text[:-1]) & set(ends)
     # while no row has ended, what has been drawn is the same
-    n = min(map(len, found))
-    assert [text[:n] for text in found] == [text[:n] for text in free]
+    n = min(map(len, texts))
+    assert [text[:n] for text in texts] == [text[:n] for text in free]
 
 
 @pytest.mark.gpu
@@ -120,11 +120,11 @@ def test_a_graph_draws_what_steps_draw(name, monkeypatch):
     monkeypatch.setattr(decoding._Step, "_captured", lambda s, x: steps.append(capture(s, x)) or steps[-1])
     model, prompts = MODELS[name]().to("cuda"), prompts_of(4)
     state = torch.cuda.get_rng_state()
-    found = written(model, prompts, 20, seed=5)
+    texts = written(model, prompts, 20, seed=5)
     assert steps and all(step is not None for step in steps) and torch.equal(torch.cuda.get_rng_state(), state)
-    assert found == written(model, prompts, 20, seed=5) != written(model, prompts, 20, seed=6)
+    assert texts == written(model, prompts, 20, seed=5) != written(model, prompts, 20, seed=6)
     monkeypatch.setattr(decoding._Step, "_captured", lambda *_: None)
-    assert written(model, prompts, 20, seed=5) == found
+    assert written(model, prompts, 20, seed=5) == texts
     cold = written(model, prompts, 12, temperature=1e-5)
     assert cold == written(model.cpu(), prompts, 12, temperature=1e-5)
 
@@ -132,10 +132,10 @@ def test_a_graph_draws_what_steps_draw(name, monkeypatch):
 @pytest.mark.gpu
 def test_pairs_of_tokens_come_as_often_on_a_gpu():
     model, prompt, n = tiny(vocab_size=SMALL), [4, 7, 5], 20_000
-    wanted = pair_probabilities(model, prompt, 1.5)
-    found = torch.tensor(written(model.to("cuda"), [prompt] * n, 2, temperature=1.5))
-    counts = torch.zeros(SMALL, SMALL).index_put_(tuple(found.T), torch.ones(n), accumulate=True).double()
-    assert chi_square(counts, wanted) < 4
+    expected = pair_probabilities(model, prompt, 1.5)
+    pairs = torch.tensor(written(model.to("cuda"), [prompt] * n, 2, temperature=1.5))
+    counts = torch.zeros(SMALL, SMALL).index_put_(tuple(pairs.T), torch.ones(n), accumulate=True).double()
+    assert chi_square(counts, expected) < 4
 
 
 def test_a_model_whose_logits_are_nan_writes_nothing():

@@ -37,13 +37,13 @@ def model(**config):
 
 
 def test_any_changed_bit_changes_the_hash():
-    one, other = model(), model()
-    assert model_hash(one) == model_hash(other)
-    seen = {model_hash(one)}
+    first, second = model(), model()
+    assert model_hash(first) == model_hash(second)
+    seen = {model_hash(first)}
     with torch.no_grad():
-        weight = other.model.layers[2].mlp.up_proj.weight
+        weight = second.model.layers[2].mlp.up_proj.weight
         weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
-    seen.add(model_hash(other))
+    seen.add(model_hash(second))
     seen.add(model_hash(patch_model(model(), "pi", factor=2.0)))
     seen.add(model_hash(patch_model(model(), "yarn", factor=2.0)))
     seen.add(model_hash(model().to(torch.bfloat16)))
@@ -126,7 +126,7 @@ def test_a_run_that_was_stopped_goes_on_within_a_measure(results, tmp_path, monk
     plan = EvalPlan(("passkey", "niah-single"), length=600, lengths=(480, 600), trials=1, batch_size=2)
     with pytest.raises(KeyboardInterrupt):
         run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
-    found = run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
+    result = run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
     # both kinds in one call, ten prompts each, and only of the length that was missing
     assert calls[2:] == [(True, 20)]
     # a kind that is there already is not asked again with the others
@@ -134,7 +134,7 @@ def test_a_run_that_was_stopped_goes_on_within_a_measure(results, tmp_path, monk
         {"m": model}, character_tokenizer(), TEXTS, replace(plan, measures=("niah-single", "niah-multikey")), tmp_path
     )
     assert calls[3:] == [(False, 10), (True, 10)]
-    assert more["niah-single"]["m"] == found["niah-single"]["m"]
+    assert more["niah-single"]["m"] == result["niah-single"]["m"]
 
 
 def test_the_page_needs_no_other_file_and_says_everything(results, tmp_path):
@@ -189,8 +189,8 @@ def test_rows_of_text(tmp_path):
 def test_probe_says_when_there_is_nothing_to_do(monkeypatch):
     flat = LossByPosition(torch.full((3 * WINDOW,), 2.0, dtype=torch.float64), 1, WINDOW)
     monkeypatch.setattr(sys.modules["rope_patch.eval.probe"], "loss_by_position", lambda *_, **__: flat)
-    found = probe(model(), tokens(1, 3 * WINDOW), progress=False)
-    assert found.recipe == {} and "no cliff" in str(found)
+    advice = probe(model(), tokens(1, 3 * WINDOW), progress=False)
+    assert advice.recipe == {} and "no cliff" in str(advice)
 
 
 def test_probe_gives_no_advice_on_a_model_that_guesses():
@@ -198,10 +198,10 @@ def test_probe_gives_no_advice_on_a_model_that_guesses():
         subject = model()
         with torch.no_grad():
             subject.lm_head.weight.mul_(scale)
-        found = probe(subject, tokens(1, 3 * WINDOW), progress=False)
-        assert found.recipe == {} and found.yarn is None
-        assert "predicts next to nothing" in str(found) and "another tokenizer" in str(found)
-        assert "no adaptation" not in str(found) and "no cliff" not in str(found)
+        advice = probe(subject, tokens(1, 3 * WINDOW), progress=False)
+        assert advice.recipe == {} and advice.yarn is None
+        assert "predicts next to nothing" in str(advice) and "another tokenizer" in str(advice)
+        assert "no adaptation" not in str(advice) and "no cliff" not in str(advice)
 
 
 def test_probe_refuses_rows_within_the_window_before_it_measures(monkeypatch):
@@ -216,16 +216,16 @@ def test_all_models_are_compared_over_the_first_ones_window(tmp_path):
     """A checkpoint that declares a longer window, as one that was saved after PI or a new base."""
     models = {"native": model, "declares": lambda: model(max_position_embeddings=4 * WINDOW)}
     plan = EvalPlan(("cliff", "entropy"), length=200, n_rows=2)
-    found = run_suite(models, character_tokenizer(), TEXTS, plan, tmp_path)
-    curves = found["cliff"]
+    results = run_suite(models, character_tokenizer(), TEXTS, plan, tmp_path)
+    curves = results["cliff"]
     assert [curve.window for curve in curves.values()] == [WINDOW, WINDOW]
-    assert [r.window for r in found["entropy"].values()] == [WINDOW, WINDOW]
-    shown = {row["figure"]: row["values"] for row in summary(found)}
+    assert [r.window for r in results["entropy"].values()] == [WINDOW, WINDOW]
+    shown = {row["figure"]: row["values"] for row in summary(results)}
     assert all(set(values) == {"native", "declares"} for name, values in shown.items() if "penalty" not in name)
     # the same weights: the same loss over the same positions
     assert shown["in-distribution penalty (%)"]["declares"] == pytest.approx(0, abs=1e-9)
-    wanted = curves["declares"].loss[WINDOW + 1 :].mean() - curves["declares"].loss[64 : WINDOW + 1].mean()
-    assert shown["cliff"]["declares"] == pytest.approx(wanted.item())
+    expected = curves["declares"].loss[WINDOW + 1 :].mean() - curves["declares"].loss[64 : WINDOW + 1].mean()
+    assert shown["cliff"]["declares"] == pytest.approx(expected.item())
     wider = run_suite(models, character_tokenizer(), TEXTS, replace(plan, window=100), tmp_path)
     assert [r.window for by_label in wider.values() for r in by_label.values()] == [100] * 4
     with pytest.raises(ValueError, match="window must be at least 1, got 0"):
@@ -282,10 +282,10 @@ def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
     monkeypatch.setattr(sys.modules["rope_patch.eval.probe"], "loss_by_position", loss)
     for added, words in ((0.01, "may be enough as it is"), (0.2, "win back the 10.0 %")):
         adds.append(added)
-        found = probe(subject, tokens(1, 4 * WINDOW), progress=False)
-        assert found.factor == 4 and found.recipe["rescale_args"] == {"factor": 4.0} and words in str(found)
-        assert f"The cliff begins at position {found.native.cliff_start()}" in str(found)
-        assert 2 * WINDOW - 4 < found.native.cliff_start() <= 2 * WINDOW
+        advice = probe(subject, tokens(1, 4 * WINDOW), progress=False)
+        assert advice.factor == 4 and advice.recipe["rescale_args"] == {"factor": 4.0} and words in str(advice)
+        assert f"The cliff begins at position {advice.native.cliff_start()}" in str(advice)
+        assert 2 * WINDOW - 4 < advice.native.cliff_start() <= 2 * WINDOW
         assert model_hash(subject) == before
     with pytest.raises(ValueError, match="call unpatch_model first"):
         probe(patch_model(model(), "pi", factor=2.0), tokens(1, 4 * WINDOW), progress=False)

@@ -13,15 +13,15 @@ from rope_patch.views import Skip
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_it_is_the_kl_of_the_logits(family, direction):
     model, rows, split = tiny(family, dtype=torch.float64), tokens(3, 24), 10
-    found = view_kl(model, rows, [0, 5, 40], split=split, direction=direction, progress=False)
+    curve = view_kl(model, rows, [0, 5, 40], split=split, direction=direction, progress=False)
     with torch.no_grad():
         standard = model(rows).logits.log_softmax(-1)[:, split:]
-        for skip, value in zip([0, 5, 40], found.kl, strict=True):
+        for skip, value in zip([0, 5, 40], curve.kl, strict=True):
             with rope_view(model, Skip(split=split, skip=skip) if skip else "standard"):
                 moved = model(rows).logits.log_softmax(-1)[:, split:]
             p, q = (moved, standard) if direction == "reverse" else (standard, moved)
             assert value == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4, abs=1e-7)
-    assert found.kl[0] == pytest.approx(0, abs=1e-9) and found.kl[2] > 0
+    assert curve.kl[0] == pytest.approx(0, abs=1e-9) and curve.kl[2] > 0
 
 
 @pytest.mark.parametrize(

@@ -56,15 +56,15 @@ class LLM:
 
     @torch.no_grad()
     def generate(self, prompts, sampling_params, *, use_tqdm):
-        found = []
+        outputs = []
         for prompt, settings in zip(prompts, sampling_params, strict=True):
             ids = list(prompt["prompt_token_ids"])
             assert len(ids) + settings.max_tokens <= self.max_model_len
             new = []
             while len(new) < settings.max_tokens and not set(new[-1:]) & set(settings.stop_token_ids):
                 new.append(int(self.core(torch.tensor([ids + new])).logits[0, -1].argmax()))
-            found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(new))]))
-        return found
+            outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(new))]))
+        return outputs
 
 
 @pytest.fixture
@@ -88,10 +88,10 @@ def folder(tmp_path):
 
 def test_answers_and_choices_are_those_of_our_reader_and_the_page_says_so(vllm, folder, tmp_path):
     other = EvalPlan(PLAN.measures, length=500, lengths=(500,), trials=1)
-    found = run_suite({"m": model}, character_tokenizer(), TEXTS, PLAN, tmp_path / "c", checkpoints={"m": folder})
+    results = run_suite({"m": model}, character_tokenizer(), TEXTS, PLAN, tmp_path / "c", checkpoints={"m": folder})
     ours = run_suite({"m": model}, character_tokenizer(), TEXTS, other, tmp_path / "c")
     for name in PLAN.measures:
-        by_vllm, by_us = found[name]["m"].to_dict(), ours[name]["m"].to_dict()
+        by_vllm, by_us = results[name]["m"].to_dict(), ours[name]["m"].to_dict()
         assert by_vllm.pop("said") == [
             "vLLM 0.0 wrote these answers. Of 4 prompts that our own reader answered too, 4 got the same reply."
         ]
@@ -100,7 +100,7 @@ def test_answers_and_choices_are_those_of_our_reader_and_the_page_says_so(vllm, 
     assert engine.is_down and engine.max_model_len == 500
     # beyond the window in the config, which is where vLLM's table of rotations would end
     assert engine.hf_overrides == {"max_position_embeddings": 500}
-    page = write_report(found, tmp_path / "r", title="t", settings={})
+    page = write_report(results, tmp_path / "r", title="t", settings={})
     assert "4 prompts that our own reader answered too, 4 got the same reply" in page.read_text()
 
 

@@ -8,8 +8,8 @@ CPU = torch.device("cpu")
 
 
 def locate(rows, seq_len, position_ids=None, attention_mask=None):
-    found = locate_documents(rows, seq_len, CPU, position_ids, attention_mask)
-    return [getattr(found, name).expand(rows, seq_len).tolist() for name in ("start", "length", "ordinal")]
+    documents = locate_documents(rows, seq_len, CPU, position_ids, attention_mask)
+    return [getattr(documents, name).expand(rows, seq_len).tolist() for name in ("start", "length", "ordinal")]
 
 
 def test_rows_are_documents_when_nothing_else_is_said():

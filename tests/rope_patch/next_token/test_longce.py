@@ -58,16 +58,16 @@ def test_loss_weights_and_gradients_are_those_of_the_algorithm(family, kind):
     data = batch(kind)
     model = patch_model(tiny(family, dtype=torch.float64), "standard").train()
     tape = run(WeightedNextToken(model, LongCE(short_context=K, stride=D, cap=2.0)), data)
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    actual = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     weights, losses = weights_by_hand(model, data, cap=2.0)
-    wanted = sum(weights[place] * losses[place] for place in losses) / len(losses)
-    wanted.backward()
-    torch.testing.assert_close(tape.result.loss.detach(), wanted.detach(), rtol=1e-5, atol=1e-7)
+    expected = sum(weights[place] * losses[place] for place in losses) / len(losses)
+    expected.backward()
+    torch.testing.assert_close(tape.result.loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
     assert tape.result.rows.ce_factor.sum().item() == pytest.approx(sum(weights.values()), rel=1e-4)
     assert len(set(weights.values())) > 3, "some tokens are weighed"
     for name, p in model.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item() + 1e-9)
+        torch.testing.assert_close(actual[name], p.grad, rtol=1e-4, atol=1e-4 * p.grad.abs().max().item() + 1e-9)
 
 
 def test_it_weighs_the_standard_view_beside_the_kl():

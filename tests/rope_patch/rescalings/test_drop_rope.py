@@ -20,10 +20,10 @@ def test_logits_are_those_of_the_nope_view(family, tmp_path):
     dropped.save_pretrained(tmp_path)
     ids = tokens(1, 500)
     with rope_view(native, "nope"):
-        wanted = native(ids).logits
-    assert (native(ids).logits - wanted).abs().max() > 0.1
+        expected = native(ids).logits
+    assert (native(ids).logits - expected).abs().max() > 0.1
     for model in (dropped, AutoModelForCausalLM.from_pretrained(tmp_path).eval()):
-        torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_rotations_stay_below_the_bound_at_131072():

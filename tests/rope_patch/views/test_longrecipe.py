@@ -50,10 +50,10 @@ def test_it_is_the_loop_however_documents_are_batched(kind):
     index = VIEW.rope_index(t, parameters).expand(data["input_ids"].shape)
     first = VIEW.affected_from(t, documents, parameters).expand(data["input_ids"].shape)
     for number, (row, start, length) in enumerate(documents_of(data)):
-        wanted, c, starts = by_hand(data["input_ids"][row, start : start + length].tolist(), number)
-        assert index[row, start : start + length].tolist() == wanted
-        jumps = [i for i in range(1, length) if wanted[i] - wanted[i - 1] != 1]
-        assert all(wanted[i] > wanted[i - 1] for i in range(1, length)) and wanted[-1] < 400
+        expected, c, starts = by_hand(data["input_ids"][row, start : start + length].tolist(), number)
+        assert index[row, start : start + length].tolist() == expected
+        jumps = [i for i in range(1, length) if expected[i] - expected[i - 1] != 1]
+        assert all(expected[i] > expected[i - 1] for i in range(1, length)) and expected[-1] < 400
         assert set(jumps) <= {c, *starts} and first[row, start] == (jumps[0] if jumps else length)
         moved += len(jumps)
     assert moved > 2
@@ -71,13 +71,13 @@ def test_gaps_are_distributed_as_the_authors_draw_them():
     n, target, every, draws = 30, 20_030, 5, 4000
     m, rng = n // every, np.random.default_rng(0)
     places = np.sort(np.stack([rng.choice(target - n + m, m, replace=False) for _ in range(draws)]), axis=1)
-    wanted = (places - np.arange(m))[:, 1:]  # free places before each sentence but the first
+    expected = (places - np.arange(m))[:, 1:]  # free places before each sentence but the first
     ids = torch.where(torch.arange(n) % every == every - 1, 3, 4).expand(draws, -1)
     parameters, _, _ = drawn({"input_ids": ids}, LongRecipe(target=target, sentence_ends=[3]))
-    found = parameters["offset"][:, every::every].numpy()
+    actual = parameters["offset"][:, every::every].numpy()
     limits = np.arange(0, target, 50)
     for j in range(2, m - 1):  # behind the half that may stay where it is
-        below, wanted_below = ((gaps[:, j, None] <= limits).mean(0) for gaps in (found, wanted))
+        below, wanted_below = ((gaps[:, j, None] <= limits).mean(0) for gaps in (actual, expected))
         distance = np.abs(below - wanted_below).max()
         assert distance < 1.7 * (2 / draws) ** 0.5, f"gap {j + 1}: Kolmogorov-Smirnov distance {distance:.3f}"
 
@@ -87,25 +87,27 @@ def test_logits_are_those_of_the_formula(family):
     torch.manual_seed(1)
     model, ids = tiny(family, dtype=torch.float64), tokens(2, 30)
     with rope_view(model, VIEW, seed=7), torch.no_grad():
-        found = model(ids).logits
+        actual = model(ids).logits
         bound = model.model._rope_patch.overrides.innermost().last
     index = VIEW.rope_index(torch.arange(30), bound.parameters)
     assert torch.equal(index, torch.tensor([by_hand(row.tolist(), i, step=0)[0] for i, row in enumerate(ids)]))
-    wanted = oracle.logits(oracle.weights_of(model), model.config, ids, index, oracle.causal(30)[None])
-    torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-4)  # RoPE itself is float32
+    expected = oracle.logits(oracle.weights_of(model), model.config, ids, index, oracle.causal(30)[None])
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-4, atol=1e-4)  # RoPE itself is float32
 
 
 def test_some_layers_alone_may_have_the_gaps():
     """In none of them it is the plain model, in all of them the view."""
-    model, ids, found = tiny(), tokens(2, 20), {}
+    model, ids, logits = tiny(), tokens(2, 20), {}
     for layers in ((0, 1, 2), (2,)):
         patch_model(model, "per-layer", view=VIEW, layers=layers, when="always", seed=7)
-        found[layers] = model(ids).logits
+        logits[layers] = model(ids).logits
     with rope_view(model, VIEW, seed=7):
-        torch.testing.assert_close(found[0, 1, 2], model(ids).logits)
+        torch.testing.assert_close(logits[0, 1, 2], model(ids).logits)
     with rope_view(model, "standard"):
         plain = model(ids).logits
-    assert not torch.allclose(found[2,], plain, atol=1e-3) and not torch.allclose(found[2,], found[0, 1, 2], atol=1e-3)
+    assert not torch.allclose(logits[2,], plain, atol=1e-3) and not torch.allclose(
+        logits[2,], logits[0, 1, 2], atol=1e-3
+    )
 
 
 def test_decoding_goes_on_behind_the_last_sentence():
@@ -116,8 +118,8 @@ def test_decoding_goes_on_behind_the_last_sentence():
         one = model(token, past_key_values=filled.past_key_values, use_cache=True).logits[:, -1]
     index = torch.tensor([by_hand(row.tolist(), i, step=0)[0] for i, row in enumerate(ids)])
     with rope_view(model, index=torch.cat([index, index[:, -1:] + 1], 1)), torch.no_grad():
-        wanted = model(torch.cat([ids, token], 1)).logits[:, -1]
-    torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+        expected = model(torch.cat([ids, token], 1)).logits[:, -1]
+    torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("view", [VIEW, Compose([VIEW, Skip(max_skip=90)])], ids=["alone", "composed"])
@@ -137,8 +139,8 @@ def test_self_distillation_in_one_pass_is_that_in_two(kind, view):
             tape.result.loss.backward()
         assert tape.result.rows.kl.gt(0).any()
         results.append((tape.result.loss.detach(), *(p.grad for p in model.parameters())))
-    for one, two in zip(*results, strict=True):
-        assert (one - two).abs().max() <= 2e-6 * two.abs().max() + 1e-9
+    for first, second in zip(*results, strict=True):
+        assert (first - second).abs().max() <= 2e-6 * second.abs().max() + 1e-9
 
 
 def test_what_it_cannot_do_is_refused():

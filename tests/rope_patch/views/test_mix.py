@@ -42,33 +42,33 @@ def drawn(view, packed, step=0, stream=0):
 def test_each_document_has_the_indices_of_its_view_alone(part, packed):
     views = [Standard(), PARTS[part]]
     mix = Mix(views)
-    t, documents, found = drawn(mix, packed)
-    index, first = mix.rope_index(t, found), mix.affected_from(t, documents, found)
+    t, documents, parameters = drawn(mix, packed)
+    index, first = mix.rope_index(t, parameters), mix.affected_from(t, documents, parameters)
     real = t >= 0
     for i, view in enumerate(views):
-        taken = found[f"taken_{i}"]
+        taken = parameters[f"taken_{i}"]
         assert 3 < int(documents.ordinal[taken].unique().numel()) < len(LENGTHS) - 3, "some of each"
         _, _, alone = drawn(view, packed, stream=DrawKey(0, 0, None).substream(i).stream)
         here = taken.expand_as(index) & real
         assert torch.equal(index[here], view.rope_index(t, alone).expand_as(index)[here].to(index.dtype))
-        wanted = view.affected_from(t, documents, alone)
-        assert torch.equal(first[taken], wanted[taken])
+        expected = view.affected_from(t, documents, alone)
+        assert torch.equal(first[taken], expected[taken])
 
 
 def test_shares_say_how_often_each_view_is_taken_whatever_the_views_draw():
     shares, n = (0.1, 0.6, 0.3), 4000
     mix = Mix([Standard(), Skip(max_skip=2), Skip()], shares)
     key = DrawKey(3, 0, torch.arange(n)[:, None])
-    found = mix.draw(torch.full((n, 1), 12), key)
-    taken = torch.stack([found[f"taken_{i}"] for i in range(3)])
+    parameters = mix.draw(torch.full((n, 1), 12), key)
+    taken = torch.stack([parameters[f"taken_{i}"] for i in range(3)])
     assert torch.equal(taken.sum(0), torch.ones(n, 1, dtype=torch.int64)), "one view each"
-    for own, share in zip(taken, shares, strict=True):
-        assert abs(own.double().mean() - share) < 4.5 * (share * (1 - share) / n) ** 0.5
+    for of_view, share in zip(taken, shares, strict=True):
+        assert abs(of_view.double().mean() - share) < 4.5 * (share * (1 - share) / n) ** 0.5
     # of two equally likely skips, the same share among those who take the view and among the others
-    ones = (found["1.skip"] == 1).double()
+    ones = (parameters["1.skip"] == 1).double()
     assert abs(ones[taken[1]].mean() - ones[~taken[1]].mean()) < 4.5 * (0.25 / 1600 + 0.25 / 2400) ** 0.5
     step = mix.draw(torch.full((n, 1), 12), DrawKey(3, 1, torch.arange(n)[:, None]))
-    assert not torch.equal(step["taken_1"], found["taken_1"]), "drawn anew in each step"
+    assert not torch.equal(step["taken_1"], parameters["taken_1"]), "drawn anew in each step"
 
 
 def test_what_a_mix_knows_of_its_views():
@@ -79,5 +79,5 @@ def test_what_a_mix_knows_of_its_views():
     assert mix.shares == (1 / 3,) * 3 and mix == Mix(["standard", {"view": "skip", "max_skip": 50}, mix.views[2]])
     assert Mix(["standard", "skip"], [0.5, 0.5]) == Mix([Standard(), Skip()])
     t, length = torch.tensor([[1, 6]]), torch.tensor([[12]])
-    wanted = 0.25 * Skip().affected_share(t, length)
-    assert torch.equal(Mix(["standard", "skip"], [0.75, 0.25]).affected_share(t, length), wanted)
+    expected = 0.25 * Skip().affected_share(t, length)
+    assert torch.equal(Mix(["standard", "skip"], [0.75, 0.25]).affected_share(t, length), expected)

@@ -31,9 +31,9 @@ def test_it_is_abf_with_the_base_that_was_drawn(family, checkpointing):
     assert all(torch.equal(a, b) for a, b in zip(before, _buffers(model), strict=True)), "only for that forward"
 
     theta = plain.config.rope_parameters["rope_theta"] * factor
-    wanted = patch_model(plain, "abf", theta=theta)(ids, use_cache=False).logits
-    torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
-    wanted.square().sum().backward()
+    expected = patch_model(plain, "abf", theta=theta)(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    expected.square().sum().backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (p.grad - q.grad).abs().max() < 1e-4 * q.grad.abs().max(), name
 
@@ -57,12 +57,12 @@ def test_it_goes_with_a_rescaling_and_leaves_evaluation_alone():
     ids = tokens(1, L)
     model = patch_model(tiny(), "yarn", factor=4.0)
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         patch_model(model, "random-base").train()
-        assert not torch.equal(model(ids).logits, wanted)
-        assert torch.equal(model.eval()(ids).logits, wanted)
+        assert not torch.equal(model(ids).logits, expected)
+        assert torch.equal(model.eval()(ids).logits, expected)
         with rope_view(model, "standard"):
-            assert torch.equal(model(ids).logits, wanted)
+            assert torch.equal(model(ids).logits, expected)
 
 
 def test_what_is_no_range_is_refused():

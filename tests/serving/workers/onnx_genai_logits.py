@@ -39,10 +39,10 @@ def logits(session: onnxruntime.InferenceSession, ids: np.ndarray, head_dim: int
         "attention_mask": np.ones((1, length), np.int64),
         "position_ids": np.arange(length)[None],
     }
-    for wanted in session.get_inputs():
-        if wanted.name.startswith("past_key_values"):
-            inputs[wanted.name] = np.zeros((1, wanted.shape[1], 0, head_dim), np.float32)
-    names = {wanted.name for wanted in session.get_inputs()}
+    for expected in session.get_inputs():
+        if expected.name.startswith("past_key_values"):
+            inputs[expected.name] = np.zeros((1, expected.shape[1], 0, head_dim), np.float32)
+    names = {expected.name for expected in session.get_inputs()}
     return session.run(["logits"], {name: array for name, array in inputs.items() if name in names})[0][0]
 
 

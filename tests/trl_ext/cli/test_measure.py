@@ -166,13 +166,13 @@ def test_eval_loads_adapters_with_their_rope(folder):
     torch.nn.init.normal_(peft_model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
     rows = tokens(1, 40)
     with torch.no_grad():
-        wanted = peft_model.eval()(rows).logits
+        expected = peft_model.eval()(rows).logits
     peft_model.save_pretrained(folder / "adapter")
     spec = ModelSpec.parse(f"x={folder / 'adapter'}")
     assert _default_length(spec) == 4 * WINDOW, "an adapter's window is that of its base model"
     loaded = spec.load("cpu", torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(loaded(rows).logits, wanted)
+        torch.testing.assert_close(loaded(rows).logits, expected)
     assert spec.load_tokenizer()("ab")["input_ids"] == [97, 98]
 
 

@@ -16,12 +16,12 @@ def test_each_step_has_the_loss_of_its_own_objective(way, tmp_path):
     both = trainer(tmp_path, **options, **EXTEND, restore_every=3, relation_args={"v": 0.5})
     extend = trainer(tmp_path, **options, **EXTEND)
     restore = trainer(tmp_path, **options, objective="relation-distill", relation_args={"v": 0.5})
-    found = {}
+    results = {}
     for name, run in (("both", both), ("extend", extend), ("restore", restore)):
         run.train()
-        found[name] = logged(run, "loss", "grad_norm", "relation", "kl", "ce", "view")
-    for step, entry in enumerate(found["both"]):
-        alone = found["restore" if step in (2, 5) else "extend"][step]
+        results[name] = logged(run, "loss", "grad_norm", "relation", "kl", "ce", "view")
+    for step, entry in enumerate(results["both"]):
+        alone = results["restore" if step in (2, 5) else "extend"][step]
         assert entry == pytest.approx(alone, rel=1e-4, nan_ok=True), step
 
 

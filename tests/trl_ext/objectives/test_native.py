@@ -41,8 +41,8 @@ def test_a_step_is_the_mean_over_its_tokens_and_its_labels_however_it_is_batched
     assert entry["kl"] == pytest.approx(kl, rel=1e-4) and entry["ce"] == pytest.approx(ce, rel=1e-4)
     assert entry["loss"] == pytest.approx(kl + 0.3 * ce, rel=1e-4)
     assert entry["num_tokens"] == sum(map(len, data["input_ids"]))
-    found = run.evaluate()
-    assert found["eval_kl"] == pytest.approx(kl, rel=1e-4) and found["eval_ce"] == pytest.approx(ce, rel=1e-4)
+    metrics = run.evaluate()
+    assert metrics["eval_kl"] == pytest.approx(kl, rel=1e-4) and metrics["eval_ce"] == pytest.approx(ce, rel=1e-4)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -66,9 +66,9 @@ def test_running_text_counts_beside_answers_as_a_mean_of_its_own(way, tmp_path):
     assert entry["kl"] == pytest.approx(kl, rel=1e-4) and entry["ce"] == pytest.approx(ce, rel=1e-4)
     assert entry["text_ce"] == pytest.approx(text_ce, rel=1e-4) and entry["ce"] != pytest.approx(text_ce, rel=1e-3)
     assert entry["loss"] == pytest.approx(0.5 * kl + 0.2 * ce + 0.3 * text_ce, rel=1e-4)
-    found = run.evaluate()
-    assert found["eval_text_ce"] == pytest.approx(text_ce, rel=1e-4)
-    assert found["eval_ce"] == pytest.approx(ce, rel=1e-4)
+    metrics = run.evaluate()
+    assert metrics["eval_text_ce"] == pytest.approx(text_ce, rel=1e-4)
+    assert metrics["eval_ce"] == pytest.approx(ce, rel=1e-4)
 
 
 @pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])
@@ -77,16 +77,16 @@ def test_a_mix_of_views_trains_alike_however_a_step_is_batched(way, adapters, tm
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     options = {"train_dataset": documents(4), "max_steps": 2, "learning_rate": 0.0, "shuffle_dataset": False}
     options |= {"peft_config": config if adapters else None, **NATIVE, **MIX}
-    found = []
+    runs = []
     for each in ("padded", way):
         torch.manual_seed(0)  # of the adapters
         run = trainer(tmp_path, **options, **WAYS[each])
         run.train()
-        found.append(logged(run, "loss", "kl", "ce", "grad_norm"))
-    assert found[0][0]["kl"] != found[0][1]["kl"], "steps draw anew"
-    for one, other in zip(*found, strict=True):
-        for name in one:
-            assert one[name] == pytest.approx(other[name], rel=1e-4)
+        runs.append(logged(run, "loss", "kl", "ce", "grad_norm"))
+    assert runs[0][0]["kl"] != runs[0][1]["kl"], "steps draw anew"
+    for first, second in zip(*runs, strict=True):
+        for name in first:
+            assert first[name] == pytest.approx(second[name], rel=1e-4)
 
 
 def test_gaps_leave_the_sliding_layers_of_gemma3_where_they_are(tmp_path):
@@ -95,14 +95,14 @@ def test_gaps_leave_the_sliding_layers_of_gemma3_where_they_are(tmp_path):
     options |= {"rescale": "ntk", "rescale_args": {"factor": 16.0}, "per_device_train_batch_size": 4}
     pose = {"view": "pose", "target": 1024, "chunks": 3}
     mix = {"view": "mix", "view_args": {"views": ["standard", pose]}}
-    found = {}
+    results = {}
     for name, view in (("true", {}), ("far", mix)):
         model = gemma3()
         model.model.layers[1].self_attn.q_norm.weight.data.fill_(-0.9)  # the full layer asks a tenth as much of RoPE
         run = trainer(tmp_path, model=model, **view, **options)
         run.train()
-        found[name] = sum(entry["kl"] for entry in logged(run, "kl"))
-    assert 0 < found["true"] < found["far"] < 1e-4  # with gaps in both layers 8e-3
+        results[name] = sum(entry["kl"] for entry in logged(run, "kl"))
+    assert 0 < results["true"] < results["far"] < 1e-4  # with gaps in both layers 8e-3
 
 
 def test_the_native_model_at_true_positions_has_nothing_to_learn_from_itself(tmp_path):

@@ -30,26 +30,26 @@ def test_a_step_is_one_mean_however_it_is_batched(way, reduction, tmp_path):
     reference.train()
     run = trainer(tmp_path, **options, **SELF, **WAYS[way])
     run.train()
-    (wanted,), (found,) = (logged(x, "loss", "grad_norm", "num_tokens") for x in (reference, run))
+    (expected,), (actual,) = (logged(x, "loss", "grad_norm", "num_tokens") for x in (reference, run))
     if way == "packed":  # packing sorts documents by length, and so gives them other draws
-        assert found["num_tokens"] == wanted["num_tokens"]
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=0.3)
+        assert actual["num_tokens"] == expected["num_tokens"]
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=0.3)
     else:
-        assert found == pytest.approx(wanted, rel=1e-4)
+        assert actual == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("passes", ["auto", "sequential"])
 def test_a_family_whose_own_loss_takes_no_count_is_divided_no_further(passes, tmp_path):
     """Gemma 3 and others say so by a class attribute; Trainer then divides losses by the micro-steps."""
     options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False, **SELF}
-    found = []
+    runs = []
     for way in ("padded", "accumulated"):
         model = tiny()
         model.accepts_loss_kwargs = False
         run = trainer(tmp_path, model=model, **options, **WAYS[way], self_distill_args={"passes": passes})
         run.train()
-        found += logged(run, "loss", "grad_norm")
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+        runs += logged(run, "loss", "grad_norm")
+    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
 
 
 def test_without_the_kl_it_is_the_plain_loss(tmp_path):
@@ -107,15 +107,15 @@ def test_longce_weighs_tokens_and_evaluation_does_not(objective, tmp_path):
 def test_rows_of_the_kl_weigh_alike_however_a_step_is_batched(way, tmp_path):
     rows = {"kl_longce": {"short_context": 6, "stride": 4, "cap": 1.5}, "kl_top": 0.5}
     options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False, **SELF}
-    found = []
+    runs = []
     for each, args in (("padded", rows), (way, rows), ("padded", None)):
         run = trainer(tmp_path, **options, **WAYS[each], self_distill_args=args)
         run.train()
-        found += logged(run, "loss", "ce", "kl", "grad_norm")
+        runs += logged(run, "loss", "ce", "kl", "grad_norm")
     for name in ("loss", "grad_norm"):
-        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
-    assert found[0]["loss"] == pytest.approx(found[0]["ce"] + found[0]["kl"], rel=1e-4), "the KL that is logged counts"
-    assert 0 < found[0]["kl"] < found[2]["kl"]
+        assert runs[1][name] == pytest.approx(runs[0][name], rel=1e-4)
+    assert runs[0]["loss"] == pytest.approx(runs[0]["ce"] + runs[0]["kl"], rel=1e-4), "the KL that is logged counts"
+    assert 0 < runs[0]["kl"] < runs[2]["kl"]
 
 
 def test_what_is_logged(tmp_path):
@@ -123,8 +123,8 @@ def test_what_is_logged(tmp_path):
     run.train()
     names = ("kl", "ce", "view", "entropy", "mean_token_accuracy", "num_tokens")
     for entry in logged(run, *names):
-        wanted = {"kl", "ce", "entropy", "mean_token_accuracy", "view/split", "view/skip", "num_tokens"}
-        assert wanted <= set(entry)
+        expected = {"kl", "ce", "entropy", "mean_token_accuracy", "view/split", "view/skip", "num_tokens"}
+        assert expected <= set(entry)
         # documents of 12 to 24 tokens: nothing of their first quarter lies behind token 7
         assert {f"kl/depth_{i}of4" for i in range(1, 5)} - set(entry) == {"kl/depth_1of4"}
 
@@ -155,8 +155,8 @@ def test_the_kl_by_skip_is_that_of_moved_rows_alone(teacher, passes, tmp_path):
 
     def predicted(ids, index, frequencies):
         see = oracle.causal(len(ids))[None]
-        found = oracle.logits(weights, model.config, ids[None], index[None], see, frequencies)
-        return found[0, :-1].log_softmax(-1).detach()
+        logits = oracle.logits(weights, model.config, ids[None], index[None], see, frequencies)
+        return logits[0, :-1].log_softmax(-1).detach()
 
     rows = {}
     drawn = source.last.parameters
@@ -169,8 +169,8 @@ def test_the_kl_by_skip_is_that_of_moved_rows_alone(teacher, passes, tmp_path):
         kl = (p.exp() * (p - q)).sum(-1)
         assert split > 1 and (kl[1:split].min() > 1e-3) == (teacher == "native"), "rows that are not to count"
         rows.setdefault(f"kl/skip_{1 + 4 * (skip - 1) // 40}of4", []).append(kl[split:])
-    wanted = {name: torch.cat(found).mean().item() for name, found in rows.items()}
-    assert logged(run, "kl/skip") == [pytest.approx(wanted, rel=1e-4)]
+    expected = {name: torch.cat(logits).mean().item() for name, logits in rows.items()}
+    assert logged(run, "kl/skip") == [pytest.approx(expected, rel=1e-4)]
 
 
 def test_lora_and_resuming(tmp_path):
@@ -197,15 +197,15 @@ def test_a_native_teacher_however_a_step_is_batched(way, adapters, tmp_path):
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, "shuffle_dataset": False}
     options |= {"rescale": "pi", "rescale_args": {"factor": 4.0}, "peft_config": config if adapters else None, **SELF}
-    found = []
+    runs = []
     for each in ("padded", way):
         torch.manual_seed(0)  # of the adapters
         run = trainer(tmp_path, self_distill_args={"teacher": "native"}, **options, **WAYS[each])
         run.train()
-        found += logged(run, "loss", "kl", "grad_norm")
-    assert found[0]["kl"] > 0.1
+        runs += logged(run, "loss", "kl", "grad_norm")
+    assert runs[0]["kl"] > 0.1
     for name in ("loss", "grad_norm"):
-        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4)
+        assert runs[1][name] == pytest.approx(runs[0][name], rel=1e-4)
 
 
 def test_a_native_teacher_holds_the_model_to_it(tmp_path):
@@ -325,12 +325,12 @@ def test_a_loss_that_balances_experts_is_left_out_on_request_alone(tmp_path):
     for coefficient, passes in ((None, "auto"), (0.0, "auto"), (0.0, "two")):
         torch.manual_seed(0)
         model = MixtralForCausalLM(MixtralConfig(vocab_size=101, num_key_value_heads=2, num_local_experts=4, **shape))
-        own = {"router_aux_loss_coef": coefficient, "self_distill_args": {"passes": passes}}
+        more = {"router_aux_loss_coef": coefficient, "self_distill_args": {"passes": passes}}
         if coefficient is None:
             with pytest.raises(ValueError, match="set router_aux_loss_coef=0.0"):
-                trainer(tmp_path, model=model, **options, **SELF, **own)
+                trainer(tmp_path, model=model, **options, **SELF, **more)
             continue
-        run = trainer(tmp_path, model=model, **options, **SELF, **own)
+        run = trainer(tmp_path, model=model, **options, **SELF, **more)
         run.train()
         losses += logged(run, "loss", "grad_norm")
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -404,8 +404,8 @@ def test_passes_change_neither_loss_nor_weights(way, passes, tmp_path):
         run.train()
         names = ("loss", "grad_norm", "ce", "kl", "view_ce", "entropy", "mean_token_accuracy", "token_weight")
         runs.append((logged(run, *names), [p.detach() for p in run.model.parameters()]))
-    (wanted, weights), (found, others) = runs
-    for mine, theirs in zip(found, wanted, strict=True):
+    (expected, weights), (actual, others) = runs
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=2e-4, abs=1e-6, nan_ok=True)
     for mine, theirs in zip(others, weights, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -81,8 +81,8 @@ def test_rows_of_text_are_pieces_of_one_text_at_random_places():
 def test_short_texts_are_joined_and_none_is_taken_twice():
     tokenizer, texts = bos_tokenizer(), ["abc def.", "ghi jkl.", " \n", "mno."]
     whole = 8 + 8 + 4 + 2 * 2
-    found = tokenizer.decode(Pieces(tokenizer, texts).draw(whole, random.Random(0)))
-    assert sorted(found.split("\n\n")) == sorted(text for text in texts if text.strip())
+    result = tokenizer.decode(Pieces(tokenizer, texts).draw(whole, random.Random(0)))
+    assert sorted(result.split("\n\n")) == sorted(text for text in texts if text.strip())
     with pytest.raises(ValueError, match=f"the texts hold {whole} tokens together, and a row needs {whole + 1} of"):
         Pieces(tokenizer, texts).draw(whole + 1, random.Random(0))
     with pytest.raises(ValueError, match="texts must hold at least one document that is not blank, got none"):
@@ -106,16 +106,16 @@ def test_rows_are_counted_by_their_shares():
 
 
 def test_what_the_model_writes_is_asked_for_when_all_else_is_right():
-    asked = []
+    called = []
 
     def chats():
-        asked.append("chats")
+        called.append("chats")
         return CHATS
 
     with pytest.raises(ValueError, match="length must leave room"):
         rows_of(facts=90, chats=chats)
-    assert not asked
-    assert rows_of(chats=chats) == rows_of() and asked == ["chats"]
+    assert not called
+    assert rows_of(chats=chats) == rows_of() and called == ["chats"]
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,13 @@ def pattern(sentence):
 
 def answers_of(tokenizer, row):
     """(text before, text) of each run of labelled tokens."""
-    found, place = [], 0
+    answers, place = [], 0
     for labelled, run in itertools.groupby(row.labelled):
         end = place + len(list(run))
         if labelled:
-            found.append((tokenizer.decode(row.ids[:place]), tokenizer.decode(row.ids[place:end])))
+            answers.append((tokenizer.decode(row.ids[:place]), tokenizer.decode(row.ids[place:end])))
         place = end
-    return found
+    return answers
 
 
 def check(tokenizer, row, facts, length):
@@ -111,8 +111,8 @@ def test_facts_stand_between_sentences():
     for row in question_rows(bos_tokenizer(), TEXT, 30, length=1500, facts=3, chat=0, seed=3):
         text = bos_tokenizer().decode(row.ids)
         for wording in FACT_WORDINGS:
-            for found in re.finditer(" " + pattern(wording.fact), text[: text.index("\n")]):
-                assert text[: found.start()].endswith((".", "!", "?"))
+            for match in re.finditer(" " + pattern(wording.fact), text[: text.index("\n")]):
+                assert text[: match.start()].endswith((".", "!", "?"))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma3", "phi3", "qwen2_5"])
@@ -165,8 +165,8 @@ def strings(record):
 
 
 def test_no_wording_is_shared_with_the_evaluation():
-    theirs = [text for one in (*wordings.PASSKEY_WORDINGS, *wordings.NEEDLE_WORDINGS) for text in strings(one)]
-    ours = [text for one in FACT_WORDINGS for text in strings(one)] + list(FILLERS)
+    theirs = [text for words in (*wordings.PASSKEY_WORDINGS, *wordings.NEEDLE_WORDINGS) for text in strings(words)]
+    ours = [text for words in FACT_WORDINGS for text in strings(words)] + list(FILLERS)
     shared = set().union(*map(runs, theirs)) & set().union(*map(runs, ours))
     assert not {run for run in shared if run.count("x") < 2}
     sentences = [
@@ -177,18 +177,18 @@ def test_no_wording_is_shared_with_the_evaluation():
 
 def test_no_key_is_shared_with_the_evaluation():
     keys = {*needles._ADJECTIVES, *needles._NOUNS}
-    assert not keys & {word for one in FACT_WORDINGS for text in strings(one) for word in words_of(text)}
+    assert not keys & {word for words in FACT_WORDINGS for text in strings(words) for word in words_of(text)}
     assert not keys & {word for text in FILLERS for word in words_of(text)}
     made = {"".join(parts) for n in (2, 3) for parts in itertools.product(SYLLABLES, repeat=n)}
     assert not keys & made
     what = {"pass", "key", "secret", "code", "locker", "safe", "magic", "access", "ticket", "phone", "extension"}
-    assert not what & {word for one in FACT_WORDINGS for text in strings(one) for word in words_of(text)}
+    assert not what & {word for words in FACT_WORDINGS for text in strings(words) for word in words_of(text)}
 
 
 def test_each_wording_tells_asks_and_answers():
-    assert len({one.question for one in FACT_WORDINGS}) == len(FACT_WORDINGS) >= 12
-    for one in FACT_WORDINGS:
-        assert [one.fact.count(part) for part in ("{name}", "{value}")] == [1, 1]
-        assert one.question.count("{name}") == 1 and "{value}" not in one.question
-        assert one.reply.count("{value}") == 1 and "{name}" in one.reply.split("{value}")[0]
+    assert len({words.question for words in FACT_WORDINGS}) == len(FACT_WORDINGS) >= 12
+    for words in FACT_WORDINGS:
+        assert [words.fact.count(part) for part in ("{name}", "{value}")] == [1, 1]
+        assert words.question.count("{name}") == 1 and "{value}" not in words.question
+        assert words.reply.count("{value}") == 1 and "{name}" in words.reply.split("{value}")[0]
     assert len({fact.question for fact in draw_facts(200, random.Random(0))}) == 200

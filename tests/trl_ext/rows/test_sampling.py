@@ -53,8 +53,8 @@ def test_chats_are_whole_and_a_seed_gives_them_again(attention):
     assert own_chats(model, tokenizer, 2, seed=3, **HOT) == chats[:2]
     assert len({tuple(chat) for chat in chats}) == 5
     for chat in chats:
-        found = FORM.fullmatch(tokenizer.decode(chat))
-        assert found and chat.count(EOS) == 2 and len(found[1]) < 20 and len(found[2]) < 30
+        match = FORM.fullmatch(tokenizer.decode(chat))
+        assert match and chat.count(EOS) == 2 and len(match[1]) < 20 and len(match[2]) < 30
 
 
 def scripted(model, tokenizer, monkeypatch, turns, replies):
@@ -109,7 +109,7 @@ def test_a_base_model_writes_texts():
 def test_batches_are_halved_where_memory_runs_out(in_rows, monkeypatch):
     model, tokenizer = chatty()
     options = {"max_tokens": 5, "temperature": 100.0, "progress": False}
-    wanted = own_texts(model, tokenizer, 3, batch_size=2, **options)
+    expected = own_texts(model, tokenizer, 3, batch_size=2, **options)
     make, whole, seen = KVRows.__init__, model.generate, []
 
     def full(n):
@@ -124,7 +124,7 @@ def test_batches_are_halved_where_memory_runs_out(in_rows, monkeypatch):
         monkeypatch.setattr(model, "generate", generate)
     texts = own_texts(model, tokenizer, 3, batch_size=8, **options)
     assert seen[:3] == [8, 4, 2] and len(texts) == 3
-    assert texts == wanted
+    assert texts == expected
 
 
 def test_no_question_is_lost_where_memory_runs_out(monkeypatch):

@@ -1,0 +1,32 @@
+"""From a view's name and options to the view."""
+
+from typing import Any
+
+from ..registry import RESCALINGS, VIEWS, refuse_name_of, require_known, resolve
+from .base import View
+
+
+def find_view(name: str | View) -> type[View]:
+    """The class of a view.
+
+    Raises:
+        ValueError: no view has the name.
+    """
+    refuse_name_of(RESCALINGS, VIEWS, name)
+    if isinstance(name, View):
+        return type(name)
+    require_known("view", VIEWS, name)
+    cls: type[View] = VIEWS[name]
+    return cls
+
+
+def resolve_view(view: str | View, options: dict[str, Any] | None = None) -> View:
+    """The view that a name and its options, or an instance, stand for.
+
+    Raises:
+        ValueError: unknown name or option, a required option that is missing, or a value out of its range.
+    """
+    refuse_name_of(RESCALINGS, VIEWS, view)
+    resolved = resolve("view", VIEWS, (View,), view, options)
+    assert isinstance(resolved, View)
+    return resolved
