@@ -82,6 +82,14 @@ class RopeSFTConfig(SFTConfig):
             then sets; of a list, one behind each document; None, if documents end with a cue already.
         cue_weight: of "clm" with view "endprompt", what the cross-entropy of the cue's tokens counts.
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
+
+    > Parameters that control memory
+
+    Args:
+        long_rows: "on" trains rows as long as memory allows, with the same gradients: feed-forward layers and norms run
+            on some tokens at a time, checkpoints of layers wait on the host, attention makes no mask of n x n, and
+            states of the optimizer can be moved to the host where they do not fit. "auto" switches that on where a step
+            would not fit the device by an estimate, which is told; "off" never does. It needs `gradient_checkpointing`.
     """
 
     _OWN_DICT_FIELDS: ClassVar = [
@@ -195,6 +203,13 @@ class RopeSFTConfig(SFTConfig):
     teacher_offload: bool = field(
         default=False, metadata={"help": "Keep what the teacher needs on the CPU while it is not in use."}
     )
+    long_rows: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata={
+            "help": "Rows as long as memory allows, by tiles of tokens and by checkpoints on the host: 'on', 'off', or "
+            "'auto', where a step would not fit otherwise. Gradients are the same."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in self._OWN_DICT_FIELDS:
@@ -210,6 +225,7 @@ class RopeSFTConfig(SFTConfig):
         self._check_data()
         self._check_view()
         self._check_objective()
+        self._check_long_rows()
 
     @classmethod
     def of(cls, args: TrainingArguments) -> "RopeSFTConfig":
@@ -330,6 +346,17 @@ class RopeSFTConfig(SFTConfig):
                 f"label_smoothing_factor={self.label_smoothing_factor}."
             )
 
+    def _check_long_rows(self) -> None:
+        if self.long_rows not in ("auto", "on", "off"):
+            raise ValueError(f"long_rows must be 'auto', 'on' or 'off', got {self.long_rows!r}.")
+        checkpointing: Any = getattr(self, "activation_checkpointing_kwargs", self.gradient_checkpointing_kwargs) or {}
+        if self.long_rows == "on" and (not self.gradient_checkpointing or checkpointing.get("use_reentrant")):
+            raise ValueError(
+                "long_rows='on' needs checkpointing that is not reentrant, got gradient_checkpointing="
+                f"{self.gradient_checkpointing} and use_reentrant={checkpointing.get('use_reentrant')}: set "
+                "gradient_checkpointing=True and gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+
     def _refuse_fields_of_other_objectives(self) -> None:
         """Raise ValueError for a field that only objectives read which are not this run's."""
         readers: dict[str, list[str]] = {}
@@ -364,6 +391,7 @@ class RopeSFTConfig(SFTConfig):
             or self.has_own_loss
             or self.shifted_attention is not None
             or self.trainable != "all"
+            or self.long_rows == "on"
         )
 
     def _check_shifted_attention(self) -> None:

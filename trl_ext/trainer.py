@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from trl import SFTTrainer
 
 from rope_patch import patch_model, unpatch_model
 from rope_patch.attention.shifted import ShiftedAttention
+from rope_patch.distillation import CopiedTeacher
 from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import count_documents, locate_documents
 from rope_patch.methods import resolve_rescaling, resolve_view
@@ -34,6 +35,7 @@ from rope_patch.views.base import TRUE_POSITIONS
 
 from .config import RopeSFTConfig
 from .cut_rows import cut_rows
+from .long_rows import LongRowTraining, MemoryPlan, offload_optimizer, plan_memory
 from .method_record import require_same_method, training_method, write_method
 from .objectives import Objective, objective_of
 from .small_steps import warn_of_lost_steps
@@ -177,6 +179,8 @@ class RopeSFTTrainer(SFTTrainer):
         if self._objective is not None:  # also of a family whose own loss takes no count of the step
             self.model_accepts_loss_kwargs = True
         self._shifted = self._make_shifted(config)
+        self.memory_plan: MemoryPlan | None = None
+        self._long_rows: LongRowTraining | None = None
         self._step_counts: dict[str, int] = {}
         self._means = {mode: self._new_means() for mode in ("train", "eval")}
         self._batches_left = 0  # of the optimizer step
@@ -188,6 +192,28 @@ class RopeSFTTrainer(SFTTrainer):
             if not came_patched and self._source is not None:
                 unpatch_model(self.model)
             raise
+        if self._source is not None:
+            self._plan_long_rows(config)
+
+    def _plan_long_rows(self, args: RopeSFTConfig) -> None:
+        """Decide whether rows are long for the device, and say so."""
+        rows = self._row_length()
+        self.memory_plan = plan = plan_memory(self.model, args, rows, args.device, args.long_rows)
+        if args.process_index == 0:
+            (logger.warning if plan.on else logger.info)(str(plan))
+        if not plan.on:
+            return
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            offload_optimizer(args, plan, args.device)
+        teacher = None if self._objective is None else self._objective.teacher
+        copies = [teacher.copy] if isinstance(teacher, CopiedTeacher) else []
+        self._long_rows = LongRowTraining(self.model, plan, *copies)
+
+    def _row_length(self) -> int | None:
+        """Tokens of the longest row, None where only reading all of them would say."""
+        longest = self._longest()
+        bounds = [n for n in (self.args.max_length, None if self.args.packing else longest) if n is not None]
+        return min(bounds) if bounds else None
 
     def _prepare_dataset(
         self,
@@ -558,7 +584,7 @@ class RopeSFTTrainer(SFTTrainer):
         model.train()  # Trainer does so later: what an objective puts in place differs between training and evaluation
         self._set_clock(inputs.pop(_FIRST_SAMPLE, 0), training=True)
         with ExitStack() as stack:
-            for part in (self._objective, self._shifted):
+            for part in (self._long_rows, self._objective, self._shifted):  # the last one looks at attention first
                 if part is not None:
                     stack.enter_context(part.active())
             loss = super().training_step(model, inputs, *args, **kwargs)
@@ -583,12 +609,13 @@ class RopeSFTTrainer(SFTTrainer):
             first_sample = self._evaluated + before
             self._evaluated += n_documents
         self._set_clock(first_sample, training=False)
-        if self._objective is None:
-            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        else:
-            self._objective.begin(None, first_sample)
-            with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
-                result = self.compute_loss(model, inputs), None, None
+        with nullcontext() if self._long_rows is None else self._long_rows.active():
+            if self._objective is None:
+                result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            else:
+                self._objective.begin(None, first_sample)
+                with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
+                    result = self.compute_loss(model, inputs), None, None
         loss = result[0]
         if loss is not None and not torch.isfinite(loss).all():
             logger.warning(

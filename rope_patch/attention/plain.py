@@ -15,10 +15,9 @@ from torch.nn.attention.bias import causal_lower_right
 from ..rotary import find_decoder
 from ..state import has_view
 from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
-from .masks import causal_band, finished_mask
+from .masks import finished_mask
 from .prefix import is_read_in_parts, prefix_attention
-
-_WINDOW_BLOCK = 1024  # queries that look through one window at once: shorter ones launch more, longer ones see less
+from .windowed import WindowedAttention, repeated
 
 
 class NotPlainAttention(Exception):
@@ -103,10 +102,10 @@ def _gives_the_same(causal_lm: Any, window: int) -> bool:
 
 
 class Windows:
-    """Attention of the last tokens of rows to all or some before them, and the small masks that it takes."""
+    """Attention of the last tokens of rows to all or some before them."""
 
     def __init__(self) -> None:
-        self._visible: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._windowed = WindowedAttention()
 
     def attend(self, call: AttentionCall, window: int | None) -> torch.Tensor:
         """What the call gives, [batch, n, n_heads, value_dim], where queries are those of the last n tokens.
@@ -117,27 +116,7 @@ class Windows:
         """
         if window is None or call.key.shape[2] <= window:
             return _causal(call.query, call.key, call.value, call.scale).transpose(1, 2)
-        return self._windowed(call, window).transpose(1, 2)
-
-    def _windowed(self, call: AttentionCall, window: int) -> torch.Tensor:
-        """Attention of each query to itself and the `window` - 1 tokens before it, block by block of queries."""
-        n, n_keys = call.query.shape[2], call.key.shape[2]
-        out = []
-        for first in range(0, n, max(window, _WINDOW_BLOCK)):
-            q = call.query[:, :, first : first + max(window, _WINDOW_BLOCK)]
-            last_key = n_keys - n + first + q.shape[2]
-            first_key = max(last_key - q.shape[2] - window + 1, 0)
-            k, v = (_repeated(x[:, :, first_key:last_key], q.shape[1]) for x in (call.key, call.value))
-            visible = self._visible_in(window, q.shape[2], last_key - first_key, q.device)
-            out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=call.scale))
-        return torch.cat(out, 2)
-
-    def _visible_in(self, window: int, n: int, n_keys: int, device: torch.device) -> torch.Tensor:
-        """[n, n_keys], whether a query sees a key, where the last of both is the same token."""
-        key = (window, n, n_keys)
-        if key not in self._visible:
-            self._visible[key] = causal_band(n, n_keys, window, device)
-        return self._visible[key].to(device)
+        return self._windowed(call.query, call.key, call.value, window, call.scale).transpose(1, 2)
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -155,7 +134,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     # other kernels than flash attention repeat keys themselves, the slow one in full precision
     grouped = grouped and q.is_cuda and _can_use_flash(q, k, v)
     if not grouped:
-        k, v = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
+        k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     if n == n_keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     bias: Any = causal_lower_right(n, n_keys)
@@ -166,8 +145,3 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
 def _can_use_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, True)
     return torch.backends.cuda.can_use_flash_attention(parameters)
-
-
-def _repeated(x: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Each of the heads of keys or values as often as query heads share it."""
-    return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)

@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..layout.two_view import TwoViewLayout
 from .calls import AttentionCall, attention_kernel, sliding_window
-from .masks import additive_mask, block_mask, causal_band
+from .masks import additive_mask, block_mask
 from .prefix import prefix_attention
 from .sequences import Sequences, by_token
+from .windowed import WindowedAttention
 
 
 def copy_granule(causal_lm: nn.Module, seq_len: int) -> int:
@@ -31,8 +32,8 @@ def copy_granule(causal_lm: nn.Module, seq_len: int) -> int:
 class TwoViewAttention:
     """Attention of both views in one call of each layer's attention.
 
-    - sdpa: a causal call for each document, and `prefix_attention` of its copies; a layer's sliding window takes a mask
-      of the document, as it does without us.
+    - sdpa: a causal call for each document, and `prefix_attention` of its copies; a layer's sliding window runs block
+      by block (`WindowedAttention`).
     - flash: one call with as many sequences, keys of copies gathered; masks end at the last key.
     - flex: a block mask, made once a forward and window.
     - eager: an additive mask, made once a forward and window.
@@ -49,6 +50,7 @@ class TwoViewAttention:
     causal_lm: nn.Module
     config: Any
     _masks: dict[Any, Any] = field(default_factory=dict)
+    _windowed: WindowedAttention = field(default_factory=WindowedAttention)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Output [batch, n + m, n_heads, value_dim]."""
@@ -131,19 +133,10 @@ class TwoViewAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         """Causal attention within the window, of the last queries; of all of them where the window is wider."""
-        n_queries, n_keys = query.shape[2], key.shape[2]
-        mask = None if window is None or window >= n_keys else self._band(n_queries, n_keys, window, query.device)
+        if window is not None and window < key.shape[2]:
+            return self._windowed(query, key, value, window, scale)
         shared = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared
-        )
-
-    def _band(self, n_queries: int, n_keys: int, window: int, device: torch.device) -> torch.Tensor:
-        key = (n_queries, n_keys, window)
-        if key not in self._masks:
-            self._masks[key] = causal_band(n_queries, n_keys, window, device)
-        mask: torch.Tensor = self._masks[key]
-        return mask
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
 
     @cached_property
     def _sequences(self) -> Sequences:

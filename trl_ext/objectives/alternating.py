@@ -42,6 +42,11 @@ class AlternatingObjective(Objective):
         self.extend.check_documents(lengths)
 
     @property
+    def teacher(self) -> Any:  # type: ignore[override]
+        """The model as it was pretrained, of the one that has it or of both."""
+        return self.extend.teacher or self.restore.teacher
+
+    @property
     def draws(self) -> bool:
         return self.current is self.extend and self.extend.draws
 

@@ -27,6 +27,21 @@ logger = logging.get_logger(__name__)
 OBJECTIVES = Registry("objective")
 
 
+@dataclass(frozen=True)
+class Held:
+    """How much of a batch's activations lives at a time, as multiples of next-token training on the same tokens.
+
+    Args:
+        graphs: of what checkpointed layers keep.
+        at_once: of the tokens that go through a layer at a time.
+        states: tensors [tokens, hidden] beside, such as those that are compared.
+    """
+
+    graphs: float = 1.0
+    at_once: float = 1.0
+    states: float = 2.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOptions(ABC):
     """What an objective reads of the trainer's config, as the objects that check it."""
@@ -62,6 +77,10 @@ class ObjectiveOptions(ABC):
     def reads_short_contexts(self) -> bool:
         """Whether a step reads as many more windows of tokens as the rank's own documents have."""
         return False
+
+    def held(self, config: Any) -> Held:
+        """What of a batch lives at a time, at most, given the config of the decoder: for estimates of memory."""
+        return Held()
 
     @abstractmethod
     def record(self) -> dict[str, Any]:

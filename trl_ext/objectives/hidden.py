@@ -9,7 +9,7 @@ from torch import nn
 from rope_patch.distillation import HiddenDistiller, HiddenTargets
 
 from ..step_means import Part
-from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
@@ -30,6 +30,10 @@ class HiddenOptions(ObjectiveOptions):
     @classmethod
     def of(cls, args: "RopeSFTConfig") -> Self:
         return cls(targets=from_field(HiddenTargets, "hidden_args", args.hidden_args))
+
+    def held(self, config: Any) -> Held:
+        n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student, of which some are compared
+        return Held(graphs=2.0 if self.targets.short_to_long else 1.0, states=2.0 * n_layers)
 
     def record(self) -> dict[str, Any]:
         return {"hidden_args": self.targets}

@@ -9,7 +9,7 @@ from torch import nn
 from rope_patch.distillation import LogitKL, RelationDistiller, RelationTargets
 
 from ..step_means import Part
-from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
@@ -33,6 +33,11 @@ class RelationOptions(ObjectiveOptions):
     def of(cls, args: "RopeSFTConfig") -> Self:
         logit_kl = from_field(LogitKL, "logit_kl_args", args.logit_kl_args) if args.logit_kl_args else None
         return cls(targets=from_field(RelationTargets, "relation_args", args.relation_args), logit_kl=logit_kl)
+
+    def held(self, config: Any) -> Held:
+        # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
+        n_layers = config.num_hidden_layers if self.targets.layers is None else len(self.targets.layers)
+        return Held(states=2.0 + 1.5 * n_layers)
 
     def record(self) -> dict[str, Any]:
         # a logit KL of weight 0 is logged alone and trains nothing

@@ -28,7 +28,7 @@ from rope_patch.state import state_of
 
 from ..step_means import Part
 from .alternating import AlternatingObjective
-from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
 from .next_token import NextTokenObjective, longce_of, record_of_longce
 from .relation import RelationObjective, RelationOptions
 
@@ -109,6 +109,15 @@ class SelfDistillOptions(ObjectiveOptions):
     def compares_in_training(self) -> bool:
         """Whether training runs the view at all."""
         return bool(self.consistency.weight or self.consistency.view_clm)
+
+    def held(self, config: Any) -> Held:
+        # last states of both views, their rows that are compared, and the gradients that the loss forms at once
+        if not self.compares_in_training or self.passes == "sequential":
+            return Held(states=4.0)
+        if self.passes == "two":
+            return Held(graphs=2.0, states=6.0)
+        copies = 1.0 if self.max_copies is None else self.max_copies
+        return Held(graphs=1.0 + copies, at_once=1.0 + copies, states=6.0)
 
     def record(self) -> dict[str, Any]:
         options = {f.name: getattr(self.consistency, f.name) for f in fields(self.consistency)}

@@ -1,0 +1,164 @@
+"""Causal attention within the documents of rows, in training too, without masks of n x n.
+
+Under SDPA Transformers makes such a mask for layers with a sliding window, for packed rows and for padded ones. At
+131072 tokens it is 16 GiB, 32 GiB more where it is added to scores in 16 bits, and all pairs of tokens are multiplied.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from ..capabilities import keeps_from_attention
+from ..layout.labelled import Labelled
+from ..rotary import find_causal_lm, find_decoder
+from .calls import AttentionCall, attention_kernel, sliding_window, watched_attention
+from .masks import finished_mask
+from .sequences import by_token
+from .windowed import WindowedAttention
+
+ROWS = "documents_of_rows"
+"""Name of the keyword argument that carries where documents lie through a model, down to its attention."""
+
+
+def why_masks_stay(model: nn.Module) -> str | None:
+    """Why a model's attention needs the masks that Transformers makes; None where documents and windows say it all.
+
+    Args:
+        model: bare or wrapped.
+    """
+    causal_lm, decoder = find_causal_lm(model), find_decoder(model)
+    kernel, config = attention_kernel(causal_lm), decoder.config
+    if kernel != "sdpa":
+        return f"attention is not sdpa's but {kernel or 'of another kind'}."
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other:
+        return f"it has layers of type {', '.join(sorted(other))}."
+    keeps = keeps_from_attention(decoder)
+    if keeps is not None:
+        return f"{keeps}."
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "its attention scores are soft-capped."
+    if any(getattr(module, "is_causal", True) is False for module in decoder.modules()):
+        return "its attention is not causal."
+    return None
+
+
+class _Spans:
+    """Where the documents of a batch lie. Not a dataclass, since wrappers of layers rebuild those.
+
+    Args:
+        spans: (row, first token, tokens) of each, which do not overlap.
+        batch: rows.
+        n: tokens in a row, padding counted.
+        windowed: what windows run by.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int, int]], batch: int, n: int, windowed: WindowedAttention) -> None:
+        self.spans, self.batch, self.n, self.windowed = spans, batch, n, windowed
+
+    def attend(self, call: AttentionCall, window: int | None) -> torch.Tensor:
+        """Output [batch, n, n_heads, value_dim] of a layer, 0 on padding."""
+        sizes = self._sizes()
+        if self.batch == 1 and list(sizes.values()) == [self.n]:
+            return self._causal(call.query, call.key, call.value, call.scale, window).transpose(1, 2)
+        pieces = [by_token(x).split(list(sizes.values())) for x in (call.query, call.key, call.value)]
+        shape = (call.query.shape[1], call.value.shape[-1])
+        documents = {row * self.n + first for row, first, _ in self.spans}
+        out = []
+        for place, q, k, v in zip(sizes, *pieces, strict=True):
+            if place not in documents:
+                out.append(call.value.new_zeros(q.shape[0], *shape))
+                continue
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out.append(self._causal(q, k, v, call.scale, window)[0].transpose(0, 1))
+        return torch.cat(out).view(self.batch, self.n, *shape)
+
+    def _sizes(self) -> dict[int, int]:
+        """Tokens of documents and of the gaps between them, by place among batch * n, in order."""
+        sizes: dict[int, int] = {}
+        end = 0
+        for place, size in [*sorted((row * self.n + a, m) for row, a, m in self.spans), (self.batch * self.n, 0)]:
+            if place > end:
+                sizes[end] = place - end
+            if size:
+                sizes[place] = size
+            end = place + size
+        return sizes
+
+    def _causal(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        if window is not None and window < query.shape[2]:
+            return self.windowed(query, key, value, window, scale)
+        shared = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
+
+
+class MaskFreeRows:
+    """Inside `active()`, forwards over whole rows attend within documents and windows without masks of n x n.
+
+    Left as they are: forwards with a KV cache, with finished masks, or with positions of several axes.
+
+    Args:
+        model: bare or wrapped.
+        *others: more models of the same attention, such as a copy that teaches.
+
+    Raises:
+        ValueError: the model needs its masks, as `why_masks_stay` says.
+    """
+
+    def __init__(self, model: nn.Module, *others: nn.Module) -> None:
+        reason = why_masks_stay(model)
+        if reason is not None:
+            raise ValueError(f"rows cannot be read without masks in {type(find_causal_lm(model)).__name__}: {reason}")
+        self.causal_lm: Any = find_causal_lm(model)
+        self.decoders: list[Any] = [find_decoder(one) for one in (model, *others)]
+        config = self.decoders[0].config
+        self.window: int | None = getattr(config, "sliding_window", None)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """To be open around forward and backward, which runs checkpointed layers again.
+
+        It goes around whatever else watches the attention, which is to look first.
+        """
+        self._windowed = WindowedAttention()
+        with ExitStack() as stack:
+            for decoder in self.decoders:
+                # behind the hook that draws a view, which reads off the mask which tokens are real
+                handle = decoder.register_forward_pre_hook(self._send_spans, with_kwargs=True)
+                stack.callback(handle.remove)
+            stack.enter_context(watched_attention(self.causal_lm, self._attend))
+            yield
+
+    def _send_spans(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        if ids is None and args:
+            ids, args, kwargs = args[0], args[1:], {**kwargs, "input_ids": args[0]}
+        if args or kwargs.get("past_key_values") is not None or not _are_of_rows(mask, positions):
+            return None
+        if ids is None:
+            embeds: Any = kwargs["inputs_embeds"]
+            ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+        batch, n = ids.shape
+        spans = [(row, 0, n) for row in range(batch)]
+        if positions is not None or mask is not None:
+            spans = Labelled.of({"input_ids": ids, "attention_mask": mask, "position_ids": positions}).spans
+        if all(size == n for _, _, size in spans) and len(spans) == batch and (self.window or n) >= n:
+            return None  # plain causal attention, of which no mask is made
+        sent = _Spans(spans, batch, n, self._windowed)
+        return args, {**kwargs, "attention_mask": finished_mask(batch, ids.device), "use_cache": False, ROWS: sent}
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor | None:
+        spans: _Spans | None = call.options.pop(ROWS, None)
+        return None if spans is None else spans.attend(call, sliding_window(call, self.decoders[0].config))
+
+
+def _are_of_rows(mask: Any, positions: Any) -> bool:
+    """Whether padding and positions are said token by token."""
+    plain_mask = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+    return plain_mask and (positions is None or positions.ndim == 2)

@@ -1,0 +1,45 @@
+"""The benchmark of long rows says on a CPU what it says on a GPU, of a tiny model."""
+
+import json
+import sys
+
+import long_rows
+import pytest
+
+
+@pytest.mark.slow
+def test_every_case_writes_a_line(tmp_path, monkeypatch):
+    out = tmp_path / "long_rows.jsonl"
+    cases = ["clm:65536", "clm:65536:on", "self-distill:131072:on", "trl:65536"]
+    arguments = ["long_rows.py", "--shape", "tiny", "--layers", "1", "--out", str(out), "--cases", *cases]
+    monkeypatch.setattr(sys, "argv", arguments)
+    long_rows.main()
+    facts, *lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert facts["layers"] == 1
+    assert [line["case"] for line in lines] == cases
+    for line in lines:
+        assert line["tokens_per_second"] == pytest.approx(line["length"] / long_rows.TINY / line["seconds"])
+
+
+def test_a_case_that_fails_writes_why_and_the_others_go_on(tmp_path, monkeypatch):
+    args = long_rows.argparse.Namespace(shape="tiny", layers=None, steps=1, until=1e12, out=tmp_path / "lines.jsonl")
+    monkeypatch.setattr(long_rows, "run", _fail_first([]))
+    long_rows.worker([long_rows.Case.of("clm:65536"), long_rows.Case.of("trl:65536")], args)
+    first, second = [json.loads(line) for line in args.out.read_text().splitlines()]
+    assert first["out_of_memory"] == "no room" and second["tflops"] == 1.0
+
+
+def _fail_first(asked):
+    def run(case, args):
+        asked.append(case)
+        if len(asked) == 1:
+            raise long_rows.torch.OutOfMemoryError("no room. And more")
+        return {"tflops": 1.0}
+
+    return run
+
+
+@pytest.mark.parametrize("text", ["clm", "other:64", "clm:64:off", "trl:64:on"])
+def test_other_cases_are_refused(text):
+    with pytest.raises(long_rows.argparse.ArgumentTypeError, match=text):
+        long_rows.Case.of(text)

@@ -1,0 +1,319 @@
+"""Rows as long as memory allows: what a step needs by arithmetic, and what is done where that is too much."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from rope_patch.attention.calls import attention_kernel
+from rope_patch.attention.rows import MaskFreeRows, why_masks_stay
+from rope_patch.offloaded import HostRoom, checkpointed_layers, offloaded_checkpoints, pinned_bytes
+from rope_patch.rotary import find_causal_lm, find_decoder
+from rope_patch.tiled import TILE, tiled
+
+if TYPE_CHECKING:
+    from .config import RopeSFTConfig
+
+logger = logging.get_logger(__name__)
+
+LongRows = Literal["auto", "on", "off"]
+
+GIB = 1 << 30
+_SHARE_OF_DEVICE = 0.92  # what fragments and what CUDA itself holds are left out
+_SHARE_OF_HOST = 0.7  # for rows of one length
+_MOST_OF_HOST = 0.85  # with what rows of other lengths have left pinned
+_LOSS_BYTES = 1.25 * GIB  # logits that exist at a time in the losses of this package
+_PAGED = "paged_adamw_32bit"
+# of a container, by either version of Linux's control groups
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class RowMemory:
+    """Bytes that a token of a row takes, counted for a decoder of the common shape.
+
+    With H channels, A of all query heads, K of all key heads, I of the feed-forward layer, and c bytes for each number
+    of a layer's activations and r of its residual stream:
+
+        checkpoint = r H, kept for each layer and once more for the last norm
+        attention = c (4 H + 6 A + 2 K) + 4 A
+        feed-forward = c (7 I + 4 H) + 12 H
+
+    The second is what the backward of one layer's attention holds: the residual stream and its gradient, the norm's
+    output, queries, keys, values, the output, and gradients of all, those of keys and values once for each query head,
+    with what kernels sum queries' gradients up in, in float32. The third: what is between its matrices and gradients of
+    that, and the norm's float32 copies. A layer holds the larger of both; in tiles the third goes away.
+
+    Args:
+        checkpoint: see above.
+        attention: see above.
+        feed_forward: see above.
+    """
+
+    checkpoint: int
+    attention: int
+    feed_forward: int
+
+    @classmethod
+    def of(cls, model: nn.Module, activation_bytes: int) -> "RowMemory":
+        """Those of a model, given c."""
+        decoder: Any = find_decoder(model)
+        config = decoder.config
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        queries, keys = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        residual = max(activation_bytes, find_causal_lm(model).get_input_embeddings().weight.element_size())
+        return cls(
+            checkpoint=residual * hidden,
+            attention=activation_bytes * (4 * hidden + 6 * queries + 2 * keys) + 4 * queries,
+            feed_forward=activation_bytes * (7 * inner + 4 * hidden) + 12 * hidden,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a training step needs, in bytes, and what is done about it.
+
+    Args:
+        tokens: of a row, padding counted, times rows of a batch.
+        fixed: weights, gradients and, on the device, the optimizer's states.
+        optimizer: of these, the states.
+        checkpoints: what checkpointed layers keep.
+        layer: what one layer holds while its backward runs.
+        layer_in_tiles: the same in tiles, without masks.
+        loss: logits that exist at a time, and states that are compared.
+        capacity: of the device, for all of it.
+        host: of the host, for offloaded checkpoints.
+        offloaded_layers: how many layers keep their input on the host when rows are long.
+        offloaded: bytes of those.
+        on: whether rows are treated as long.
+        reason: why.
+    """
+
+    tokens: int
+    fixed: int
+    optimizer: int
+    checkpoints: int
+    layer: int
+    layer_in_tiles: int
+    loss: int
+    capacity: int
+    host: int
+    offloaded_layers: int
+    offloaded: int
+    on: bool
+    reason: str
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the device without anything done."""
+        return self.fixed + self.checkpoints + self.layer + self.loss
+
+    @property
+    def needed_when_on(self) -> int:
+        """Bytes on the device in tiles and with offloaded checkpoints."""
+        return self.fixed + self.checkpoints - self.offloaded + self.layer_in_tiles + self.loss
+
+    def __str__(self) -> str:
+        parts = {
+            "weights, gradients and optimizer": self.fixed,
+            "checkpoints": self.checkpoints,
+            "one layer": self.layer,
+            "loss": self.loss,
+        }
+        table = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        text = (
+            f"long_rows is {'on' if self.on else 'off'}: {self.reason} By estimate a step of {self.tokens} tokens "
+            f"needs {self.needed / GIB:.1f} GiB ({table})"
+        )
+        if not self.on:
+            return f"{text}."
+        return (
+            f"{text}; with tiles of {TILE} tokens and the checkpoints of {self.offloaded_layers} layers on the host "
+            f"({self.offloaded / GIB:.1f} GiB there), {self.needed_when_on / GIB:.1f} GiB."
+        )
+
+
+def plan_memory(
+    model: nn.Module, args: "RopeSFTConfig", row_length: int | None, device: torch.device, mode: LongRows
+) -> MemoryPlan:
+    """Count what a step needs and decide whether rows are long, from a model with adapters, on any device.
+
+    Weights count as they are, whole on each rank. States of the optimizer go by its name. `docs/long_rows.md` has the
+    formulas.
+
+    Args:
+        model: as it is trained.
+        args: of the trainer.
+        row_length: tokens of the longest row, None where that is not known.
+        device: that trains.
+        mode: `long_rows` of `args`.
+    """
+    held = args.objective_options.held(find_decoder(model).config)
+    bits_16 = args.bf16 or args.fp16
+    embeddings = find_causal_lm(model).get_input_embeddings().weight
+    per_token = RowMemory.of(model, 2 if bits_16 else embeddings.element_size())
+    tokens = args.per_device_train_batch_size * (row_length or 0)
+    layers = checkpointed_layers(model) if args.gradient_checkpointing else []
+    n_kept = find_decoder(model).config.num_hidden_layers + 1
+    fixed, optimizer = _fixed_bytes(model, args.optim)
+    at_once = held.at_once * tokens
+    layer, in_tiles = _layer_bytes(model, args, per_token, at_once, row_length or 0)
+    checkpoint = int(held.graphs * tokens * per_token.checkpoint)
+    if args.gradient_checkpointing:
+        checkpoints = n_kept * checkpoint
+    else:  # every layer keeps what one holds, without gradients about half of it
+        checkpoints = int(n_kept * held.graphs * tokens * (per_token.attention + per_token.feed_forward) / 2)
+    host = host_memory()
+    offloaded_layers = 0
+    if device.type != "cpu":
+        offloaded_layers = min(len(layers), host // pinned_bytes(checkpoint))
+    loss = int(min(_LOSS_BYTES, tokens * embeddings.shape[0] * 4) + held.states * tokens * per_token.checkpoint)
+    capacity = device_memory(device)
+    on, reason = _decide(mode, args, row_length, fixed + checkpoints + layer + loss, capacity, device)
+    return MemoryPlan(
+        tokens=tokens,
+        fixed=fixed,
+        optimizer=optimizer,
+        checkpoints=checkpoints,
+        layer=layer,
+        layer_in_tiles=in_tiles,
+        loss=loss,
+        capacity=capacity,
+        host=host,
+        offloaded_layers=offloaded_layers,
+        offloaded=offloaded_layers * checkpoint,
+        on=on,
+        reason=reason,
+    )
+
+
+def _decide(
+    mode: LongRows, args: "RopeSFTConfig", row_length: int | None, needed: int, capacity: int, device: torch.device
+) -> tuple[bool, str]:
+    """Whether rows are treated as long, and why."""
+    if mode != "auto":
+        return mode == "on", f"long_rows={mode!r} asks for it."
+    if device.type == "cpu":
+        return False, "training runs on the CPU, whose memory is the host's."
+    if not args.gradient_checkpointing:
+        return False, "gradient_checkpointing is off, and long rows need it."
+    if row_length is None:
+        return False, "the length of rows is not known before they are read; give max_length, or long_rows='on'."
+    fits = f"the device has {capacity / GIB:.1f} GiB for a step"
+    return needed > capacity, f"{fits}, which is {'too little' if needed > capacity else 'enough'}."
+
+
+def _fixed_bytes(model: nn.Module, optim: str) -> tuple[int, int]:
+    """Bytes of weights, buffers, gradients and the optimizer's states, and those of the states alone."""
+    weights = sum(_bytes(p) for p in model.parameters()) + sum(_bytes(b) for b in model.buffers())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = sum(_state_bytes(optim, p) for p in trained)
+    return weights + sum(_bytes(p) for p in trained) + optimizer, optimizer
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _state_bytes(optim: str, parameter: torch.Tensor) -> int:
+    """Bytes of two states for each weight on the device, by the name of the optimizer."""
+    if optim.startswith("paged") or optim in ("sgd", "adafactor"):
+        return 0
+    if "8bit" in optim:
+        return 2 * parameter.numel()
+    return 2 * parameter.numel() * (4 if "bnb" in optim else parameter.element_size())
+
+
+def _layer_bytes(
+    model: nn.Module, args: "RopeSFTConfig", per_token: RowMemory, tokens: float, row_length: int
+) -> tuple[int, int]:
+    """Bytes of one layer as Transformers runs it, and in tiles without masks."""
+    whole = tokens * max(per_token.attention, per_token.feed_forward)
+    window = getattr(find_decoder(model).config, "sliding_window", None)
+    makes_masks = attention_kernel(find_causal_lm(model)) == "sdpa" and (
+        bool(window and row_length > window) or args.packing or args.padding_free
+    )
+    # bool, and as numbers of 16 bits that are added to scores
+    masks = 3 * args.per_device_train_batch_size * row_length**2 if makes_masks else 0
+    tile = min(tokens, TILE) * per_token.feed_forward
+    stays = masks if why_masks_stay(model) is not None else 0
+    return int(whole + masks), int(tokens * per_token.attention + tile + stays)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes that training may take on a device: what is free, and what PyTorch holds already."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(_SHARE_OF_DEVICE * (free + torch.cuda.memory_reserved(device)))
+    return int(_SHARE_OF_DEVICE * psutil.virtual_memory().available)
+
+
+def host_memory() -> int:
+    """Bytes that this process may pin on the host; a container's limit counts, and other ranks of the host share it."""
+    available = psutil.virtual_memory().available
+    for limit in _LIMITS:
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            available = min(available, int(text) - psutil.Process().memory_info().rss)
+    ranks = torch.cuda.device_count() if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
+    return max(int(_SHARE_OF_HOST * available / max(ranks, 1)), 0)
+
+
+class LongRowTraining:
+    """Inside `active()`, steps run in tiles, without masks of n x n, with checkpoints on the host.
+
+    Args:
+        model: as it is trained, bare or wrapped.
+        plan: which says how many layers are offloaded.
+        *others: models that run beside it, such as a copy that teaches.
+    """
+
+    def __init__(self, model: nn.Module, plan: MemoryPlan, *others: nn.Module) -> None:
+        self.models, self.plan = (model, *others), plan
+        is_pinned = plan.offloaded_layers > 0
+        self.room = HostRoom(int(plan.host / _SHARE_OF_HOST * _MOST_OF_HOST)) if is_pinned else None
+        reason = why_masks_stay(model)
+        self.rows = None if reason is not None else MaskFreeRows(model, *others)
+        if reason is not None and attention_kernel(find_causal_lm(model)) == "sdpa":
+            logger.warning(f"long_rows: attention keeps the masks that Transformers makes, since {reason}")
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """To be open around forward and backward, outside of what watches the model's attention."""
+        with ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(tiled(model, TILE))
+            stack.enter_context(offloaded_checkpoints(self.models[0], self.plan.offloaded_layers, self.room))
+            if self.rows is not None:
+                stack.enter_context(self.rows.active())
+            yield
+
+
+def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.device) -> bool:
+    """Let states of AdamW be paged out of the device where they are what does not fit; whether that was done.
+
+    bitsandbytes' paged AdamW has the states in float32 where CUDA moves them to the host when memory runs out. An
+    optimizer other than Trainer's default is the user's choice and stays.
+    """
+    is_default = args.optim in ("adamw_torch", "adamw_torch_fused")
+    if not plan.on or not is_default or plan.needed_when_on <= plan.capacity or device.type != "cuda":
+        return False
+    if find_spec("bitsandbytes") is None:
+        logger.warning(
+            f"long_rows: states of the optimizer take {plan.optimizer / GIB:.1f} GiB that do not fit: pip install "
+            f"bitsandbytes, and {_PAGED} keeps them where they can be moved to the host."
+        )
+        return False
+    args.optim = _PAGED
+    logger.warning(
+        f"long_rows: the optimizer is {_PAGED}, whose states of {plan.optimizer / GIB:.1f} GiB can move to the host."
+    )
+    return True
