@@ -134,6 +134,8 @@ def train_arm(name: str, arm: Arm, data: Data, args: argparse.Namespace, seed: i
     rows = training_rows(arm, data, args, seed)
     made = time.perf_counter()
     fields = {**TRAINING, "max_length": arm.row_length or args.window, **arm.rescaling(), **arm.training}
+    if args.rate is not None:
+        fields["learning_rate"] = args.rate
     trainer = train(load(args.model), data.tokenizer, rows, fields, seed)
     if arm.kept < 1:
         mix_with(trainer.model, load(args.model), arm.kept)
@@ -146,6 +148,7 @@ def train_arm(name: str, arm: Arm, data: Data, args: argparse.Namespace, seed: i
         "rows_seconds": made - begin,
         "train_seconds": trainer.state.log_history[-1]["train_runtime"],
         "steps": trainer.state.global_step,
+        "learning_rate": fields["learning_rate"],
         "log": history[:: max(len(history) // 8, 1)] + history[-1:],
     }
 
@@ -279,6 +282,7 @@ def main() -> None:
     parser.add_argument(
         "--row-length", type=int, help="tokens of a row that is trained on; by default the window, or what an arm has"
     )
+    parser.add_argument("--rate", type=float, help="learning rate of every arm that trains; by default its own")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 7900, 16384, 32768, 60000])
     parser.add_argument("--prompts", type=int, default=200, help="of a test and length within the window; half beyond")
     parser.add_argument(
