@@ -70,7 +70,7 @@ class RowMemory:
         head_dim = getattr(config, "head_dim", None) or hidden // heads
         queries, keys = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
         inner = getattr(config, "intermediate_size", None) or 4 * hidden
-        residual = max(activation_bytes, find_causal_lm(model).get_input_embeddings().weight.element_size())
+        residual = max(activation_bytes, _embeddings(model).element_size())
         return cls(
             checkpoint=residual * hidden,
             attention=activation_bytes * (4 * hidden + 6 * queries + 2 * keys) + 4 * queries,
@@ -159,7 +159,7 @@ def plan_memory(
     """
     held = args.objective_options.held(find_decoder(model).config)
     bits_16 = args.bf16 or args.fp16
-    embeddings = find_causal_lm(model).get_input_embeddings().weight
+    embeddings = _embeddings(model)
     per_token = RowMemory.of(model, 2 if bits_16 else embeddings.element_size())
     tokens = args.per_device_train_batch_size * (row_length or 0)
     layers = checkpointed_layers(model) if args.gradient_checkpointing else []
@@ -194,6 +194,13 @@ def plan_memory(
         on=on,
         reason=reason,
     )
+
+
+def _embeddings(model: nn.Module) -> torch.Tensor:
+    """The embeddings of tokens, [vocabulary, hidden]."""
+    layer: Any = find_causal_lm(model).get_input_embeddings()
+    weight: torch.Tensor = layer.weight
+    return weight
 
 
 def _decide(
@@ -240,7 +247,10 @@ def _layer_bytes(
     whole = tokens * max(per_token.attention, per_token.feed_forward)
     window = getattr(find_decoder(model).config, "sliding_window", None)
     makes_masks = attention_kernel(find_causal_lm(model)) == "sdpa" and (
-        bool(window and row_length > window) or args.packing or args.padding_free
+        bool(window and row_length > window)
+        or args.packing
+        or args.padding_free
+        or args.per_device_train_batch_size > 1  # shorter rows are padded
     )
     # bool, and as numbers of 16 bits that are added to scores
     masks = 3 * args.per_device_train_batch_size * row_length**2 if makes_masks else 0
