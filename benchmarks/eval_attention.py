@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from rope_patch.eval import read_texts, standard_library_files
 from rope_patch.eval.needles import KINDS, Kind
-from rope_patch.eval.retrieval import DEPTHS, retrieval_prompts
+from rope_patch.eval.prompt_grid import DEPTHS, retrieval_prompts
 from trl_ext.demo.model import embedded_file
 
 _TIMED = 60_000  # tokens of the prompt that took --seconds

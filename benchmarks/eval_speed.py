@@ -39,8 +39,8 @@ from rope_patch.environment import device_name, installed_versions
 from rope_patch.eval import generation
 from rope_patch.eval.generation import greedy_answers
 from rope_patch.eval.needles import KINDS, make_prompt
+from rope_patch.eval.prompt_grid import DEPTHS
 from rope_patch.eval.reading import Reader
-from rope_patch.eval.retrieval import DEPTHS
 from rope_patch.eval.wordings import PASSKEY_FILLER
 
 GIB = 1 << 30

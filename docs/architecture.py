@@ -26,7 +26,7 @@ BOXES = {  # name: lane, row from the top, bold line, small lines
     "objective": (0, 2, "objective", "trainer.py: compute_loss\nobjectives/: Objective.loss"),
     "before": (1, 2, "before the decoder", "forward_loss.py: ForwardLoss\nteacher's pass, copies of a suffix"),
     "decoder": (3, 2, "decoder", "true position_ids, masks made of them"),
-    "draw": (1, 3, "draw of the view", "hooks.py: DecoderEntry; state.py,\nlayout/documents.py, views/, draws.py"),
+    "draw": (1, 3, "draw of the view", "hooks.py: DecoderEntry; sources.py,\nlayout/documents.py, views/, draws.py"),
     "index": (1, 4, "RoPE index of each token", "hooks.py: RotaryEntry"),
     "rotary": (3, 4, "rotary module", "RoPE indices in, cos and sin out"),
     "watch": (1, 5, "calls of attention", "attention/: both views, groups;\nqueries and keys for relations"),

@@ -58,7 +58,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, passkey, short_text
-from rope_patch.eval.retrieval import DEPTHS
+from rope_patch.eval.prompt_grid import DEPTHS
 from rope_patch.eval.wordings import PASSKEY_FILLER
 from trl_ext.cues import cue_ids
 

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 from transformers import Cache
 
+from .bound import Batch, BoundView
+from .cached_draws import forget_draws
 from .call_stack import frames
 from .capabilities import why_no_checkpointing
 from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
 from .layout.documents import real_tokens_of
 from .rotary import parameter_names, picks_by_row, rope_types
-from .state import Batch, BoundView, RopeState, ViewSource, forget_draws
+from .sources import ViewSource
+from .state import RopeState
 from .trainers import is_generating, require_driver
 from .views.base import TRUE_POSITIONS
 
@@ -29,12 +32,16 @@ class DecoderEntry:
         self.parameters = parameter_names(decoder)
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a lock cannot be traced: compiled forwards of threads are not kept apart
             self.state.turns.begin(decoder)
+        # families and callers differ in what they give by place
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         cache = call.get("past_key_values")
         training = self.state.in_training(decoder) and not is_generating(cache)
         source = self.state.active(training)
+        # a `rope_view` block draws for itself; for the view of the model, whoever trains it has to say which step it is
         if training and source is self.state.source:
             if not (torch.compiler.is_compiling() and self._is_driven()):
                 require_driver(self.state)
@@ -145,6 +152,7 @@ class RotaryEntry:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.restore(module)  # after a forward that an interrupt threw out, of which no hook is told
         current = self.state.current.rotary[self.name]
+        # `model.to(bfloat16)` casts buffers too, and frequencies of 8 bits turn far positions by whole radians
         if current.was_rounded_in(module):
             current.write(module)
         bound = self.state.bound
@@ -156,6 +164,7 @@ class RotaryEntry:
         x = kwargs["x"] if "x" in kwargs else args[0]
         stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
         picks = any(picks_by_row(t) for t in rope_types(module))
+        # `forward`, as a call of the module would come by this hook again
         at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
         if picks:
             # these pick frequencies by the largest index: they saw the true ones, now hold on to the choice
@@ -219,6 +228,7 @@ def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeSt
     """Register the hooks of a model that has none."""
     _let_graphs_see_hooks()
     decoder.register_forward_pre_hook(DecoderEntry(state, decoder), with_kwargs=True)
+    # always_call: a forward that raises has to let go of its view, too, or the next one would run under it
     decoder.register_forward_hook(DecoderExit(state), always_call=True)
     for name, module in rotary.items():
         entry = RotaryEntry(state, name)

@@ -28,7 +28,8 @@ from .rotary import (
     rotary_by_name,
     switches_by_row,
 )
-from .state import STATE_ATTRIBUTE, RopeState, TableSource, ViewSource, When, inside_native_rope, state_of
+from .sources import TableSource, ViewSource
+from .state import STATE_ATTRIBUTE, RopeState, When, inside_native_rope, state_of
 from .views import View
 from .views.base import MAX_INDEX
 

@@ -8,7 +8,8 @@ from transformers import TrainerCallback
 
 from .patch import patch_model
 from .rotary import find_decoder
-from .state import Leader, ViewSource, state_of
+from .sources import ViewSource
+from .state import Leader, state_of
 from .trainers import CLOCK_ATTRIBUTE, reference_of, require_same_rope_as_reference
 from .views import View
 

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from trl import SFTConfig
 
 from rope_patch.methods import find_view, resolve_rescaling, resolve_view
-from rope_patch.rescalings import RESCALINGS
+from rope_patch.rescalings import RESCALINGS, Rescaling
 from rope_patch.views import View
 from rope_patch.views.base import TRUE_POSITIONS
 
@@ -216,9 +216,7 @@ class RopeSFTConfig(SFTConfig):
             self._require_json(name)  # before Transformers parses it, whose error names no field
         super().__post_init__()
         # a wrong name or option stops here, before a model is loaded
-        if self.rescale is not None:
-            resolve_rescaling(self.rescale, self._options("rescale_args"))
-        elif self.rescale_args:
+        if self.make_rescaling() is None and self.rescale_args:
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
         if self.view == TRUE_POSITIONS and self.view_args:
             raise ValueError(f"view_args needs view, the name of the view; got {self.view_args}.")
@@ -297,12 +295,25 @@ class RopeSFTConfig(SFTConfig):
     def _check_cue(self) -> None:
         for text in [self.cue] if isinstance(self.cue, str) else self.cue or []:
             require_cue(text)
-        option, options = find_view(self.view).cue_option, self._options("view_args")
+        option, options = find_view(self.view).cue_option, self.view_options
         if option is None or option in options or self.max_length is None:
             raise ValueError(
                 f"cue goes with {views_with_cues()}, whose {option or 'option'} it sets, and with a max_length; got "
                 f"cue={self.cue!r}, view={self.view!r}, view_args={options}, max_length={self.max_length}."
             )
+
+    @property
+    def view_options(self) -> dict[str, Any]:
+        """`view_args`, {} for None."""
+        return dict(self.view_args or {})  # type: ignore[arg-type]  # a dict once __post_init__ has parsed it
+
+    def make_rescaling(self) -> Rescaling | None:
+        """The rescaling of `rescale` and `rescale_args`, None without one.
+
+        Raises:
+            ValueError: an unknown rescaling or option, one that is missing, or a value out of its range.
+        """
+        return None if self.rescale is None else resolve_rescaling(self.rescale, dict(self.rescale_args or {}))  # type: ignore[arg-type]
 
     def make_view(self) -> View:
         """The view of `view` and `view_args`; options that it takes from texts are stand-ins until those are known.
@@ -314,7 +325,7 @@ class RopeSFTConfig(SFTConfig):
         stand_ins = dict(kind.from_text)
         if self.cue is not None and kind.cue_option is not None:
             stand_ins[kind.cue_option] = 1
-        return resolve_view(self.view, {**stand_ins, **self._options("view_args")})
+        return resolve_view(self.view, {**stand_ins, **self.view_options})
 
     def _check_objective(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -418,6 +429,3 @@ class RopeSFTConfig(SFTConfig):
             setattr(self, name, value.strip())
         if value is not None and not isinstance(options, dict):
             raise ValueError(f"{name} must be a dict, or a JSON object such as '{{\"name\": 4.0}}', got {value!r}.")
-
-    def _options(self, name: str) -> dict[str, Any]:
-        return getattr(self, name) or {}

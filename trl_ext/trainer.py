@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 from trl import SFTTrainer
@@ -24,12 +22,13 @@ from rope_patch.attention.shifted import ShiftedAttention
 from rope_patch.distillation import CopiedTeacher
 from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import count_documents, locate_documents
-from rope_patch.methods import resolve_rescaling, resolve_view
+from rope_patch.methods import resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import Rescaling
-from rope_patch.rotary import find_causal_lm, find_decoder
+from rope_patch.rotary import find_decoder
 from rope_patch.sidecar import require_same_rope
-from rope_patch.state import ViewSource, When, state_of
+from rope_patch.sources import ViewSource
+from rope_patch.state import When, state_of
 from rope_patch.views import View
 from rope_patch.views.base import TRUE_POSITIONS
 
@@ -37,6 +36,15 @@ from .config import RopeSFTConfig
 from .cut_rows import cut_rows
 from .long_rows import LongRowTraining, MemoryPlan, offload_optimizer, plan_memory
 from .method_record import require_same_method, training_method, write_method
+from .model_setup import (
+    forget_earlier_trainer,
+    has_rope,
+    is_patched,
+    keep_quantised_weights,
+    require_new_rescaling,
+    train_qkv_only,
+)
+from .objective_checks import check_objective, refuse_sharded_sequences, sharded_sequences
 from .objectives import Objective, objective_of
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
@@ -123,7 +131,7 @@ class RopeSFTTrainer(SFTTrainer):
         if isinstance(model, nn.Module):
             if config.needs_rope:
                 find_decoder(model)  # a model without RoPE stops here, before the dataset is prepared
-            _forget_earlier_trainer(model)
+            forget_earlier_trainer(model)
         elif peft_config is not None and "dtype" not in (config.model_init_kwargs or {}):
             logger.warning(
                 "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
@@ -154,7 +162,7 @@ class RopeSFTTrainer(SFTTrainer):
         )
         if self._skip_prepare_dataset and not self._is_vision_dataset:
             require_taught(self.train_dataset, "train_dataset", config, self._tokenizer)
-        came_patched = _is_patched(self.model)
+        came_patched = is_patched(self.model)
         self._source: ViewSource | None = None  # of a model without RoPE, of which nothing is asked
         self._when: When = "train"
         if config.needs_rope or has_rope(self.model):
@@ -170,9 +178,9 @@ class RopeSFTTrainer(SFTTrainer):
             else training_method(config, self._source.view, self._source.clock.seed)
         )
         if self._perturbs:
-            self._refuse_sharded_sequences()
+            refuse_sharded_sequences(self.accelerator, f"view {config.view!r} draws for whole documents")
         self._rate_since: tuple[float, float] | None = None
-        _keep_quantised_weights(self.model)
+        keep_quantised_weights(self.model)
         if config.trainable == "qkv":
             train_qkv_only(self.model)
         self._objective = self._make_objective(config)
@@ -342,12 +350,12 @@ class RopeSFTTrainer(SFTTrainer):
 
     def _patch(self, args: RopeSFTConfig) -> None:
         """Apply what `args` names; if it cannot be, leave the model as it came."""
-        rescaling = None if args.rescale is None else resolve_rescaling(args.rescale, args._options("rescale_args"))
-        view = resolve_view(args.view, args._options("view_args"))
-        was_patched = _is_patched(self.model)
+        rescaling = args.make_rescaling()
+        view = resolve_view(args.view, args.view_options)
+        was_patched = is_patched(self.model)
         try:
             if rescaling is not None:
-                _require_new(rescaling, self.model)
+                require_new_rescaling(rescaling, self.model)
                 patch_model(self.model, self._with_window(rescaling, args, view))
             # a view that changes nothing is the default: it does not take off a view that the user has put on
             before = view_source(self.model)
@@ -367,67 +375,16 @@ class RopeSFTTrainer(SFTTrainer):
         window = max(rows, farthest_target(view), find_decoder(self.model).config.max_position_embeddings)
         return rescaling.with_window(window)
 
-    def _refuse_sharded_sequences(self) -> None:
-        what = f"view {self.args.view!r} draws for" if self._perturbs else f"{self.args.objective!r} relates tokens of"
-        parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
-        for kind in ("cp", "sp"):
-            if getattr(parallelism, f"{kind}_size", 1) > 1:
-                raise ValueError(
-                    f"{what} whole documents, and {kind}_size > 1 gives each rank a part of them: not supported yet. "
-                    "Use FSDP2 or DeepSpeed ZeRO without sequence sharding."
-                )
-
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
         if not args.has_own_loss:
             return None
-        self._refuse_what_only_trls_loss_has(args)
-        self._refuse_reentrant_checkpointing(args)
-        self._refuse_sharded_sequences()
-        reads_short = args.objective_options.reads_short_contexts
-        if reads_short and (self.is_fsdp_enabled or is_deepspeed_zero3_enabled()):
-            raise ValueError(
-                "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, "
-                "and sharded weights are gathered by all ranks together: use DDP or ZeRO-2, or leave them out."
-            )
-        if reads_short and self._is_vision_dataset:
-            raise ValueError(
-                "token_weighting='longce' and kl_longce read short windows of a row's tokens without its images: leave "
-                "them out for a dataset with images."
-            )
+        check_objective(self)
         return objective_of(args).build(self.model, args, self.accelerator)
-
-    def _refuse_reentrant_checkpointing(self, args: RopeSFTConfig) -> None:
-        # Transformers goes by the new name where it has one; what TRL sets for adapters under ZeRO-3 is the old one
-        checkpointing: Any = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
-        if not (args.gradient_checkpointing and checkpointing.get("use_reentrant")):
-            return
-        remedy = "Set gradient_checkpointing_kwargs={'use_reentrant': False}."
-        if is_deepspeed_zero3_enabled() and find_causal_lm(self.model) is not self.model:
-            remedy = (
-                "TRL sets use_reentrant=True for adapters under ZeRO-3: leave gradient_checkpointing_kwargs out, which "
-                "Transformers 5.23 takes for False, set gradient_checkpointing=False, or use FSDP2 or ZeRO-2."
-            )
-        raise ValueError(
-            f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. {remedy}"
-        )
-
-    def _refuse_what_only_trls_loss_has(self, args: RopeSFTConfig) -> None:
-        if self.aux_loss_enabled:
-            raise ValueError(
-                f"objective {args.objective!r} leaves out the loss that balances experts, which TRL adds with "
-                f"router_aux_loss_coef={self.router_aux_loss_coef}: set router_aux_loss_coef=0.0."
-            )
-        for name in ("compute_loss_func", "compute_metrics"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} is called with logits, and objective {args.objective!r} makes none: leave it out."
-                )
 
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
         if args.shifted_attention is None:
             return None
-        parallelism: Any = getattr(self.accelerator, "parallelism_config", None)
-        if any(getattr(parallelism, f"{kind}_size", 1) > 1 for kind in ("cp", "sp")):
+        if sharded_sequences(self.accelerator) is not None:
             raise ValueError("shifted_attention groups tokens of whole rows: not with cp_size or sp_size above 1.")
         assert args.max_length is not None
         return ShiftedAttention(self.model, math.ceil(args.shifted_attention * args.max_length))
@@ -662,33 +619,9 @@ class RopeSFTTrainer(SFTTrainer):
         super().log(logs, start_time)
 
 
-def has_rope(model: nn.Module) -> bool:
-    """Whether `patch_model` takes the model."""
-    try:
-        find_decoder(model)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_patched(model: nn.Module) -> bool:
-    return has_rope(model) and state_of(find_decoder(model)) is not None
-
-
 def skips_overflows(accelerator: Accelerator) -> bool:
     """Whether gradients that are not finite are left out by loss scaling, of torch or of DeepSpeed."""
     return accelerator.scaler is not None or accelerator.mixed_precision == "fp16"
-
-
-def _require_new(rescaling: Rescaling, model: nn.Module) -> None:
-    """Raise if an adapter that was loaded brought this rescaling: PI 4x on top of PI 4x would be 16x."""
-    state = state_of(find_decoder(model))
-    if state is not None and rescaling in state.start_rescalings:
-        raise ValueError(
-            f"rescale: the adapter of this model was trained with {rescaling}, which load_adapter has put in force, "
-            "and a second one would go on top of it. Leave rescale out to go on with the adapter's, or call "
-            "patch_model before the trainer for both."
-        )
 
 
 def tokens_until(checkpoint: str | Path) -> int:
@@ -700,51 +633,3 @@ def tokens_until(checkpoint: str | Path) -> int:
     kept = state.get("stateful_callbacks", {}).get(_TOKEN_COUNT)
     logged = [entry["num_tokens"] for entry in state.get("log_history", []) if "num_tokens" in entry]
     return int(kept["tokens"]) if kept else int(max(logged, default=0))
-
-
-def _forget_earlier_trainer(model: nn.Module) -> None:
-    """Take off what accelerate put on a model that another trainer has trained.
-
-    accelerate wraps no model twice, and TRL puts its own forward over the wrapper: a second stage would run without
-    autocast, in float32, and say nothing.
-    """
-    forward = model.__dict__.pop("_original_forward", None)
-    if forward is not None:
-        model.forward = forward
-    model.__dict__.pop("_is_accelerate_prepared", None)
-
-
-def _keep_quantised_weights(model: nn.Module) -> None:
-    """On CPUs with AVX512-BF16, the first forward in evaluation repacks 4-bit weights of bitsandbytes for good.
-
-    What is trained afterwards gets no gradient, without an error. The flag that this sets is bitsandbytes' own.
-    """
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
-_QKV = re.compile(r"(^|\.)(q_proj|k_proj|v_proj|qkv_proj|query_key_value|Wqkv|c_attn)\.")
-
-
-def train_qkv_only(model: nn.Module) -> None:
-    """Freeze every weight but those of the projections to queries, keys and values.
-
-    Raises:
-        ValueError: the model has adapters, or no projection with a known name.
-    """
-    decoder = find_decoder(model)
-    if find_causal_lm(model) is not model:
-        raise ValueError(
-            "trainable='qkv' is for training without adapters: name target_modules in peft_config instead."
-        )
-    names = [name for name, _ in decoder.named_parameters() if _QKV.search(name)]
-    if not names:
-        raise ValueError(
-            f"trainable='qkv' knows no projections to queries, keys and values in {type(model).__name__}: set "
-            "trainable='all', or train adapters."
-        )
-    chosen = {id(parameter) for name, parameter in decoder.named_parameters() if name in names}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in chosen)

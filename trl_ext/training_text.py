@@ -76,7 +76,7 @@ def prepare_text(
     model: str | nn.Module, args: "RopeSFTConfig", dataset: Any, processing_class: Any
 ) -> tuple["RopeSFTConfig", Any]:
     """A trainer's `args` and training set as its view prepares them; those given stay as they are."""
-    options = args._options("view_args")
+    options = args.view_options
     prepared, dataset = find_view(args.view).prepare_text(
         dict(options), TrainingText(model, args, dataset, processing_class)
     )

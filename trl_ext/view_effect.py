@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from transformers.utils import logging
 
+from rope_patch.bound import BoundView
 from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
-from rope_patch.state import BoundView
 from rope_patch.views import View
 from rope_patch.views.base import TRUE_POSITIONS
 

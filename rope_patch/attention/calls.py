@@ -99,10 +99,12 @@ def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
+        # eager attention is in no table: each family's module has a function of that name
         function = before or sys.modules[type(module).__module__].eager_attention_forward
         output = watch(AttentionCall(module, query, key, value, attention_mask, kwargs, function))
         return function(module, query, key, value, attention_mask, **kwargs) if output is None else (output, None)
 
+    # the table's own layer, above what the process shares: what was not in it before must not stay behind
     local: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
     had, old = name in local, local.get(name)
     ALL_ATTENTION_FUNCTIONS[name] = watching

@@ -12,12 +12,14 @@ from transformers.utils import logging
 
 from ..attention.calls import AttentionCall
 from ..attention.two_view import TwoViewAttention, copy_granule
+from ..bound import Batch, BoundIndex
 from ..forward_loss import Arguments, DecoderCall
 from ..layout.labelled import Labelled
 from ..layout.two_view import TwoViewLayout
 from ..next_token import NextTokenTape
 from ..patch import rope_view
-from ..state import Batch, BoundIndex, RopeState, TableSource, ViewSource
+from ..sources import TableSource, ViewSource
+from ..state import RopeState
 from .consistency import ShortContexts
 
 logger = logging.get_logger(__name__)

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..bound import BoundView
 from ..capabilities import why_no_losses, why_no_self_distillation, why_two_passes
 from ..forward_loss import DecoderCall, Steps, require
 from ..layout.labelled import Labelled
 from ..next_token import LongCE, NextTokenTape, next_token_loss
 from ..rotary import parameter_names
-from ..state import BoundView, ViewSource
+from ..sources import ViewSource
 from ..views import Standard
 from .consistency import ComparedRows, ShortContexts, ViewConsistency, consistency_loss
 from .controls import Control, NoisyPasses

@@ -1,5 +1,6 @@
 """Measuring long-context models: where the window ends, what adaptation gained and what it cost."""
 
+from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
 from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
 from .comparisons import in_distribution_penalty, recovery_ratio
 from .context_gain import ContextGain, context_gain
@@ -10,7 +11,8 @@ from .probe import ProbeResult, probe
 from .regressions import Cell, Regressions, regressions
 from .report import write_report
 from .result import Result
-from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position, niah, passkey, retrieval
+from .retrieval import niah, passkey, retrieval
+from .retrieval_grid import RetrievalGrid
 from .ruler import Ruler, ruler
 from .short_text import ShortText, short_text
 from .suite import MEASURES, EvalPlan, run_suite

@@ -10,7 +10,7 @@ from .lm_eval_tasks import LmEval
 from .loss_by_position import BLOCK, LossByPosition
 from .paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, mean_difference, paired_interval
 from .result import Result
-from .retrieval import RetrievalGrid
+from .retrieval_grid import RetrievalGrid
 from .ruler import Ruler
 from .short_text import ShortText
 

@@ -6,7 +6,7 @@ from typing import Any
 from .lm_eval_tasks import LmEval
 from .regressions import Regressions
 from .result import Result
-from .retrieval import RetrievalGrid
+from .retrieval_grid import RetrievalGrid
 from .ruler import Ruler
 
 _CHARACTERS = 400  # of a reply that the page shows

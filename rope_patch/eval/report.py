@@ -19,7 +19,7 @@ from .loss_by_position import LossByPosition
 from .regressions import Cell, regressions
 from .replies import shown_replies
 from .result import Result
-from .retrieval import RetrievalGrid
+from .retrieval_grid import RetrievalGrid
 from .short_text import ShortText
 from .suite import Results
 

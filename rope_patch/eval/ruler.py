@@ -16,12 +16,13 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
 from .asking import ChatTemplate, Frame, uses_chat_template
 from .cache import Remember, afresh
 from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores
 from .progress import token_bar
 from .result import Result
-from .retrieval import AnswerPositionAccuracy, RetrievalGrid, accuracy_by_answer_position
+from .retrieval_grid import RetrievalGrid
 from .text import read_json_lines
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..describe import describe
 from ..special_tokens import SpecialTokens
+from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
 from .asking import ChatTemplate, uses_chat_template
 from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
 from .cache import Remember, ResultCache, data_hash, files_hash, model_hash
@@ -24,14 +25,10 @@ from .lm_eval_tasks import LmEval, check_tasks, lm_eval_tasks
 from .loss_by_position import LossByPosition, loss_by_position
 from .needles import KINDS, Kind
 from .progress import tell
+from .prompt_grid import check_retrieval
 from .result import Result
-from .retrieval import (
-    AnswerPositionAccuracy,
-    RetrievalGrid,
-    accuracy_by_answer_position,
-    check_retrieval,
-    retrieval,
-)
+from .retrieval import retrieval
+from .retrieval_grid import RetrievalGrid
 from .ruler import Ruler, chosen_tasks, ruler
 from .short_text import ShortText, chosen_benchmarks, short_text
 from .subject import Subject

@@ -3,9 +3,9 @@ import torch
 from support.tiny import tiny, tokens
 
 from rope_patch import patch_model, rope_view
+from rope_patch.draw_clock import DrawClock
 from rope_patch.draws import DrawKey, philox4x32
 from rope_patch.patch import view_source
-from rope_patch.state import DrawClock
 from rope_patch.views import Compose, PerLayer, PosAug, Skip
 
 

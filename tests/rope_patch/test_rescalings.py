@@ -66,6 +66,11 @@ def expected(method, seq_len):
     return (THETA * (FACTOR * n / WINDOW - (FACTOR - 1)) ** (D / (D - 2))) ** (-2 * j / D), 1.0
 
 
+def test_every_rescaling_is_here():
+    missing = set(REGISTRY) - set(RESCALINGS) - {"drop-rope"}  # which has no frequencies: a test file of its own
+    assert not missing, f"add options of {missing} to RESCALINGS above, and their frequencies to `expected`"
+
+
 @pytest.mark.parametrize("seq_len", [L, WINDOW + 20], ids=["inside", "beyond"])
 @pytest.mark.parametrize("method", RESCALINGS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])

@@ -8,9 +8,10 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from rope_patch.bound import Batch
 from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import Documents
-from rope_patch.state import Batch, ViewSource
+from rope_patch.sources import ViewSource
 from rope_patch.views import (
     RPE,
     VIEWS,

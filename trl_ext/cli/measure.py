@@ -166,8 +166,8 @@ def run_eval(args: argparse.Namespace) -> int:
     from rope_patch.eval import regressions, run_suite, write_report
     from rope_patch.eval.asking import uses_chat_template
     from rope_patch.eval.comparisons import baseline_label
+    from rope_patch.eval.prompt_grid import DEPTHS
     from rope_patch.eval.report import require_report, summary
-    from rope_patch.eval.retrieval import DEPTHS
     from rope_patch.eval.wordings import N_WORDINGS
 
     require_report(args.output_dir)
@@ -285,7 +285,7 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
     Without a known window, from a sixteenth of the longest row on.
     """
     from rope_patch.eval.needles import KINDS
-    from rope_patch.eval.retrieval import shortest_prompt
+    from rope_patch.eval.prompt_grid import shortest_prompt
     from rope_patch.eval.ruler import SHORTEST_LENGTH
 
     shortest = max(1, min(plan.window or plan.length, plan.length) // SHORTEST)

@@ -12,11 +12,11 @@ from support.tiny import tiny
 
 import rope_patch.eval.reading as reading
 import rope_patch.eval.retrieval  # the package has a function of this name too
-from rope_patch.eval import RetrievalGrid, accuracy_by_answer_position, niah, passkey
+from rope_patch.eval import RetrievalGrid, accuracy_by_answer_position, niah, passkey, prompt_grid
 from rope_patch.eval.generation import greedy_answers
 from rope_patch.eval.needles import KINDS, make_prompt
+from rope_patch.eval.prompt_grid import ALL_WORDINGS, PromptGrid
 from rope_patch.eval.reading import Reply
-from rope_patch.eval.retrieval import ALL_WORDINGS
 from rope_patch.eval.wordings import PASSKEY_WORDINGS
 
 TOKENIZER = character_tokenizer()
@@ -207,7 +207,7 @@ def test_a_cell_holds_as_many_prompts_as_asked_all_different_all_wordings_equall
         assert {first.wordings[20 * depth : 20 * depth + 20].count(w) for w in ALL_WORDINGS} == {5}
     assert {reply["reply"] for reply in second.replies} == {"other"}
     assert [reply["wording"] for reply in first.replies] == list(ALL_WORDINGS)
-    haystack = retrieval.passkey_haystacks if kind == "passkey" else retrieval.text_haystacks
+    haystack = prompt_grid.passkey_haystacks if kind == "passkey" else prompt_grid.text_haystacks
     assert len(haystack(TOKENIZER, *(() if kind == "passkey" else (TEXT,)), [900])) == (4 if kind == "passkey" else 1)
 
 
@@ -234,10 +234,10 @@ def test_a_model_that_understands_one_wording_only_shows_so():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shortest_prompt_fits_and_hardly_less_does(kind):
-    n = retrieval.shortest_prompt(kind, TOKENIZER, "auto")
-    retrieval.check_retrieval(kind, TOKENIZER, [TEXT], [n], "auto")
+    n = prompt_grid.shortest_prompt(kind, TOKENIZER, "auto")
+    prompt_grid.check_retrieval(kind, TOKENIZER, [TEXT], [n], "auto")
     with pytest.raises(ValueError, match="tokens are too few"):
-        retrieval.check_retrieval(kind, TOKENIZER, [TEXT], [n - 150], "auto")
+        prompt_grid.check_retrieval(kind, TOKENIZER, [TEXT], [n - 150], "auto")
 
 
 PARTNERS = [("multikey", "multiquery"), ("multivalue", "ordinal")]
@@ -247,8 +247,8 @@ PARTNERS = [("multikey", "multiquery"), ("multivalue", "ordinal")]
 @pytest.mark.parametrize("chat", [False, True])
 def test_kinds_that_ask_about_the_same_needles_share_their_text_prompt_by_prompt(kinds, chat):
     options = ([2000], (0.05, 0.5, 0.95), 4, 4, 0, "auto", ALL_WORDINGS)
-    grids = {kind: retrieval._Prompts(kind, TOKENIZER, *options) for kind in (*kinds, "single")}
-    haystacks = retrieval.text_haystacks(TOKENIZER, TEXT, [2000])
+    grids = {kind: PromptGrid(kind, TOKENIZER, *options) for kind in (*kinds, "single")}
+    haystacks = prompt_grid.text_haystacks(TOKENIZER, TEXT, [2000])
     one, other = (grids[kind].of_length(2000, haystacks) for kind in kinds)
     for a, b in zip(one, other, strict=True):
         assert a.position == b.position and a.wording == b.wording and set(b.answers) & set(a.answers)
@@ -294,10 +294,10 @@ def test_both_measures_come_from_one_grid_and_are_named_apart(by_its_own):
     """A model that would write something else, and says each digit where the right ones stand before it."""
     model = tiny(vocab_size=CHARACTERS, attention="eager" if by_its_own else "sdpa")
     grid = passkey(model, TOKENIZER, [600], depths=(0.2, 0.7), trials=2, progress=False)
-    prompts = retrieval._Prompts("passkey", TOKENIZER, [600], (0.2, 0.7), 2, 1, 0, "auto", ALL_WORDINGS)
+    prompts = PromptGrid("passkey", TOKENIZER, [600], (0.2, 0.7), 2, 1, 0, "auto", ALL_WORDINGS)
     expected = []
     with torch.no_grad():
-        for p in prompts.of_length(600, retrieval.passkey_haystacks(TOKENIZER, [600])):
+        for p in prompts.of_length(600, prompt_grid.passkey_haystacks(TOKENIZER, [600])):
             logits = model(torch.tensor([[*p.ids, *p.right_reply]])).logits[0]
             expected.append(p.forced_score(logits[len(p.ids) - 1 : -1].argmax(-1).tolist()))
     assert grid.forced_scores == expected and grid.forced_by_length == [sum(expected) / 4]

@@ -453,7 +453,7 @@ def test_a_bound_of_copies_that_cannot_be_is_refused(args, said, tmp_path):
 
 
 def test_what_zero3_cannot_do_is_refused_with_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_ext.trainer.is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr("trl_ext.objective_checks.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match="use DDP or ZeRO-2, or leave them out"):
         trainer(tmp_path, objective="clm", token_weighting="longce", longce_args=SHORT)
     with pytest.raises(ValueError, match="use DDP or ZeRO-2, or leave them out"):

@@ -1,0 +1,128 @@
+"""Which optimizer step and which documents the draws of the next forward are for."""
+
+from dataclasses import replace
+
+import torch
+
+from .draws import DrawKey
+from .layout.documents import Documents, document_numbers
+
+
+class DrawClock:
+    """Which optimizer step, and which sample of it, the next forward draws for.
+
+    Args:
+        seed: of all draws.
+
+    Without a trainer every forward that draws is a step of its own. `set` and `set_step` take over: draws then depend
+    on what the caller says alone, until `release`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        # tensors, as a Python counter would make torch.compile trace every step anew
+        self.step = torch.zeros((), dtype=torch.int64)
+        self.first_sample = torch.zeros((), dtype=torch.int64)
+        self.progress = torch.ones((), dtype=torch.float64)
+        self.is_set = False
+        self.by_content = False
+        self.pairs = False
+        self.driver: int | None = None
+
+    def set(self, step: int, first_sample: int, progress: float = 1.0) -> None:
+        """Let the next forward draw for documents first_sample, first_sample + 1, ... of optimizer step `step`.
+
+        Args:
+            step: any integer of 64 bits.
+            first_sample: ordinal of the forward's first document within the step, at least 0.
+            progress: of training, from 0 to 1, which curricula go by; 1 is its end.
+
+        Raises:
+            ValueError: one of them is no such number; the clock is as it was.
+        """
+        self._write(step, first_sample, progress)
+        self.by_content, self.pairs, self.driver = False, False, None
+
+    def set_step(self, step: int, progress: float = 1.0, *, pairs: bool = False, driver: int | None = None) -> None:
+        """Let forwards from now on draw for optimizer step `step`, each document by what it holds, not by its place.
+
+        Whichever models of the step read a document, in whatever batch and on whatever rank, then draw alike for it,
+        and nobody has to count documents. A document that comes twice in a step draws twice the same. Forwards in
+        evaluation mode, of a view that is always on, draw for step -1 at the end of progress: every evaluation alike.
+
+        Args:
+            step: any integer of 64 bits.
+            progress: of training, from 0 to 1.
+            pairs: whether a batch holds the chosen rows and then the rejected ones: both rows of a pair draw by what
+                the chosen one holds.
+            driver: number of the callback that sets the clock, if one does.
+
+        Raises:
+            ValueError: one of them is no such number; the clock is as it was.
+        """
+        self._write(step, 0, progress)
+        self.by_content, self.pairs, self.driver = True, pairs, driver
+
+    def release(self) -> None:
+        """Let every forward be a step of its own again."""
+        self.is_set, self.by_content, self.pairs, self.driver = False, False, False, None
+        self.progress.fill_(1.0)
+
+    def _write(self, step: int, first_sample: int, progress: float) -> None:
+        for name, value, low in (("step", step, -(2**63)), ("first_sample", first_sample, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+                raise ValueError(f"{name} must be an integer in [{low}, 2**63), got {value!r}.")
+        if isinstance(progress, bool) or not isinstance(progress, int | float) or not 0 <= progress <= 1:
+            raise ValueError(
+                f"progress must be a number from 0, the start of training, to 1, its end, got {progress!r}."
+            )
+        self.step.fill_(step)
+        self.first_sample.fill_(first_sample)
+        self.progress.fill_(progress)
+        self.is_set = True
+
+    def key(self, documents: Documents) -> DrawKey:
+        """The key of these documents, told apart by their place."""
+        device = documents.ordinal.device
+        if torch.compiler.is_compiling():
+            step, first, progress = (x.to(device, copy=True) for x in (self.step, self.first_sample, self.progress))
+            return DrawKey(self.seed, step, documents.ordinal + first, progress=progress)
+        # as numbers: a copy to a GPU would wait for all that it has to do
+        progress = torch.full((), self.progress.item(), dtype=torch.float64, device=device)
+        sample = documents.ordinal + int(self.first_sample)
+        return DrawKey(self.seed, int(self.step), sample, progress=progress)
+
+    def key_of(self, documents: Documents, ids: torch.Tensor | None, t: torch.Tensor, training: bool) -> DrawKey:
+        """The key of the documents of a forward, told apart as the clock was set.
+
+        Args:
+            documents: of the batch.
+            ids: of its tokens, [batch, seq_len], None where the call has embeddings.
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding.
+            training: whether the forward is one of training.
+        """
+        key = self.key(documents)
+        if not self.by_content:
+            return key
+        if ids is None:
+            raise ValueError(
+                "under RopeViewCallback a view draws for a document by its token ids, and this forward has "
+                "inputs_embeds instead, as prompt learning and images have: leave out the view, or prompt learning."
+            )
+        numbers = document_numbers(ids, t, documents)
+        if self.pairs:
+            rows = len(ids)
+            if rows % 2 or documents.start.shape[1] != 1:
+                raise ValueError(
+                    "this trainer's batches hold chosen rows and as many rejected ones, one document a row; got "
+                    f"{rows} rows{'' if documents.start.shape[1] == 1 else ' with position_ids of packed documents'}."
+                )
+            numbers = numbers[: rows // 2].repeat(2, 1)
+        if training:
+            return replace(key, sample=numbers)
+        return replace(key, sample=numbers, step=-1, progress=torch.ones((), dtype=torch.float64, device=ids.device))
+
+    def tick(self) -> None:
+        """Move on after a forward, unless somebody sets the clock."""
+        if not self.is_set:
+            self.step += 1

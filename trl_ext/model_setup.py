@@ -1,0 +1,84 @@
+"""A model before it is trained: what earlier training left on it, which weights train, whether it has RoPE at all."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from rope_patch.rescalings import Rescaling
+from rope_patch.rotary import find_causal_lm, find_decoder
+from rope_patch.state import state_of
+
+
+def has_rope(model: nn.Module) -> bool:
+    """Whether `patch_model` takes the model."""
+    try:
+        find_decoder(model)
+    except ValueError:
+        return False
+    return True
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch_model` has patched the model already."""
+    return has_rope(model) and state_of(find_decoder(model)) is not None
+
+
+def require_new_rescaling(rescaling: Rescaling, model: nn.Module) -> None:
+    """Raise if an adapter that was loaded brought this rescaling: PI 4x on top of PI 4x would be 16x."""
+    state = state_of(find_decoder(model))
+    if state is not None and rescaling in state.start_rescalings:
+        raise ValueError(
+            f"rescale: the adapter of this model was trained with {rescaling}, which load_adapter has put in force, "
+            "and a second one would go on top of it. Leave rescale out to go on with the adapter's, or call "
+            "patch_model before the trainer for both."
+        )
+
+
+def forget_earlier_trainer(model: nn.Module) -> None:
+    """Take off what accelerate put on a model that another trainer has trained.
+
+    accelerate wraps no model twice, and TRL puts its own forward over the wrapper: a second stage would run without
+    autocast, in float32, and say nothing.
+    """
+    forward = model.__dict__.pop("_original_forward", None)
+    if forward is not None:
+        model.forward = forward
+    model.__dict__.pop("_is_accelerate_prepared", None)
+
+
+def keep_quantised_weights(model: nn.Module) -> None:
+    """On CPUs with AVX512-BF16, the first forward in evaluation repacks 4-bit weights of bitsandbytes for good.
+
+    What is trained afterwards gets no gradient, without an error. The flag that this sets is bitsandbytes' own.
+    """
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+_QKV = re.compile(r"(^|\.)(q_proj|k_proj|v_proj|qkv_proj|query_key_value|Wqkv|c_attn)\.")
+
+
+def train_qkv_only(model: nn.Module) -> None:
+    """Freeze every weight but those of the projections to queries, keys and values.
+
+    Raises:
+        ValueError: the model has adapters, or no projection with a known name.
+    """
+    decoder = find_decoder(model)
+    if find_causal_lm(model) is not model:
+        raise ValueError(
+            "trainable='qkv' is for training without adapters: name target_modules in peft_config instead."
+        )
+    names = [name for name, _ in decoder.named_parameters() if _QKV.search(name)]
+    if not names:
+        raise ValueError(
+            f"trainable='qkv' knows no projections to queries, keys and values in {type(model).__name__}: set "
+            "trainable='all', or train adapters."
+        )
+    chosen = {id(parameter) for name, parameter in decoder.named_parameters() if name in names}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in chosen)
