@@ -1,4 +1,4 @@
-"""README's Python blocks run, links of the pages lead somewhere, and figures in sentences are those of their files."""
+"""Links of the pages lead somewhere, and figures in sentences are those of their files."""
 
 import json
 import re
@@ -8,8 +8,6 @@ from statistics import mean, median, stdev
 
 import keeping_results
 import pytest
-from support.characters import CHARACTERS, character_tokenizer
-from support.tiny import tiny
 from support.training import trainer
 
 from rope_patch.patch import view_source
@@ -19,7 +17,6 @@ from rope_patch.views import VIEWS, View
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MODEL_OF_README = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def text_of(page):
@@ -38,21 +35,6 @@ def share(value):
 def means(runs, *kinds):
     """Means over runs of what each kind gives by length beyond 2048 tokens: `.94, .84, .41`."""
     return [", ".join(share(mean(run[kind][n] for run in runs)) for n in ("8192", "16384", "32768")) for kind in kinds]
-
-
-def test_python_blocks_of_the_readme_run_one_after_the_other(tmp_path, monkeypatch):
-    """As they stand, but for the model, a tiny one of the same window, the number of steps and the length of texts."""
-    monkeypatch.chdir(tmp_path)
-    tiny(vocab_size=CHARACTERS, max_position_embeddings=8192).save_pretrained("model")
-    character_tokenizer().save_pretrained("model")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        assert MODEL_OF_README in block
-        code = block.replace(MODEL_OF_README, "model").replace("max_steps=32", "max_steps=1, use_cpu=True")
-        code = code.replace('" * 100}', '" * 2}')
-        exec(compile(code, "README.md", "exec"), {})
-    assert (tmp_path / "out" / "rope_patch.json").is_file()
 
 
 def test_the_view_of_the_page_on_positions_trains(tmp_path, monkeypatch):
