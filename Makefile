@@ -1,13 +1,4 @@
-# make demo       fine-tune the embedded model on the embedded corpus and show before and after
-# make test       the tests, without the slow ones
-# make test-slow  the slow ones only
-# make test-all   both
-# make lint       ruff and mypy, as in .pre-commit-config.yaml
-# make docs       write docs/composition.md from the outcomes of its tests, docs/api.md from docstrings
-#                 and the picture of docs/architecture.md
-# make clean      remove what the other targets made, the default .venv and rope-patch-demo included
-#
-# Each target first installs what it needs into $(VENV), with the versions in constraints.txt.
+# `make help` lists the targets. Each first installs what it needs into $(VENV), with the versions in constraints.txt.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -20,32 +11,47 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 # one thread a worker: torch's own threads would fight over the same cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-.PHONY: demo test test-slow test-all lint docs clean
+.PHONY: help demo test test-slow test-all lint docs dist clean
 .NOTPARALLEL:
 
-demo: $(VENV)/.demo-installed
-	$(BIN)/rope-patch demo $(DEMO_ARGS)
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+		while IFS='|' read -r target what; do printf '%-16s %s\n' "$$target" "$$what"; done
+	@echo
+	@echo 'VENV=FOLDER       the environment that is made and used, $(VENV)'
+	@echo 'PYTHON=COMMAND    the Python that makes it, 3.11 or newer, $(PYTHON)'
+	@echo 'JOBS=NUMBER       tests at once, $(JOBS)'
+	@echo 'DEMO_ARGS=...     options of the demo, PYTEST_ARGS=... of pytest'
 
-test: $(VENV)/.dev-installed
+demo: $(VENV)/.demo-installed  ## fine-tune the embedded model on the embedded corpus, show before and after
+	$(BIN)/rope-patch demo $(DEMO_ARGS)
+	@echo 'The command stays: $(BIN)/rope-patch --help'
+
+test: $(VENV)/.dev-installed  ## run the tests, without the slow ones
 	$(PYTEST) -m "not slow"
 
 # pytest exits with 5 when it collects no test, which is no failure here
-test-slow: $(VENV)/.dev-installed
+test-slow: $(VENV)/.dev-installed  ## run the slow tests only
 	@$(BIN)/python -m pytest --collect-only -qq -m slow >/dev/null; status=$$?; \
 	if [ $$status -eq 5 ]; then echo "There are no slow tests."; else $(PYTEST) -m slow; fi
 
-test-all: test test-slow
+test-all: test test-slow  ## run both
 
 # the hooks are programs of the environment, so they are looked up on PATH
-lint: $(VENV)/.dev-installed
+lint: $(VENV)/.dev-installed  ## run ruff and mypy, as in .pre-commit-config.yaml
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
 
-docs: $(VENV)/.dev-installed
+docs: $(VENV)/.dev-installed  ## write the pages that are made from docstrings and from outcomes of tests
 	$(BIN)/python docs/api.py
 	$(BIN)/python docs/architecture.py
 	$(BIN)/python docs/composition.py
 
-clean:
+dist: $(VENV)/.release-installed  ## build sdist and wheel into dist/ and check what a package index reads
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+clean:  ## remove what the other targets made, .venv and rope-patch-demo included
 	rm -rf .venv rope-patch-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
 	find rope_patch trl_ext kernels tests examples benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
@@ -61,4 +67,8 @@ $(VENV)/.demo-installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev-installed: $(VENV)/.demo-installed
 	$(INSTALL) -e ".[dev]"
+	touch $@
+
+$(VENV)/.release-installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) build twine
 	touch $@

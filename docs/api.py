@@ -24,7 +24,8 @@ MODULES = {
 HEAD = """# Exported names
 
 Every name that the packages export, with the first paragraph of its docstring. `help(name)` gives the whole: formula,
-shapes, units, errors and source. Written by `make docs`; nothing in it is typed by hand.
+shapes, units, errors and source. The [glossary](glossary.md) explains the words.
+Written by `make docs`; nothing in it is typed by hand.
 """
 
 

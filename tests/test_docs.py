@@ -1,4 +1,4 @@
-"""README's Python blocks run, links of the pages lead somewhere, and figures in sentences are those of their files."""
+"""Links of the pages lead somewhere, and figures in sentences are those of their files."""
 
 import json
 import re
@@ -8,8 +8,6 @@ from statistics import mean, median, stdev
 
 import keeping_results
 import pytest
-from support.characters import CHARACTERS, character_tokenizer
-from support.tiny import tiny
 from support.training import trainer
 
 from rope_patch.patch import view_source
@@ -19,7 +17,6 @@ from rope_patch.views import VIEWS, View
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-MODEL_OF_README = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def text_of(page):
@@ -38,21 +35,6 @@ def share(value):
 def means(runs, *kinds):
     """Means over runs of what each kind gives by length beyond 2048 tokens: `.94, .84, .41`."""
     return [", ".join(share(mean(run[kind][n] for run in runs)) for n in ("8192", "16384", "32768")) for kind in kinds]
-
-
-def test_python_blocks_of_the_readme_run_one_after_the_other(tmp_path, monkeypatch):
-    """As they stand, but for the model, a tiny one of the same window, the number of steps and the length of texts."""
-    monkeypatch.chdir(tmp_path)
-    tiny(vocab_size=CHARACTERS, max_position_embeddings=8192).save_pretrained("model")
-    character_tokenizer().save_pretrained("model")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        assert MODEL_OF_README in block
-        code = block.replace(MODEL_OF_README, "model").replace("max_steps=32", "max_steps=1, use_cpu=True")
-        code = code.replace('" * 100}', '" * 2}')
-        exec(compile(code, "README.md", "exec"), {})
-    assert (tmp_path / "out" / "rope_patch.json").is_file()
 
 
 def test_the_view_of_the_page_on_positions_trains(tmp_path, monkeypatch):
@@ -98,6 +80,24 @@ def test_links_lead_to_files_and_headings(page):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+def glossary():
+    """Its text before the first word, and its words."""
+    head, *entries = re.split(r"^## ", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE)
+    return head, [entry.partition("\n")[0] for entry in entries]
+
+
+def test_the_table_of_the_glossary_lists_its_words_in_their_order():
+    head, words = glossary()
+    assert re.findall(r"\[([^]]+)\]\(#", head) == words and len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_with_words_of_the_glossary_leads_to_it(page):
+    words = "|".join(re.escape(word) for title in glossary()[1] for word in title.split(", "))
+    if page.name != "glossary.md" and (word := re.search(rf"\b({words})s?\b", page.read_text(), re.IGNORECASE)):
+        assert "glossary.md" in page.read_text(), f"{word[0]} is explained nowhere: link docs/glossary.md"
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])

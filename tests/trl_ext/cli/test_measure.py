@@ -1,6 +1,7 @@
 """`rope-patch eval` and `rope-patch probe` on a tiny model, and the callback during training."""
 
 import json
+import re
 import runpy
 import sys
 
@@ -65,6 +66,21 @@ def plan_of(monkeypatch, folder, *arguments):
     with pytest.raises(Stop):
         run(folder, "eval", "--report", str(folder / "report"), *arguments)
     return seen[0]
+
+
+def test_every_flag_of_eval_is_explained_in_words(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for flag, words in {
+        "--cliff": "loss at every position of a text",
+        "--gain": "the whole text instead of its last 512 tokens",
+        "--passkey": "five-digit number",
+        "--niah": "needle in a haystack",
+        "--ruler": "RULER's 13 long-context tasks",
+        "--view-kl": "how much the predictions change",
+    }.items():
+        assert re.search(rf"{flag} [^-]*{re.escape(words)}", text), flag
 
 
 def test_lengths_go_from_a_sixteenth_of_the_window_on(folder, monkeypatch, capsys):

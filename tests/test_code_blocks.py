@@ -1,0 +1,306 @@
+"""Every code block of the pages runs, or its commands are checked; one that cannot says why in a comment before it.
+
+Python blocks of a page run one after the other, as they stand but for `SHORTER`, in a folder that holds tiny models
+under the names of the hub. A command is parsed by the program that it names. A block that can be neither is preceded by
+`<!-- skip: next "the reason" -->`, which no reader of the page sees.
+"""
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from unittest import SkipTest
+
+import pytest
+import torch
+from datasets import Dataset
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import tiny
+from sybil import Document, Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import SkipParser
+from sybil.parsers.markdown.lexers import FENCE, RawFencedCodeBlockLexer
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig
+
+from trl_ext import RopeSFTConfig, cli
+from trl_ext.cli.model_spec import ModelSpec
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ["benchmarks", "docs", "examples", "experiments", "kernels", "tests"]
+PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+INSTRUCT, LLAMA, QWEN = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-4B"
+WINDOWS = {INSTRUCT: 8192, LLAMA: 8192, QWEN: 40960}
+TEXT = "It was a dark night. The wind blew! Who was there? " * 40
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+EOS, SPECIAL = 2, [0, 1, 3, 127, 128, 129]
+
+# lengths and numbers that are for a real model, on a real machine
+SHORTER = {
+    "docs/evaluation.md": {"32768": "900", "4096": "700"},
+    "docs/rows.md": {"8192": "2048", "320": "6", "2000": "6"},
+}
+
+
+def model(**config):
+    return tiny(vocab_size=CHARACTERS, **config)
+
+
+def dataset():
+    return Dataset.from_list([{"text": TEXT}] * 8)
+
+
+def to_evaluate():
+    names = {"tokenizer": character_tokenizer(), "documents": [TEXT] * 8}
+    return {**names, "model": model(), "tuned": model()}
+
+
+def to_move_positions():
+    inputs = character_tokenizer()("Who was there?", return_tensors="pt", return_token_type_ids=False)
+    return {"model": AutoModelForCausalLM.from_pretrained(LLAMA), "inputs": inputs, "dataset": dataset()}
+
+
+def to_prefer():
+    pair = {"prompt": "Who was there? ", "chosen": "The wind.", "rejected": "A dark night, and nobody."}
+    args = DPOConfig(output_dir="out", max_steps=1, use_cpu=True, bf16=False, report_to=[])
+    names = {"model": AutoModelForCausalLM.from_pretrained(INSTRUCT), "tokenizer": character_tokenizer(), "args": args}
+    return {**names, "dataset": Dataset.from_list([pair] * 8)}
+
+
+def to_write_rows():
+    """With a model that ends its texts, and a file of rows as the command before the block writes it."""
+    chatty, tokenizer = model(max_position_embeddings=1024), character_tokenizer()
+    likely = torch.zeros(CHARACTERS)
+    likely[EOS], likely[SPECIAL] = 3.0, -1e9
+    chatty.lm_head.register_forward_hook(lambda _, __, logits: logits + likely)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    ids = tokenizer(TEXT)["input_ids"]
+    rows = [{"input_ids": ids, "completion_mask": [0, 1] * (len(ids) // 2) + [1] * (len(ids) % 2)}] * 8
+    Dataset.from_list(rows).to_json("rows.jsonl.xz", compression="xz")
+    args = RopeSFTConfig(output_dir="out", max_length=1024)
+    return {"model": chatty, "tokenizer": tokenizer, "documents": [TEXT * 4] * 8, "args": args}
+
+
+# what a page speaks of without making it, anew for each block
+GIVEN = {
+    "docs/distillation.md": lambda: {"dataset": dataset(), "documents": dataset()},
+    "docs/evaluation.md": to_evaluate,
+    "docs/other_trainers.md": to_prefer,
+    "docs/positions.md": to_move_positions,
+    "docs/rows.md": to_write_rows,
+    "docs/self_distillation.md": lambda: {"dataset": dataset()},
+}
+
+
+class Parsed(BaseException):
+    """Thrown when a command has read its arguments, in place of its work."""
+
+
+def parsed(run):
+    """What the first argparse parser that `run` calls makes of its arguments; nothing behind that runs."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(self, args=None, namespace=None):
+        raise Parsed(parse_args(self, args, namespace))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        with pytest.raises(Parsed) as caught:
+            run()
+    return caught.value.args[0]
+
+
+def check_rope_patch(arguments):
+    known = parsed(lambda: cli.main(arguments))
+    models = getattr(known, "model", None)
+    for spec in models if isinstance(models, list) else []:
+        ModelSpec.parse(spec)
+
+
+def check_make(arguments):
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert arguments and set(arguments) <= set(targets), f"{arguments}: the targets are {targets}"
+
+
+def check_python(arguments):
+    if arguments[0] == "-m":
+        {"pytest": check_pytest, "pip": check_pip}[arguments[1]](arguments[2:])
+        return
+    script, *arguments = arguments
+    assert (ROOT / script).is_file(), f"no script {script}"
+    if arguments:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [script, *arguments])
+            parsed(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"))
+
+
+def check_pytest(arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-m", dest="marker")
+    parser.add_argument("paths", nargs="*")
+    known = parser.parse_args(arguments)
+    markers = {line.partition(":")[0] for line in SETTINGS["tool"]["pytest"]["ini_options"]["markers"]}
+    assert known.marker is None or known.marker in markers, f"no marker {known.marker}"
+    for path in known.paths:
+        assert (ROOT / path).exists(), f"no tests {path}"
+
+
+def check_pip(arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-c", dest="constraints")
+    parser.add_argument("-e", dest="editable")
+    parser.add_argument("packages", nargs="*")
+    known = parser.parse_args(arguments[1:])
+    assert arguments[0] == "install" and (known.constraints is None or (ROOT / known.constraints).is_file())
+    for package in filter(None, [known.editable, *known.packages]):
+        name, extras = re.fullmatch(r"([\w.-]+)(?:\[([\w,]+)\])?", package).groups()
+        assert name in {".", SETTINGS["project"]["name"]}, f"not our package: {name}"
+        for extra in extras.split(",") if extras else []:
+            assert extra in SETTINGS["project"]["optional-dependencies"], f"no extra {extra}"
+
+
+COMMANDS = {
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_python,
+    "rope-patch": check_rope_patch,
+}
+
+
+def check_commands(example):
+    for line in example.parsed.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"\w+=", words[0]):
+            words.pop(0)  # a variable of the environment
+        if words:
+            program = Path(words[0]).name
+            if program not in COMMANDS:
+                raise AssertionError(f"`{program}` is none of {', '.join(COMMANDS)}: check it, or skip the block.")
+            COMMANDS[program](words[1:])
+
+
+def run_python(example):
+    page = Path(example.path)
+    name = page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
+    example.namespace.update(GIVEN.get(name, dict)())
+    for long, short in SHORTER.get(name, {}).items():
+        line_offset = example.parsed.line_offset
+        example.parsed = type(example.parsed)(example.parsed.replace(long, short), example.parsed.offset, line_offset)
+    PythonEvaluator()(example)
+
+
+def refuse(example):
+    raise AssertionError("a block is ```python, ```sh, or skipped with a reason in a comment before it.")
+
+
+LEXER = RawFencedCodeBlockLexer(re.compile(r"(?P<language>.*)$\n", re.MULTILINE))
+EVALUATORS = {"python": run_python, "sh": check_commands}
+
+
+def blocks(document):
+    """Every fenced block of the page, with what judges it."""
+    for region in LEXER(document):
+        region.parsed = region.lexemes["source"]
+        region.evaluator = EVALUATORS.get(region.lexemes["language"].strip(), refuse)
+        yield region
+
+
+def judge(document: Document):
+    """Run and check the blocks of a page in their order."""
+    for example in document.examples():
+        if isinstance(example.parsed, tuple):
+            action, reason = example.parsed
+            assert (action, bool(reason)) == ("next", True), "a block is skipped alone, with a reason"
+        try:
+            example.evaluate()
+        except SkipTest as skipped:
+            assert len(str(skipped)) > 10, "the reason is a sentence"
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with models under the names of the hub; a training takes one step there, on the CPU, of short rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--output_dir", "out", "--model_name_or_path", INSTRUCT])
+    for name, window in WINDOWS.items():
+        model(max_position_embeddings=window).save_pretrained(name)
+        character_tokenizer().save_pretrained(name)
+    defaults = RopeSFTConfig.__post_init__
+
+    def short_run(self):
+        self.max_steps, self.use_cpu, self.bf16, self.report_to = 1, True, False, []
+        self.max_length = min(self.max_length or 512, 512)
+        defaults(self)
+
+    monkeypatch.setattr(RopeSFTConfig, "__post_init__", short_run)
+    return tmp_path
+
+
+@pytest.fixture
+def views_and_rescalings():
+    """Put back after the test, without what a page registers."""
+    from rope_patch.rescalings import RESCALINGS
+    from rope_patch.views import VIEWS
+
+    before = [(registry, dict(registry)) for registry in (VIEWS, RESCALINGS)]
+    yield
+    for registry, entries in before:
+        for name in set(registry) - set(entries):
+            del registry[name]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in sorted(PAGES) if FENCE.search(page.read_text())],
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
+)
+def test_code_blocks_of_the_page(page, workplace, views_and_rescalings):
+    judge(Sybil([blocks, SkipParser()]).parse(page))
+
+
+SKIPPED = '<!-- skip: next "it needs the network" -->\n\n```sh\ngit pull\n```\n'
+
+
+@pytest.mark.parametrize(
+    ("block", "error", "message"),
+    [
+        ("```\nmake test\n```\n", AssertionError, "a block is ```python, ```sh"),
+        ("```yaml\nview: skip\n```\n", AssertionError, "a block is ```python, ```sh"),
+        ("```python\nfrom rope_patch import patch_modell\n```\n", ImportError, "patch_modell"),
+        ("```sh\nrope-patch eval --modell x\n```\n", SystemExit, "2"),
+        ("```sh\nrope-patch eval --model a=b@yarn:factor\n```\n", ValueError, "yarn:factor"),
+        ("```sh\nmake tests\n```\n", AssertionError, "the targets are"),
+        ("```sh\npip install -e '.[trll]'\n```\n", AssertionError, "no extra trll"),
+        ("```sh\npip install rope_patches\n```\n", AssertionError, "not our package"),
+        ("```sh\npython examples/check_models.py\n```\n", AssertionError, "no script"),
+        ("```sh\npython -m pytest -m fast\n```\n", AssertionError, "no marker fast"),
+        ("```sh\npython -m pytest tests/test_nothing.py\n```\n", AssertionError, "no tests"),
+        ("1. A list:\n\n   ```sh\n   git clone somewhere\n   ```\n", AssertionError, "`git` is none of"),
+        ("<!-- skip: next -->\n\n```sh\ngit pull\n```\n", AssertionError, "with a reason"),
+        ('<!-- skip: next "because" -->\n\n```sh\ngit pull\n```\n', AssertionError, "a sentence"),
+        ('<!-- skip: start "it is not ours" -->\n\n```sh\ngit pull\n```\n', AssertionError, "skipped alone"),
+        (f"{SKIPPED}\n```sh\ngit push\n```\n", AssertionError, "`git` is none of"),
+    ],
+)
+def test_a_block_that_is_wrong_or_of_no_known_kind_fails(block, error, message, tmp_path):
+    (tmp_path / "page.md").write_text(block)
+    with pytest.raises(error, match=message):
+        judge(Sybil([blocks, SkipParser()]).parse(tmp_path / "page.md"))
+
+
+def test_wrong_arguments_of_a_script_fail(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        check_python(["examples/check_model.py", "MODEL", "--dtypes", "bfloat16"])
+    assert "unrecognized arguments: --dtypes" in capsys.readouterr().err
+
+
+def test_a_block_is_skipped_with_a_reason(tmp_path):
+    (tmp_path / "page.md").write_text(SKIPPED)
+    judge(Sybil([blocks, SkipParser()]).parse(tmp_path / "page.md"))
