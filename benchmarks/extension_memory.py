@@ -111,7 +111,9 @@ def run(name: str, steps: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=training_dtype(choices))
     size = ModelSize.of(model)
     rows = torch.randint(2, config.vocab_size, (2 * steps, length)).tolist()
-    labelled = [[0] * (length - 64) + [1] * 64] * len(rows) if objective == "native-distill" else [[1] * length] * len(rows)
+    labelled = (
+        [[0] * (length - 64) + [1] * 64] * len(rows) if objective == "native-distill" else [[1] * length] * len(rows)
+    )
     clock = Clock()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

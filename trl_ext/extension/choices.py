@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rope_patch import patch_model
-from rope_patch.methods import find_view, resolve_rescaling
+from rope_patch.methods import resolve_rescaling
 
 from .facts import ModelFacts
 from .machine import GIB, Machine
@@ -60,7 +60,7 @@ class Choices:
         weights: {"train", "lora_rank", "gradient_checkpointing"}.
         rate: peak learning rate.
         precision: "bf16" or "float32".
-        evaluation: {"prompts", "lengths", "n_rows"}.
+        evaluation: {"measures", "prompts", "lengths", "n_rows"}.
     """
 
     rescaling: Choice
@@ -89,15 +89,36 @@ class Choices:
     def step(self, device: str) -> Step:
         """A step of this training, as far as memory goes."""
         weights = self.weights.value
-        return Step(
-            train=weights["train"],
-            lora_rank=weights["lora_rank"],
-            row_length=self.rows.value["length"],
-            autocast=self.precision.value == "bf16",
-            checkpointing=weights["gradient_checkpointing"],
-            teacher=self.objective.value["objective"] == "native-distill",
-            device=device,
+        return _step(
+            weights["train"],
+            weights["gradient_checkpointing"],
+            weights["lora_rank"],
+            self.objective.value,
+            self.precision.value,
+            self.rows.value["length"],
+            device,
         )
+
+
+def _step(
+    train: str,
+    checkpointing: bool,
+    lora_rank: int,
+    objective: dict[str, Any],
+    precision: str,
+    row_length: int,
+    device: str,
+) -> Step:
+    return Step(
+        train=train,
+        lora_rank=lora_rank,
+        row_length=row_length,
+        autocast=precision == "bf16",
+        checkpointing=checkpointing,
+        teacher=objective["objective"] == "native-distill",
+        weight_bytes=2 if train == "lora" and precision == "bf16" else 4,
+        device=device,
+    )
 
 
 def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choices:
@@ -109,8 +130,6 @@ def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choic
     rescaling, view = _rescaling(facts, options), _view(facts, options)
     objective, precision = _objective(facts, options), _precision(options, machine)
     rows = _rows(facts, options, objective.value["objective"])
-    if options.view is None:
-        find_view(view.value["view"])
     weights = _weights(facts, options, machine, objective, precision, rows)
     return Choices(
         rescaling=rescaling,
@@ -132,7 +151,9 @@ def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
         if reason is not None:
             raise ValueError(f"--rescale {options.rescale}: {reason}")
         value = {"rescale": options.rescale, "rescale_args": args}
-        return Choice("rescaling", value, f"{options.rescale} {args or ''}".strip(), "You asked for it.", "asked for", flag)
+        return Choice(
+            "rescaling", value, f"{options.rescale} {args or ''}".strip(), "You asked for it.", "asked for", flag
+        )
     times = options.to / facts.window
     refused = []
     for method, factor, reason in (
@@ -233,7 +254,9 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
 
 def _precision(options: ExtendOptions, machine: Machine) -> Choice:
     if options.precision is not None:
-        return Choice("precision", options.precision, options.precision, "You asked for it.", "asked for", "--precision")
+        return Choice(
+            "precision", options.precision, options.precision, "You asked for it.", "asked for", "--precision"
+        )
     if machine.bf16:
         return Choice(
             "precision",
@@ -266,10 +289,13 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
         "length": length,
         "shares": shares,
         "short": 0.25 if options.short is None else options.short,
+        "facts": options.facts,
         "label_all": objective == "clm",
         "own_tokens": options.own_tokens or _OWN_TOKENS,
     }
-    asked = any(v is not None for v in (options.rows, options.row_length, options.shares, options.short, options.own_tokens))
+    asked = any(
+        v is not None for v in (options.rows, options.row_length, options.shares, options.short, options.own_tokens)
+    )
     parts = ", ".join({"text": "your texts", "chats": "chats that it writes itself", "own_texts": "texts that it writes "
                        "itself", "questions": "questions about facts hidden in your texts"}[kind] for kind in shares)  # fmt: skip
     reason = (
@@ -286,7 +312,7 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
         f"{count} of {length:,} tokens: {parts}; {value['short']:g} of them as eight short ones",
         reason,
         "asked for" if asked else "measured" if measured else "not measured",
-        "--rows, --row-length, --shares, --short, --own-tokens",
+        "--rows, --row-length, --shares, --short, --facts, --own-tokens",
     )  # fmt: skip
 
 
@@ -309,14 +335,14 @@ def _weights(
     needs = []
     for train in trains:
         for checkpointing in on_off:
-            step = Step(
-                train=train,
-                lora_rank=options.lora_rank,
-                row_length=rows.value["length"],
-                autocast=precision.value == "bf16",
-                checkpointing=checkpointing,
-                teacher=objective.value["objective"] == "native-distill",
-                device=machine.device,
+            step = _step(
+                train,
+                checkpointing,
+                options.lora_rank,
+                objective.value,
+                precision.value,
+                rows.value["length"],
+                machine.device,
             )
             needed = peak_memory(facts.size, step)
             needs.append((train, checkpointing, needed))
@@ -337,16 +363,21 @@ _SAID = {
 }
 
 
-def _chosen(
-    options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], flag: str
-) -> Choice:
+def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], flag: str) -> Choice:
     train, checkpointing, needed = needs[-1]
     rank = f" of rank {options.lora_rank}" if train == "lora" else ""
     again = ", activations computed again in backward (gradient checkpointing)" if checkpointing else ""
     value = {"train": train, "lora_rank": options.lora_rank, "gradient_checkpointing": checkpointing}
     room = f"{needed.total / GIB:.1f} of {machine.memory / GIB:.1f} GiB"
     if options.train is not None:
-        return Choice("weights", value, f"{_SAID[train]}{rank}{again}", f"You asked for it. A step takes {room}.", "asked for", flag)
+        return Choice(
+            "weights",
+            value,
+            f"{_SAID[train]}{rank}{again}",
+            f"You asked for it. A step takes {room}.",
+            "asked for",
+            flag,
+        )
     if train == "all":
         return Choice("weights", value, f"{_SAID[train]}{again}", f"They fit: a step takes {room}.", "measured", flag)
     before = ", ".join(
@@ -380,21 +411,28 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str) -> Choice:
         rate = min(times * rate, most)
         reason += f", and {times} times that for adapters, at most {most:g} (arXiv:2405.09673 has such a ratio)"
     rate = float(f"{rate:.1g}")
-    return Choice("rate", rate, f"{rate:.0e}", f"{reason}.", "measured" if measured else "not measured", "--learning-rate")
+    return Choice(
+        "rate", rate, f"{rate:.0e}", f"{reason}.", "measured" if measured else "not measured", "--learning-rate"
+    )
 
 
 def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choice:
     prompts, n_rows = _EVAL[machine.device]
     window, to = facts.window, options.to
     if machine.device == "cuda":
-        lengths = sorted({window >> k for k in range(1, 4)} | {window << k for k in range(20) if window << k < to} | {to})
+        lengths = sorted(
+            {window >> k for k in range(1, 4)} | {window << k for k in range(20) if window << k < to} | {to}
+        )
     else:
         lengths = [window // 4, window, to]
     lengths = list(options.lengths) or lengths
     prompts = options.prompts or prompts
     asked = bool(options.lengths or options.prompts)
-    said = f"loss by position on {n_rows} held-out row(s) of {to:,} tokens, and {prompts} passkeys at each of " + ", ".join(
-        f"{n:,}" for n in lengths
+    keys = " and as many keys among look-alikes" if machine.device == "cuda" else ""
+    at = ", ".join(f"{n:,}" for n in lengths)
+    said = (
+        f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; of prompts of {at} tokens each {prompts} "
+        f"passkeys{keys}, as the model writes them"
     )
     reason = (
         "You asked for it."
@@ -403,5 +441,6 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     )
     if prompts < 40:
         reason += f" So few prompts show large changes only: {prompts} of them tell 100 % from 50 %, not from 90 %."
-    value = {"prompts": prompts, "lengths": lengths, "n_rows": n_rows}
+    measures = ["cliff", "passkey", *(["niah-multikey"] if machine.device == "cuda" else [])]
+    value = {"measures": measures, "prompts": prompts, "lengths": lengths, "n_rows": n_rows}
     return Choice("measuring", value, said, reason, "asked for" if asked else "not measured", "--prompts, --lengths")

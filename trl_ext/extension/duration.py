@@ -44,12 +44,27 @@ def step_operations(size: ModelSize, step: Step, length: int) -> float:
     backward = 1 if step.train == "lora" else 2
     layers = 2 * size.in_layers * length * (forwards + backward)
     head = 2 * size.vocabulary * size.hidden * length * (2 + step.teacher + (step.train == "all"))
+    attention = _attention(size, length) * (forwards + 2.5)
+    return float(layers + head + attention)
+
+
+def forward_operations(size: ModelSize, length: int) -> float:
+    """Floating-point operations of reading a row of n tokens without gradients and without logits of all tokens."""
+    return float(2 * size.in_layers * length + _attention(size, length))
+
+
+def _attention(size: ModelSize, length: int) -> float:
+    """Of a forward."""
     near = min(size.sliding_window, length / 2)
     seen = size.n_full * length / 2 + (size.n_layers - size.n_full) * near
-    attention = 4 * size.queries * length * seen * (forwards + 2.5)
-    return float(layers + head + attention)
+    return 4 * size.queries * length * seen
 
 
 def step_calls(size: ModelSize, step: Step) -> float:
     """Operations that one row starts one by one."""
-    return float(size.n_layers * _CALLS * (1 + step.checkpointing + step.teacher + 2))
+    return forward_calls(size) * (1 + step.checkpointing + step.teacher + 2)
+
+
+def forward_calls(size: ModelSize) -> float:
+    """Operations that a forward starts one by one."""
+    return float(size.n_layers * _CALLS)

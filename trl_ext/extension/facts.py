@@ -48,11 +48,14 @@ class ModelFacts:
             config = AutoConfig.from_pretrained(name)
             tokenizer = AutoTokenizer.from_pretrained(name)
         except OSError as error:
-            raise ValueError(f"{name} is no folder with a checkpoint, and from the hub: {error}") from error
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{name} is no folder with a checkpoint, and from the hub: {reason}") from error
         text = config.get_text_config(decoder=True)
         window = getattr(text, "max_position_embeddings", None)
         if window is None:
-            raise ValueError(f"the config of {name} names no window (max_position_embeddings), so where it ends is not known.")
+            raise ValueError(
+                f"the config of {name} names no window (max_position_embeddings), so where it ends is not known."
+            )
         dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         return cls(name, config, tokenizer, window, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
@@ -105,8 +108,14 @@ class ModelFacts:
             "It has a chat template, so it is asked and taught in chats too."
             if self.is_chat
             else "It has no chat template, so it is a base model, asked and taught in running text.",
-            f"Its tokenizer begins every text with {' '.join(begin)}." if begin else "Its tokenizer puts nothing before a text.",
-            *([f"Its layers of type {', '.join(sliding)} look back a short way only and keep their positions."] if sliding else []),
+            f"Its tokenizer begins every text with {' '.join(begin)}."
+            if begin
+            else "Its tokenizer puts nothing before a text.",
+            *(
+                [f"Its layers of type {', '.join(sliding)} look back a short way only and keep their positions."]
+                if sliding
+                else []
+            ),
         ]
 
 

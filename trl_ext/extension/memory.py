@@ -19,6 +19,7 @@ class Step:
         checkpointing: whether a layer's activations are computed again in backward.
         teacher: whether a native model is read besides.
         accumulates: whether gradients of several rows are added before a step.
+        weight_bytes: of a value of the weights. `extend` trains 4; only weights under adapters are in 16 bits.
         device: "cuda" or "cpu".
     """
 
@@ -29,6 +30,7 @@ class Step:
     checkpointing: bool
     teacher: bool
     accumulates: bool = True
+    weight_bytes: int = 4
     device: str = "cuda"
 
 
@@ -64,17 +66,19 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     """Bytes at the peak of a step of one row at a time.
 
     With P parameters, T trained ones, n tokens, L layers, H features, I in an MLP, Q and K of queries and keys, V
-    entries of the vocabulary; w bytes of a weight and of a hidden state (4; 2 under adapters in 16 bits) and c bytes of
-    what is multiplied (2 under autocast, else w):
+    entries of the vocabulary; w bytes of a weight and of a hidden state, t of a trained value (4 of adapters, else w),
+    and c of what is multiplied (2 under autocast, else w):
 
-        weights = w P + 4 T under adapters, gradients = 4 T, optimizer = 8 T, teacher = w P without adapters
+        weights = w P, and t T of adapters; gradients = t T; optimizer = 2 t T; teacher = w P without adapters
         casts = c times the weights of layers and head, where c < w
-        kept of a layer = n (2 (4 + w) H + 2 c H [c < w] + 3 c (Q + K) + 4 c I), of which checkpointing keeps w n H
-        activations = L times that + what is in flight in a layer, 2 c I n (a whole layer's more under checkpointing)
-        loss = 1.5 chunk + 4 V H for the head's gradient + n H (3 w + c)
+        of a layer = n (2 (4 + w) H + 2 c H [c < w] + 3 c (Q + K) + 4 c I): two norms, inputs, attention, MLP
+        kept = L times that; with checkpointing L w n H, the inputs of layers
+        in flight = 2 c n I, gradients within the MLP; with checkpointing a layer's activations besides
+        loss = n H (3 w + c) + 4 V H for the head's gradient + 3/2 of the logits that exist at a time
 
-    The loss and the gradient of a layer are not at the same time, so the larger of the two counts. Without
-    accumulation gradients do not meet the activations of all layers.
+    Loss and layers are not in flight at the same time, so the larger of the two counts. Without accumulation gradients
+    come as kept activations go, so the larger of those two counts. A next-token loss has few logits at a time (TRL's);
+    a teacher's those of `rope_kernels.linear_ce_kl`.
 
     Args:
         size: of the model.
@@ -82,30 +86,28 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     """
     lora = step.train == "lora"
     trained = {"all": size.parameters, "qkv": size.qkv, "lora": step.lora_rank * size.lora_per_rank}[step.train]
-    w = 2 if lora and step.autocast else 4
+    w = step.weight_bytes
+    t = 4 if lora else w
     c = 2 if step.autocast else w
     n, hidden = step.row_length, size.hidden
     head = size.vocabulary * hidden
-    in_layer = n * (
+    of_layer = n * (
         2 * (4 + w) * hidden
         + (2 * c * hidden if c < w else 0)
         + 3 * c * (size.queries + size.keys)
         + 4 * c * size.intermediate
     )
-    in_flight = 2 * c * n * size.intermediate
-    kept = size.n_layers * (w * n * hidden if step.checkpointing else in_layer)
-    layer = in_flight + (in_layer if step.checkpointing else 0)
-    chunk = min(_CHUNK[step.device], 2 * n * size.vocabulary * 4) * 3 // 2
-    loss = chunk + (4 * head if step.train == "all" else 0) + n * hidden * (3 * w + c)
-    gradients = 4 * trained
-    if not step.accumulates:  # they come as the activations of layers go
-        kept, gradients = max(kept - gradients, 0), gradients
+    kept = size.n_layers * (w * n * hidden if step.checkpointing else of_layer)
+    in_flight = 2 * c * n * size.intermediate + (of_layer if step.checkpointing else 0)
+    logits = min(_CHUNK[step.device], 2 * n * size.vocabulary * 4) if step.teacher else 0
+    loss = n * hidden * (3 * w + c) + (4 * head if step.train == "all" else 0) + logits * 3 // 2
+    gradients = t * trained
     return Memory(
-        weights=w * size.parameters + (4 * trained if lora else 0),
+        weights=w * size.parameters + (t * trained if lora else 0),
         gradients=gradients,
-        optimizer=8 * trained,
+        optimizer=2 * t * trained,
         teacher=0 if lora or not step.teacher else w * size.parameters,
-        casts=c * (size.in_layers + head) * (2 if step.teacher else 1) if c < w else 0,
-        activations=kept + max(layer - loss, 0),
+        casts=c * (size.in_layers + head) if c < w else 0,
+        activations=(kept if step.accumulates else max(kept - gradients, 0)) + max(in_flight - loss, 0),
         loss=loss,
     )

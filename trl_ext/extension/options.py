@@ -32,6 +32,7 @@ class ExtendOptions:
         row_length: tokens of a training row, at most the trained window where a teacher reads it.
         shares: kind of row -> weight, as in `trl_ext.rows.make_rows`.
         short: share of the rows that are made as eight shorter ones each.
+        facts: facts hidden in a row of questions, at most three in a short one.
         own_tokens: tokens that the model writes itself for rows of chats or own texts; they are used again if there is
             more room.
         rows_per_step: rows in an optimizer step.
@@ -63,6 +64,7 @@ class ExtendOptions:
     row_length: int | None = None
     shares: Mapping[str, float] | None = None
     short: float | None = None
+    facts: int = 8
     own_tokens: int | None = None
     rows_per_step: int = 8
     train: Train | None = None
@@ -77,7 +79,7 @@ class ExtendOptions:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("to", "rows_per_step", "lora_rank"):
+        for name in ("to", "facts", "rows_per_step", "lora_rank"):
             require_integer(flag(name), getattr(self, name), least=1)
         for name in ("rows", "row_length", "prompts", "own_tokens"):
             if getattr(self, name) is not None:

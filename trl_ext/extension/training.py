@@ -13,7 +13,6 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..config import RopeSFTConfig
-from ..rows.row import Row
 from ..trainer import RopeSFTTrainer
 from .choices import Choices
 from .facts import ModelFacts
@@ -83,7 +82,7 @@ def train(
     facts: ModelFacts,
     options: ExtendOptions,
     choices: Choices,
-    rows: list[Row],
+    rows: list[dict[str, Any]],
     folder: Path,
     result: Path,
     tell: Callable[[str], None],
@@ -102,7 +101,7 @@ def train(
         loaded.to(options.device),
         config,
         train_dataset=Dataset.from_dict(
-            {"input_ids": [row.ids for row in rows], "completion_mask": [row.labelled for row in rows]}
+            {name: [row[name] for row in rows] for name in ("input_ids", "completion_mask")}
         ),
         processing_class=facts.tokenizer,
         peft_config=adapters(choices, facts),
@@ -111,9 +110,9 @@ def train(
     for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
         trainer.remove_callback(printing)
     trainer.add_callback(_Progress(tell))
-    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    checkpoint = last_checkpoint(folder)
     begin = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     seconds = time.perf_counter() - begin
     if choices.weights.value["train"] == "lora":
         trainer.save_model(str(result))
@@ -124,13 +123,19 @@ def train(
     tail = losses[-max(1, len(losses) // 10) :]
     figures = {
         "steps": trainer.state.global_step,
-        "tokens": sum(len(row.ids) for row in rows),
+        "tokens": sum(len(row["input_ids"]) for row in rows),
         "seconds": seconds,
         "loss": sum(tail) / len(tail),
     }
     del trainer
     free_memory()
     return figures
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of a training that was stopped, None if there is none."""
+    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    return None if found is None else Path(found)
 
 
 def free_memory() -> None:
@@ -163,5 +168,3 @@ class _Progress(ProgressCallback):
             left = (state.max_steps - state.global_step) * each / 60
             self.tell(f"By the first steps training takes {left:.1f} minutes more.")
             self.told = True
-
-
