@@ -15,9 +15,9 @@ def add_commands(commands: Any) -> None:
     extend = commands.add_parser(
         "extend",
         help="one command from a model to a longer one: plan, measure, train, export, measure again",
-        description="Take a model from the window that it was trained on to a longer one, so that it keeps what it could "
-        "do. What to do is chosen by what was measured and by what fits this machine, and told with its reasons. A run "
-        "that was stopped goes on with the same command.",
+        description="Take a model from the window that it was trained on to a longer one, so that it keeps what it "
+        "could do. What to do is chosen by what was measured and by what fits this machine, and told with its reasons. "
+        "A run that was stopped goes on with the same command.",
     )
     extend.set_defaults(run=run_extend)
     extend.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")

@@ -13,7 +13,6 @@ from .options import ExtendOptions
 
 Basis = Literal["measured", "not measured", "asked for"]
 
-_MEASURED_ON = "SmolLM2-135M-Instruct, 8192 to 65536 positions, three seeds (docs/results/keeping.md)"
 _MEASURED_PARAMETERS = 135e6  # of the model that the rate of 3e-4 was measured on
 _RATE = 3e-4
 _LORA_RATES = 10, 1e-3  # times the rate of all weights, and at most
@@ -155,7 +154,7 @@ def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
             "rescaling", value, f"{options.rescale} {args or ''}".strip(), "You asked for it.", "asked for", flag
         )
     times = options.to / facts.window
-    refused = []
+    refused: list[str] = []
     for method, factor, reason in (
         (
             "ntk",
@@ -208,8 +207,8 @@ def _view(facts: ModelFacts, options: ExtendOptions) -> Choice:
         return Choice("positions", value, said, "You asked for it.", "asked for", flag)
     if "views" in facts.missing:
         raise ValueError(
-            f"rows of this model cannot be shown as parts of longer ones: {facts.missing['views'].rstrip('.')}. Train on "
-            f"rows of the target's length: --view standard --objective clm --row-length {options.to}."
+            f"rows of this model cannot be shown as parts of longer ones: {facts.missing['views'].rstrip('.')}. Train "
+            f"on rows of the target's length: --view standard --objective clm --row-length {options.to}."
         )
     views = ["standard", {"view": "pose", "target": options.to, "chunks": 4}]
     return Choice(
@@ -236,17 +235,17 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
             "objective",
             {"objective": "clm", "native_args": None},
             "next-token loss",
-            "It finds as many far answers as with a teacher, and the model talks less like itself: .77 nats from what it "
-            f"said, with a teacher .13. A teacher is not possible here: {reason}",
+            "It finds as many far answers as with a teacher, and the model talks less like itself: .77 nats from what "
+            f"it said, with a teacher .13. A teacher is not possible here: {reason}",
             "measured",
             flag,
         )
     return Choice(
         "objective",
         {"objective": "native-distill", "native_args": keep},
-        "the model as it came teaches every token, and answers, and more lightly all text, have a next-token loss beside",
-        "It keeps the way in which the model speaks: .13 nats from what it said, without a teacher .77, with as many far "
-        "answers found.",
+        "the model as it came teaches every token; answers, and more lightly all text, have a next-token loss beside",
+        "It keeps the way in which the model speaks: .13 nats from what it said, without a teacher .77. As many far "
+        "answers are found.",
         "measured",
         flag,
     )
@@ -275,8 +274,8 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
     length = options.row_length or min(facts.window, _LONGEST_ROW)
     if objective == "native-distill" and length > facts.window:
         raise ValueError(
-            f"--row-length must be at most the window of {facts.window}, within which the teacher predicts, got {length}. "
-            "Without a teacher, --objective clm, rows may be longer."
+            f"--row-length must be at most the window of {facts.window}, within which the teacher predicts, got "
+            f"{length}. Without a teacher, --objective clm, rows may be longer."
         )
     if length > options.to:
         raise ValueError(f"--row-length must be at most --to, {options.to}, got {length}.")
@@ -296,13 +295,12 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
     asked = any(
         v is not None for v in (options.rows, options.row_length, options.shares, options.short, options.own_tokens)
     )
-    parts = ", ".join({"text": "your texts", "chats": "chats that it writes itself", "own_texts": "texts that it writes "
-                       "itself", "questions": "questions about facts hidden in your texts"}[kind] for kind in shares)  # fmt: skip
+    parts = ", ".join(_ROWS_OF[kind] for kind in shares)
     reason = (
         "You asked for other rows than those that were measured: 256 of the window, a third of each kind."
         if asked
-        else "What is trained on decides what is kept: texts keep reading, its own words keep its way of speaking, questions "
-        "teach to find what is far."
+        else "What is trained on decides what is kept: texts keep reading, its own words keep its way of speaking, "
+        "questions teach to find what is far."
     )
     measured = not asked and length == facts.window and facts.is_chat
     return Choice(
@@ -319,7 +317,7 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
 def _weights(
     facts: ModelFacts, options: ExtendOptions, machine: Machine, objective: Choice, precision: Choice, rows: Choice
 ) -> Choice:
-    """The first way to train that fits: all weights, then q, k and v, then adapters, each without checkpointing first."""
+    """The first way to train that fits: all weights, then q, k and v, then adapters, without checkpointing first."""
     flag = "--train, --lora-rank, --gradient-checkpointing"
     trains = ["all", "qkv", "lora"] if options.train is None else [options.train]
     if not facts.size.qkv and options.train is None:
@@ -356,6 +354,12 @@ def _weights(
     )
 
 
+_ROWS_OF = {
+    "text": "your texts",
+    "chats": "chats that it writes itself",
+    "own_texts": "texts that it writes itself",
+    "questions": "questions about facts hidden in your texts",
+}
 _SAID = {
     "all": "all weights",
     "qkv": "the projections to queries, keys and values",
@@ -389,8 +393,8 @@ def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, boo
         "weights",
         value,
         f"{_SAID[train]}{rank}{again}",
-        f"{before[:1].upper()}{before[1:]}, and a step so takes {room}. Training attention alone gave nearly as much as "
-        "all weights, in one seed and without adapters.",
+        f"{before[:1].upper()}{before[1:]}, and a step so takes {room}. Training attention alone gave nearly as much "
+        "as all weights, in one seed and without adapters.",
         "not measured",
         flag,
     )

@@ -104,13 +104,14 @@ def extend(
     for name in choices:
         if name not in names:
             raise unknown("option", name, names, of="extend")
+    given: dict[str, Any] = {name: _strings(value) if name == "held_out" else value for name, value in choices.items()}
     options = ExtendOptions(
         model=str(model),
         to=to,
         data=_strings(data),
         output=str(output),
         targets=_strings(targets),
-        **{name: _strings(value) if name == "held_out" else value for name, value in choices.items()},
+        **given,
     )
     with _quiet():
         return _Run(options, tell).go(dry_run)
@@ -128,8 +129,8 @@ class _Run:
         self.facts = ModelFacts.of(options.model)
         if options.to <= self.facts.window:
             raise ValueError(
-                f"--to must be beyond the window of {self.facts.window} positions that {options.model} was trained on, got "
-                f"{options.to}: it reads so many already."
+                f"--to must be beyond the window of {self.facts.window} positions that {options.model} was trained on, "
+                f"got {options.to}: it reads so many already."
             )
         self.machine = Machine.of(str(options.device))
         self.settings = {
@@ -269,8 +270,8 @@ class _Run:
         done = [words for name, words in said.items() if self.stages.is_done(name)]
         left = [words for name, words in said.items() if not self.stages.is_done(name)]
         self.tell(
-            f"This resumes what was begun in {self.options.folder}. Done, and not done again: {', '.join(done) or 'nothing'}. "
-            f"Next: {left[0] if left else 'what is new in --target, and the report'}."
+            f"This resumes what was begun in {self.options.folder}. Done, and not done again: "
+            f"{', '.join(done) or 'nothing'}. Next: {left[0] if left else 'what is new in --target, and the report'}."
         )
 
 

@@ -159,8 +159,8 @@ class ModelSize:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         n_full = sum(kind != "sliding_attention" for kind in types)
-        embedding = model.get_input_embeddings().weight
-        head = model.get_output_embeddings().weight
+        ends_of: Any = model
+        embedding, head = ends_of.get_input_embeddings().weight, ends_of.get_output_embeddings().weight
         tied = head is embedding or bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
         ends = embedding.numel() + (0 if tied else head.numel())
         linears = list(_attention_linears(decoder))

@@ -1,5 +1,6 @@
 """What an extension will do and take, told before anything is done."""
 
+import textwrap
 from dataclasses import dataclass, fields
 
 from ..rows.mix import SHORTER, rows_by_kind
@@ -14,6 +15,8 @@ from .training import n_steps
 _WRITTEN = {"cuda": 1024, "cpu": 8}  # texts that the model writes at once, see trl_ext.rows.sampling
 _TURN = 600  # tokens that a chat takes at most, for which its whole batch is written
 _USED = 200  # of these, tokens that a chat has in the mean
+_WIDTH = 110  # characters of a line
+_PATIENCE = 60  # minutes
 _SAID = {
     "weights": "weights",
     "gradients": "gradients",
@@ -89,35 +92,43 @@ class ExtensionPlan:
         )
 
     def __str__(self) -> str:
-        of = [f"  {getattr(self.memory, p.name) / GIB:6.2f}  {_SAID[p.name]}" for p in fields(self.memory)]
-        minutes = self.minutes
+        device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
         lines = [
             f"The model: {self.facts.name}",
             *(f"  {line}" for line in self.facts.lines()),
             "",
             f"What will be done to reach {self.options.to:,} positions, and why",
-            *(f"  - {choice}" for choice in self.choices.all),
-            f"  - measured on: {self.measured_on}. [--held-out]",
-            "  [measured] means on SmolLM2-135M-Instruct from 8,192 to 65,536, three seeds; another model may do otherwise.",
+            *(_wrapped(str(choice)) for choice in self.choices.all),
+            _wrapped(f"measured on: {self.measured_on}. [--held-out]"),
+            "  [measured] is of SmolLM2-135M-Instruct from 8,192 to 65,536, three seeds; others may do otherwise.",
             "",
-            f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of {self.options.rows_per_step} "
-            "rows, one row at a time",
-            f"Memory, GiB at the peak of a step, on {self.machine.name} with {self.machine.memory / GIB:.1f} free:",
-            *of,
-            f"  {self.memory.total / GIB:6.2f}  together",
+            f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
+            f"{self.options.rows_per_step} rows, one row at a time",
+            f"Memory, GiB at the peak of a step, on {device}:",
+            *(f"  {getattr(self.memory, p.name) / GIB:8.2f}  {_SAID[p.name]}" for p in fields(self.memory)),
+            f"  {self.memory.total / GIB:8.2f}  together",
             f"Minutes, by a short calibration of this machine; each may be {ROUGH:g} times as much, or that much less:",
-            f"  {minutes.measure:6.1f}  measuring the model as it is",
-            f"  {minutes.write:6.1f}  texts that it writes itself",
-            f"  {minutes.train:6.1f}  training",
-            f"  {minutes.measure:6.1f}  measuring it again",
-            f"  {minutes.total:6.1f}  together",
+            f"  {self.minutes.measure:8.1f}  measuring the model as it is",
+            f"  {self.minutes.write:8.1f}  texts that it writes itself",
+            f"  {self.minutes.train:8.1f}  training",
+            f"  {self.minutes.measure:8.1f}  measuring it again",
+            f"  {self.minutes.total:8.1f}  together ({_hours(self.minutes.total)})",
         ]
-        if self.machine.device == "cpu" and minutes.total > 60:
+        if self.machine.device == "cpu" and self.minutes.total > _PATIENCE:
             lines.append(
-                "  A CPU is slow. To see every stage in minutes, and a worse model: --rows 3 --row-length 2048 "
-                "--short 0 --own-tokens 1000 --prompts 2."
+                "  A CPU is slow. To see every stage sooner, with a worse model: --rows 3 --row-length 2048 --short 0 "
+                f"--own-tokens 1000 --prompts 2 --lengths {self.facts.window // 4} {self.facts.window + 1024}."
             )
         return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    """A point of a list, in lines that a terminal shows whole."""
+    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _hours(minutes: float) -> str:
+    return f"{minutes / 60:.0f} hours" if minutes >= 120 else f"{max(minutes, 1):.0f} minutes"
 
 
 def row_counts(choices: Choices) -> dict[int, int]:

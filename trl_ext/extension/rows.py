@@ -20,8 +20,8 @@ from .options import ExtendOptions
 from .plan import own_tokens, row_counts
 from .training import free_memory
 
-_CHAT = {"max_user_tokens": 96, "max_reply_tokens": 512}  # those of `rope-patch rows`
-_TEXT = {"max_tokens": 1024}
+_CHAT: dict[str, Any] = {"max_user_tokens": 96, "max_reply_tokens": 512}  # those of `rope-patch rows`
+_TEXT_TOKENS = 1024
 
 
 def check(facts: ModelFacts, choices: Choices, texts: list[str]) -> None:
@@ -74,12 +74,12 @@ def _written(facts: ModelFacts, options: ExtendOptions, tokens: int, kind: str) 
     dtype = torch.float32 if options.device == "cpu" else facts.dtype
     model: Any = AutoModelForCausalLM.from_pretrained(facts.name, dtype=dtype)
     model = model.to(options.device).eval()
-    window, common = facts.window, {"temperature": 1.0, "seed": options.seed, "batch_size": None, "progress": True}
+    common: dict[str, Any] = {"temperature": 1.0, "seed": options.seed, "batch_size": None, "progress": True}
     if kind == "chats":
         texts = sampled_chats(model, facts.tokenizer, keep_unfinished=False, **_CHAT, **common)
     else:
         # a window may be shorter than what is written by default, in models to try things on
-        longest = min(_TEXT["max_tokens"], window // 2)
+        longest = min(_TEXT_TOKENS, facts.window // 2)
         texts = sampled_texts(model, facts.tokenizer, max_tokens=longest, **common)
     found: list[list[int]] = []
     with tqdm(total=tokens, desc=f"{kind.replace('_', ' ')} of the model", unit="token", unit_scale=True) as bar:
