@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
     from .cues import append_cue
+    from .extension.extending import extend
     from .recipe import require_known_keys
     from .restoration import restore
     from .trainer import RopeSFTTrainer
 
-__all__ = ["RopeSFTConfig", "RopeSFTTrainer", "append_cue", "require_known_keys", "restore"]
+__all__ = ["RopeSFTConfig", "RopeSFTTrainer", "append_cue", "extend", "require_known_keys", "restore"]
 
 _HOMES = {
     "RopeSFTConfig": "config",
     "RopeSFTTrainer": "trainer",
     "append_cue": "cues",
+    "extend": "extension.extending",
     "require_known_keys": "recipe",
     "restore": "restoration",
 }

@@ -25,7 +25,7 @@ from .lm_eval_tasks import LmEval, check_tasks, lm_eval_tasks
 from .loss_by_position import LossByPosition, loss_by_position
 from .needles import KINDS, Kind
 from .progress import tell
-from .prompt_grid import check_retrieval
+from .prompt_grid import DEPTHS, check_retrieval
 from .result import Result
 from .retrieval import retrieval
 from .retrieval_grid import RetrievalGrid
@@ -53,6 +53,7 @@ class EvalPlan:
         lengths: prompt lengths for retrieval.
         ruler_lengths: the same for RULER; None means `lengths`.
         trials: retrieval prompts a cell.
+        depths: places of the needle, 0 the start of the text and 1 its end.
         ruler_tasks: None means all whose data are given.
         ruler_samples: prompts of each RULER task and length.
         squad: file for RULER's first QA task.
@@ -78,6 +79,7 @@ class EvalPlan:
     lengths: tuple[int, ...] = ()
     ruler_lengths: tuple[int, ...] | None = None
     trials: int = 2
+    depths: tuple[float, ...] = DEPTHS
     ruler_tasks: tuple[str, ...] | None = None
     ruler_samples: int = 20
     squad: str | None = None
@@ -201,6 +203,7 @@ def _retrieval(job: _Job) -> RetrievalGrid:
                 job.data.texts,
                 plan.lengths,
                 kinds=kinds,
+                depths=plan.depths,
                 trials=plan.trials,
                 batch_size=plan.batch_size,
                 seed=plan.seed,
@@ -281,11 +284,11 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
 # what of a plan each measure depends on, beside model, text and version
 _DEPENDS = {
     "cliff": ("length", "n_rows"),
-    "passkey": ("lengths", "trials", "seed", "chat_template", "backend"),
+    "passkey": ("lengths", "trials", "depths", "seed", "chat_template", "backend"),
     "ruler": ("lengths", "ruler_lengths", "ruler_tasks", "ruler_samples", "squad", "hotpotqa", "chat_template"),
     "short": ("short_data", "benchmarks", "limit", "chat_template"),
     "lm-eval": ("lm_eval", "lm_eval_data", "limit", "length", "chat_template"),
-    "position": ("lengths", "trials", "seed", "chat_template", "backend", "measures"),
+    "position": ("lengths", "trials", "depths", "seed", "chat_template", "backend", "measures"),
     "entropy": ("length", "n_rows", "window"),
     "view-kl": ("length", "n_rows", "window"),
 }

@@ -24,19 +24,35 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line of a .jsonl file is no object with `text`.
+        ValueError: a line of a .jsonl file is no JSON object, or has no `text`.
     """
     for path in map(Path, paths):
         if not path.is_file():
             raise FileNotFoundError(f"there is no text file {path}.")
         if path.name.endswith((".jsonl", ".jsonl.xz")):
-            for number, line in enumerate(read_json_lines(path), 1):
+            for number, line in enumerate(_checked_lines(path), 1):
                 text = line.get("text")
                 if not isinstance(text, str):
                     raise ValueError(f"line {number} of {path} has no field `text`; it has {', '.join(line)}.")
                 yield text
         else:
             yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _checked_lines(path: Path) -> Iterator[dict[str, object]]:
+    """`read_json_lines`, with an error that names file and line."""
+    lines, number = read_json_lines(path), 0
+    while True:
+        number += 1
+        try:
+            line = next(lines)
+        except StopIteration:
+            return
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} of {path} is no JSON object: {error}") from error
+        if not isinstance(line, dict):
+            raise ValueError(f"line {number} of {path} is no JSON object with a field `text`.")
+        yield line
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, object]]:

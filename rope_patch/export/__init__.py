@@ -1,6 +1,6 @@
 """Writing a model so that another program serves it right, or refusing where that program would serve it wrong."""
 
-from .exporting import Exported, export
+from .exporting import Exported, export, require_served
 from .programs import PROGRAMS
 
-__all__ = ["PROGRAMS", "Exported", "export"]
+__all__ = ["PROGRAMS", "Exported", "export", "require_served"]

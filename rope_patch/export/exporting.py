@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from ..adapter_watch import require_no_decoder_in_adapters
+from ..checked_numbers import require_integer
 from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
 from ..registry import unknown
@@ -20,7 +21,7 @@ from ..rotary import find_causal_lm, find_decoder
 from ..state import state_of
 from .attention_factor import Edit, fold_attention_factor, folded_schedule
 from .gguf import convert, find_converter
-from .outcomes import TESTED, wrong_outcomes
+from .outcomes import TESTED, Wrong, wrong_outcomes
 from .programs import PROGRAMS
 from .reloading import reference_of, require_same_logits
 from .sources import base_of, copy_tokenizer, load
@@ -69,6 +70,7 @@ def export(
     converter: str | Path | None = None,
     max_shard_gb: float = 5.0,
     check: bool = True,
+    window: int | None = None,
 ) -> Exported:
     """Write a checkpoint that `target` serves with the logits that the model has here.
 
@@ -85,6 +87,8 @@ def export(
         converter: llama.cpp's convert_hf_to_gguf.py; None looks for it on PATH.
         max_shard_gb: size of one file of weights, in 10^9 bytes, above 0.
         check: whether to load the result without this package and compare its logits.
+        window: positions that config and command promise, at most those of the model's config; None promises those.
+            For a model that was trained for fewer than its rescaling reaches.
 
     Returns:
         Where it is, the command that serves it and the largest difference of logits.
@@ -107,8 +111,8 @@ def export(
         loaded = model if isinstance(model, nn.Module) else load(model)
         core, decoder = find_causal_lm(loaded), find_decoder(loaded)
         edits = _require_right(target, loaded, core, decoder)
-        config = _config_to_save(core, decoder, folded=bool(edits))
-        window = getattr(text_config(core, decoder), "max_position_embeddings", None)
+        window = _promised(window, getattr(text_config(core, decoder), "max_position_embeddings", None))
+        config = _config_to_save(core, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(core, decoder), window) if check else None
         _write(core, config, edits, unfinished, round(max_shard_gb * 1e9))
         has_tokenizer = copy_tokenizer(_tokenizer_sources(model, core), unfinished)
@@ -129,6 +133,23 @@ def export(
     )
 
 
+def require_served(target: str, model: nn.Module) -> None:
+    """Raise ValueError if `target` would serve `model` wrong, by its RoPE; weights are not looked at.
+
+    A model on the device "meta" will do, so that this can be asked before a model is trained.
+
+    Args:
+        target: a name in `PROGRAMS`.
+        model: a causal LM, patched as it is to be exported.
+
+    Raises:
+        ValueError: a target that is not known, or would serve the model wrong.
+    """
+    if target not in PROGRAMS:
+        raise unknown("target", target, PROGRAMS)
+    _wrong(target, find_decoder(model))
+
+
 def _require_right(target: str, model: nn.Module, core: PreTrainedModel, decoder: PreTrainedModel) -> dict[str, Edit]:
     """What to fold so that `target` serves the model right.
 
@@ -137,9 +158,24 @@ def _require_right(target: str, model: nn.Module, core: PreTrainedModel, decoder
     """
     _require_plain(core, decoder)
     require_exportable(model, core)
+    wrong = _wrong(target, decoder)
     model_type = decoder.config.model_type
     if target == "transformers":
         return {}
+    if model_type not in TESTED:
+        logger.warning(
+            f"{target} was not tried with model type {model_type!r}, only with {', '.join(TESTED)}: compare the logits "
+            "of a few prompts with Transformers' before you serve it."
+        )
+    return fold_attention_factor(core, decoder) if wrong else {}
+
+
+def _wrong(target: str, decoder: Any) -> list[Wrong]:
+    """What `target` makes wrong of the model's schedule, which folding an attention factor into the weights mends.
+
+    Raises:
+        ValueError: it does not.
+    """
     wrong = wrong_outcomes(target, decoder.config)
     for one in wrong:
         if not one.folds:
@@ -147,12 +183,7 @@ def _require_right(target: str, model: nn.Module, core: PreTrainedModel, decoder
                 f"{target} would serve this model wrong, without an error: under rope type {one.rope_type!r} it "
                 f"{one.reason}. {one.instead}"
             )
-    if model_type not in TESTED:
-        logger.warning(
-            f"{target} was not tried with model type {model_type!r}, only with {', '.join(TESTED)}: compare the logits "
-            "of a few prompts with Transformers' before you serve it."
-        )
-    return fold_attention_factor(core, decoder) if wrong else {}
+    return wrong
 
 
 def _require_plain(core: PreTrainedModel, decoder: PreTrainedModel) -> None:
@@ -175,9 +206,20 @@ def _require_plain(core: PreTrainedModel, decoder: PreTrainedModel) -> None:
         raise ValueError(f"{type(core).__name__} is code of a repository, which other programs do not run.")
 
 
-def _config_to_save(core: PreTrainedModel, decoder: PreTrainedModel, *, folded: bool) -> Any:
+def _promised(window: int | None, reached: int | None) -> int | None:
+    if window is None:
+        return reached
+    require_integer("window", window, least=1)
+    if reached is not None and window > reached:
+        raise ValueError(f"window must be at most the {reached} positions of the model's config, got {window}.")
+    return window
+
+
+def _config_to_save(core: PreTrainedModel, decoder: PreTrainedModel, *, folded: bool, window: int | None) -> Any:
     config: Any = copy.deepcopy(core.config)
     text = config if core.config is decoder.config else config.get_text_config(decoder=True)
+    if window is not None:
+        text.max_position_embeddings = window
     if folded:
         text.rope_parameters = folded_schedule(text.rope_parameters)
     write_older_keys(text, unscaled_keys(text))

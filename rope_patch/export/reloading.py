@@ -72,7 +72,15 @@ def require_same_logits(folder: Path, core: Any, reference: Reference) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         row, result = Path(scratch) / "ids.pt", Path(scratch) / "logits.pt"
         torch.save(reference.ids, row)
-        arguments = [folder, row, result, type(core).__name__, core.config._attn_implementation, reference.device]
+        # the other process runs in a folder of its own
+        arguments = [
+            folder.resolve(),
+            row,
+            result,
+            type(core).__name__,
+            core.config._attn_implementation,
+            reference.device,
+        ]
         done = subprocess.run(
             [sys.executable, "-c", _CODE % _KEPT, *map(str, arguments)], cwd=scratch, capture_output=True, text=True
         )

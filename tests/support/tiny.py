@@ -61,9 +61,10 @@ def tiny(
     return _spread(model_class._from_config(config_class(**shape), attn_implementation=attention)).to(dtype)
 
 
-def gemma3() -> PreTrainedModel:
+def gemma3(vocabulary: int = VOCAB, window: int = WINDOW) -> PreTrainedModel:
     """A sliding layer, then a full one, whose rotary module is called once for each kind."""
     shape = {**_SHAPE, "num_hidden_layers": 2, "sliding_window": SLIDING_WINDOW + 1}
+    shape |= {"vocab_size": vocabulary, "max_position_embeddings": window}
     torch.manual_seed(0)
     return _spread(Gemma3ForCausalLM(Gemma3TextConfig(**shape, layer_types=["sliding_attention", "full_attention"])))
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..demo.settings import CPU, GPU, DemoSettings
 from .device import choose_device
 from .export import add_commands as add_export
+from .extend import add_commands as add_extend
 from .measure import add_commands
 from .rows import add_commands as add_rows
 from .user_errors import run_command
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="also train without the view on the same text; default: yes, on a CPU no",
     )
+    add_extend(commands)
     add_commands(commands)
     add_rows(commands)
     add_export(commands)

@@ -1,0 +1,61 @@
+"""`rope-patch extend`: its flags reach `trl_ext.extend`, and mistakes are one line."""
+
+import json
+
+import pytest
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import tiny
+
+import trl_ext.extension.extending as extending
+from trl_ext import cli
+from trl_ext.extension.options import ExtendOptions
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    tiny(vocab_size=CHARACTERS, max_position_embeddings=800).save_pretrained(tmp_path / "base")
+    character_tokenizer().save_pretrained(tmp_path / "base")
+    text = "It was a dark night. Who was there? " * 200
+    (tmp_path / "books.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_flags_reach_the_function(folder, monkeypatch):
+    found = {}
+
+    def extend(model, **given):
+        found.update(model=model, **given)
+        return "done"
+
+    monkeypatch.setattr(extending, "extend", extend)
+    arguments = ["extend", "base", "--to", "1600", "--data", "books.jsonl", "--output", "out", "--target", "vllm"]
+    arguments += ["--target", "mlx", "--rows", "4", "--rescale", "yarn", "--rescale-args", '{"factor": 2}']
+    assert cli.main([*arguments, "--shares", "text=1", "--no-gradient-checkpointing", "--lengths", "5", "6"]) == 0
+    assert found["model"] == "base" and found["targets"] == ["vllm", "mlx"] and found["rescale_args"] == {"factor": 2}
+    assert found["gradient_checkpointing"] is False and found["lengths"] == (5, 6) and found["shares"] == {"text": 1.0}
+    assert found.keys() - {"dry_run"} == {field for field in ExtendOptions.__dataclass_fields__}, (
+        "each field has a flag"
+    )
+
+
+def test_a_dry_run_prints_the_plan(folder, capsys):
+    arguments = ["base", "--to", "1600", "--data", "books.jsonl", "--output", "out", "--short", "0", "--facts", "2"]
+    assert cli.main(["extend", *arguments, "--lengths", "700", "--device", "cpu", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "What will be done to reach 1,600 positions, and why" in printed and not (folder / "out").exists()
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["base", "--to", "1600", "--data", "none.jsonl"], "there is no text file none.jsonl"),
+        (["base", "--to", "700", "--data", "books.jsonl"], "--to must be beyond the window of 800 positions"),
+        (["base", "--to", "1600", "--data", "books.jsonl", "--target", "vlm"], "--target 'vlm'. Did you mean 'vllm'?"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, folder, capsys):
+    assert cli.main(["extend", *arguments, "--output", "out", "--device", "cpu"]) == 1
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert message in errors[-1] and errors[-1].startswith("rope-patch extend: ") and not (folder / "out").exists()

@@ -1,0 +1,135 @@
+"""What is chosen for which model on which machine, and why; by configs alone, without weights."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from support.characters import character_tokenizer
+from transformers import AutoConfig
+
+from trl_ext.extension.choices import Choices, choose
+from trl_ext.extension.facts import ModelFacts
+from trl_ext.extension.machine import GIB, Machine
+from trl_ext.extension.options import ExtendOptions
+
+LLAMA = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
+SMOL = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
+CPU = Machine("cpu", "a CPU", 64 * GIB, bf16=False)
+
+
+def gpu(gib):
+    return Machine("cuda", "a GPU", gib * GIB, bf16=True)
+
+
+def facts(window=8192, chat=True, shape=SMOL, **config):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "x" if chat else None
+    made = AutoConfig.for_model("llama", **{**shape, "max_position_embeddings": window, **config})
+    return ModelFacts("a model", made, tokenizer, window, torch.bfloat16)
+
+
+def options(to=65536, **more):
+    return ExtendOptions(model="a model", to=to, data=("books.jsonl",), output="out", **more)
+
+
+def test_the_measured_recipe_is_the_default_of_the_model_that_it_was_measured_on():
+    """examples/recipes/smollm2_keep_64k.yaml."""
+    found = choose(facts(), options(), gpu(140))
+    assert found.rescaling.value == {"rescale": "ntk", "rescale_args": {"factor": 16.0}}
+    assert found.view.value == {
+        "view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": 65536, "chunks": 4}]},
+    }  # fmt: skip
+    native = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}
+    assert found.objective.value == {"objective": "native-distill", "native_args": native}
+    assert (found.rows.value["n"], found.rows.value["length"], found.rows.value["short"]) == (256, 8192, 0.25)
+    assert set(found.rows.value["shares"]) == {"text", "chats", "questions"}
+    assert found.weights.value["train"] == "all" and not found.weights.value["gradient_checkpointing"]
+    assert found.rate.value == 3e-4 and found.precision.value == "bf16"
+    of_recipe = (found.rescaling, found.view, found.objective, found.rows, found.weights, found.rate, found.precision)
+    assert {choice.basis for choice in of_recipe} == {"measured"}
+
+
+def test_what_was_not_measured_says_so():
+    found = choose(facts(window=4096, chat=False), options(to=16384), gpu(140))
+    assert found.rescaling.basis == "not measured" and "this is 4 times" in found.rescaling.reason
+    assert found.rows.basis == "not measured" and "own_texts" in found.rows.value["shares"]
+    large = choose(facts(shape=LLAMA), options(), gpu(140))
+    assert large.rate.basis == "not measured" and large.rate.value < 3e-4
+
+
+@pytest.mark.parametrize(
+    ("gib", "train", "checkpointing"),
+    [(400, "all", False), (200, "all", True), (110, "qkv", True), (90, "lora", False), (30, "lora", True)],
+)
+def test_the_first_way_that_fits_is_taken(gib, train, checkpointing):
+    value = choose(facts(shape=LLAMA), options(), gpu(gib)).weights.value
+    assert (value["train"], value["gradient_checkpointing"]) == (train, checkpointing)
+
+
+def test_what_does_not_fit_at_all_is_refused():
+    with pytest.raises(
+        ValueError, match="rows of 8,192 tokens need .* GiB at least \\(lora\\).*Give a smaller --row-le"
+    ):
+        choose(facts(shape=LLAMA), options(), gpu(12))
+
+
+def test_another_rescaling_is_taken_where_ntk_is_refused():
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8192}
+    with pytest.raises(ValueError, match="no rescaling fits this model: .*--rescale names another"):
+        choose(facts(rope_parameters=yarn), options(), gpu(140))
+    narrow = {**SMOL, "head_dim": 2}
+    found = choose(facts(shape=narrow), options(), gpu(140)).rescaling
+    assert found.value == {"rescale": "yarn", "rescale_args": {"factor": 8.0}} and "NTK is refused: " in found.reason
+
+
+def test_without_a_possible_teacher_there_is_none():
+    model = facts()
+    model.__dict__["missing"] = {"self-distillation": "its logits are not a product"}
+    found = choose(model, options(), gpu(140))
+    assert found.objective.value["objective"] == "clm" and found.rows.value["label_all"]
+    assert "A teacher is not possible here: its logits are not a product" in found.objective.reason
+
+
+def test_without_views_it_is_refused_with_the_way_out():
+    model = facts()
+    model.__dict__["missing"] = {"views": "all of its layers look back a short way"}
+    with pytest.raises(ValueError, match="--view standard --objective clm --row-length 65536"):
+        choose(model, options(), gpu(140))
+
+
+def test_a_machine_scales_what_is_measured():
+    few, many = (choose(facts(), options(), machine).evaluation.value for machine in (CPU, gpu(140)))
+    assert few["prompts"] < many["prompts"] and few["measures"] == ["cliff", "passkey"]
+    for value in (few, many):
+        assert min(value["lengths"]) < 8192 and max(value["lengths"]) == 65536
+
+
+def test_choices_are_read_back_as_they_were():
+    found = choose(facts(), options(), gpu(140))
+    assert Choices.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_every_choice_names_an_option_that_there_is():
+    names = {f"--{name.replace('_', '-')}" for name in ExtendOptions.__dataclass_fields__}
+    for choice in choose(facts(), options(), CPU).all:
+        assert set(choice.flag.split(", ")) <= names
+        assert choice.reason.endswith(".") and choice.said
+
+
+def test_an_option_wins():
+    given = {
+        "rescale": "yarn", "rescale_args": {"factor": 8.0}, "view": "skip", "view_args": {"max_skip": 100},
+        "objective": "native-distill", "objective_args": {"text_weight": 0.0}, "rows": 8, "train": "qkv",
+        "learning_rate": 1e-5, "precision": "float32", "prompts": 3,
+    }  # fmt: skip
+    found = choose(facts(), options(**given), gpu(140))
+    assert {choice.basis for choice in found.all} == {"asked for"}
+    assert found.objective.value["native_args"] == {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.0}
+    assert replace(found.rate, reason="").value == 1e-5 and found.weights.value["train"] == "qkv"

@@ -1,0 +1,223 @@
+"""The whole way on tiny models: what is made, where a stopped run goes on, and what is refused before it begins."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+import trl_ext.extension.training as training_module
+from rope_patch import export
+from trl_ext import extend
+from trl_ext.extension import extending, measuring, rows
+from trl_ext.extension.plan import ExtensionPlan
+
+TO = 1600
+SMALL = {
+    "rows": 6, "short": 0.0, "own_tokens": 400, "rows_per_step": 2, "facts": 2, "prompts": 2,
+    "lengths": (700, 1500), "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Exports without loading what was exported in another process, which takes as long as all else."""
+    monkeypatch.setattr(extending, "export", partial(export, check=False))
+
+
+def run(model="base", output="out", said=None, **options):
+    tell = (lambda _: None) if said is None else said.append
+    return extend(model, to=TO, data="books.jsonl", output=output, tell=tell, **{**SMALL, **options})
+
+
+@pytest.mark.parametrize("model", ["base", "sliding"])
+def test_a_model_is_extended_measured_and_exported(model, folder, weights, capsys):
+    said = []
+    done = run(model, said=said, targets=["vllm"])
+    assert done.model == folder / "out/model" or done.model.resolve() == (folder / "out/model").resolve()
+    config = AutoConfig.from_pretrained(done.model)
+    assert config.max_position_embeddings == TO, "and not the window that twice the factor reaches"
+    native, made = weights(folder / model), weights(done.model)
+    assert native.keys() == made.keys() and not torch.equal(native["model.norm.weight"], made["model.norm.weight"])
+    assert set(done.commands) == {"transformers", "vllm"} and f"--max-model-len {TO}" in done.commands["vllm"]
+    assert done.report.is_file() and (folder / "out/report/results.json").is_file()
+    text = "\n".join(said)
+    for stage in ("Measuring the model as it is.", "Making training rows.", "Training.", "Measuring it again"):
+        assert stage in text
+    assert "rescaling: ntk by 4" in text and "By the first steps training takes" in text
+    assert any(line.startswith("passkeys found at 1,500 tokens") for line in done.table)
+    assert any(line.startswith("Won: ") for line in done.verdict) and any(
+        line.startswith("Lost: ") for line in done.verdict
+    )
+    printed = capsys.readouterr().out
+    assert "{'loss'" not in printed, "no dictionaries of the trainer"
+
+
+def test_a_dry_run_tells_the_plan_and_writes_nothing(folder):
+    before = sorted(folder.rglob("*"))
+    plan = run(dry_run=True)
+    assert isinstance(plan, ExtensionPlan) and sorted(folder.rglob("*")) == before
+    text = str(plan)
+    for part in ("parameters", "6 rows, 3 steps of 2", "4,800 tokens", "weights", "together", "Minutes", "--rescale"):
+        assert part in text
+    assert plan.tokens == 6 * 800 and plan.steps == 3
+
+
+class Stop(RuntimeError):
+    pass
+
+
+class Stopping(TrainerCallback):
+    def on_save(self, args, state, control, **_):
+        if state.global_step == 2:
+            raise Stop
+
+
+def stop_training(monkeypatch):
+    def with_stop(*args, **kwargs):
+        trainer = trainer_class(*args, **kwargs)
+        trainer.add_callback(Stopping())
+        return trainer
+
+    trainer_class = training_module.RopeSFTTrainer
+    monkeypatch.setattr(training_module, "RopeSFTTrainer", with_stop)
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_an_interrupted_training_goes_on_to_the_same_weights(train, folder, unchecked, weights, monkeypatch):
+    whole = run(output="whole", train=train, lora_rank=4)
+    with monkeypatch.context() as patch:
+        stop_training(patch)
+        with pytest.raises(Stop):
+            run(output="parts", train=train, lora_rank=4)
+    assert not (folder / "parts/trained").exists()
+    monkeypatch.setattr(rows, "make", lambda *_: pytest.fail("rows are made again"))
+    measure = measuring.measure
+
+    def measured(label, *args):
+        assert label == measuring.AFTER, "what was measured is not measured again"
+        return measure(label, *args)
+
+    monkeypatch.setattr(measuring, "measure", measured)
+    said = []
+    parts = run(output="parts", said=said, train=train, lora_rank=4)
+    assert (
+        "This resumes what was begun in parts. Done, and not done again: measuring the model as it is, making training "
+        "rows. Next: training." in said
+    )
+    assert "\nTraining, from checkpoint-2 on." in said
+    one, other = weights(whole.model), weights(parts.model)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one.keys() == other.keys() and whole.table == parts.table and whole.verdict == parts.verdict
+
+
+@pytest.mark.parametrize("stage", ["rows", "after"])
+def test_a_run_that_was_stopped_in_any_stage_goes_on(stage, folder, unchecked, monkeypatch):
+    owner, name = {"rows": (rows, "make"), "after": (measuring, "measure")}[stage]
+    real = getattr(owner, name)
+
+    def stopping(*args, **kwargs):
+        if stage == "rows" or args[0] == measuring.AFTER:
+            raise Stop
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stopping)
+        with pytest.raises(Stop):
+            run()
+    said = []
+    done = run(said=said)
+    assert said[0].startswith(
+        "This resumes what was begun in out. Done, and not done again: measuring the model as it is"
+    )
+    assert "\nMeasuring the model as it is." not in said
+    assert ("\nMaking training rows." in said) == ("\nTraining." in said) == (stage == "rows")
+    assert "\nMeasuring it again, as it is served." in said and done.report.is_file()
+
+
+def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, unchecked):
+    first = run()
+    said = []
+    again = run(said=said)
+    assert again.table == first.table and not any("Training" in line for line in said)
+    more = run(targets=["sglang"])
+    assert set(more.commands) == {"transformers", "sglang"} and (folder / "out/model-sglang/config.json").is_file()
+
+
+def test_what_is_exported_has_the_dtype_that_came(folder, unchecked):
+    model = AutoModelForCausalLM.from_pretrained(folder / "base").to(torch.bfloat16)
+    model.save_pretrained(folder / "base")
+    done = run()
+    assert AutoModelForCausalLM.from_pretrained(done.model, dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": 800}, "--to must be beyond the window of 800 positions that base was trained on, got 800"),
+        ({"data": "none.jsonl"}, "there is no text file none.jsonl"),
+        ({"data": "other.jsonl"}, "line 1 of other.jsonl has no field `text`; it has body"),
+        ({"data": "short.jsonl"}, "--data has too little text for one training row of 800 tokens"),
+        ({"data": "broken.jsonl"}, "line 2 of broken.jsonl is no JSON object"),
+        ({"held_out": "short.jsonl"}, "--held-out is too short for 1 rows of --to tokens"),
+        ({"output": "base"}, "--output base holds something else than an extension that was begun"),
+        ({"targets": ["vlm"]}, "--target 'vlm'"),
+        ({"targets": ["llama.cpp"], "converter": "none.py"}, "there is no convert_hf_to_gguf.py at none.py"),
+        ({"converter": "x.py"}, "--converter is llama.cpp's: it needs --target llama.cpp"),
+        (
+            {"targets": ["vllm"], "rescale": "dynamic-ntk", "rescale_args": {"factor": 4.0}},
+            "--rescale dynamic-ntk: vllm would serve this model wrong",
+        ),
+        (
+            {"rescale": "yarn", "rescale_args": {"factor": 1.5}},
+            "--rescale yarn: its window is 1200 positions, and --to asks",
+        ),
+        ({"rescale_args": {"factor": 2.0}}, "--rescale-args needs --rescale"),
+        ({"model": "nothing"}, "nothing is no folder with a checkpoint"),
+        ({"row_length": 900}, "--row-length must be at most the window of 800"),
+        ({"row_length": 0}, "--row-length must be an integer of at least 1, got 0"),
+        ({"shares": {"chats": 1.0}}, "a model without a chat template writes no chats"),
+        ({"train": "some"}, "--train must be one of all, qkv, lora, got 'some'"),
+        ({"view": "pose", "view_args": {"target": 100}}, "target"),
+        ({"colour": 1}, "Unknown option 'colour' of extend"),
+        ({"lengths": (40,)}, "40"),
+        ({"facts": 40}, "rows of 800 tokens are too short for questions: length must leave room"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_done(options, message, folder, monkeypatch):
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    monkeypatch.setattr(measuring, "measure", lambda *_: pytest.fail("begun"))
+    before = sorted(folder.rglob("*"))
+    given = {"model": "base", "to": TO, "data": "books.jsonl", "output": "out", **SMALL, **options}
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        extend(given.pop("model"), tell=lambda _: None, **given)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_other_options_or_other_text_are_refused_in_a_folder_that_was_begun(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "make", lambda *_: (_ for _ in ()).throw(Stop()))
+        with pytest.raises(Stop):
+            run()
+    with pytest.raises(ValueError, match="holds a run with other settings: rows 6 there and 8 here"):
+        run(rows=8)
+    with (folder / "books.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "more"}) + "\n")
+    with pytest.raises(ValueError, match="holds a run with other settings: contents"):
+        run()
+
+
+def test_an_adapter_is_to_be_merged_first(folder):
+    (folder / "base/adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="base is an adapter: merge it first, with rope-patch export base --output"):
+        run()
+
+
+def test_what_is_exported_promises_the_window_that_was_trained(folder, unchecked):
+    done = run()
+    export(done.model, folder / "copy", window=1200, check=False)
+    assert AutoConfig.from_pretrained(folder / "copy").max_position_embeddings == 1200
+    with pytest.raises(ValueError, match="window must be at most the 1600 positions"):
+        export(done.model, folder / "more", window=4000)

@@ -1,0 +1,39 @@
+"""What is trained on is not measured on."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.characters import character_tokenizer
+
+from trl_ext.extension import texts
+from trl_ext.extension.options import ExtendOptions
+
+FACTS = SimpleNamespace(tokenizer=character_tokenizer())
+
+
+def read(tmp_path, documents, to=500, **more):
+    for k, document in enumerate(documents):
+        (tmp_path / f"{k}.txt").write_text(document)
+    files = tuple(str(tmp_path / f"{k}.txt") for k in range(len(documents)))
+    options = ExtendOptions(model="m", to=to, data=files, output="out", **more)
+    return texts.read(FACTS, options, row_length=100, n_rows=1)
+
+
+def test_every_tenth_document_is_held_out(tmp_path):
+    documents = [f"{k} " * 300 for k in range(20)]
+    found = read(tmp_path, documents)
+    assert set(found.held_out) == {documents[0], documents[10]} and len(found.train) == 18
+    assert not set(found.held_out) & set(found.train) and "every 10th document" in found.said
+
+
+def test_one_document_is_trained_on_and_pythons_sources_are_measured_on(tmp_path):
+    found = read(tmp_path, ["word " * 300])
+    assert found.train == ["word " * 300] and "Python's standard library" in found.said
+
+
+def test_held_out_files_are_taken_as_they_are(tmp_path):
+    (tmp_path / "held.txt").write_text("other " * 300)
+    found = read(tmp_path, ["word " * 300], held_out=(str(tmp_path / "held.txt"),))
+    assert found.held_out == ["other " * 300] and len(found.train) == 1
+    with pytest.raises(ValueError, match="--held-out is too short for 1 rows of --to tokens"):
+        read(tmp_path, ["word " * 300], to=5000, held_out=(str(tmp_path / "held.txt"),))

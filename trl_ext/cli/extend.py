@@ -1,0 +1,113 @@
+"""`rope-patch extend`: what it takes from the command line, and what it prints."""
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from .export import TARGETS
+from .rows import _shares
+
+
+def add_commands(commands: Any) -> None:
+    """Add `extend` to the subparsers."""
+    extend = commands.add_parser(
+        "extend",
+        help="one command from a model to a longer one: plan, measure, train, export, measure again",
+        description="Take a model from the window that it was trained on to a longer one, so that it keeps what it "
+        "could do. What to do is chosen by what was measured and by what fits this machine, and told with its reasons. "
+        "A run that was stopped goes on with the same command.",
+    )
+    extend.set_defaults(run=run_extend)
+    extend.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
+    extend.add_argument("--to", type=int, required=True, metavar="N", help="the window that you want, in tokens")
+    extend.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="long documents: .jsonl(.xz) with `text`, or text files",
+    )
+    extend.add_argument(
+        "--output",
+        dest="output_dir",
+        metavar="DIR",
+        required=True,
+        help="folder of everything that is made, new or of the same run",
+    )
+    extend.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="PROGRAM",
+        help=f"program that is to serve the result, of {', '.join(TARGETS)}; may be repeated. The result is always a "
+        "checkpoint for Transformers",
+    )
+    extend.add_argument("--converter", type=str, help="llama.cpp's convert_hf_to_gguf.py; default: on PATH")
+    extend.add_argument("--dry-run", action="store_true", help="print the plan, write nothing and end")
+    extend.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    extend.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: %(default)s")
+    chosen = extend.add_argument_group("what is chosen where you do not say it; --dry-run tells what and why")
+    chosen.add_argument("--rescale", help="rescaling, e.g. ntk or yarn")
+    chosen.add_argument("--rescale-args", type=_json, help="its options as a JSON object, e.g. '{\"factor\": 4}'")
+    chosen.add_argument("--view", help="view of the positions in training")
+    chosen.add_argument("--view-args", type=_json, help="its options as a JSON object")
+    chosen.add_argument("--objective", help="native-distill or clm")
+    chosen.add_argument("--objective-args", type=_json, help="options of native-distill as a JSON object")
+    chosen.add_argument("--rows", type=int, help="training rows")
+    chosen.add_argument("--row-length", type=int, help="tokens of a training row")
+    chosen.add_argument(
+        "--shares", type=_shares, metavar="KIND=WEIGHT,...", help="kinds of rows, as in rope-patch rows"
+    )
+    chosen.add_argument("--short", type=float, help="share of the rows made as eight rows of an eighth of the length")
+    chosen.add_argument("--facts", type=int, default=8, help="facts hidden in a row of questions; default: %(default)s")
+    chosen.add_argument("--own-tokens", type=int, help="tokens that the model writes itself for rows")
+    chosen.add_argument("--rows-per-step", type=int, default=8, help="rows in an optimizer step; default: %(default)s")
+    chosen.add_argument("--train", help="what is trained: all, qkv or lora")
+    chosen.add_argument("--lora-rank", type=int, default=64, help="of adapters; default: %(default)s")
+    chosen.add_argument("--learning-rate", type=float, help="peak learning rate")
+    chosen.add_argument("--precision", help="bf16 or float32")
+    chosen.add_argument(
+        "--gradient-checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compute activations again in backward, for less memory and more time",
+    )
+    chosen.add_argument("--held-out", nargs="+", default=[], metavar="FILE", help="documents to measure on")
+    chosen.add_argument("--prompts", type=int, help="retrieval prompts of each length")
+    chosen.add_argument("--lengths", type=int, nargs="+", default=[], help="their lengths, in tokens")
+
+
+def run_extend(args: argparse.Namespace) -> int:
+    """Extend, and print what was won and lost, and the command that serves the result."""
+    for file in (*args.data, *args.held_out):
+        if not Path(file).is_file():  # before the imports, which take seconds
+            raise FileNotFoundError(f"there is no text file {file}.")
+    from ..extension.extending import extend
+    from ..extension.options import ExtendOptions
+
+    names = {field.name for field in fields(ExtendOptions)} - {"model", "to", "data", "output", "targets"}
+    chosen = {name: value for name, value in vars(args).items() if name in names}
+    chosen |= {"held_out": tuple(args.held_out), "lengths": tuple(args.lengths)}
+    done = extend(
+        args.model,
+        to=args.to,
+        data=args.data,
+        output=args.output_dir,
+        targets=args.target,
+        dry_run=args.dry_run,
+        **chosen,
+    )
+    print(f"\n{done}" if not args.dry_run else done)
+    return 0
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object such as '{{\"factor\": 4}}', got {text!r}")
+    return value

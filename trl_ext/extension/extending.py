@@ -1,0 +1,312 @@
+"""`trl_ext.extend`: plan, measure, train, export and measure again, in a folder where an interrupted run goes on."""
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+
+from rope_patch import patch_model
+from rope_patch.environment import installed_versions
+from rope_patch.eval.cache import files_hash
+from rope_patch.eval.report import require_report
+from rope_patch.export import PROGRAMS, export, require_served
+from rope_patch.export.gguf import find_converter
+from rope_patch.methods import resolve_view
+from rope_patch.registry import unknown
+
+from ..cli.device import choose_device
+from ..config import RopeSFTConfig
+from ..rows.turns import SampledTurns
+from ..run_folder import record_settings, require_same_settings
+from ..window_check import check_window
+from . import measuring, rows, texts, training
+from .choices import Choices, choose
+from .facts import ModelFacts
+from .machine import Machine
+from .options import ExtendOptions
+from .plan import ExtensionPlan
+from .stages import Stages
+
+_RECORD = "extend.json"
+
+
+@dataclass(frozen=True)
+class Extended:
+    """What `extend` made. `print` it.
+
+    Args:
+        folder: of everything.
+        model: the extended checkpoint, plain Transformers.
+        commands: target -> the command that serves it.
+        report: a page with every figure.
+        table: before and after, lines of text.
+        verdict: what was won and lost, in sentences.
+    """
+
+    folder: Path
+    model: Path
+    commands: dict[str, str]
+    report: Path
+    table: list[str]
+    verdict: list[str]
+
+    def __str__(self) -> str:
+        serve = [f"Serve it with {target}: {command}" for target, command in self.commands.items()]
+        return "\n".join(
+            [*self.table, "", *self.verdict, "", f"Model:  {self.model}", f"Report: {self.report}", *serve]
+        )
+
+
+def extend(
+    model: str | Path,
+    *,
+    to: int,
+    data: str | Path | Sequence[str | Path],
+    output: str | Path,
+    targets: Sequence[str] = (),
+    dry_run: bool = False,
+    tell: Callable[[str], None] = print,
+    **choices: Any,
+) -> Extended | ExtensionPlan:
+    """Take a model from its trained window to a longer one, so that it keeps what it could do.
+
+    Measures the model, writes training rows, trains, exports and measures again. What to do is chosen by what was
+    measured (docs/choosing.md) and by what fits this machine, and told with its reasons. Each stage is kept in
+    `output`: the same call goes on where an interrupted one stopped, in training at the last checkpoint.
+
+    Args:
+        model: hub id, or folder of a checkpoint.
+        to: target window, in positions.
+        data: files of documents, .jsonl(.xz) with `text`, or text files.
+        output: folder, new or of the same run.
+        targets: programs to export for beside Transformers, by name in `rope_patch.export.PROGRAMS`.
+        dry_run: whether to return the plan, and write nothing.
+        tell: is given each line that is said; bars are shown besides.
+        **choices: fields of `trl_ext.extension.options.ExtendOptions`, in place of what would be chosen.
+
+    Returns:
+        What was made; with `dry_run` the plan, of which `print` shows everything.
+
+    Raises:
+        ValueError: what is asked for cannot be, which is said before anything is done.
+        FileNotFoundError: there is no such data file, or no converter for llama.cpp.
+    """
+    names = {field.name for field in fields(ExtendOptions)}
+    for name in choices:
+        if name not in names:
+            raise unknown("option", name, names, of="extend")
+    given: dict[str, Any] = {name: _strings(value) if name == "held_out" else value for name, value in choices.items()}
+    options = ExtendOptions(
+        model=str(model),
+        to=to,
+        data=_strings(data),
+        output=str(output),
+        targets=_strings(targets),
+        **given,
+    )
+    with _quiet():
+        return _Run(options, tell).go(dry_run)
+
+
+class _Run:
+    """One call of `extend`."""
+
+    def __init__(self, options: ExtendOptions, tell: Callable[[str], None]) -> None:
+        options = replace(options, device=choose_device(options.device, torch.cuda.is_available()))
+        self.options, self.tell = options, tell
+        self.stages = Stages(options.folder)
+        self._require_folder()
+        _require_targets(options)
+        self.facts = ModelFacts.of(options.model)
+        if options.to <= self.facts.window:
+            raise ValueError(
+                f"--to must be beyond the window of {self.facts.window} positions that {options.model} was trained on, "
+                f"got {options.to}: it reads so many already."
+            )
+        self.machine = Machine.of(str(options.device))
+        self.settings = {
+            **options.recorded(),
+            "contents": [files_hash(file) for file in (*options.data, *options.held_out) if Path(file).is_file()],
+        }
+        require_same_settings(self.record, self.settings, "--output, or the options that it was begun with")
+        self.choices = self._choices()
+        self.texts = texts.read(
+            self.facts,
+            options,
+            row_length=self.choices.rows.value["length"],
+            n_rows=self.choices.evaluation.value["n_rows"],
+        )
+        self.eval_plan = measuring.eval_plan(self.facts, options.to, self.choices, options.seed)
+        self._check()
+
+    @property
+    def record(self) -> Path:
+        """What the folder was begun with."""
+        return self.options.folder / _RECORD
+
+    def go(self, dry_run: bool) -> Extended | ExtensionPlan:
+        """Do what is not done yet."""
+        plan = ExtensionPlan.of(self.facts, self.options, self.choices, self.machine, self.texts.said)
+        if dry_run:
+            return plan
+        require_report(self.options.folder / "report")
+        if self.record.is_file():
+            self._tell_resumed()
+        else:
+            self.tell(str(plan))
+            record_settings(self.record, {**self.settings, "choices": self.choices.to_dict()})
+        return self._stages()
+
+    def _stages(self) -> Extended:
+        root, options, run = self.options.folder, self.options, self.stages.run
+        model, trained = root / "model", root / "trained"
+        before = run("before", lambda: self._measure("Measuring the model as it is", measuring.BEFORE, options.model))
+        run("rows", lambda: self._rows(root / "rows.jsonl"))
+        run("train", lambda: self._train(root / "rows.jsonl", trained))
+        served = {"transformers": run("model", lambda: self._export(trained, model, "transformers"))}
+        after = run("after", lambda: self._measure("Measuring it again, as it is served", measuring.AFTER, model))
+        for target in options.targets:
+            if target != "transformers":
+                folder = root / f"model-{target}"
+                served[target] = run(f"model-{target}", lambda f=folder, t=target: self._export(model, f, t))  # type: ignore[misc]
+        results = measuring.together(before, after)
+        settings = {"model": options.model, "data": ", ".join(options.data), "measured on": self.texts.said}
+        settings |= installed_versions("trl")
+        page = measuring.report(results, root / "report", self.facts.name, self.eval_plan, self.choices, settings)
+        window = self.facts.window
+        return Extended(
+            folder=root,
+            model=model,
+            commands={target: one["command"] for target, one in served.items()},
+            report=page,
+            table=measuring.table(results, window),
+            verdict=measuring.verdict(results, window),
+        )
+
+    def _measure(self, title: str, label: str, model: str | Path) -> dict[str, Any]:
+        self.tell(f"\n{title}.")
+        cache = self.options.folder / "cache"
+        found = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, str(self.options.device), cache)
+        training.free_memory()
+        return found
+
+    def _rows(self, file: Path) -> dict[str, Any]:
+        self.tell("\nMaking training rows.")
+        made = rows.make(self.facts, self.options, self.choices, self.texts.train, file)
+        for line in made["contents"]:
+            self.tell(f"  {line}")
+        return made
+
+    def _train(self, file: Path, result: Path) -> dict[str, Any]:
+        folder = self.options.folder / "training"
+        begun = training.last_checkpoint(folder)
+        self.tell(f"\nTraining{f', from {begun.name} on' if begun else ''}.")
+        made = training.train(self.facts, self.options, self.choices, rows.read(file), folder, result, self.tell)
+        self.tell(f"  {made['steps']} steps, {made['tokens']:,} tokens, loss {made['loss']:.3f} at the end.")
+        return made
+
+    def _export(self, source: Path, folder: Path, target: str) -> dict[str, Any]:
+        self.tell(f"\nExporting for {target}.")
+        # a folder without figures of its stage is of a run that was stopped between the two
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        converter = self.options.converter if target == "llama.cpp" else None
+        made = export(source, folder, target=target, converter=converter, window=self.options.to)
+        return {"command": made.command, "largest_difference": made.largest_difference}
+
+    def _require_folder(self) -> None:
+        folder = self.options.folder
+        if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not self.record.is_file()):
+            raise ValueError(
+                f"--output {folder} holds something else than an extension that was begun: name a new folder."
+            )
+
+    def _choices(self) -> Choices:
+        """Those that the folder was begun with, or new ones."""
+        if not self.record.is_file():
+            return choose(self.facts, self.options, self.machine)
+        found = Choices.from_dict(json.loads(self.record.read_text(encoding="utf-8"))["choices"])
+        twin = patch_model(self.facts.twin(), found.rescaling.value["rescale"], **found.rescaling.value["rescale_args"])
+        for target in self.options.targets:  # which may be others than those of the first call
+            require_served(target, twin)
+        return found
+
+    def _check(self) -> None:
+        """Raise here what training or measuring would raise after a while."""
+        rescaling, view = self.choices.rescaling.value, self.choices.view.value
+        config = RopeSFTConfig(
+            output_dir=str(self.options.folder / "training"),
+            **training.training_fields(self.choices, self.options, 1),
+        )
+        length = self.choices.rows.value["length"]
+        twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
+        checked = resolve_view(view["view"], view["view_args"])
+        checked.check_run(config)
+        checked.check_length(length)
+        check_window(twin, checked, length, tell=False)
+        if "chats" in self.choices.rows.value["shares"]:
+            SampledTurns.of(self.facts.tokenizer, (self.facts.tokenizer.eos_token_id,))
+        training.adapters(self.choices, self.facts)
+        rows.check(self.facts, self.choices, self.texts.train)
+        self.eval_plan.check(self.facts.tokenizer, self.texts.held_out)
+
+    def _tell_resumed(self) -> None:
+        said = {
+            "before": "measuring the model as it is",
+            "rows": "making training rows",
+            "train": "training",
+            "model": "exporting",
+            "after": "measuring it again",
+        }
+        done = [words for name, words in said.items() if self.stages.is_done(name)]
+        left = [words for name, words in said.items() if not self.stages.is_done(name)]
+        self.tell(
+            f"This resumes what was begun in {self.options.folder}. Done, and not done again: "
+            f"{', '.join(done) or 'nothing'}. Next: {left[0] if left else 'what is new in --target, and the report'}."
+        )
+
+
+def _require_targets(options: ExtendOptions) -> None:
+    for target in options.targets:
+        if target not in PROGRAMS:
+            raise unknown("--target", target, PROGRAMS)
+    if "llama.cpp" in options.targets:
+        find_converter(options.converter)
+    elif options.converter is not None:
+        raise ValueError("--converter is llama.cpp's: it needs --target llama.cpp.")
+
+
+def _strings(given: Any) -> tuple[str, ...]:
+    """One name or several, as strings."""
+    return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what packages say that a user of this command can do nothing about; errors are raised as always."""
+    level, bars = transformers.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    own = logging.getLogger("trl_ext")
+    before = own.level
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(?!rope_patch|rope_kernels|trl_ext)")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+        own.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            transformers.logging.set_verbosity(level)
+            transformers.logging.enable_progress_bar()
+            if not bars:
+                datasets.enable_progress_bars()
+            own.setLevel(before)

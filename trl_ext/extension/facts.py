@@ -1,0 +1,192 @@
+"""What a model is, as far as an extension asks, without its weights."""
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from rope_patch import describe
+from rope_patch.rotary import find_decoder
+from rope_patch.special_tokens import SpecialTokens
+
+_QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model by its config and its tokenizer.
+
+    Args:
+        name: hub id or folder.
+        config: of the causal LM.
+        tokenizer: of the model.
+        window: positions that it was pretrained on.
+        dtype: of its checkpoint.
+    """
+
+    name: str
+    config: Any
+    tokenizer: Any
+    window: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str) -> "ModelFacts":
+        """Read config and tokenizer; no weights.
+
+        Raises:
+            ValueError: no such model, one without RoPE or a window, an adapter, or a model that is rescaled already.
+        """
+        if (Path(name) / "adapter_config.json").is_file():
+            raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
+        try:
+            config = AutoConfig.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except OSError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{name} is no folder with a checkpoint, and from the hub: {reason}") from error
+        text = config.get_text_config(decoder=True)
+        window = getattr(text, "max_position_embeddings", None)
+        if window is None:
+            raise ValueError(
+                f"the config of {name} names no window (max_position_embeddings), so where it ends is not known."
+            )
+        dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        return cls(name, config, tokenizer, window, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+    def twin(self) -> PreTrainedModel:
+        """The model without weights: tensors on the device "meta", RoPE and all modules as they are."""
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
+
+    @cached_property
+    def description(self) -> Any:
+        """What `rope_patch.describe` says of it."""
+        return describe(self._twin)
+
+    @cached_property
+    def missing(self) -> dict[str, str]:
+        """What its family cannot do -> why."""
+        return self.description.missing_capabilities
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @cached_property
+    def begin(self) -> tuple[int, ...]:
+        """Token ids that its tokenizer puts before a text."""
+        return SpecialTokens.of(self.tokenizer).begin
+
+    @cached_property
+    def size(self) -> "ModelSize":
+        """Its numbers of weights and features."""
+        return ModelSize.of(self._twin)
+
+    @cached_property
+    def attention_projections(self) -> tuple[str, ...]:
+        """Names of the linear modules within attention, which adapters go on."""
+        return tuple(sorted({name for name, _ in _attention_linears(find_decoder(self._twin))}))
+
+    @cached_property
+    def _twin(self) -> PreTrainedModel:
+        return self.twin()
+
+    def lines(self) -> list[str]:
+        """What there is to know, in words."""
+        begin = self.tokenizer.convert_ids_to_tokens(list(self.begin))
+        sliding = self.description.local_layers
+        return [
+            f"{self.description.model}, {self.size.parameters:,} parameters, checkpoint in {str(self.dtype)[6:]}.",
+            f"Its window is {self.window:,} positions: it was trained on texts of at most so many tokens.",
+            "It has a chat template, so it is asked and taught in chats too."
+            if self.is_chat
+            else "It has no chat template, so it is a base model, asked and taught in running text.",
+            f"Its tokenizer begins every text with {' '.join(begin)}."
+            if begin
+            else "Its tokenizer puts nothing before a text.",
+            *(
+                [f"Its layers of type {', '.join(sliding)} look back a short way only and keep their positions."]
+                if sliding
+                else []
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers that memory and time follow from.
+
+    Args:
+        parameters: all, tied ones once.
+        in_layers: of the decoder's layers.
+        qkv: of the projections to queries, keys and values.
+        lora_per_rank: values that a rank of adapters on the attention projections adds.
+        n_layers: layers.
+        n_full: layers that attend to a whole text.
+        sliding_window: tokens that the other layers attend to; 0 where there are none.
+        hidden: features of a token.
+        intermediate: features within an MLP.
+        queries: features of all query heads together.
+        keys: features of all key heads together.
+        vocabulary: entries of the output head.
+    """
+
+    parameters: int
+    in_layers: int
+    qkv: int
+    lora_per_rank: int
+    n_layers: int
+    n_full: int
+    sliding_window: int
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelSize":
+        """Of a model, with or without weights."""
+        decoder = find_decoder(model)
+        config: Any = decoder.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        n_full = sum(kind != "sliding_attention" for kind in types)
+        ends_of: Any = model
+        embedding, head = ends_of.get_input_embeddings().weight, ends_of.get_output_embeddings().weight
+        tied = head is embedding or bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+        ends = embedding.numel() + (0 if tied else head.numel())
+        linears = list(_attention_linears(decoder))
+        in_layers = sum(p.numel() for p in decoder.parameters()) - embedding.numel()
+        return cls(
+            parameters=in_layers + ends,
+            in_layers=in_layers,
+            qkv=sum(sum(p.numel() for p in linear.parameters()) for name, linear in linears if name in _QKV),
+            lora_per_rank=sum(linear.in_features + linear.out_features for _, linear in linears),
+            n_layers=config.num_hidden_layers,
+            n_full=n_full,
+            sliding_window=(getattr(config, "sliding_window", None) or 0) if n_full < len(types) else 0,
+            hidden=config.hidden_size,
+            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            queries=config.num_attention_heads * head_dim,
+            keys=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim,
+            vocabulary=head.shape[0],
+        )
+
+
+def _attention_linears(decoder: nn.Module) -> list[tuple[str, Any]]:
+    """(name within its layer's attention, module) of every linear module of attention."""
+    return [
+        (name, module)
+        for parent in decoder.modules()
+        if getattr(parent, "layer_idx", None) is not None and "Attention" in type(parent).__name__
+        for name, module in parent.named_children()
+        if isinstance(module, nn.Linear)
+    ]

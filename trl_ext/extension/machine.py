@@ -1,0 +1,73 @@
+"""What an extension runs on: memory, and the rate of a matrix product."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rope_patch.environment import device_name
+
+from .duration import Rate
+
+GIB = 1 << 30
+_SIZE = {"cuda": 4096, "cpu": 1024}  # rows and columns of the matrices that are multiplied
+_SECONDS = 0.2  # that the calibration takes, about
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device.
+
+    Args:
+        device: "cpu" or "cuda".
+        name: of the GPU or the processor.
+        memory: bytes that are free on it.
+        bf16: whether products in bfloat16 are fast there.
+    """
+
+    device: str
+    name: str
+    memory: int
+    bf16: bool
+
+    @classmethod
+    def of(cls, device: str) -> "Machine":
+        """The one that `device` names, as it is now."""
+        if device == "cuda":
+            free, _ = torch.cuda.mem_get_info()
+            return cls(device, device_name(True), free, torch.cuda.is_bf16_supported())
+        return cls(device, f"{torch.get_num_threads()} threads of a CPU", _free_bytes(), False)
+
+    def calibrate(self, precision: str) -> Rate:
+        """How fast a product of two large matrices and of two tiny ones is, measured for half a second."""
+        n = _SIZE[self.device]
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        left = torch.randn(n, n, device=self.device, dtype=dtype)
+        large, small = self._each(left), self._each(left[:8, :8].contiguous())
+        return Rate(2 * n**3 / large, small)
+
+    def _each(self, matrix: torch.Tensor) -> float:
+        """Seconds of a product of `matrix` with itself."""
+        self._seconds(matrix, 2)  # the first product allocates, and chooses its kernel
+        times = max(int(_SECONDS / max(self._seconds(matrix, 1), 1e-6)), 1)
+        return self._seconds(matrix, times) / times
+
+    def _seconds(self, matrix: torch.Tensor, times: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(times):
+            matrix @ matrix
+        if matrix.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+
+def _free_bytes() -> int:
+    """Memory that new programs can have without swapping; all of it where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

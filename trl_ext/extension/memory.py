@@ -1,0 +1,113 @@
+"""How much memory a training step takes at its peak, by arithmetic."""
+
+from dataclasses import dataclass, fields
+
+from .facts import ModelSize
+
+_CHUNK = {"cuda": 5 * 2**28, "cpu": 2**26}  # bytes of logits that exist at a time, see rope_kernels.linear_ce_kl
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step is made of, as far as memory goes.
+
+    Args:
+        train: "all", "qkv" or "lora".
+        lora_rank: of adapters.
+        row_length: n, tokens of the longest row; one row is read at a time.
+        autocast: whether products are in 16 bits.
+        checkpointing: whether a layer's activations are computed again in backward.
+        teacher: whether a native model is read besides.
+        accumulates: whether gradients of several rows are added before a step.
+        weight_bytes: of a value of the weights. `extend` trains 4; only weights under adapters are in 16 bits.
+        device: "cuda" or "cpu".
+    """
+
+    train: str
+    lora_rank: int
+    row_length: int
+    autocast: bool
+    checkpointing: bool
+    teacher: bool
+    accumulates: bool = True
+    weight_bytes: int = 4
+    device: str = "cuda"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a step, by part.
+
+    Args:
+        weights: the model's, and adapters.
+        gradients: of what is trained.
+        optimizer: AdamW's two averages.
+        teacher: a frozen copy of the weights; 0 under adapters, where the same weights are the teacher.
+        casts: 16-bit copies of float32 weights that autocast keeps through a forward.
+        activations: what backward needs of all layers, and of the one that it is in.
+        loss: chunks of logits, the gradient of the head, hidden states of student and teacher.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    teacher: int
+    casts: int
+    activations: int
+    loss: int
+
+    @property
+    def total(self) -> int:
+        """Of all parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+def peak_memory(size: ModelSize, step: Step) -> Memory:
+    """Bytes at the peak of a step of one row at a time.
+
+    With P parameters, T trained ones, n tokens, L layers, H features, I in an MLP, Q and K of queries and keys, V
+    entries of the vocabulary; w bytes of a weight and of a hidden state, t of a trained value (4 of adapters, else w),
+    and c of what is multiplied (2 under autocast, else w):
+
+        weights = w P, and t T of adapters; gradients = t T; optimizer = 2 t T; teacher = w P without adapters
+        casts = c times the weights of layers and head, where c < w
+        of a layer = n (2 (4 + w) H + 2 c H [c < w] + 3 c (Q + K) + 4 c I): two norms, inputs, attention, MLP
+        kept = L times that; with checkpointing L w n H, the inputs of layers
+        in flight = 2 c n I, gradients within the MLP; with checkpointing a layer's activations besides
+        loss = n H (3 w + c) + 4 V H for the head's gradient + 3/2 of the logits that exist at a time
+
+    Loss and layers are not in flight at the same time, so the larger of the two counts. Without accumulation gradients
+    come as kept activations go, so the larger of those two counts. A next-token loss has few logits at a time (TRL's);
+    a teacher's those of `rope_kernels.linear_ce_kl`.
+
+    Args:
+        size: of the model.
+        step: what is done.
+    """
+    lora = step.train == "lora"
+    trained = {"all": size.parameters, "qkv": size.qkv, "lora": step.lora_rank * size.lora_per_rank}[step.train]
+    w = step.weight_bytes
+    t = 4 if lora else w
+    c = 2 if step.autocast else w
+    n, hidden = step.row_length, size.hidden
+    head = size.vocabulary * hidden
+    of_layer = n * (
+        2 * (4 + w) * hidden
+        + (2 * c * hidden if c < w else 0)
+        + 3 * c * (size.queries + size.keys)
+        + 4 * c * size.intermediate
+    )
+    kept = size.n_layers * (w * n * hidden if step.checkpointing else of_layer)
+    in_flight = 2 * c * n * size.intermediate + (of_layer if step.checkpointing else 0)
+    logits = min(_CHUNK[step.device], 2 * n * size.vocabulary * 4) if step.teacher else 0
+    loss = n * hidden * (3 * w + c) + (4 * head if step.train == "all" else 0) + logits * 3 // 2
+    gradients = t * trained
+    return Memory(
+        weights=w * size.parameters + (t * trained if lora else 0),
+        gradients=gradients,
+        optimizer=2 * t * trained,
+        teacher=0 if lora or not step.teacher else w * size.parameters,
+        casts=c * (size.in_layers + head) if c < w else 0,
+        activations=(kept if step.accumulates else max(kept - gradients, 0)) + max(in_flight - loss, 0),
+        loss=loss,
+    )

@@ -1,0 +1,119 @@
+"""What a user asks of an extension, as values."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rope_patch.checked_numbers import require_integer, require_number
+
+Train = Literal["all", "qkv", "lora"]
+Precision = Literal["bf16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendOptions:
+    """One extension. What is None is chosen by what the model and the machine are.
+
+    Args:
+        model: hub id, or folder of a checkpoint.
+        to: target window, in positions.
+        data: files of documents: .jsonl or .jsonl.xz with `text`, or text files of one document each.
+        output: folder of everything that is made.
+        targets: programs that the result is exported for beside Transformers: names in `rope_patch.export.PROGRAMS`.
+        held_out: files of documents to measure on, which must not be in `data`.
+        rescale: rescaling, by name.
+        rescale_args: its options.
+        view: view of the RoPE indices in training, by name.
+        view_args: its options.
+        objective: "native-distill" or "clm".
+        objective_args: options of "native-distill".
+        rows: training rows of `row_length` tokens, of which some are made as shorter ones.
+        row_length: tokens of a training row, at most the trained window where a teacher reads it.
+        shares: kind of row -> weight, as in `trl_ext.rows.make_rows`.
+        short: share of the rows that are made as eight shorter ones each.
+        facts: facts hidden in a row of questions, at most three in a short one.
+        own_tokens: tokens that the model writes itself for rows of chats or own texts; they are used again if there is
+            more room.
+        rows_per_step: rows in an optimizer step.
+        train: "all" weights, the projections "qkv", or adapters, "lora".
+        lora_rank: of the adapters.
+        learning_rate: peak; it falls to a tenth by a cosine.
+        precision: of products in training, "bf16" under autocast or "float32".
+        gradient_checkpointing: whether activations are computed again in backward to save memory.
+        prompts: retrieval prompts of each length.
+        lengths: of the prompts, in tokens.
+        converter: llama.cpp's convert_hf_to_gguf.py.
+        seed: of everything that is drawn.
+        device: "cpu" or "cuda".
+    """
+
+    model: str
+    to: int
+    data: tuple[str, ...]
+    output: str
+    targets: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    rescale: str | None = None
+    rescale_args: dict[str, Any] | None = None
+    view: str | None = None
+    view_args: dict[str, Any] | None = None
+    objective: str | None = None
+    objective_args: dict[str, Any] | None = None
+    rows: int | None = None
+    row_length: int | None = None
+    shares: Mapping[str, float] | None = None
+    short: float | None = None
+    facts: int = 8
+    own_tokens: int | None = None
+    rows_per_step: int = 8
+    train: Train | None = None
+    lora_rank: int = 64
+    learning_rate: float | None = None
+    precision: Precision | None = None
+    gradient_checkpointing: bool | None = None
+    prompts: int | None = None
+    lengths: tuple[int, ...] = ()
+    converter: str | None = None
+    seed: int = 0
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("to", "facts", "rows_per_step", "lora_rank"):
+            require_integer(flag(name), getattr(self, name), least=1)
+        for name in ("rows", "row_length", "prompts", "own_tokens"):
+            if getattr(self, name) is not None:
+                require_integer(flag(name), getattr(self, name), least=1)
+        if self.learning_rate is not None:
+            require_number(flag("learning_rate"), self.learning_rate)
+        require_integer(flag("seed"), self.seed, least=0)
+        for name, allowed in (("train", Train), ("precision", Precision)):
+            if getattr(self, name) not in (None, *get_args(allowed)):
+                raise ValueError(
+                    f"{flag(name)} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}."
+                )
+        if self.objective not in (None, "native-distill", "clm"):
+            raise ValueError(f"--objective must be native-distill or clm, got {self.objective!r}.")
+        for name in ("rescale", "view", "objective"):
+            if getattr(self, f"{name}_args") is not None and getattr(self, name) is None:
+                raise ValueError(f"--{name}-args needs --{name}, whose options they are.")
+        if self.objective_args is not None and self.objective != "native-distill":
+            raise ValueError("--objective-args are options of native-distill; clm has none.")
+        if not self.data:
+            raise ValueError("--data must name at least one file of documents.")
+
+    def recorded(self) -> dict[str, Any]:
+        """As JSON reads them back, without the output folder itself, which may be moved, and what changes no result."""
+        left_out = ("output", "targets", "converter")
+        found = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    @property
+    def folder(self) -> Path:
+        """Of everything that is made."""
+        return Path(self.output)
+
+
+def flag(name: str) -> str:
+    """The flag of the command line that sets a field."""
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,166 @@
+"""What an extension will do and take, told before anything is done."""
+
+import textwrap
+from dataclasses import dataclass, fields
+
+from ..rows.mix import SHORTER, rows_by_kind
+from .choices import Choices
+from .duration import ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
+from .facts import ModelFacts
+from .machine import GIB, Machine
+from .memory import Memory, Step, peak_memory
+from .options import ExtendOptions
+from .training import n_steps
+
+_WRITTEN = {"cuda": 1024, "cpu": 8}  # texts that the model writes at once, see trl_ext.rows.sampling
+_TURN = 600  # tokens that a chat takes at most, for which its whole batch is written
+_USED = 200  # of these, tokens that a chat has in the mean
+_WIDTH = 110  # characters of a line
+_PATIENCE = 60  # minutes
+_SAID = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer's averages",
+    "teacher": "copy of the model as it came, the teacher",
+    "casts": "weights in 16 bits",
+    "activations": "activations",
+    "loss": "loss, with logits of some tokens at a time",
+}
+
+
+@dataclass(frozen=True)
+class Minutes:
+    """Of each stage."""
+
+    measure: float
+    write: float
+    train: float
+
+    @property
+    def total(self) -> float:
+        """Measuring is done twice, before and after."""
+        return 2 * self.measure + self.write + self.train
+
+
+@dataclass(frozen=True)
+class ExtensionPlan:
+    """What will be done. `print` it.
+
+    Args:
+        facts: what the model is.
+        choices: what was decided, each with its reason.
+        memory: at the peak of a training step.
+        minutes: by a short calibration of this machine; off by up to `duration.ROUGH` times, either way.
+        rows: training rows, short ones counted as rows of their own.
+        tokens: in them.
+        steps: of the optimizer.
+        measured_on: where the held-out text comes from.
+        machine: that it is planned for.
+        options: what was asked for.
+    """
+
+    facts: ModelFacts
+    choices: Choices
+    memory: Memory
+    minutes: Minutes
+    rows: int
+    tokens: int
+    steps: int
+    measured_on: str
+    machine: Machine
+    options: ExtendOptions
+
+    @classmethod
+    def of(
+        cls, facts: ModelFacts, options: ExtendOptions, choices: Choices, machine: Machine, measured_on: str
+    ) -> "ExtensionPlan":
+        """Count rows and tokens, and estimate memory and time."""
+        step = choices.step(machine.device)
+        counts = row_counts(choices)
+        rate = machine.calibrate(choices.precision.value)
+        return cls(
+            facts=facts,
+            choices=choices,
+            memory=peak_memory(facts.size, step),
+            minutes=_minutes(facts, options.to, choices, step, rate, counts),
+            rows=sum(counts.values()),
+            tokens=sum(length * count for length, count in counts.items()),
+            steps=n_steps(sum(counts.values()), options.rows_per_step),
+            measured_on=measured_on,
+            machine=machine,
+            options=options,
+        )
+
+    def __str__(self) -> str:
+        device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
+        lines = [
+            f"The model: {self.facts.name}",
+            *(f"  {line}" for line in self.facts.lines()),
+            "",
+            f"What will be done to reach {self.options.to:,} positions, and why",
+            *(_wrapped(str(choice)) for choice in self.choices.all),
+            _wrapped(f"measured on: {self.measured_on}. [--held-out]"),
+            "  [measured] is of SmolLM2-135M-Instruct from 8,192 to 65,536, three seeds; others may do otherwise.",
+            "",
+            f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
+            f"{self.options.rows_per_step} rows, one row at a time",
+            f"Memory, GiB at the peak of a step, on {device}:",
+            *(f"  {getattr(self.memory, p.name) / GIB:8.2f}  {_SAID[p.name]}" for p in fields(self.memory)),
+            f"  {self.memory.total / GIB:8.2f}  together",
+            f"Minutes, by a short calibration of this machine; each may be {ROUGH:g} times as much, or that much less:",
+            f"  {self.minutes.measure:8.1f}  measuring the model as it is",
+            f"  {self.minutes.write:8.1f}  texts that it writes itself",
+            f"  {self.minutes.train:8.1f}  training",
+            f"  {self.minutes.measure:8.1f}  measuring it again",
+            f"  {self.minutes.total:8.1f}  together ({_hours(self.minutes.total)})",
+        ]
+        if self.machine.device == "cpu" and self.minutes.total > _PATIENCE:
+            lines.append(
+                "  A CPU is slow. To see every stage sooner, with a worse model: --rows 3 --row-length 2048 --short 0 "
+                f"--own-tokens 1000 --prompts 2 --lengths {self.facts.window // 4} {self.facts.window + 1024}."
+            )
+        return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    """A point of a list, in lines that a terminal shows whole."""
+    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _hours(minutes: float) -> str:
+    return f"{minutes / 60:.0f} hours" if minutes >= 120 else f"{max(minutes, 1):.0f} minutes"
+
+
+def row_counts(choices: Choices) -> dict[int, int]:
+    """Tokens of a row -> rows."""
+    value = choices.rows.value
+    length, long, short = value["length"], 0, 0
+    for count in rows_by_kind(value["n"], value["shares"]).values():
+        cut = round(value["short"] * count)
+        long, short = long + count - cut, short + SHORTER * cut
+    return {size: count for size, count in ((length, long), (length // SHORTER, short)) if count}
+
+
+def own_tokens(choices: Choices) -> int:
+    """Tokens that the model writes itself: as many as its rows have room for, at most `own_tokens`."""
+    value = choices.rows.value
+    own = sum(
+        count for kind, count in rows_by_kind(value["n"], value["shares"]).items() if kind in ("chats", "own_texts")
+    )
+    return min(value["own_tokens"], own * value["length"])
+
+
+def _minutes(facts: ModelFacts, to: int, choices: Choices, step: Step, rate: Rate, counts: dict[int, int]) -> Minutes:
+    size, measuring = facts.size, choices.evaluation.value
+    calls = forward_calls(size)
+    train = sum(
+        count * rate.seconds(step_operations(size, step, length), step_calls(size, step))
+        for length, count in counts.items()
+    )
+    asked = len(measuring["measures"]) - 1
+    lengths = [*measuring["lengths"] * measuring["prompts"] * asked, *[to] * measuring["n_rows"]]
+    read = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
+    at_once = _WRITTEN[step.device]
+    batches = -(-own_tokens(choices) // (at_once * _USED))
+    a_token = rate.seconds(2.0 * size.parameters * at_once, calls)
+    return Minutes(measure=read / 60, write=batches * _TURN * a_token / 60, train=train / 60)

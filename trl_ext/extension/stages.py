@@ -1,0 +1,37 @@
+"""Stages of a run in a folder: each leaves its figures there and is not done again."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Stages:
+    """The stages that are done, a JSON file each.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def file(self, name: str) -> Path:
+        """Where the figures of a stage are."""
+        return self.folder / "stages" / f"{name}.json"
+
+    def is_done(self, name: str) -> bool:
+        """Whether an earlier run, or this one, has finished the stage."""
+        return self.file(name).is_file()
+
+    def run(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The figures of a stage: those of an earlier run, or those of `make()`, which are kept."""
+        file = self.file(name)
+        if not file.is_file():
+            figures = make()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            beside = file.with_suffix(".new")
+            beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+            os.replace(beside, file)
+        return json.loads(file.read_text(encoding="utf-8"))

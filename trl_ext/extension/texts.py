@@ -1,0 +1,73 @@
+"""The user's documents: those that are trained on, and those that are measured on."""
+
+from dataclasses import dataclass
+
+from rope_patch.eval import read_texts, text_rows
+from rope_patch.eval.text import standard_library_files
+
+from .facts import ModelFacts
+from .options import ExtendOptions
+
+_EVERY = 10  # of so many documents one is held out
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents.
+
+    Args:
+        train: to train on.
+        held_out: to measure on, the longest first.
+        said: where those come from, in words.
+    """
+
+    train: list[str]
+    held_out: list[str]
+    said: str
+
+
+def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: int) -> Texts:
+    """The documents of `options.data`, of which some are held out where they are long enough to be measured on.
+
+    Args:
+        facts: whose tokenizer reads them.
+        options: name the files.
+        row_length: tokens of a training row.
+        n_rows: rows of the target's length to measure on.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file has no `text`, or there is too little.
+    """
+    texts = list(read_texts(options.data))
+    try:
+        text_rows(facts.tokenizer, texts, seq_len=row_length, n_rows=1)
+    except ValueError as error:
+        raise ValueError(
+            f"--data has too little text for one training row of {row_length:,} tokens: {error}"
+        ) from error
+    if options.held_out:
+        held_out = _longest_first(list(read_texts(options.held_out)))
+        _require(facts, held_out, options.to, n_rows)
+        return Texts(texts, held_out, f"{', '.join(options.held_out)}, which you named")
+    others, held_out = [t for i, t in enumerate(texts) if i % _EVERY], _longest_first(texts[::_EVERY])
+    try:
+        text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
+        _require(facts, held_out, options.to, n_rows)
+        return Texts(others, held_out, f"every {_EVERY}th document of --data, which is not trained on")
+    except ValueError:  # too little is left of one of the two
+        own = _longest_first([file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files()])
+        _require(facts, own, options.to, n_rows)
+        why = "a tenth of --data is too short to be measured on"
+        return Texts(texts, own, f"the sources of Python's standard library, as {why}")
+
+
+def _longest_first(texts: list[str]) -> list[str]:
+    return sorted(texts, key=len, reverse=True)
+
+
+def _require(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -> None:
+    try:
+        text_rows(facts.tokenizer, texts, seq_len=length, n_rows=n_rows)
+    except ValueError as error:
+        raise ValueError(f"--held-out is too short for {n_rows} rows of --to tokens: {error}") from error

@@ -1,0 +1,170 @@
+"""The training of an extension."""
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..config import RopeSFTConfig
+from ..trainer import RopeSFTTrainer
+from .choices import Choices
+from .facts import ModelFacts
+from .options import ExtendOptions
+
+_SAVES = 4  # checkpoints in a run, of which the last is kept
+
+
+def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> dict[str, Any]:
+    """Fields of `RopeSFTConfig`, those of examples/recipes/smollm2_keep_64k.yaml but for what was chosen."""
+    weights, on_cpu = choices.weights.value, options.device == "cpu"
+    fields: dict[str, Any] = {
+        **choices.rescaling.value,
+        **choices.view.value,
+        **{name: value for name, value in choices.objective.value.items() if value is not None},
+        "max_length": choices.rows.value["length"],
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": options.rows_per_step,
+        "num_train_epochs": 1,
+        "learning_rate": choices.rate.value,
+        "adam_beta2": 0.95,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "warmup_steps": 0.05,
+        "bf16": choices.precision.value == "bf16",
+        "use_cpu": on_cpu,
+        "dataloader_pin_memory": not on_cpu,
+        "gradient_checkpointing": weights["gradient_checkpointing"],
+        "save_steps": max(n_steps // _SAVES, 1),
+        "save_total_limit": 1,
+        "logging_steps": 1,
+        "report_to": [],
+        "seed": options.seed,
+    }
+    if weights["gradient_checkpointing"]:
+        fields["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if weights["train"] == "qkv":
+        fields["trainable"] = "qkv"
+    return fields
+
+
+def adapters(choices: Choices, facts: ModelFacts) -> Any:
+    """PEFT's config of the adapters, None where the weights themselves are trained."""
+    weights = choices.weights.value
+    if weights["train"] != "lora":
+        return None
+    from peft import LoraConfig
+
+    rank = weights["lora_rank"]
+    return LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=list(facts.attention_projections), task_type="CAUSAL_LM"
+    )
+
+
+def training_dtype(choices: Choices) -> torch.dtype:
+    """Of the model that is loaded: weights that are trained are float32."""
+    bf16 = choices.precision.value == "bf16" and choices.weights.value["train"] == "lora"
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+def n_steps(n_rows: int, rows_per_step: int) -> int:
+    """Optimizer steps of one epoch."""
+    return -(-n_rows // rows_per_step)
+
+
+def train(
+    facts: ModelFacts,
+    options: ExtendOptions,
+    choices: Choices,
+    rows: list[dict[str, Any]],
+    folder: Path,
+    result: Path,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """Train, from the last checkpoint in `folder` if there is one, and save the result in `result`.
+
+    The result has the dtype of the checkpoint that came, or is the adapter.
+
+    Returns:
+        Figures: steps, tokens, seconds of this call, and the loss over the last tenth of the steps.
+    """
+    steps = n_steps(len(rows), options.rows_per_step)
+    config = RopeSFTConfig(output_dir=str(folder), **training_fields(choices, options, steps))
+    loaded: Any = AutoModelForCausalLM.from_pretrained(facts.name, dtype=training_dtype(choices))
+    trainer = RopeSFTTrainer(
+        loaded.to(options.device),
+        config,
+        train_dataset=Dataset.from_dict(
+            {name: [row[name] for row in rows] for name in ("input_ids", "completion_mask")}
+        ),
+        processing_class=facts.tokenizer,
+        peft_config=adapters(choices, facts),
+    )
+    del loaded
+    for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
+        trainer.remove_callback(printing)
+    trainer.add_callback(_Progress(tell))
+    checkpoint = last_checkpoint(folder)
+    begin = time.perf_counter()
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    seconds = time.perf_counter() - begin
+    if choices.weights.value["train"] == "lora":
+        trainer.save_model(str(result))
+    else:
+        trainer.model.to(facts.dtype).save_pretrained(result)
+        facts.tokenizer.save_pretrained(result)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    tail = losses[-max(1, len(losses) // 10) :]
+    figures = {
+        "steps": trainer.state.global_step,
+        "tokens": sum(len(row["input_ids"]) for row in rows),
+        "seconds": seconds,
+        "loss": sum(tail) / len(tail),
+    }
+    del trainer
+    free_memory()
+    return figures
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of a training that was stopped, None if there is none."""
+    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    return None if found is None else Path(found)
+
+
+def free_memory() -> None:
+    """Let go of models, which are cycles with their hooks."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class _Progress(ProgressCallback):
+    """A bar over optimizer steps with the last loss in it; the time left is told once, by the first steps."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self.tell = tell
+        self.began: tuple[int, float] | None = None
+        self.told = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        bar: Any = self.training_bar
+        if bar is not None and logs and "loss" in logs:
+            bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        if self.began is None:  # the first step compiles, and plans its attention
+            self.began = state.global_step, time.perf_counter()
+        elif not self.told and state.global_step >= self.began[0] + 2:
+            each = (time.perf_counter() - self.began[1]) / (state.global_step - self.began[0])
+            left = (state.max_steps - state.global_step) * each / 60
+            self.tell(f"By the first steps training takes {left:.1f} minutes more.")
+            self.told = True
