@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rope_patch.eval import MEASURES, EvalPlan, LossByPosition, Result, regressions, run_suite, write_report
-from rope_patch.eval.retrieval import DEPTHS, RetrievalGrid
+from rope_patch.eval.prompt_grid import DEPTHS
+from rope_patch.eval.retrieval_grid import RetrievalGrid
 
 from .choices import Choices
 from .facts import ModelFacts
