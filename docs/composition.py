@@ -14,9 +14,9 @@ HEAD = """# What composes with what
 
 Model family x attention implementation x batch kind, each cell one test of `tests/rope_patch/test_matrix.py`: a batch
 under a skip [view](glossary.md#view), its logits compared with a decoder written from the formulas in float64.
-Written by `make docs`, with
-torch {torch} and transformers {transformers} on {device}; nothing in it is typed by hand. On a CPU FlashAttention's
-functions are written out in torch; a dash is a cell that Transformers gets wrong by itself.
+Written by `make docs`, with torch {torch} and transformers {transformers} on {device}; nothing in it is typed by
+hand. On a CPU FlashAttention's functions are written out in torch; a dash is a cell that Transformers gets wrong by
+itself.
 
 """
 
