@@ -12,6 +12,7 @@ SEVERAL = {
     "rope_patch": "caches families first_use fsdp2 lifecycle matrix objective_matrix random_orders wrapped_after "
     "wrapping",
     "rope_patch/eval": "docs",
+    "trl_ext/cli": "mistakes",
     "trl_ext": "distributed teacher_checks third_party zero3",
 }
 

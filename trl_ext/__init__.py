@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
     from .cues import append_cue
-    from .recipe import require_known_keys
+    from .recipe import RecipeParser
     from .restoration import restore
     from .trainer import RopeSFTTrainer
 
-__all__ = ["RopeSFTConfig", "RopeSFTTrainer", "append_cue", "require_known_keys", "restore"]
+__all__ = ["RecipeParser", "RopeSFTConfig", "RopeSFTTrainer", "append_cue", "restore"]
 
 _HOMES = {
     "RopeSFTConfig": "config",
     "RopeSFTTrainer": "trainer",
     "append_cue": "cues",
-    "require_known_keys": "recipe",
+    "RecipeParser": "recipe",
     "restore": "restoration",
 }
 
