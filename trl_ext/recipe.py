@@ -24,7 +24,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] whose errors name the file, the key and what was meant.
 
-    The command line wins over the recipe behind `--config`, as in TRL.
+    The command line wins over the recipe behind `--config`, as in TRL. A recipe may also be named first, without the flag.
 
     Args:
         dataclass_types: whose fields are the keys of the recipe and the flags of the command line.
@@ -64,7 +64,7 @@ class RecipeParser(TrlParser):
             ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
             OSError: there is no such recipe.
         """
-        arguments = list(sys.argv[1:] if args is None else args)
+        arguments = with_config_flag(list(sys.argv[1:] if args is None else args))
         recipe = recipe_of(arguments)
         if recipe is not None:
             path, keys = recipe
@@ -97,6 +97,20 @@ class RecipeParser(TrlParser):
         return ValueError(f"{unknown('flag', flag, known)} --help-all explains them.")
 
 
+def with_config_flag(arguments: Sequence[str]) -> list[str]:
+    """`RECIPE.yaml ...` and `--config=RECIPE.yaml ...` as `--config RECIPE.yaml ...`.
+
+    Raises:
+        ValueError: a recipe is named in both ways.
+    """
+    given = [part for argument in arguments for part in _parts(argument)]
+    if not given or given[0].startswith("-"):
+        return given
+    if "--config" in given:
+        raise ValueError(f"the recipe is named twice, as {given[0]} and by --config: leave one out.")
+    return ["--config", *given]
+
+
 def recipe_of(arguments: Sequence[str]) -> tuple[str, dict[Any, Any]] | None:
     """The path behind `--config` and the keys and values of that recipe; None without one.
 
@@ -121,6 +135,10 @@ def recipe_of(arguments: Sequence[str]) -> tuple[str, dict[Any, Any]] | None:
     if not isinstance(recipe, dict):
         raise ValueError(f"the recipe {path} must be a YAML mapping, lines of `name: value`, got {_shown(recipe)}.")
     return str(path), recipe
+
+
+def _parts(argument: str) -> list[str]:
+    return argument.split("=", 1) if argument.startswith("--config=") else [argument]
 
 
 def _check_datasets(path: str, entries: object) -> None:

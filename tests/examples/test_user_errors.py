@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("sft.py", ["--config", "nowhere.yaml"], "nowhere.yaml"),
         ("restore.py", ["--config", "nowhere.yaml"], "nowhere.yaml"),
         ("sft.py", ["--config", "typo.yaml"], "Did you mean 'view'?"),
+        ("sft.py", ["typo.yaml"], "Did you mean 'view'?"),
     ],
 )
 def test_a_user_mistake_is_one_line(script, arguments, message, tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ from trl import DatasetMixtureConfig, ModelConfig
 
 from trl_ext import RecipeParser, RopeSFTConfig
 from trl_ext.fine_tune_recipe import FIELDS
+from trl_ext.recipe import with_config_flag
 from trl_ext.restore_recipe import FIELDS as RESTORE_FIELDS
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -106,6 +107,25 @@ def test_there_has_to_be_a_recipe_behind_config(tmp_path):
         RecipeParser(FIELDS).parse_args_and_config(["--config"])
     with pytest.raises(OSError, match="the recipe .*nowhere.yaml cannot be read: No such file or directory."):
         RecipeParser(FIELDS).parse_args_and_config(["--config", str(tmp_path / "nowhere.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        (["r.yaml", "--view", "skip"], ["--config", "r.yaml", "--view", "skip"]),
+        (["--config", "r.yaml"], ["--config", "r.yaml"]),
+        (["--view", "skip", "--config=r.yaml"], ["--view", "skip", "--config", "r.yaml"]),
+        (["--view", "skip"], ["--view", "skip"]),
+        ([], []),
+    ],
+)
+def test_a_recipe_is_named_alone_or_by_config(typed, given):
+    assert with_config_flag(typed) == given
+
+
+def test_a_recipe_is_named_once():
+    with pytest.raises(ValueError, match="the recipe is named twice, as a.yaml and by --config: leave one out."):
+        with_config_flag(["a.yaml", "--config", "b.yaml"])
 
 
 def test_flags_win_over_the_recipe_and_values_are_read_as_on_the_command_line(parse, monkeypatch):

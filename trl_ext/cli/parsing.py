@@ -24,10 +24,12 @@ class CommandParser(argparse.ArgumentParser):
         self.forwards = forwards
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `ArgumentParser`, but that a parser that forwards knows all."""
+        """As `ArgumentParser`; a flag that is not known is told before one that lacks."""
+        arguments = list(sys.argv[1:] if args is None else args)
         if not self.forwards:
-            return super().parse_known_args(args, namespace)
-        arguments = list(args)
+            if not self._commands():  # else the flags are those of the command
+                self._require_known(arguments)
+            return super().parse_known_args(arguments, namespace)
         if {"-h", "--help"} & set(arguments):
             self.print_help()
             self.exit()
@@ -38,16 +40,10 @@ class CommandParser(argparse.ArgumentParser):
         return namespace, []
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `ArgumentParser`; the error for a flag that is not known names the nearest one."""
+        """As `ArgumentParser`, with an error of the command that was given too much."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
-            command = self._command(parsed.command)
-            flags = [flag for flag in command._option_string_actions if flag.startswith("--")]
-            command.error(
-                f"there is no flag {rest[0]}.{hint(rest[0], flags)}"
-                if rest[0].startswith("-")
-                else f"{rest[0]!r} belongs to no flag."
-            )
+            self._commands()[parsed.command].error(f"{rest[0]!r} belongs to no flag.")
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -65,8 +61,13 @@ class CommandParser(argparse.ArgumentParser):
         found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         return found[0] if found else {}
 
-    def _command(self, name: str) -> "CommandParser":
-        return self._commands()[name]
+    def _require_known(self, arguments: list[str]) -> None:
+        """Exit with the nearest name if one of the arguments is a flag that is not known."""
+        for argument in arguments:
+            flag, _, _ = argument.partition("=")
+            if flag.startswith("--") and flag != "--" and flag not in self._option_string_actions:
+                known = [name for name in self._option_string_actions if name.startswith("--")]
+                self.error(f"there is no flag {flag}.{hint(flag, known)}")
 
 
 def hint(name: str, known: Collection[str]) -> str:

@@ -46,6 +46,8 @@ def add_commands(commands: Any) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Fine-tune, or restore, whichever the fields of the recipe and the flags are of."""
+    from ..recipe import with_config_flag
+
     arguments = with_config_flag(args.arguments)
     if not arguments:
         raise ValueError("name a recipe: rope-patch train RECIPE.yaml. `rope-patch train --help` says what is in one.")
@@ -60,20 +62,6 @@ def run_train(args: argparse.Namespace) -> int:
     return 0
 
 
-def with_config_flag(arguments: Sequence[str]) -> list[str]:
-    """`RECIPE.yaml ...` and `--config=RECIPE.yaml ...` as `--config RECIPE.yaml ...`.
-
-    Raises:
-        ValueError: a recipe is named in both ways.
-    """
-    given = [part for argument in arguments for part in _parts(argument)]
-    if not given or given[0].startswith("-"):
-        return given
-    if "--config" in given:
-        raise ValueError(f"the recipe is named twice, as {given[0]} and by --config: leave one out.")
-    return ["--config", *given]
-
-
 def is_restoration(arguments: Sequence[str]) -> bool:
     """Whether the recipe behind `--config` or a flag has a field of a restoration."""
     from ..recipe import recipe_of
@@ -82,7 +70,3 @@ def is_restoration(arguments: Sequence[str]) -> bool:
     keys = set() if recipe is None else recipe[1].keys()
     flags = {a.partition("=")[0][2:].replace("-", "_") for a in arguments if a.startswith("--")}
     return not set(RESTORES).isdisjoint(keys | flags)
-
-
-def _parts(argument: str) -> list[str]:
-    return argument.split("=", 1) if argument.startswith("--config=") else [argument]

@@ -12,7 +12,7 @@ from support.training import tokenizer
 from transformers import AutoModelForCausalLM
 
 from trl_ext import cli, fine_tune_recipe, restore_recipe
-from trl_ext.cli.train import MAIN_FIELDS, RESTORES, is_restoration, with_config_flag
+from trl_ext.cli.train import MAIN_FIELDS, RESTORES, is_restoration
 
 
 @pytest.fixture
@@ -54,25 +54,6 @@ def test_accelerate_launches_the_command(folder):
     done = subprocess.run([sys.executable, "-m", *launch, "train", "tune.yaml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (folder / "tuned" / "config.json").is_file()
-
-
-@pytest.mark.parametrize(
-    ("typed", "given"),
-    [
-        (["r.yaml", "--view", "skip"], ["--config", "r.yaml", "--view", "skip"]),
-        (["--config", "r.yaml"], ["--config", "r.yaml"]),
-        (["--view", "skip", "--config=r.yaml"], ["--view", "skip", "--config", "r.yaml"]),
-        (["--view", "skip"], ["--view", "skip"]),
-        ([], []),
-    ],
-)
-def test_a_recipe_is_named_alone_or_by_config(typed, given):
-    assert with_config_flag(typed) == given
-
-
-def test_a_recipe_is_named_once():
-    with pytest.raises(ValueError, match="the recipe is named twice, as a.yaml and by --config: leave one out."):
-        with_config_flag(["a.yaml", "--config", "b.yaml"])
 
 
 def test_a_restoration_is_known_by_its_keys_and_flags(folder):
