@@ -91,8 +91,8 @@ def options_of(cls: type, only: Iterable[str] | None = None) -> list[Option]:
 
 def classes_named(meaning: str) -> list[type]:
     """The dataclasses of this package that the meaning of an option names as `rope_patch.<module>.<Class>`."""
-    found: list[type] = [getattr(import_module(module), name) for module, name in _CLASS.findall(meaning)]
-    return [*filter(is_dataclass, found)]
+    classes: list[type] = [getattr(import_module(module), name) for module, name in _CLASS.findall(meaning)]
+    return [*filter(is_dataclass, classes)]
 
 
 def _sections(cls: type) -> dict[str, str]:
@@ -103,7 +103,7 @@ def _sections(cls: type) -> dict[str, str]:
 
 def _arguments(doc: str) -> dict[str, str]:
     """The meanings in all sections `Args:` of a docstring."""
-    found: dict[str, list[str]] = {}
+    meanings: dict[str, list[str]] = {}
     name, within = "", False
     for line in doc.splitlines():
         if line and not line.startswith(" "):
@@ -111,16 +111,16 @@ def _arguments(doc: str) -> dict[str, str]:
         begins = re.match(r" {4}(\w+): (.*)", line)
         if within and begins:
             name = begins[1]
-            found[name] = [begins[2]]
+            meanings[name] = [begins[2]]
         elif name:
-            found[name].append(line)
-    return {name: _on_one_line("\n".join(lines)) for name, lines in found.items()}
+            meanings[name].append(line)
+    return {name: _on_one_line("\n".join(lines)) for name, lines in meanings.items()}
 
 
-def _default(own: "Field[Any]") -> str | None:
-    if own.default is not MISSING:
-        return repr(own.default)
-    return None if own.default_factory is MISSING else repr(own.default_factory())
+def _default(field: "Field[Any]") -> str | None:
+    if field.default is not MISSING:
+        return repr(field.default)
+    return None if field.default_factory is MISSING else repr(field.default_factory())
 
 
 def _on_one_line(text: str) -> str:

@@ -101,9 +101,9 @@ def require_model(model: ModelConfig) -> None:
     if model.use_peft:
         return
     of_adapters = [f for f in fields(ModelConfig) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
-    given = [f.name for f in of_adapters if getattr(model, f.name) != f.default]
-    if given:
-        raise ValueError(f"{' and '.join(given)} would have no effect: add use_peft: true, which trains adapters.")
+    changed = [f.name for f in of_adapters if getattr(model, f.name) != f.default]
+    if changed:
+        raise ValueError(f"{' and '.join(changed)} would have no effect: add use_peft: true, which trains adapters.")
 
 
 def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:

@@ -24,7 +24,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] whose errors name the file, the key and what was meant.
 
-    The command line wins over the recipe behind `--config`, as in TRL. A recipe may also be named first, without the flag.
+    The command line wins over the recipe behind `--config`, as in TRL. A recipe may also be named first, with no flag.
 
     Args:
         dataclass_types: whose fields are the keys of the recipe and the flags of the command line.
@@ -40,10 +40,10 @@ class RecipeParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError, where argparse would print the flags of all fields, which are several pages."""
-        found = re.match(r"argument --(\w+)\S*: (?:invalid (\w+) value: (.*)|(.*))", message, re.DOTALL)
-        if found is None:
+        match = re.match(r"argument --(\w+)\S*: (?:invalid (\w+) value: (.*)|(.*))", message, re.DOTALL)
+        if match is None:
             raise ValueError(message)
-        name, kind, value, rest = found.groups()
+        name, kind, value, rest = match.groups()
         chosen = re.match(r"invalid choice: '(.*)' \(choose from (.*)\)", rest or "")
         if chosen is not None:
             known = re.findall(r"'([^']*)'", chosen[2])
@@ -103,12 +103,12 @@ def with_config_flag(arguments: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a recipe is named in both ways.
     """
-    given = [part for argument in arguments for part in _parts(argument)]
-    if not given or given[0].startswith("-"):
-        return given
-    if "--config" in given:
-        raise ValueError(f"the recipe is named twice, as {given[0]} and by --config: leave one out.")
-    return ["--config", *given]
+    parts = [part for argument in arguments for part in _parts(argument)]
+    if not parts or parts[0].startswith("-"):
+        return parts
+    if "--config" in parts:
+        raise ValueError(f"the recipe is named twice, as {parts[0]} and by --config: leave one out.")
+    return ["--config", *parts]
 
 
 def recipe_of(arguments: Sequence[str]) -> tuple[str, dict[Any, Any]] | None:

@@ -36,12 +36,12 @@ class RestoreArguments:
 
     def __post_init__(self) -> None:
         for name in ("rescale_args", "distil", "extend"):
-            given = getattr(self, name) or {}
+            value = getattr(self, name) or {}
             try:
-                setattr(self, name, json.loads(given) if isinstance(given, str) else given)
+                setattr(self, name, json.loads(value) if isinstance(value, str) else value)
             except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {given!r}."
+                    f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {value!r}."
                 ) from error
 
 
@@ -61,22 +61,22 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
     """
     parser = RecipeParser(FIELDS, kind="a recipe of a restoration", prog="rope-patch train")
     parser.set_defaults(dtype=None)  # TRL's is float32, also of a base under adapters
-    given, model = parser.parse_args_and_config(arguments)
+    restoration, model = parser.parse_args_and_config(arguments)
     require_model(model)
-    require_writable(given.output_dir)
+    require_writable(restoration.output_dir)
     result = restore(
         model.model_name_or_path,
-        _documents(given.text),
-        given.output_dir,
-        rescale=given.rescale,
-        rescale_args=given.rescale_args,
+        _documents(restoration.text),
+        restoration.output_dir,
+        rescale=restoration.rescale,
+        rescale_args=restoration.rescale_args,
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
         dtype=model.dtype,
         model_init_kwargs={"attn_implementation": model.attn_implementation, "revision": model.model_revision},
-        distil=given.distil,
-        extend=given.extend,
-        skip_extension=given.skip_extension,
+        distil=restoration.distil,
+        extend=restoration.extend,
+        skip_extension=restoration.skip_extension,
     )
     print(f"{result.folder}: {result.tokens} tokens, {result.distil}, {result.extend}")
 

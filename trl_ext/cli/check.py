@@ -49,15 +49,15 @@ def run_check_command(args: argparse.Namespace) -> int:
 
     begin = time.perf_counter()
     model = _loaded(args, choose_device(args.device, torch.cuda.is_available()))
-    one = Subject(model, args.tokens)
+    subject = Subject(model, args.tokens)
     print(describe(model))
-    if not one.plain.isfinite().all():
+    if not subject.plain.isfinite().all():
         raise ValueError(f"the logits of {args.model} are not finite before anything is patched: try another --dtype.")
-    print(f"\n{one.dtype}, {attention_name(model)}, 2 rows of {one.n_tokens} tokens on {one.ids.device}\n")
+    print(f"\n{subject.dtype}, {attention_name(model)}, 2 rows of {subject.n_tokens} tokens on {subject.ids.device}\n")
     outcomes = []
     for name, check in CHECKS.items():
         start = time.perf_counter()
-        outcome, detail = run_check(one, check)
+        outcome, detail = run_check(subject, check)
         outcomes.append(outcome)
         print(f"{name:20}  {outcome:7}  {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
     wrong, refused = outcomes.count("WRONG"), outcomes.count("refused")

@@ -17,28 +17,28 @@ HEADS = {
 
 def add_commands(commands: Any) -> None:
     """Add `methods` to the subparsers."""
-    methods = commands.add_parser(
+    command = commands.add_parser(
         "methods",
         help="every view, rescaling and objective: when to take it, its options and its paper",
         description="List every view, rescaling and objective with when to take it and its paper. With a NAME, explain "
         "it with its formula and options. Those of installed packages with entry points of rope_patch are among them.",
     )
-    methods.set_defaults(run=run_methods, output_dir=None)
-    methods.add_argument("name", nargs="?", metavar="NAME", help="explain this one with its options")
+    command.set_defaults(run=run_methods, output_dir=None)
+    command.add_argument("name", nargs="?", metavar="NAME", help="explain this one with its options")
 
 
 def run_methods(args: argparse.Namespace) -> int:
     """Print the list, or one method."""
-    found = registered()
+    methods = registered()
     if args.name is None:
-        print(_listed(found))
+        print(_listed(methods))
         return 0
-    chosen = [method for method in found if args.name == method.name]
+    chosen = [method for method in methods if args.name == method.name]
     if not chosen:
         from rope_patch.registry import unknown
 
-        synonyms = {other: method.name for method in found for other in method.synonyms}
-        raise unknown("method", args.name, [method.name for method in found], synonyms=synonyms)
+        synonyms = {other: method.name for method in methods for other in method.synonyms}
+        raise unknown("method", args.name, [method.name for method in methods], synonyms=synonyms)
     print("\n\n".join(_explained(method) for method in chosen))
     return 0
 
@@ -49,7 +49,7 @@ def registered() -> "list[Method]":
     from rope_patch.rescalings import RESCALINGS
     from rope_patch.views import VIEWS
 
-    found = [
+    methods = [
         method(kind, name, cls)
         for kind, known in (("rescaling", RESCALINGS), ("view", VIEWS))
         for name, cls in sorted(known.items())
@@ -57,10 +57,10 @@ def registered() -> "list[Method]":
     try:
         import trl  # noqa: F401  # alone, so that nothing else that is missing is hidden
     except ImportError:
-        return found
+        return methods
     from ..objectives import OBJECTIVES
 
-    return [*found, *(method("objective", n, cls, _options_of(cls)) for n, cls in sorted(OBJECTIVES.items()))]
+    return [*methods, *(method("objective", n, cls, _options_of(cls)) for n, cls in sorted(OBJECTIVES.items()))]
 
 
 def _options_of(objective: Any) -> "list[Option]":
@@ -69,16 +69,16 @@ def _options_of(objective: Any) -> "list[Option]":
 
     from ..config import RopeSFTConfig
 
-    found: list[Option] = []
+    options: list[Option] = []
     for option in options_of(RopeSFTConfig, objective.options_class.config_fields):
-        found.append(option)
+        options.append(option)
         for cls in classes_named(option.meaning):
-            found += [
+            options += [
                 Option(f"{option.name}.{own.name}", own.default, own.meaning)
                 for own in options_of(cls)
                 if own.name != "weight" or "but its weight" not in option.meaning
             ]
-    return found
+    return options
 
 
 def _listed(methods: "list[Method]") -> str:

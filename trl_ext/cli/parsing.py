@@ -58,8 +58,8 @@ class CommandParser(argparse.ArgumentParser):
         sys.exit(USER_ERROR)
 
     def _commands(self) -> dict[str, "CommandParser"]:
-        found = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return found[0] if found else {}
+        choices = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return choices[0] if choices else {}
 
     def _require_known(self, arguments: list[str]) -> None:
         """Exit with the nearest name if one of the arguments is a flag that is not known."""
