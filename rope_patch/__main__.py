@@ -14,7 +14,7 @@ def main(arguments: list[str]) -> int:
     unknown = [a for a in arguments if a not in ("-h", "--help")]
     print(
         f"rope-patch {__version__}\n"
-        "The command line (demo, eval, probe, rows, export) is `rope-patch`, or `python -m trl_ext`: "
+        "The command line is `rope-patch`, or `python -m trl_ext`: "
         "`rope-patch --help` lists it.\n"
         "In Python: rope_patch.patch_model(model, METHOD, ...), rope_patch.describe(model). "
         f"Methods: {', '.join(list_methods())}.",

@@ -29,7 +29,8 @@ class Registry(dict[str, Any]):
         return add
 
     def __missing__(self, name: str) -> NoReturn:
-        raise unknown(self.kind, name, self)
+        synonyms = {other: known for known, cls in self.items() for other in getattr(cls, "synonyms", ())}
+        raise unknown(self.kind, name, self, synonyms=synonyms)
 
 
 # here and not beside their classes: a view that is made of others asks both for a name, and imports no rescaling

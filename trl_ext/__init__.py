@@ -6,18 +6,18 @@ if TYPE_CHECKING:
     from .config import RopeSFTConfig
     from .cues import append_cue
     from .extension.extending import extend
-    from .recipe import require_known_keys
+    from .recipe import RecipeParser
     from .restoration import restore
     from .trainer import RopeSFTTrainer
 
-__all__ = ["RopeSFTConfig", "RopeSFTTrainer", "append_cue", "extend", "require_known_keys", "restore"]
+__all__ = ["RecipeParser", "RopeSFTConfig", "RopeSFTTrainer", "append_cue", "extend", "restore"]
 
 _HOMES = {
     "RopeSFTConfig": "config",
     "RopeSFTTrainer": "trainer",
     "append_cue": "cues",
+    "RecipeParser": "recipe",
     "extend": "extension.extending",
-    "require_known_keys": "recipe",
     "restore": "restoration",
 }
 

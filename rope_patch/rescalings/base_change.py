@@ -28,6 +28,8 @@ class NTK(Rescaling):
     Args:
         factor: target window / trained window, at least 1.
 
+    When: Take it, with twice the factor that the target asks for, where answers within the window must not be lost.
+
     Source: NTK-aware scaled RoPE; YaRN, arXiv:2309.00071, eq. 16. Saved as a plain base, which every program reads.
     """
 
@@ -60,6 +62,8 @@ class ABF(Rescaling):
         theta: new base, above 1.
         max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
             since a base alone does not say how far it reaches.
+
+    When: Take it for longer trainings, and where a schedule such as Llama 3.1's has to stay.
 
     Source: adjusted base frequency, arXiv:2309.16039, section 2.1.
     """

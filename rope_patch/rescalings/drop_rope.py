@@ -22,6 +22,8 @@ class DropRope(Rescaling):
         max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
             since no rotation is left to end it.
 
+    When: Take it to reproduce DroPE, with training at the native window behind it.
+
     Source: DroPE, Sakana AI, 2025 (drop positional embeddings after pretraining, then recalibrate).
     """
 

@@ -24,6 +24,8 @@ class PI(Rescaling):
         factor: target window / trained window, at least 1.
         rope_theta: another base B for theta_j; None keeps the model's.
 
+    When: Take it to reproduce papers that start from it (LinearARD, EndPrompt, LongLoRA); it breaks more than YaRN.
+
     Source: Position Interpolation, arXiv:2306.15595, eq. 3; rope_type "linear".
     """
 
@@ -56,6 +58,8 @@ class DynamicNTK(Rescaling):
     Args:
         factor: at least 1.
         rope_theta: another base B; None keeps the model's.
+
+    When: Take it for inference without training, where nothing may change within the trained window.
 
     Source: NTK-aware scaled RoPE, dynamic form; YaRN, arXiv:2309.00071, section 3.3; rope_type "dynamic".
     """

@@ -32,6 +32,8 @@ class Llama3(Rescaling):
         original_max_position_embeddings: L0, in positions; None means the trained window.
         rope_theta: another base B; None keeps the model's.
 
+    When: Take it to stretch a model as Llama 3.1 was stretched.
+
     Source: The Llama 3 herd of models, arXiv:2407.21783, and Meta's release of Llama 3.1; rope_type "llama3".
     """
 

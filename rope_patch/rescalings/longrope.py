@@ -33,6 +33,8 @@ class LongRope(Rescaling):
         attention_factor: what cos and sin are multiplied by; None means the formula above.
         rope_theta: another base B; None keeps the model's.
 
+    When: Take it with divisors that a search has found, such as those of Phi-3.
+
     Source: LongRoPE, arXiv:2402.13753; the attention factor is that of Phi-3; rope_type "longrope".
     """
 

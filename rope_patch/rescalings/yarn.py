@@ -36,6 +36,8 @@ class Yarn(Rescaling):
         mscale_all_dim: DeepSeek's denominator of the attention factor, and its scale of the softmax.
         truncate: whether lo and hi are rounded; None means yes.
 
+    When: Take it for a longer window without training, or with little.
+
     Source: YaRN, arXiv:2309.00071, eqs. 23-25; rope_type "yarn".
     """
 

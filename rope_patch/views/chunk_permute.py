@@ -20,6 +20,8 @@ class ChunkPermute(View):
     Args:
         blocks: how many, 2 to 64. The paper speaks of large blocks and names no size; 8 is ours.
 
+    When: Take it as an ablation of the skip in self-distillation.
+
     Source: RPSD, arXiv:2604.14339, its chunked permutation of indices.
     """
 

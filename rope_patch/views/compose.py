@@ -22,6 +22,10 @@ class Compose(Several):
     Args:
         views: the views in the order in which they act, at least one; in a recipe `{view: skip, max_skip: 4096}` stands
             for `Skip(max_skip=4096)` and `skip` for `Skip()`.
+
+    When: Take it to combine views, such as a skip whose positions are then scaled.
+
+    Source: ours.
     """
 
     views: Sequence[View]

@@ -33,6 +33,8 @@ class Cream(Targeted):
         law: of e, "uniform" (LongReD-U) or "gaussian" (LongReD-C).
         sigma: of "gaussian", in units of n / 2, 5 by default; LongReD's code has 5 and CREAM's 3, both for a fixed f.
 
+    When: Take it to reproduce CREAM, or LongReD with objective 'hidden-distill'.
+
     Source: CREAM, arXiv:2406.07138, and LongReD, arXiv:2502.07365, as their codes have it: what lies beyond [2, 2 f] is
         set to its ends, where a truncated law would be drawn again. Ours: both codes draw h once a batch and take every
         document to have n tokens, the native window, and L to be f n; here h is drawn for each document, n is its own

@@ -20,6 +20,8 @@ class Cyclic(View):
     Args:
         shift: u, in positions, 0 < u < L; None draws u ~ U{0..L-1} for each document, of which 0 changes nothing.
 
+    When: Take it as an ablation of the skip in self-distillation.
+
     Source: RPSD, arXiv:2604.14339, the cyclic view q(u).
     """
 

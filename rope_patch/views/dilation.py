@@ -21,6 +21,8 @@ class Dilation(View):
         low: smallest factor, above 0.
         high: largest factor, at least low; low = high fixes c, at another number than 1.
 
+    When: Take it as an ablation of the skip in self-distillation.
+
     Source: RPSD, arXiv:2604.14339, the random dilation of its view ablation.
     """
 

@@ -38,7 +38,10 @@ class EndPrompt(Targeted):
             than b stays as it is.
         placement: where the cue goes, "end" or "random".
 
-    Source: EndPrompt, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of whatever arrives.
+    When: Take it to reproduce EndPrompt; here its cue gave no more than the control without one.
+
+    Source: EndPrompt, arXiv:2605.14589, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of
+        whatever arrives.
     """
 
     target: int

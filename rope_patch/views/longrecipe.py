@@ -32,6 +32,8 @@ class LongRecipe(Targeted):
         target: L, in positions.
         sentence_ends: token ids; `RopeSFTTrainer` takes those of its tokenizer if they are left out.
 
+    When: Take it to let positions jump at ends of sentences alone; PoSE had the lower loss here.
+
     Source: LongRecipe, arXiv:2409.00509, and its code, which draws the places of m sentences among L - n + m
         without repetition, puts the first one at 0 all the same, and keeps them for all epochs; how rarely two gaps are
         equal is all that differs. Its selection of tokens is

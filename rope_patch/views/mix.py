@@ -30,6 +30,8 @@ class Mix(Several):
             recipe a name, or `{view: pose, target: 65536}` for `PoSE(target=65536)`.
         shares: probability of each, above 0, 1 in all; None gives all the same.
 
+    When: Take it to keep a share of the documents at true positions, so that less is lost within the window.
+
     Source: ours. LongReD (arXiv:2502.07365) and LongRoPE2 (arXiv:2502.20082) have rows of both kinds in one training,
         as rows of two data sets.
     """

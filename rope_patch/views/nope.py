@@ -13,6 +13,8 @@ from .base import VIEWS, Parameters, View
 class NoPE(View):
     """r(t) = 0: every pair of tokens is at distance 0, only the causal mask tells their order.
 
+    When: Take it as an ablation of the skip in self-distillation.
+
     Source: RPSD, arXiv:2604.14339, the NoPE view of its ablation.
     """
 

@@ -26,6 +26,8 @@ class PerLayer(View):
         layers: "bottom" or "top" half, the indices of layers, or "independent": all, with draws of their own. Layers
             given by their indices are moved even where they are local, of the others only those that are not.
 
+    When: Take it to find out which layers need a view.
+
     Source: Position Augmentation (PosAug), FoGen 2026, its ablation by layers.
     """
 

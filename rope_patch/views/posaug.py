@@ -48,6 +48,8 @@ class PosAug(View):
         start: [low, high] of "linear" at the start, [0.5, 2] by default.
         until: of "step", the share of training before its range, 0.5 by default.
 
+    When: Take it while a model is trained from scratch, so that its loss does not rise beyond its window.
+
     Source: Position Augmentation (PosAug), FoGen 2026; the default range is that of its main results, laws and
         curricula are those of its ablations, granularity is ours.
     """

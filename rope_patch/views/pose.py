@@ -28,6 +28,9 @@ class PoSE(Targeted):
         window: tokens of a document that are kept; None keeps all of them.
         chunks: N, at least 2.
 
+    When: Take it for the lowest loss at targets far longer than the rows that fit in memory; answers within the window
+        are lost.
+
     Source: PoSE, arXiv:2309.10400; its code, where v and u are drawn once for all epochs.
     """
 

@@ -26,6 +26,8 @@ class RandomBase(View):
         high: largest c, at least low; low = high fixes the base, at another c than 1.
         law: "uniform" on [low, high], or "log-uniform". The paper does not say which it takes.
 
+    When: Take it as an ablation of PosAug.
+
     Source: Position Augmentation (PosAug), FoGen 2026, its random-base ablation.
     """
 

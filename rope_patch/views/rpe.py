@@ -25,6 +25,8 @@ class RPE(View):
         granularity: what shares an order of the integers: a "step", in which documents of equal length have equal
             indices, or a "sample", that is, a document.
 
+    When: Take it as the baseline that PosAug is compared with.
+
     Source: randomized positional encodings, arXiv:2305.16843, as PosAug compares itself with; its L_max are 16384 and
         32768.
     """

@@ -34,6 +34,8 @@ class Skip(View):
         start: of a curriculum, Y at the start, at least 0; 0, the default, skips nothing.
         until: of "step", the share of training before its range, 0.5 by default.
 
+    When: Take it first: short rows then show distances far beyond their own length.
+
     Source: RPSD, arXiv:2604.14339, the skip view q(s, y); law and curricula are ours, after PosAug's.
     """
 

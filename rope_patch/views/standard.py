@@ -11,7 +11,12 @@ from .base import TRUE_POSITIONS, VIEWS, Parameters, View
 @VIEWS.register(TRUE_POSITIONS)
 @dataclass(frozen=True)
 class Standard(View):
-    """r(t) = t: the positions that the model was trained with."""
+    """r(t) = t: the positions that the model was trained with.
+
+    When: Take it to train at true positions; it is the default.
+
+    Source: RoPE, arXiv:2104.09864.
+    """
 
     perturbs = False
     synonyms = ("rope", "default", "none", "plain")

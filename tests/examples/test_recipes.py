@@ -1,4 +1,4 @@
-"""Every recipe parses, and the script runs with the settings of each on a tiny model."""
+"""Every recipe parses, and `rope-patch train` runs with the settings of each on a tiny model."""
 
 import json
 import os
@@ -12,12 +12,14 @@ import yaml
 from support.tiny import tiny
 from support.training import tokenizer
 from transformers import AutoModelForCausalLM
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from rope_patch import load_adapter
 from rope_patch.views import VIEWS
-from trl_ext import RopeSFTConfig, require_known_keys
+from trl_ext import RecipeParser
+from trl_ext.cli.train import is_restoration
+from trl_ext.fine_tune_recipe import FIELDS
 from trl_ext.restoration import DISTIL, EXTEND
+from trl_ext.restore_recipe import FIELDS as RESTORE_FIELDS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))
@@ -63,7 +65,7 @@ def test_a_recipe_rescales_as_far_as_it_reads_and_names_the_window_of_its_model(
 @pytest.mark.parametrize("recipe", [*RECIPES, *RESTORE_RECIPES], ids=lambda r: r.stem)
 def test_weights_that_a_recipe_trains_are_float32(recipe):
     settings = yaml.safe_load(recipe.read_text())
-    default = None if recipe.parent.name == "restore" else "float32"  # of examples/restore.py, of TRL
+    default = None if recipe.parent.name == "restore" else "float32"  # of a restoration, of TRL
     if not settings.get("use_peft") or settings.get("lora_modules_to_save"):
         assert settings.get("dtype", default) in (None, "float32")
 
@@ -77,17 +79,27 @@ def test_there_is_a_recipe_with_the_authors_adapters_and_one_with_the_papers_wei
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
 def test_a_recipe_holds_only_known_keys_and_says_how_to_run_it(recipe):
-    parser = TrlParser((ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig))
-    require_known_keys(parser, ["--config", str(recipe)])
-    _, training, model, _ = parser.parse_args_and_config(["--config", str(recipe), "--use_cpu", "--bf16", "false"])
+    arguments = ["--config", str(recipe)]
+    assert not is_restoration(arguments)
+    _, training, model, _ = RecipeParser(FIELDS).parse_args_and_config([*arguments, "--use_cpu", "--bf16", "false"])
     settings = yaml.safe_load(recipe.read_text())
     assert training.view == settings["view"] and model.model_name_or_path == settings["model_name_or_path"]
-    assert recipe.read_text().startswith("# ") and f"--config examples/recipes/{recipe.name}" in recipe.read_text()
+    assert recipe.read_text().startswith("# ") and f" train examples/recipes/{recipe.name}\n" in recipe.read_text()
+
+
+@pytest.mark.parametrize("recipe", RESTORE_RECIPES, ids=lambda r: r.stem)
+def test_a_recipe_of_a_restoration_is_known_by_its_keys_and_says_how_to_run_it(recipe):
+    arguments = ["--config", str(recipe)]
+    assert is_restoration(arguments)
+    restoration, model = RecipeParser(RESTORE_FIELDS).parse_args_and_config(arguments)
+    settings = yaml.safe_load(recipe.read_text())
+    assert restoration.rescale == settings["rescale"] and model.model_name_or_path == settings["model_name_or_path"]
+    assert f" train examples/recipes/restore/{recipe.name}\n" in recipe.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
-def test_the_script_runs_a_recipe(recipe, tmp_path):
+def test_the_command_runs_a_recipe(recipe, tmp_path):
     settings = yaml.safe_load(recipe.read_text())
     window = WINDOWS[settings["model_name_or_path"]]  # so that targets lie within it
     tiny(max_position_embeddings=window).save_pretrained(tmp_path / "model")
@@ -113,7 +125,7 @@ def test_the_script_runs_a_recipe(recipe, tmp_path):
         longce |= {"short_context": 16, "stride": 8}  # documents have 40 tokens here
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "sft.py"), "--config", "recipe.yaml"],
+        [sys.executable, "-m", "trl_ext", "train", "recipe.yaml"],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -127,8 +139,7 @@ def test_the_script_runs_a_recipe(recipe, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RESTORE_RECIPES, ids=lambda r: r.stem)
-def test_the_restore_script_runs_a_recipe(recipe, tmp_path):
-    assert f"--config examples/recipes/restore/{recipe.name}" in recipe.read_text()
+def test_the_command_runs_a_recipe_of_a_restoration(recipe, tmp_path):
     tiny("qwen3" if "qwen3" in recipe.name else "llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(200))} for i in range(1, 9)]
@@ -143,7 +154,7 @@ def test_the_restore_script_runs_a_recipe(recipe, tmp_path):
     )
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "restore.py"), "--config", "recipe.yaml"],
+        [sys.executable, "-m", "trl_ext", "train", "recipe.yaml"],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,

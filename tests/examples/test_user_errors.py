@@ -14,8 +14,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     [
         ("sft.py", ["--config", "nowhere.yaml"], "nowhere.yaml"),
         ("restore.py", ["--config", "nowhere.yaml"], "nowhere.yaml"),
-        ("check_model.py", ["nowhere/model"], "nowhere/model"),
         ("sft.py", ["--config", "typo.yaml"], "Did you mean 'view'?"),
+        ("sft.py", ["typo.yaml"], "Did you mean 'view'?"),
     ],
 )
 def test_a_user_mistake_is_one_line(script, arguments, message, tmp_path, monkeypatch, capsys):
@@ -25,4 +25,4 @@ def test_a_user_mistake_is_one_line(script, arguments, message, tmp_path, monkey
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 1 and said.startswith(f"{script}: ") and message in said and "Traceback" not in said
+    assert end.value.code == 2 and said.startswith(f"{script}: ") and message in said and "Traceback" not in said

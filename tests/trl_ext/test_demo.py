@@ -97,7 +97,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path, model_
 
 def test_settings_of_another_run_are_not_mixed_in(tmp_path, model_folder, short_library, capsys):
     assert demo(tmp_path / "out", model_folder) == 0
-    assert demo(tmp_path / "out", model_folder, "--seed", "5") == 1
+    assert demo(tmp_path / "out", model_folder, "--seed", "5") == 2
     assert (
         "holds a run with other settings: seed 0 there and 5 here. Use another --output-dir." in capsys.readouterr().err
     )
@@ -106,12 +106,12 @@ def test_settings_of_another_run_are_not_mixed_in(tmp_path, model_folder, short_
 def test_a_missing_package_is_said_with_its_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "trl_ext.demo.run")
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert cli.main(["demo", "--output-dir", str(tmp_path / "out"), "--device", "cpu"]) == 1
+    assert cli.main(["demo", "--output-dir", str(tmp_path / "out"), "--device", "cpu"]) == 2
     assert "the demo needs peft: pip install 'rope-patch[demo]'." in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_exist_takes_no_folder(tmp_path, model_folder, short_library, capsys):
-    assert demo(tmp_path / "out", tmp_path / "nowhere") == 1
+    assert demo(tmp_path / "out", tmp_path / "nowhere") == 2
     assert "nowhere" in capsys.readouterr().err
     assert demo(tmp_path / "out", model_folder) == 0
 
@@ -128,7 +128,7 @@ def test_a_model_that_does_not_exist_takes_no_folder(tmp_path, model_folder, sho
     ],
 )
 def test_a_wrong_argument_ends_before_anything_is_written(arguments, message, tmp_path, capsys):
-    assert cli.main(["demo", "--output-dir", str(tmp_path / "out"), "--device", "cpu", *arguments]) == 1
+    assert cli.main(["demo", "--output-dir", str(tmp_path / "out"), "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -145,7 +145,7 @@ def test_what_does_not_fit_the_model_shows_before_anything_is_measured(
     arguments, message, tmp_path, model_folder, short_library, monkeypatch, capsys
 ):
     monkeypatch.setattr(demo_run, "loss_by_position", lambda *_, **__: pytest.fail("measured"))
-    assert demo(tmp_path / "out", model_folder, *arguments) == 1
+    assert demo(tmp_path / "out", model_folder, *arguments) == 2
     assert message in capsys.readouterr().err
 
 

@@ -3,26 +3,33 @@
 import argparse
 import json
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import require_checkpoint, require_no_adapter
 from ..demo.settings import CPU, GPU, DemoSettings
+from .check import add_commands as add_check
 from .device import choose_device
 from .export import add_commands as add_export
 from .extend import add_commands as add_extend
 from .measure import add_commands
+from .methods import add_commands as add_methods
+from .parsing import CommandParser
 from .rows import add_commands as add_rows
+from .train import add_commands as add_train
 from .user_errors import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 if it is done, 130 if it was stopped by Ctrl-C, 1 after an error that the user can mend."""
+    """Run one command; 0 if it is done, 130 if it was stopped by Ctrl-C, 2 after a mistake that the user can mend."""
     args = _parser().parse_args(arguments)
     try:
-        return run_command(f"rope-patch {args.command}", lambda: args.run(args))
+        return run_command(f"rope-patch {args.command}", lambda: _run(args))
     except KeyboardInterrupt:
         kept = (
             "" if args.output_dir is None else f" What is done is kept: the same command goes on in {args.output_dir}."
@@ -31,10 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rope-patch", description="Long-context adaptation for Hugging Face models with RoPE."
-    )
+def _run(args: argparse.Namespace) -> int:
+    from rope_patch.plugins import load_plugins
+
+    load_plugins()
+    status: int = args.run(args)
+    return status
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="rope-patch", description="Long-context adaptation for Hugging Face models with RoPE.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser(
@@ -72,19 +85,23 @@ def _parser() -> argparse.ArgumentParser:
         help="also train without the view on the same text; default: yes, on a CPU no",
     )
     add_extend(commands)
+    add_train(commands)
     add_commands(commands)
     add_rows(commands)
     add_export(commands)
+    add_methods(commands)
+    add_check(commands)
     return parser
 
 
 class _Version(argparse.Action):
-    """Prints the version; imports the package, and with it torch, only then."""
+    """Prints the version, without importing the package, and with it torch."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from rope_patch.version import __version__
-
-        print(f"rope-patch {__version__}")
+        spec = find_spec("rope_patch")
+        assert spec is not None and spec.origin is not None
+        version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
+        print(f"rope-patch {version}")
         parser.exit()
 
 
@@ -111,6 +128,9 @@ def _demo(args: argparse.Namespace) -> int:
         raise ImportError(f"the demo needs {error.name}: pip install 'rope-patch[demo]'.") from error
 
     settings = _settings(args, torch.cuda.is_available())
+    if args.model is not None:
+        require_no_adapter(args.model, "--model")
+        require_checkpoint(args.model, "--model")
     resolve_view(settings.view, settings.view_args)
     if settings.rescale is not None:
         resolve_rescaling(settings.rescale, settings.rescale_args)

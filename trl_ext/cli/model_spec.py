@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import base_of_adapter, require_checkpoint
+
 NATIVE = "native"
 """In place of a rescaling: the RoPE of the checkpoint, for an adapter that does not say what it was trained with."""
 _FORM = "[LABEL=]PATH[@METHOD:OPTION=VALUE,...]"
@@ -56,10 +58,7 @@ class ModelSpec:
     @property
     def checkpoint(self) -> str:
         """`path`, or the base model of the adapter that is there."""
-        adapter = Path(self.path) / "adapter_config.json"
-        if not adapter.is_file():
-            return self.path
-        return json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        return base_of_adapter(self.path) or self.path
 
     @property
     def is_adapter(self) -> bool:
@@ -77,8 +76,6 @@ class ModelSpec:
         Raises:
             ValueError: there is no such checkpoint.
         """
-        from transformers import AutoConfig
-
         from rope_patch.sidecar import SIDECAR_NAME
 
         if self.method == NATIVE and (Path(self.path) / SIDECAR_NAME).is_file():
@@ -86,12 +83,8 @@ class ModelSpec:
                 f"--model {self.path}@{NATIVE}: {SIDECAR_NAME} in it says what RoPE the adapter was trained with. "
                 f"Leave @{NATIVE} out."
             )
-        try:
-            return AutoConfig.from_pretrained(self.checkpoint).get_text_config(decoder=True)
-        except OSError as error:
-            raise ValueError(
-                f"--model {self.path}: {self.checkpoint} is no folder with a checkpoint, and from the hub: {error}"
-            ) from error
+        argument = f"--model {self.path}" if self.is_adapter else "--model"
+        return require_checkpoint(self.checkpoint, argument).get_text_config(decoder=True)
 
     def trained_window(self) -> int | None:
         """Positions that the checkpoint was pretrained on; None if its config names none."""

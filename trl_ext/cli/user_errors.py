@@ -2,7 +2,10 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
+
+from .parsing import USER_ERROR
 
 USER_ERRORS = (ValueError, OSError, ImportError)
 """By which this package, Transformers, TRL and datasets refuse; OSError: a model or a file that is not there."""
@@ -11,15 +14,26 @@ _TRACEBACK = "ROPE_PATCH_TRACEBACK"
 
 
 def run_command(command: str, run: Callable[[], int | None]) -> int:
-    """Run one command; its status, or 1 after an error that the user can mend, which is printed in one line.
+    """Run one command; its status, or 2 after an error that the user can mend, which is printed in one line.
 
     With ROPE_PATCH_TRACEBACK=1 in the environment the error is raised, which shows where it comes from.
     """
     try:
-        return run() or 0
-    except USER_ERRORS as error:
+        with warnings.catch_warnings():
+            # what one library is to change in its calls of another is nothing that a user of a command can mend
+            warnings.simplefilter("ignore", FutureWarning)
+            return run() or 0
+    except Exception as error:
         if os.environ.get(_TRACEBACK, "0") not in ("", "0"):
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"{command}: {message} ({_TRACEBACK}=1 shows where this comes from.)", file=sys.stderr)
-        return 1
+        print(f"{command}: {_message(error)} ({_TRACEBACK}=1 shows where this comes from.)", file=sys.stderr)
+        return USER_ERROR
+
+
+def _message(error: Exception) -> str:
+    """What the user can mend, on one line; raises another error again, as it is one of the program."""
+    if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported for its name
+        return "the GPU has too little memory: take shorter rows, smaller batches or adapters, or another GPU."
+    if not isinstance(error, USER_ERRORS):
+        raise error
+    return " ".join(str(error).split()) or type(error).__name__

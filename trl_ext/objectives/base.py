@@ -103,6 +103,8 @@ class Objective:
     name: ClassVar[str]
     help: ClassVar[str]
     """One clause for the help of `--objective`."""
+    synonyms: ClassVar[tuple[str, ...]] = ()
+    """Other names of the method, lower case with hyphens, for errors."""
     options_class: ClassVar[type[ObjectiveOptions]]
     counts_every_token: ClassVar[bool] = True
     """Whether tokens without a label count too, and the last one of a document, which has no next token."""

@@ -46,10 +46,13 @@ class HiddenObjective(Objective):
     loss = weight sum over hidden states of (sum over tokens of 1 - cos) / tokens of the step, and short_to_long times
     that of the last hidden state under the view. Evaluation has the first part alone.
 
+    When: Take it in place of 'relation-distill', to hold a rescaled model to its own hidden states.
+
     Source: LongReD, arXiv:2502.07365, short-text and short-to-long distillation.
     """
 
     help = "distils hidden states of the model as it was pretrained into the rescaled one"
+    synonyms = ("longred",)
     options_class = HiddenOptions
     options: HiddenOptions
     forward_loss: HiddenDistiller

@@ -44,6 +44,8 @@ class NativeObjective(Objective):
     step + text_weight (sum of cross-entropies) / next tokens of the step. Evaluation has the same at true positions.
     What is logged as `kl`, `ce` and `text_ce` makes up the loss.
 
+    When: Take it to keep what a model can do while its window grows.
+
     Source: ours, see `rope_patch.distillation.NativeTargets`.
     """
 

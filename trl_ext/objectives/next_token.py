@@ -67,10 +67,13 @@ class NextTokenObjective(Objective):
     the plain one as `ce` and that of the loss as `weighted_ce`. Without weights the loss is TRL's own, and the trainer
     has no objective.
 
-    Source: LongCE, arXiv:2410.23771; EndPrompt.
+    When: Take it first: it is TRL's fine-tuning, under the view.
+
+    Source: LongCE, arXiv:2410.23771; EndPrompt, arXiv:2605.14589.
     """
 
     help = "next-token cross-entropy under the sampled view"
+    synonyms: ClassVar[tuple[str, ...]] = ("sft", "next-token", "ce")
     options_class: ClassVar[type[ObjectiveOptions]] = NextTokenOptions
     counts_every_token = False
     evaluates_view = False

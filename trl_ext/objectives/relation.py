@@ -52,10 +52,13 @@ class RelationObjective(Objective):
     loss = sum_X weight_X (sum over layers, heads and tokens of KL) / (layers * heads * tokens of the step), and beside
     it the logit KL's weight times its mean over the tokens that it counts; with weight 0 that is logged alone.
 
+    When: Take it to bring back what a rescaling broke, before training on long rows.
+
     Source: LinearARD, arXiv:2604.00004.
     """
 
     help = "distils relations of the model as it was pretrained into the rescaled one"
+    synonyms = ("linearard",)
     options_class = RelationOptions
     options: RelationOptions
     forward_loss: RelationDistiller

@@ -186,10 +186,13 @@ class SelfDistillObjective(NextTokenObjective):
     cross-entropy alone, and logs the KL beside it. What is logged as `ce` and `kl` makes up the loss: it is
     ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE.
 
+    When: Take it to forget less of what is far than next-token training does, for a second reading of each row.
+
     Source: RPSD, arXiv:2604.14339, Eq. 3-6.
     """
 
     help = "next-token cross-entropy under true positions plus the KL of the view to those"
+    synonyms = ("rpsd",)
     options_class = SelfDistillOptions
     evaluates_view = True
     takes_view_controls = False

@@ -20,7 +20,7 @@ def test_the_command_writes_a_checkpoint_and_says_how_to_serve_it(tmp_path, caps
 
 def test_a_refusal_is_one_line(tmp_path, capsys):
     patch_model(tiny(), "dynamic-ntk", factor=4.0).save_pretrained(tmp_path / "model")
-    assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--target", "sglang"]) == 1
+    assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--target", "sglang"]) == 2
     assert "sglang would serve this model wrong" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

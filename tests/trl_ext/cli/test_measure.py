@@ -107,7 +107,7 @@ def test_tasks_of_lm_eval_are_named_with_commas(folder, monkeypatch, capsys):
     _, plan = plan_of(monkeypatch, folder, *models, "--lm-eval", "mmlu,niah_single_1,gsm8k", "--lm-eval-data", "x")
     assert plan.measures == ("ruler", "lm-eval") and plan.lm_eval == ("mmlu", "gsm8k")
     assert plan.ruler_tasks == ("niah_single_1",) and plan.lm_eval_data == "x"
-    assert run(folder, "eval", *models, "--cliff", "--lm-eval-data", "x") == 1
+    assert run(folder, "eval", *models, "--cliff", "--lm-eval-data", "x") == 2
     assert "--lm-eval-data x needs --lm-eval TASK, which reads it." in capsys.readouterr().err
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_written_shows_before_a_model_is_loaded(command, message,
     monkeypatch.chdir(folder)
     (folder / "taken").write_text("a file")
     monkeypatch.setattr(ModelSpec, "load", lambda *_: pytest.fail("loaded"))
-    assert run(folder, *command, "--model", "tiny") == 1
+    assert run(folder, *command, "--model", "tiny") == 2
     assert message in capsys.readouterr().err
 
 
@@ -147,7 +147,7 @@ def test_a_missing_matplotlib_shows_before_a_model_is_loaded(command, folder, mo
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(ModelSpec, "load", lambda *_: pytest.fail("loaded"))
-    assert run(folder, *command, "--model", "tiny") == 1
+    assert run(folder, *command, "--model", "tiny") == 2
     assert "plots need matplotlib: pip install 'rope-patch[plots]'." in capsys.readouterr().err
 
 
@@ -240,14 +240,14 @@ def test_models_named_wrongly_are_refused(text, message):
         (["--model", "x=tiny", "--model", "x=tiny"], "labels must differ, got x, x"),
         (["--model", "tiny", "--trials", "0"], "--trials must be at least 1, got 0"),
         (["--model", "tiny", "--length", "0"], "--length must be at least 1, got 0"),
-        (["--model", "tiny", "--model", "nowhere/model"], "--model nowhere/model: nowhere/model is no folder with a"),
+        (["--model", "tiny", "--model", "nowhere/model"], "--model: nowhere/model is no folder with a"),
         (["--model", "tiny", "--cliff", "--length", "9000"], "the texts give 0 rows of 9000 tokens; 2 are needed"),
         (["--model", "tiny", "--short", "--short-data", "nowhere"], "there is no file or folder nowhere"),
     ],
 )
 def test_bad_arguments_end_with_a_message(folder, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(folder)
-    assert run(folder, "eval", *arguments) == 1
+    assert run(folder, "eval", *arguments) == 2
     assert message in capsys.readouterr().err
 
 

@@ -129,7 +129,7 @@ TEXT = ["--text", "books.jsonl"]
 def test_what_cannot_be_made_is_told_before_a_model_is_loaded(arguments, message, folder, monkeypatch, capsys):
     monkeypatch.setattr(ModelSpec, "load", lambda *_: pytest.fail("loaded"))
     output = [] if "--output" in arguments else ["--output", "rows.jsonl"]
-    assert run(*arguments, *output) == 1
+    assert run(*arguments, *output) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert message in errors[-1] and errors[-1].startswith("rope-patch rows: ")
     assert not (folder / "rows.jsonl").exists()

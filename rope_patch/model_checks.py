@@ -1,29 +1,20 @@
-"""Check that rope-patch is right on a model: any causal LM with RoPE, by hub name or folder, in about a minute.
+"""Checks that this package is right on a model: any causal LM with RoPE. `rope-patch check` runs all of them.
 
-Run:  python examples/check_model.py meta-llama/Llama-3.2-1B
-      python examples/check_model.py DIR --dtype bfloat16 --device cuda --attn flash_attention_2 --tokens 256
-
-Prints a line for each check: "ok", "refused" with the reason, or "WRONG" with the numbers, and then exits with 1.
-Needs memory for one copy of the weights. What needs a second one runs on the first layers of a model that is large.
+One copy of the weights is held. What needs a second one runs on the first layers of a model that is large.
 """
 
-import argparse
 import copy
-import logging
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as hf_logging
+from transformers import PreTrainedModel
 
-from rope_patch import describe, patch_model, rope_view, unpatch_model
-from rope_patch.attention.calls import attention_name, watched_attention
-from rope_patch.distillation import (
+from .attention.calls import attention_name, watched_attention
+from .distillation import (
     TAPE,
     CopiedTeacher,
     RelationDistiller,
@@ -32,9 +23,9 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.layout.labelled import Labelled
-from rope_patch.views import Skip
-from trl_ext.cli.user_errors import run_command
+from .layout.labelled import Labelled
+from .patch import patch_model, rope_view, unpatch_model
+from .views import Skip
 
 # largest relative error of what equals up to rounding, which the layers of a deep model add up; a view moves logits by
 # more: "prefix under a skip" says how far
@@ -68,7 +59,7 @@ class Subject:
         self.view = Skip(split=self.split, skip=4 * n_tokens)
         self.is_large = sum(p.numel() * p.element_size() for p in model.parameters()) > LARGE
 
-    def logits(self, ids: torch.Tensor | None = None, **inputs) -> torch.Tensor:
+    def logits(self, ids: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
         """Float32 logits of a forward without a cache."""
         inputs = {"input_ids": self.ids if ids is None else ids, "use_cache": False, **inputs}
         with torch.no_grad():
@@ -124,7 +115,10 @@ class Subject:
 Check = Callable[[Subject], str]
 
 
-def identity(subject: Subject) -> str:
+# Each check says what it saw, or raises: WrongError for numbers that should not be, ValueError for what a model cannot.
+
+
+def _identity(subject: Subject) -> str:
     with rope_view(subject.model, "standard"):
         seen = subject.logits()
     patch_model(subject.model, "skip")
@@ -140,12 +134,12 @@ def identity(subject: Subject) -> str:
     return "same bits under view 'standard', patched and unpatched"
 
 
-def constant_shift(subject: Subject) -> str:
+def _constant_shift(subject: Subject) -> str:
     with rope_view(subject.model, index=(torch.arange(subject.n_tokens) + 7)[None]):
         return "error " + subject.require_equal(subject.logits(), subject.plain, "all indices moved by 7")
 
 
-def prefix_under_skip(subject: Subject) -> str:
+def _prefix_under_skip(subject: Subject) -> str:
     with rope_view(subject.model, subject.view):
         seen = subject.logits()
     error = subject.require_equal(seen[:, : subject.split], subject.plain[:, : subject.split], "rows before the skip")
@@ -155,7 +149,7 @@ def prefix_under_skip(subject: Subject) -> str:
     return f"error {error}; rows behind it move by {moved:.0e}"
 
 
-def prefix_reaches_the_end(subject: Subject) -> str:
+def _prefix_reaches_the_end(subject: Subject) -> str:
     for token in (0, subject.split // 2, subject.split - 1):
         changed = subject.ids.clone()
         changed[:, token] = changed[:, token + 1]
@@ -169,7 +163,7 @@ def prefix_reaches_the_end(subject: Subject) -> str:
     raise ValueError("no token before the skip reaches the last row through this model's windows: give fewer --tokens")
 
 
-def packed_documents(subject: Subject) -> str:
+def _packed_documents(subject: Subject) -> str:
     halves = subject.ids[:1].split([subject.split, subject.n_tokens - subject.split], 1)
     positions = torch.cat([torch.arange(h.shape[1], device=subject.ids.device) for h in halves])[None]
     alone = torch.cat([subject.logits(h) for h in halves], 1)
@@ -184,7 +178,7 @@ def packed_documents(subject: Subject) -> str:
         )
 
 
-def cached_decoding(subject: Subject) -> str:
+def _cached_decoding(subject: Subject) -> str:
     with rope_view(subject.model, subject.view), torch.no_grad():
         first = subject.model(subject.ids[:, :-2], use_cache=True)
         if first.get("past_key_values") is None:
@@ -195,10 +189,11 @@ def cached_decoding(subject: Subject) -> str:
         return "error " + subject.require_equal(logits, subject.logits()[:, -2:], "tokens decoded with a cache")
 
 
-def rescale(model: PreTrainedModel) -> str:
+def _rescale(model: PreTrainedModel) -> str:
     """Rescale by the first method that the family takes, and say which."""
+    tried: dict[str, dict[str, Any]] = {"yarn": {"factor": 2.0}, "pi": {"factor": 2.0}, "abf": {"theta": 1e7}}
     reasons = []
-    for method, options in (("yarn", {"factor": 2.0}), ("pi", {"factor": 2.0}), ("abf", {"theta": 1e7})):
+    for method, options in tried.items():
         try:
             patch_model(model, method, **options)
             return method
@@ -207,18 +202,18 @@ def rescale(model: PreTrainedModel) -> str:
     raise ValueError(reasons[0])
 
 
-def save_and_reload(subject: Subject) -> str:
+def _save_and_reload(subject: Subject) -> str:
     model = subject.first_layers()
     part = Subject(model, subject.n_tokens)
     native = part.logits()
     try:
-        method = rescale(model)
+        method = _rescale(model)
         rescaled = part.logits()
         if torch.equal(rescaled, native):
             raise WrongError(f"{method} changes nothing")
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
-            again = type(model).from_pretrained(
+            again: Any = type(model).from_pretrained(
                 folder, dtype=subject.dtype, attn_implementation=attention_name(model), device_map=None
             )
         reloaded = Subject(again.to(model.device).eval(), subject.n_tokens).logits()
@@ -234,7 +229,7 @@ def save_and_reload(subject: Subject) -> str:
     return f"{method}: {same}{_size_note(subject, model)}"
 
 
-def captured_attention(subject: Subject) -> str:
+def _captured_attention(subject: Subject) -> str:
     plain, plain_logits = _captured(subject.model, subject)
     if not plain:
         raise ValueError("attention is not called through Transformers' table: relations cannot be distilled")
@@ -251,7 +246,7 @@ def captured_attention(subject: Subject) -> str:
     return f"{len(plain)} layers; queries {q.shape[1]} x {q.shape[3]}, keys {k.shape[1]}, values {v.shape[1]} heads"
 
 
-def checkpointing(subject: Subject) -> str:
+def _checkpointing(subject: Subject) -> str:
     if not subject.model.supports_gradient_checkpointing:
         raise ValueError("this model has no gradient checkpointing")
     gradients = []
@@ -271,7 +266,7 @@ def checkpointing(subject: Subject) -> str:
     return "error " + subject.require_equal(gradients[1], gradients[0], "gradients")
 
 
-def self_distillation(subject: Subject) -> str:
+def _self_distillation(subject: Subject) -> str:
     data = {"input_ids": subject.ids, "labels": subject.ids}
     results, reason = [], ""
     patch_model(subject.model, subject.view)
@@ -295,11 +290,11 @@ def self_distillation(subject: Subject) -> str:
     )
 
 
-def relation_distillation(subject: Subject) -> str:
+def _relation_distillation(subject: Subject) -> str:
     model = subject.first_layers()
     part = Subject(model, subject.n_tokens)
     taught, _ = _captured(model, part)
-    method = rescale(model)
+    method = _rescale(model)
     try:
         with part.trained_weights() as weights:
             distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
@@ -314,11 +309,11 @@ def relation_distillation(subject: Subject) -> str:
         unpatch_model(model)
     if not gradients.isfinite().all() or not gradients.norm() > 0:
         raise WrongError(f"the gradient's norm is {gradients.norm():.1e}")
-    expected = sum(_relation_kl(learned[i][x], taught[i][x]) for i in taught for x in range(3)) / len(taught)
+    expected: Any = sum(_relation_kl(learned[i][x], taught[i][x]) for i in taught for x in range(3)) / len(taught)
     return f"{method}: error {part.require_equal(loss.detach(), expected, 'loss')}{_size_note(subject, model)}"
 
 
-def attention_implementations(subject: Subject) -> str:
+def _attention_implementations(subject: Subject) -> str:
     mine = attention_name(subject.model)
     with rope_view(subject.model, subject.view):
         expected, notes = subject.logits(), [mine]
@@ -344,18 +339,18 @@ def attention_implementations(subject: Subject) -> str:
 
 
 CHECKS: dict[str, Check] = {
-    "identity": identity,
-    "constant shift": constant_shift,
-    "prefix under a skip": prefix_under_skip,
-    "prefix to last row": prefix_reaches_the_end,
-    "packed documents": packed_documents,
-    "cached decoding": cached_decoding,
-    "save and reload": save_and_reload,
-    "q, k, v capture": captured_attention,
-    "checkpointing": checkpointing,
-    "self-distill": self_distillation,
-    "relation-distill": relation_distillation,
-    "attention": attention_implementations,
+    "identity": _identity,
+    "constant shift": _constant_shift,
+    "prefix under a skip": _prefix_under_skip,
+    "prefix to last row": _prefix_reaches_the_end,
+    "packed documents": _packed_documents,
+    "cached decoding": _cached_decoding,
+    "save and reload": _save_and_reload,
+    "q, k, v capture": _captured_attention,
+    "checkpointing": _checkpointing,
+    "self-distill": _self_distillation,
+    "relation-distill": _relation_distillation,
+    "attention": _attention_implementations,
 }
 
 
@@ -376,7 +371,7 @@ def _captured(model: PreTrainedModel, subject: Subject) -> tuple[dict[int, tuple
     """(q, k, v) of each layer, and the logits."""
     inputs_by_layer: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def keep(call) -> None:
+    def keep(call: Any) -> None:
         inputs_by_layer[call.module.layer_idx] = tuple(x.detach().clone() for x in (call.query, call.key, call.value))
 
     with watched_attention(model, keep):
@@ -395,8 +390,8 @@ def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum() / student.shape[1]
 
 
-def run(subject: Subject, check: Check) -> tuple[str, str]:
-    """Outcome of a check and what it says; the model is as before."""
+def run_check(subject: Subject, check: Check) -> tuple[str, str]:
+    """Outcome of a check, "ok", "refused" or "WRONG", and what it says; the model is as before."""
     try:
         return "ok", check(subject)
     except WrongError as error:
@@ -407,47 +402,3 @@ def run(subject: Subject, check: Check) -> tuple[str, str]:
         return "WRONG", f"{type(error).__name__}: {error}".partition("\n")[0]
     finally:
         unpatch_model(subject.model)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model", help="name on the Hugging Face hub, or folder")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, ...; auto is the checkpoint's")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--attn", default=None, help="attention implementation, by default the model's")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of a row, at least 16")
-    arguments = parser.parse_args()
-    if arguments.tokens < 16:
-        parser.error(f"--tokens must be at least 16, got {arguments.tokens}")
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    logging.getLogger("rope_patch").setLevel(logging.ERROR)
-    begin = time.perf_counter()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            arguments.model, dtype=arguments.dtype, attn_implementation=arguments.attn
-        )
-    except OSError as error:  # whose text does not always name the model
-        raise OSError(f"{arguments.model} is no folder with a checkpoint, and from the hub: {error}") from error
-    subject = Subject(model.to(arguments.device).eval().requires_grad_(False), arguments.tokens)
-    try:
-        print(describe(model))
-    except ValueError as error:
-        print(f"refused: {error}")
-        return 0
-    assert subject.plain.isfinite().all(), "the model's own logits are not finite"
-    print(f"\n{subject.dtype}, {attention_name(model)}, 2 rows of {subject.n_tokens} tokens on {subject.ids.device}\n")
-    outcomes = []
-    for name, check in CHECKS.items():
-        start = time.perf_counter()
-        outcome, detail = run(subject, check)
-        outcomes.append(outcome)
-        print(f"{name:20}  {outcome:7}  {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
-    print(
-        f"\n{outcomes.count('WRONG')} wrong, {outcomes.count('refused')} refused, {time.perf_counter() - begin:.0f} s"
-    )
-    return int("WRONG" in outcomes)
-
-
-if __name__ == "__main__":
-    sys.exit(run_command("check_model.py", main))

@@ -1,18 +1,14 @@
-"""The script that users run on their own model finds nothing wrong with ours, and what we break it finds."""
-
-import importlib.util
-import sys
-from pathlib import Path
+"""The checks that users run on their own model find nothing wrong with ours, and what we break they find."""
 
 import pytest
 import torch
 from support.tiny import gemma3, tiny
 from transformers import GPTJConfig, GPTJForCausalLM
 
-from rope_patch import hooks
+from rope_patch import hooks, model_checks
 from rope_patch.state import state_of
+from trl_ext import cli
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "check_model.py"
 MODELS = {
     "llama": tiny,
     "qwen3": lambda: tiny("qwen3"),
@@ -23,26 +19,17 @@ MODELS = {
 
 
 @pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("check_model", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def check(script, tmp_path, monkeypatch, capsys):
-    """Runs the script on a saved model; gives its status and the outcome and detail of each check."""
+def check(tmp_path, capsys):
+    """Runs the command on a saved model; gives its status and the outcome and detail of each check."""
 
     def run(model, *options):
         model.save_pretrained(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["check_model.py", str(tmp_path), "--device", "cpu", *options])
-        status = script.main()
+        status = cli.main(["check", str(tmp_path), "--device", "cpu", *options])
         lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
         text = "\n".join(" ".join(line) for line in lines)
         outcomes = {}
         for line in text.splitlines():
-            for name in script.CHECKS:
+            for name in model_checks.CHECKS:
                 if line.startswith(f"{name} "):
                     outcome, _, _, detail = line.removeprefix(name).split(maxsplit=3)
                     outcomes[name] = (outcome, detail)
@@ -52,16 +39,16 @@ def check(script, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_wrong_with_a_model_that_works(name, check, script):
+def test_nothing_is_wrong_with_a_model_that_works(name, check):
     status, outcomes, text = check(MODELS[name](), "--tokens", "24")
     assert status == 0 and "0 wrong, 0 refused" in text
-    assert list(outcomes) == list(script.CHECKS)
+    assert list(outcomes) == list(model_checks.CHECKS)
     assert "eager" in outcomes["attention"][1] and "flex_attention" in outcomes["attention"][1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_large_model_is_copied_in_part(name, check, script, monkeypatch):
-    monkeypatch.setattr(script, "LARGE", 0)
+def test_a_large_model_is_copied_in_part(name, check, monkeypatch):
+    monkeypatch.setattr(model_checks, "LARGE", 0)
     status, outcomes, _ = check(MODELS[name]())
     assert status == 0
     assert outcomes["save and reload"][1] == "yarn: same bits (first 2 layers)"
@@ -111,8 +98,9 @@ def test_a_rescaling_that_is_not_saved_is_found(check, monkeypatch):
     assert "reloaded: relative error" in outcomes["save and reload"][1]
 
 
-def test_a_model_that_cannot_be_patched_is_refused_with_the_reason(check):
+def test_a_model_that_cannot_be_patched_is_refused_with_the_reason(tmp_path, capsys):
     config = GPTJConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=101, rotary_dim=4, n_positions=32)
-    status, outcomes, text = check(GPTJForCausalLM(config))
-    assert status == 0 and not outcomes
-    assert "refused: model type 'gptj' has no RoPE that can be patched" in text
+    GPTJForCausalLM(config).save_pretrained(tmp_path)
+    assert cli.main(["check", str(tmp_path), "--device", "cpu"]) == 2
+    said = capsys.readouterr()
+    assert "rope-patch check: model type 'gptj' has no RoPE that can be patched" in said.err and not said.out

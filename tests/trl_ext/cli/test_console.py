@@ -1,0 +1,55 @@
+"""The command line as a whole: what there is, how fast its help is there, and what it never imports for it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rope_patch import __version__
+from trl_ext import cli
+from trl_ext.cli.console import _parser
+
+COMMANDS = sorted(_parser()._commands())
+HEAVY = ("torch", "transformers", "trl", "datasets", "numpy", "rope_patch")
+SHOW_IMPORTS = """
+import json, sys
+from trl_ext.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    status = end.code or 0
+print(json.dumps([status, sorted(name for name in sys.modules if "." not in name)]))
+"""
+
+
+def test_every_command_is_there():
+    assert set(COMMANDS) >= {"check", "demo", "eval", "export", "methods", "probe", "rows", "train"}
+
+
+@pytest.mark.parametrize("typed", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_and_version_import_nothing_heavy(typed):
+    done = subprocess.run([sys.executable, "-c", SHOW_IMPORTS, *typed], capture_output=True, text=True, check=True)
+    *said, imported = done.stdout.splitlines()
+    status, modules = json.loads(imported)
+    assert status == 0 and said and not done.stderr
+    assert not set(HEAVY) & set(modules)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"rope-patch {__version__}\n"
+
+
+def test_python_m_trl_ext_is_the_same_command_line():
+    done = subprocess.run([sys.executable, "-m", "trl_ext", "trian"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("rope-patch: there is no command trian. Did you mean train?")
+
+
+def test_every_command_says_what_it_does(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    for name in COMMANDS:
+        assert any(line.split()[:1] == [name] and len(line.split()) > 1 for line in said.splitlines()), name

@@ -1,0 +1,84 @@
+"""`rope-patch methods` lists what is registered, and explains each in full."""
+
+from dataclasses import dataclass, fields
+
+import pytest
+
+from rope_patch.rescalings import RESCALINGS
+from rope_patch.views import VIEWS, View
+from trl_ext import RopeSFTConfig, cli
+from trl_ext.cli.methods import registered
+from trl_ext.objectives import OBJECTIVES
+
+KINDS = {"view": VIEWS, "rescaling": RESCALINGS, "objective": OBJECTIVES}
+METHODS = {(method.kind, method.name): method for method in registered()}
+
+
+def printed(capsys, *arguments):
+    assert cli.main(["methods", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_everything_registered_is_listed(capsys):
+    assert set(METHODS) == {(kind, name) for kind, known in KINDS.items() for name in known}
+    out = printed(capsys)
+    for method in METHODS.values():
+        assert any(line.split()[:1] == [method.name] for line in out.splitlines())
+        assert method.when in " ".join(out.split())
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)
+def test_each_is_explained_in_full(method, capsys):
+    """What one of ours does not say in its docstring shows here."""
+    assert method.what and method.when and method.source
+    assert method.when.endswith(".") and method.when.count(". ") == 0, "one sentence"
+    assert all(option.meaning for option in method.options)
+    out = " ".join(printed(capsys, method.name).split())
+    for option in method.options:
+        assert f"{option.name} ({'required' if option.default is None else f'default {option.default}'}):" in out
+    assert all(paper in out for paper in method.papers) and f"Source: {method.source}" in out
+
+
+@pytest.mark.parametrize("name", [*VIEWS, *RESCALINGS])
+def test_options_are_the_fields_of_the_class(name):
+    for kind in ("view", "rescaling"):
+        if name in KINDS[kind]:
+            known = [f.name for f in fields(KINDS[kind][name]) if f.init]
+            assert [option.name for option in METHODS[kind, name].options] == known
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_options_of_an_objective_are_fields_of_the_config_with_what_they_hold(name):
+    own = OBJECTIVES[name].options_class.config_fields
+    found = [option.name for option in METHODS["objective", name].options]
+    assert [option for option in found if "." not in option] == list(own)
+    assert set(own) <= {f.name for f in fields(RopeSFTConfig)}
+    for field in own:
+        if field.endswith("_args"):
+            assert any(option.startswith(f"{field}.") for option in found), f"{field} does not name its class"
+
+
+def test_a_view_of_others_is_among_them(capsys):
+    @VIEWS.register("far-away")
+    @dataclass(frozen=True)
+    class FarAway(View):
+        """r(t) = t + far.
+
+        Args:
+            far: how far, in positions.
+        """
+
+        far: int = 3
+
+    try:
+        assert "far-away" in printed(capsys)
+        out = printed(capsys, "far-away")
+        assert "r(t) = t + far." in out and "far (default 3): how far, in positions." in out and "Source" not in out
+    finally:
+        del VIEWS["far-away"]
+
+
+@pytest.mark.parametrize(("name", "meant"), [("yran", "yarn"), ("rpsd", "self-distill"), ("Linear", "pi")])
+def test_an_unknown_name_leads_to_the_nearest(name, meant, capsys):
+    assert cli.main(["methods", name]) == 2
+    assert f"Unknown method {name!r}. Did you mean {meant!r}?" in capsys.readouterr().err

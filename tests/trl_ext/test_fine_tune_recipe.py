@@ -1,0 +1,122 @@
+"""From a recipe to a run: what is held out, where the text comes from, and what is refused before a model is loaded."""
+
+import json
+
+import numpy as np
+import pytest
+from support.tiny import tiny
+from support.training import tokenizer
+
+from trl_ext import fine_tune_recipe as module
+from trl_ext.fine_tune_recipe import fine_tune_recipe
+
+
+class Stop(Exception):
+    """Once the data are made."""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Writes a recipe on a tiny model and lines of text, with more lines behind it."""
+    monkeypatch.chdir(tmp_path)
+    tiny().save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i}" for i in range(40)))
+
+    def write(more="", text="datasets: [{path: text, data_files: text.txt}]"):
+        head = "model_name_or_path: model\nmax_steps: 1\nbf16: false\nuse_cpu: true\noutput_dir: run\nreport_to: none\n"
+        (tmp_path / "recipe.yaml").write_text(f"{head}{text}\n{more}\n")
+        return ["--config", "recipe.yaml"]
+
+    return write
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """What the trainer is given in place of training."""
+    seen = {}
+
+    def take(**given):
+        seen.update(given)
+        raise Stop
+
+    monkeypatch.setattr(module, "RopeSFTTrainer", take)
+    return seen
+
+
+def held_out(trained, state, arguments):
+    np.random.seed(state)  # the generator that `datasets` splits with
+    with pytest.raises(Stop):
+        fine_tune_recipe(arguments)
+    return list(trained["eval_dataset"]["text"])
+
+
+def test_the_same_documents_are_held_out_whatever_was_drawn_before(recipe, trained):
+    arguments = recipe("eval_strategy: steps\neval_steps: 1\ntest_split_size: 0.25")
+    first = held_out(trained, 1, arguments)
+    assert len(first) == 10
+    assert held_out(trained, 2, arguments) == first
+    assert held_out(trained, 2, [*arguments, "--seed", "7"]) != first
+
+
+def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
+    asked = []
+
+    def load(path, **options):
+        asked.append((path, options))
+        return {"train": "rows", "test": "others"}
+
+    monkeypatch.setattr(module, "load_dataset", load)
+    with pytest.raises(Stop):
+        fine_tune_recipe(recipe(text="dataset_name: someone/books\ndataset_config: long"))
+    assert asked == [("someone/books", {"name": "long", "streaming": False})]
+    assert trained["train_dataset"] == "rows" and trained["eval_dataset"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "message"),
+    [
+        ("", "", "the recipe must name the text to train on.*neither is given"),
+        ("dataset_name: someone/books", None, "the recipe must name the text to train on.*both are given"),
+        (
+            "eval_strategy: steps",
+            None,
+            "eval_strategy needs a split 'test' and the text has train: set test_split_size",
+        ),
+        (
+            "dataset_train_split: all",
+            None,
+            "dataset_train_split must be one of train, the splits of the text, got 'all'",
+        ),
+        ("lora_r: 8\nuse_dora: true", None, "lora_r and use_dora would have no effect: add use_peft: true"),
+        ("resume_from_checkpoint: run/checkpoint-7", None, "got run/checkpoint-7: there is no such folder"),
+        (
+            "",
+            "datasets: [{path: json, data_files: [a.jsonl, b.jsonl]}]",
+            r"the text in \['a.jsonl', 'b.jsonl'\] cannot be",
+        ),
+        (
+            "",
+            "datasets: [{path: json, data_files: bad.jsonl}]",
+            "the text in bad.jsonl cannot be read: JSON parse error",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_a_model_is_loaded(more, text, message, recipe, trained, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "fine"}) + "\nnot JSON\n")
+    arguments = recipe(more) if text is None else recipe(more, text)
+    with pytest.raises(ValueError, match=message):
+        fine_tune_recipe(arguments)
+    assert not trained
+
+
+def test_without_a_gpu_the_flags_for_a_cpu_are_named(recipe, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on"):
+        fine_tune_recipe([*recipe(), "--use_cpu", "false", "--bf16", "true"])
+
+
+def test_a_folder_that_cannot_be_written_shows_before_a_model_is_loaded(recipe, trained):
+    with pytest.raises(OSError, match="no file can be written in text.txt/run: Not a directory. Name another folder."):
+        fine_tune_recipe([*recipe(), "--output_dir", "text.txt/run"])
+    assert not trained

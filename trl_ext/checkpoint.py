@@ -1,0 +1,53 @@
+"""Whether a name leads to a checkpoint, told before anything is loaded. Imports nothing heavy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+
+
+def base_of_adapter(name: str | Path) -> str | None:
+    """The base model of the adapter in the folder `name`; None where there is no adapter."""
+    file = Path(name) / ADAPTER_CONFIG
+    if not file.is_file():
+        return None
+    base: str = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return base
+
+
+def require_no_adapter(name: str, argument: str) -> None:
+    """Raise ValueError if `name` is the folder of an adapter, without the weights of a whole model beside it."""
+    base = base_of_adapter(name)
+    if base is not None and not any(any(Path(name).glob(weights)) for weights in _WEIGHTS):
+        raise ValueError(
+            f"{argument}: {name} is an adapter of {base}, not a model. `rope-patch export {name} --output FOLDER` "
+            "merges the two into a model."
+        )
+
+
+def require_checkpoint(name: str, argument: str, revision: str | None = None) -> Any:
+    """The config of a checkpoint on the hub or in a folder.
+
+    Args:
+        name: hub id or folder.
+        argument: what the user gave it as, for messages.
+        revision: of the hub; None is the newest.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is no model that this version of Transformers knows.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"{argument}: {name} is a folder without config.json: it holds no checkpoint.")
+    if folder.is_file():
+        raise ValueError(f"{argument}: {name} is a file: name the folder of the checkpoint, or a hub id.")
+    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.endswith("/")):
+        raise ValueError(f"{argument}: there is no folder {name}.")
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision or "main")
+    except OSError as error:
+        raise ValueError(f"{argument}: {name} is no folder with a checkpoint, and from the hub: {error}") from error

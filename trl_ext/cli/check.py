@@ -1,0 +1,78 @@
+"""`rope-patch check`: what works on a model, tried out on it."""
+
+import argparse
+import time
+from typing import Any
+
+from ..checkpoint import require_checkpoint, require_no_adapter
+from .device import choose_device
+
+SHORTEST_ROW = 16
+
+
+def add_commands(commands: Any) -> None:
+    """Add `check` to the subparsers."""
+    check = commands.add_parser(
+        "check",
+        help="does it work on my model? Tries out on it what this package does",
+        description="Try out on a model what this package does: views, rescalings, saving, distillation, attention "
+        "implementations. Each check prints a line: ok; refused, with the reason, where the model cannot do it; or "
+        "WRONG, with the numbers, and the exit status is then 1. It takes about a minute for a small model, and memory "
+        "for one copy of the weights.",
+    )
+    check.set_defaults(run=run_check_command, output_dir=None)
+    check.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
+    check.add_argument(
+        "--dtype",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        default="auto",
+        help="auto is the checkpoint's; float32 tells most; default: %(default)s",
+    )
+    check.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    check.add_argument("--attn", help="attention implementation, e.g. flash_attention_2; default: the model's")
+    check.add_argument(
+        "--tokens", type=int, default=64, help=f"tokens of a row, at least {SHORTEST_ROW}; default: %(default)s"
+    )
+
+
+def run_check_command(args: argparse.Namespace) -> int:
+    """Check a model; 1 if something is wrong with it."""
+    if args.tokens < SHORTEST_ROW:
+        raise ValueError(f"--tokens must be at least {SHORTEST_ROW}, got {args.tokens}.")
+    require_no_adapter(args.model, "MODEL")
+    require_checkpoint(args.model, "MODEL")
+    import torch
+
+    from rope_patch import describe
+    from rope_patch.attention.calls import attention_name
+    from rope_patch.model_checks import CHECKS, Subject, run_check
+
+    begin = time.perf_counter()
+    model = _loaded(args, choose_device(args.device, torch.cuda.is_available()))
+    subject = Subject(model, args.tokens)
+    print(describe(model))
+    if not subject.plain.isfinite().all():
+        raise ValueError(f"the logits of {args.model} are not finite before anything is patched: try another --dtype.")
+    print(f"\n{subject.dtype}, {attention_name(model)}, 2 rows of {subject.n_tokens} tokens on {subject.ids.device}\n")
+    outcomes = []
+    for name, check in CHECKS.items():
+        start = time.perf_counter()
+        outcome, detail = run_check(subject, check)
+        outcomes.append(outcome)
+        print(f"{name:20}  {outcome:7}  {time.perf_counter() - start:5.1f} s  {detail}", flush=True)
+    wrong, refused = outcomes.count("WRONG"), outcomes.count("refused")
+    print(f"\n{wrong} wrong, {refused} refused, {time.perf_counter() - begin:.0f} s")
+    return int(wrong > 0)
+
+
+def _loaded(args: argparse.Namespace, device: str) -> Any:
+    import logging
+
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity_error()  # what a patch would tell of its own accord is no outcome of a check
+    hf_logging.disable_progress_bar()
+    logging.getLogger("rope_patch").setLevel(logging.ERROR)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, attn_implementation=args.attn)
+    return model.to(device).eval().requires_grad_(False)

@@ -1,0 +1,72 @@
+"""`rope-patch train`: from a recipe to a trained model."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+RESTORES = ("text", "distil", "extend", "skip_extension")
+"""Keys of a restoration that a fine-tuning does not have: a recipe with one of them is a restoration."""
+
+MAIN_FIELDS = {
+    "model_name_or_path": "the model: a hub id or a folder",
+    "datasets": "the text, in the recipe alone: a list, for a file of yours [{path: json, data_files: train.jsonl}]",
+    "dataset_name": "in place of datasets, a data set on the hub",
+    "output_dir": "folder for checkpoints and the result",
+    "max_length": "tokens in a row; longer documents give several rows",
+    "max_steps": "optimizer steps; or num_train_epochs",
+    "learning_rate": "peak of the learning rate",
+    "use_peft": "train adapters (LoRA) and not all weights; with lora_r, lora_target_modules, ...",
+    "rescale": "how the RoPE frequencies are stretched, e.g. yarn; with rescale_args",
+    "view": "which positions a training row is read at, e.g. skip; with view_args",
+    "objective": "what is minimised, e.g. self-distill",
+    "resume_from_checkpoint": "a folder OUTPUT_DIR/checkpoint-N, from which a stopped run goes on",
+}
+
+
+def add_commands(commands: Any) -> None:
+    """Add `train` to the subparsers."""
+    width = max(map(len, MAIN_FIELDS)) + 4
+    train = commands.add_parser(
+        "train",
+        usage="rope-patch train RECIPE.yaml [--FIELD VALUE ...]",
+        help="fine-tune as a recipe says: a YAML file, whose fields are flags too",
+        description="Fine-tune as a recipe says. The recipe is a YAML file with a line `field: value` for each "
+        "setting;\nevery field is a flag too, and flags win. `rope-patch train --config RECIPE.yaml` is the same.",
+        epilog="The main fields:\n\n"
+        + "\n".join(f"  {name:{width}}{what}" for name, what in MAIN_FIELDS.items())
+        + "\n\n`rope-patch train --help-all` explains every field. `rope-patch methods` lists what rescale, view and "
+        "objective can be.\nA recipe with `text`, `distil` or `extend` restores a rescaled model (LinearARD); "
+        "`rope-patch train RECIPE.yaml --help-all`\nexplains its fields. On several GPUs: accelerate launch -m trl_ext "
+        "train RECIPE.yaml. Recipes to start from are in\nexamples/recipes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        forwards=True,
+    )
+    train.set_defaults(run=run_train, output_dir=None)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Fine-tune, or restore, whichever the fields of the recipe and the flags are of."""
+    from ..recipe import with_config_flag
+
+    arguments = with_config_flag(args.arguments)
+    if not arguments:
+        raise ValueError("name a recipe: rope-patch train RECIPE.yaml. `rope-patch train --help` says what is in one.")
+    if is_restoration(arguments):
+        from ..restore_recipe import restore_recipe
+
+        restore_recipe(arguments)
+    else:
+        from ..fine_tune_recipe import fine_tune_recipe
+
+        fine_tune_recipe(arguments)
+    return 0
+
+
+def is_restoration(arguments: Sequence[str]) -> bool:
+    """Whether the recipe behind `--config` or a flag has a field of a restoration."""
+    from ..recipe import recipe_of
+
+    recipe = recipe_of(arguments)
+    keys = set() if recipe is None else recipe[1].keys()
+    flags = {a.partition("=")[0][2:].replace("-", "_") for a in arguments if a.startswith("--")}
+    return not set(RESTORES).isdisjoint(keys | flags)

@@ -1,0 +1,128 @@
+"""From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from datasets.exceptions import DatasetsError
+from transformers import set_seed
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
+
+from rope_patch import describe
+from rope_patch.eval.report import require_writable
+
+from .checkpoint import require_checkpoint, require_no_adapter
+from .config import RopeSFTConfig
+from .recipe import RecipeParser
+from .trainer import RopeSFTTrainer
+
+FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
+"""Whose fields are keys of a recipe and flags of the command line."""
+
+
+def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
+    """Fine-tune as a recipe says, and save the model, or its adapters, in `output_dir`.
+
+    Args:
+        arguments: `--config RECIPE.yaml` and flags, which win; None takes those of the process.
+
+    Raises:
+        ValueError: the recipe is wrong, or model, text and settings do not go together.
+        OSError: a file that is not there, or a folder that cannot be written.
+    """
+    script, training, model, data = _parsed(arguments)
+    require_model(model)
+    if training.resume_from_checkpoint is not None and not Path(training.resume_from_checkpoint).is_dir():
+        raise ValueError(
+            "resume_from_checkpoint must be a folder such as OUTPUT_DIR/checkpoint-100, got "
+            f"{training.resume_from_checkpoint}: there is no such folder."
+        )
+    require_writable(training.output_dir)
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    set_seed(training.seed)  # what test_split_size holds out is drawn: alike on all ranks, and when a run goes on
+    dataset = _splits(script, data)
+    evaluates = training.eval_strategy != "no"
+    if script.dataset_train_split not in dataset:
+        raise ValueError(
+            f"dataset_train_split must be one of {', '.join(dataset)}, the splits of the text, got "
+            f"{script.dataset_train_split!r}."
+        )
+    if evaluates and script.dataset_test_split not in dataset:
+        raise ValueError(
+            f"eval_strategy needs a split {script.dataset_test_split!r} and the text has {', '.join(dataset)}: set "
+            "test_split_size to hold a part out, or dataset_test_split."
+        )
+    trainer = RopeSFTTrainer(
+        model=model.model_name_or_path,
+        args=training,
+        train_dataset=dataset[script.dataset_train_split],
+        eval_dataset=dataset[script.dataset_test_split] if evaluates else None,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+    trainer.accelerator.print(describe(trainer.model))
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model()
+    if training.push_to_hub:
+        trainer.push_to_hub()
+
+
+def _parsed(arguments: Sequence[str] | None) -> tuple[Any, ...]:
+    try:
+        return RecipeParser(FIELDS, prog="rope-patch train").parse_args_and_config(arguments)
+    except ValueError as error:
+        if "support bf16/gpu" not in str(error):  # of Transformers, for lack of a GPU
+            raise
+        raise ValueError(
+            "there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on the CPU, which is slow."
+        ) from error
+
+
+def require_model(model: ModelConfig) -> None:
+    """Raise ValueError unless the model is one, and all that is said of adapters has a use."""
+    if model.model_name_or_path is None:
+        raise ValueError("model_name_or_path must name the model, a hub id or the folder of a checkpoint.")
+    require_no_adapter(model.model_name_or_path, "model_name_or_path")
+    require_checkpoint(model.model_name_or_path, "model_name_or_path", model.model_revision)
+    if model.use_peft:
+        return
+    of_adapters = [f for f in fields(ModelConfig) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]
+    changed = [f.name for f in of_adapters if getattr(model, f.name) != f.default]
+    if changed:
+        raise ValueError(f"{' and '.join(changed)} would have no effect: add use_peft: true, which trains adapters.")
+
+
+def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:
+    """The text by split."""
+    if bool(data.datasets) == bool(script.dataset_name):
+        both = "both are given" if data.datasets else "neither is given"
+        raise ValueError(
+            "the recipe must name the text to train on, under `datasets` (files of yours: path: json, with data_files) "
+            f"or as dataset_name (on the hub): {both}."
+        )
+    try:
+        if data.datasets:
+            return get_dataset(data)
+        return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    except (DatasetsError, OSError) as error:
+        names: list[Any] = [entry.data_files or entry.path for entry in data.datasets] or [script.dataset_name]
+        raise unreadable(names, error) from error
+
+
+def unreadable(names: Sequence[Any], error: Exception) -> ValueError:
+    """The error for text that cannot be read; `names` are its files or data sets."""
+    return ValueError(f"the text in {', '.join(map(str, names))} cannot be read: {error.__cause__ or error}")

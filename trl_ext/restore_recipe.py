@@ -1,0 +1,88 @@
+"""From a recipe of a restoration to the restored model: what `rope-patch train` does with keys such as `distil`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from rope_patch.eval.report import require_writable
+
+from .fine_tune_recipe import require_model, unreadable
+from .recipe import RecipeParser
+from .restoration import restore
+
+
+@dataclass
+class RestoreArguments:
+    """What is restored, on which text, in which steps."""
+
+    output_dir: str = field(metadata={"help": "For checkpoints, restore.json and the result."})
+    rescale: str = field(metadata={"help": "Rescaling of the RoPE frequencies: pi, ntk, abf, yarn, longrope, llama3."})
+    text: list[str] = field(metadata={"help": "JSON lines with long documents under `text`."})
+    rescale_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Its options, e.g. '{\"factor\": 4.0}'."}
+    )
+    distil: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "RopeSFTConfig fields of stage 1 that differ."}
+    )
+    extend: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "RopeSFTConfig fields of stage 2 that differ."}
+    )
+    skip_extension: bool = field(default=False, metadata={"help": "Stop after stage 1."})
+
+    def __post_init__(self) -> None:
+        for name in ("rescale_args", "distil", "extend"):
+            value = getattr(self, name) or {}
+            try:
+                setattr(self, name, json.loads(value) if isinstance(value, str) else value)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {value!r}."
+                ) from error
+
+
+FIELDS = (RestoreArguments, ModelConfig)
+"""Whose fields are keys of a recipe and flags of the command line."""
+
+
+def restore_recipe(arguments: Sequence[str] | None = None) -> None:
+    """Run `restore` as a recipe says, and print where the result is.
+
+    Args:
+        arguments: `--config RECIPE.yaml` and flags, which win; None takes those of the process.
+
+    Raises:
+        ValueError: the recipe is wrong, or model, text and settings do not go together.
+        OSError: a file that is not there, or a folder that cannot be written.
+    """
+    parser = RecipeParser(FIELDS, kind="a recipe of a restoration", prog="rope-patch train")
+    parser.set_defaults(dtype=None)  # TRL's is float32, also of a base under adapters
+    restoration, model = parser.parse_args_and_config(arguments)
+    require_model(model)
+    require_writable(restoration.output_dir)
+    result = restore(
+        model.model_name_or_path,
+        _documents(restoration.text),
+        restoration.output_dir,
+        rescale=restoration.rescale,
+        rescale_args=restoration.rescale_args,
+        peft_config=get_peft_config(model),
+        quantization_config=get_quantization_config(model),
+        dtype=model.dtype,
+        model_init_kwargs={"attn_implementation": model.attn_implementation, "revision": model.model_revision},
+        distil=restoration.distil,
+        extend=restoration.extend,
+        skip_extension=restoration.skip_extension,
+    )
+    print(f"{result.folder}: {result.tokens} tokens, {result.distil}, {result.extend}")
+
+
+def _documents(files: list[str]) -> Dataset:
+    try:
+        return load_dataset("json", data_files=files, split="train")
+    except (DatasetsError, OSError) as error:
+        raise unreadable(files, error) from error
