@@ -104,7 +104,8 @@ def test_gradients_are_the_same_on_a_gpu(objective, family, tmp_path):
     options = {"use_cpu": False, "dtype": torch.float32, **OBJECTIVES[objective]}
     off, on = (step(tmp_path, MODELS[family], mode, **options) for mode in ("off", "on"))
     assert on[2]._long_rows is not None and off[2]._long_rows is None
-    assert on[0] == pytest.approx(off[0], rel=1e-5)
+    # hidden-distill's loss is 1 - cos, of which rounding is all where hidden states are nearly alike
+    assert on[0] == pytest.approx(off[0], rel=1e-5, abs=1e-6)
     for name, gradient in off[1].items():
         assert (on[1][name] - gradient).norm() <= 1e-4 * (1 + gradient.norm()), name
 
