@@ -28,6 +28,7 @@ from trl import DPOConfig
 
 from trl_ext import RopeSFTConfig, cli
 from trl_ext.cli.model_spec import ModelSpec
+from trl_ext.cli.parsing import CommandParser
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "experiments", "kernels", "tests"]
@@ -103,15 +104,19 @@ class Parsed(BaseException):
     """Thrown when a command has read its arguments, in place of its work."""
 
 
+def throw(error):
+    raise error
+
+
 def parsed(run):
     """What the first argparse parser that `run` calls makes of its arguments; nothing behind that runs."""
-    parse_args = argparse.ArgumentParser.parse_args
 
-    def stop(self, args=None, namespace=None):
-        raise Parsed(parse_args(self, args, namespace))
+    def stopping(parse_args):
+        return lambda self, args=None, namespace=None: throw(Parsed(parse_args(self, args, namespace)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        for parser in (argparse.ArgumentParser, CommandParser):
+            patch.setattr(parser, "parse_args", stopping(parser.parse_args))
         with pytest.raises(Parsed) as caught:
             run()
     return caught.value.args[0]
@@ -119,6 +124,8 @@ def parsed(run):
 
 def check_rope_patch(arguments):
     known = parsed(lambda: cli.main(arguments))
+    for recipe in getattr(known, "arguments", []):  # of train
+        assert not recipe.startswith("examples/") or (ROOT / recipe).is_file(), f"no recipe {recipe}"
     models = getattr(known, "model", None)
     for spec in models if isinstance(models, list) else []:
         ModelSpec.parse(spec)
@@ -131,13 +138,17 @@ def check_make(arguments):
 
 def check_python(arguments):
     if arguments[0] == "-m":
-        {"pytest": check_pytest, "pip": check_pip}[arguments[1]](arguments[2:])
+        {"pytest": check_pytest, "pip": check_pip, "trl_ext": check_rope_patch}[arguments[1]](arguments[2:])
+        return
+    if arguments[0] == "-c":
+        exec(arguments[1], {})
         return
     script, *arguments = arguments
     assert (ROOT / script).is_file(), f"no script {script}"
     if arguments:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [script, *arguments])
+            patch.syspath_prepend((ROOT / script).parent)
             parsed(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"))
 
 
@@ -166,7 +177,13 @@ def check_pip(arguments):
             assert extra in SETTINGS["project"]["optional-dependencies"], f"no extra {extra}"
 
 
+def check_accelerate(arguments):
+    assert arguments[:2] == ["launch", "-m"], f"not `accelerate launch -m`: {arguments}"
+    check_python(arguments[1:])
+
+
 COMMANDS = {
+    "accelerate": check_accelerate,
     "make": check_make,
     "pip": check_pip,
     "python": check_python,
@@ -280,6 +297,9 @@ SKIPPED = '<!-- skip: next "it needs the network" -->\n\n```sh\ngit pull\n```\n'
         ("```sh\npip install -e '.[trll]'\n```\n", AssertionError, "no extra trll"),
         ("```sh\npip install rope_patches\n```\n", AssertionError, "not our package"),
         ("```sh\npython examples/check_models.py\n```\n", AssertionError, "no script"),
+        ("```sh\npython -c 'import no_such_module'\n```\n", ImportError, "no_such_module"),
+        ("```sh\nrope-patch train examples/recipes/none.yaml\n```\n", AssertionError, "no recipe"),
+        ("```sh\naccelerate config\n```\n", AssertionError, "not `accelerate launch -m`"),
         ("```sh\npython -m pytest -m fast\n```\n", AssertionError, "no marker fast"),
         ("```sh\npython -m pytest tests/test_nothing.py\n```\n", AssertionError, "no tests"),
         ("1. A list:\n\n   ```sh\n   git clone somewhere\n   ```\n", AssertionError, "`git` is none of"),
@@ -297,8 +317,8 @@ def test_a_block_that_is_wrong_or_of_no_known_kind_fails(block, error, message, 
 
 def test_wrong_arguments_of_a_script_fail(capsys):
     with pytest.raises(SystemExit, match="2"):
-        check_python(["examples/check_model.py", "MODEL", "--dtypes", "bfloat16"])
-    assert "unrecognized arguments: --dtypes" in capsys.readouterr().err
+        check_python(["examples/other_trainers/trl_sft.py", "--models", "MODEL"])
+    assert "unrecognized arguments: --models" in capsys.readouterr().err
 
 
 def test_a_block_is_skipped_with_a_reason(tmp_path):
