@@ -74,10 +74,10 @@ def export(
 ) -> Exported:
     """Write a checkpoint that `target` serves with the logits that the model has here.
 
-    Adapters are merged (LoRA into a quantised base: into its dequantised weights), both forms of the schedule are
-    written, and an attention factor that the program ignores is folded into the weights. What the program would serve
-    wrong is refused before anything is written. The model stays as it is. In memory are its weights and one shard; the
-    check loads the checkpoint once more, in a process of its own.
+    Adapters are merged (LoRA into a quantised base: into its dequantised weights), both forms of the RoPE parameters
+    are written, and an attention factor that the program ignores is folded into the weights. What the program would
+    serve wrong is refused before anything is written. The model stays as it is. In memory are its weights and one
+    shard; the check loads the checkpoint once more, in a process of its own.
 
     Args:
         model: a loaded model, patched or not, bare or with adapters of PEFT; or a folder or hub id of a checkpoint; or
@@ -173,7 +173,7 @@ def _require_right(
 
 
 def _wrong(target: str, decoder: Any) -> list[Wrong]:
-    """What `target` makes wrong of the model's schedule, which folding an attention factor into the weights mends.
+    """What `target` makes wrong of the RoPE parameters, which folding an attention factor into the weights mends.
 
     Raises:
         ValueError: it does not.
