@@ -36,7 +36,7 @@ def lines_to_add(cls, name):
     return (
         f"Add to tests/rope_patch/rescalings/test_{stem}.py its options and the formula written out once more:\n"
         "frequencies [D / 2] in float64, in radians per position, and the factor of cos and sin, of rows of seq_len:\n"
-        "from support.rescalings import Case\n"
+        "from support.rescalings import Case  # and NATIVE, the frequencies before it\n"
         f'CASES = {{"{name}": Case({{...}}, lambda seq_len: (..., 1.0))}}'
     )
 

@@ -82,6 +82,8 @@ def lines_to_add(cls):
     options = ", ".join(f"{f.name}=..." for f in fields(cls) if f.init)
     return (
         f"Add to tests/rope_patch/views/test_{stem}.py what its options may be, as random strategies (hypothesis):\n"
+        "from hypothesis import strategies as st\n"
+        "from support.views import built\n"
         f'STRATEGIES = {{"{cls.name}": lambda farthest: built({cls.__name__}, {options})}}'
     )
 
