@@ -92,12 +92,12 @@ def table(results: Results, window: int) -> list[str]:
 
 def verdict(results: Results, window: int) -> list[str]:
     """What was won and lost, in sentences."""
-    found = regressions(results, window=window)
+    compared = regressions(results, window=window)
     said = []
-    for word, cells in (("Won", found.above), ("Lost", found.below)):
+    for word, cells in (("Won", compared.above), ("Lost", compared.below)):
         listed = "; ".join(_said(cell) for cell in cells)
         said.append(f"{word}: {listed}." if cells else f"{word}: nothing that is beyond chance.")
-    shares = [cell for cell in found.cells if cell.higher_is_better]
+    shares = [cell for cell in compared.cells if cell.higher_is_better]
     if shares:
         widest = max((cell.high - cell.low) / 2 for cell in shares)
         said.append(
