@@ -231,7 +231,9 @@ def test_what_each_method_gave_and_lost_in_the_readme():
 
     found = [at(kept, arm, "passkey", 60000) for arm in ("keep-2", "native")]
     texts = [short(kept[arm][8]) for arm in ("native", "keep-2")]
-    assert f"passkeys at 60000 tokens {found[0]}, before {found[1]} | short text {texts[0]} → {texts[1]} |" in readme
+    ended = [short(kept[arm][7]) for arm in ("native", "keep-2")]
+    lost = f"short text {' → '.join(texts)}, replies that end {' → '.join(ended)}"
+    assert f"passkeys at 60000 tokens {found[0]}, before {found[1]} | {lost} |" in readme
     far, farthest = (at(searched, "ntk8", "passkey", n) for n in (16384, 60000))
     keys = [at(searched, arm, "keys", 7900) for arm in ("native", "ntk8")]
     assert f"passkeys at 16384 tokens {far}, at 60000 {farthest} | look-alikes at 7900 tokens {' → '.join(keys)} |" in (
