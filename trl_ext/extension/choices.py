@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rope_patch import patch_model
+from rope_patch.eval.paired import MIN_DIFFERENT
 from rope_patch.methods import resolve_rescaling
 
 from .facts import ModelFacts
@@ -306,12 +307,15 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
     return Choice(
         "rows",
         value,
-        f"{count} of {length:,} tokens: {parts}; a quarter of them as eight short ones" if value["short"] == 0.25 else
-        f"{count} of {length:,} tokens: {parts}; {value['short']:g} of them as eight short ones",
+        f"{count} of {length:,} tokens: {parts}{_short_said(value['short'])}",
         reason,
         "asked for" if asked else "measured" if measured else "not measured",
         "--rows, --row-length, --shares, --short, --facts, --own-tokens",
-    )  # fmt: skip
+    )
+
+
+def _short_said(share: float) -> str:
+    return f"; {'a quarter' if share == 0.25 else f'{100 * share:.0f} %'} of them as eight short ones" if share else ""
 
 
 def _weights(
@@ -432,18 +436,20 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     lengths = list(options.lengths) or lengths
     prompts = options.prompts or prompts
     asked = bool(options.lengths or options.prompts)
-    keys = " and as many keys among look-alikes" if machine.device == "cuda" else ""
+    keys = " and as many for one among look-alikes" if machine.device == "cuda" else ""
     at = ", ".join(f"{n:,}" for n in lengths)
     said = (
-        f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; of prompts of {at} tokens each {prompts} "
-        f"passkeys{keys}, as the model writes them"
+        f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of {at} tokens, {prompts} "
+        f"question{'s' * (prompts > 1)} each for a hidden number (passkey){keys}, as the model writes the answers"
     )
     reason = (
         "You asked for it."
         if asked
         else "What was lost shows within the window, what was won beyond it; on a GPU there is time for more."
     )
-    if prompts < 40:
+    if prompts < MIN_DIFFERENT:
+        reason += " So few prompts are examples only, and count neither as won nor as lost."
+    elif prompts < 40:
         reason += f" So few prompts show large changes only: {prompts} of them tell 100 % from 50 %, not from 90 %."
     measures = ["cliff", "passkey", *(["niah-multikey"] if machine.device == "cuda" else [])]
     value = {"measures": measures, "prompts": prompts, "lengths": lengths, "n_rows": n_rows}
