@@ -16,7 +16,7 @@ _CPU: dict[str, Any] = {
     "rows": 12,
     "row_length": 1024,
     "short": 0.0,
-    "own_tokens": 1500,
+    "own_tokens": 800,
     "rows_per_step": 2,
     "prompts": 1,
 }

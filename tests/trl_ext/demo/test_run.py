@@ -111,11 +111,9 @@ def test_without_the_package_of_the_model_it_says_what_to_install(tmp_path, monk
 
 def test_a_missing_package_is_said_with_its_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "trl_ext.demo.run")
-    monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.delitem(sys.modules, "trl_ext.extension.extending", raising=False)
-    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main(["demo", "--output", str(tmp_path / "out"), "--device", "cpu"]) == 2
-    assert "pip install 'rope-patch[demo]'." in capsys.readouterr().err
+    assert "the demo needs transformers: pip install 'rope-patch[demo]'." in capsys.readouterr().err
 
 
 def test_help_needs_no_torch():

@@ -3,6 +3,7 @@
 import logging
 import warnings
 
+import pytest
 import transformers
 
 from trl_ext.extension.messages import others_quiet
@@ -26,11 +27,9 @@ def test_messages_before_and_after_the_file_is_named_are_written(tmp_path, capsy
     assert capsys.readouterr() == ("", "")
 
 
-def test_warnings_of_this_project_are_shown(capsys):
-    with others_quiet():
-        warnings.simplefilter("always")
+def test_warnings_of_this_project_are_shown():
+    with pytest.warns(UserWarning, match="look out"), others_quiet():
         warn_from("/site-packages/rope_patch/patch.py")
-    assert "look out" in capsys.readouterr().err
 
 
 def test_all_is_as_before_after_the_block():
