@@ -284,11 +284,12 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
     shares = dict(options.shares or {"text": 1.0, own: 1.0, "questions": 1.0})
     if "chats" in shares and not facts.is_chat:
         raise ValueError("--shares: a model without a chat template writes no chats. Take own_texts in their place.")
+    short = 0.25 if options.short is None else options.short
     value = {
         "n": count,
         "length": length,
         "shares": shares,
-        "short": 0.25 if options.short is None else options.short,
+        "short": short,
         "facts": options.facts,
         "label_all": objective == "clm",
         "own_tokens": options.own_tokens or _OWN_TOKENS,
@@ -307,7 +308,7 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
     return Choice(
         "rows",
         value,
-        f"{count} of {length:,} tokens: {parts}{_short_said(value['short'])}",
+        f"{count} of {length:,} tokens: {parts}{_short_said(short)}",
         reason,
         "asked for" if asked else "measured" if measured else "not measured",
         "--rows, --row-length, --shares, --short, --facts, --own-tokens",

@@ -113,7 +113,7 @@ class ExtensionPlan:
             f"  {self.memory.total / GIB:8.2f}  together",
             f"Minutes, by a short calibration of this machine; they may be off by {ROUGH:g} times, either way:",
             f"  {self.minutes.measure:8.1f}  measuring the model as it is",
-            f"  {self.minutes.write:8.1f}  texts that it writes itself",
+            *([f"  {self.minutes.write:8.1f}  texts that it writes itself"] if self.minutes.write else []),
             f"  {self.minutes.train:8.1f}  training",
             f"  {self.minutes.measure:8.1f}  measuring it again",
             f"  {self.minutes.total:8.1f}  together ({_hours(self.minutes.total)})",

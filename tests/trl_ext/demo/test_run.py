@@ -52,7 +52,8 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, c
     end = printed[printed.index("  before") :]
     for part in ("passkeys found at 1,500 tokens", "Won: ", "Lost: ", "  asked:", "  before:", "  after:", "Model:"):
         assert part in end
-    assert "Next, with long texts of your own: rope-patch extend out/SmolLM2-135M-Instruct --to" in end
+    assert end.splitlines()[-1].startswith("Next, with long texts of your own: ")
+    assert " extend out/SmolLM2-135M-Instruct --to 65536 --data YOUR_TEXTS.jsonl" in end.splitlines()[-1]
     assert printed.count("out/extended/log.txt") == 1
     for text in (printed, errors):
         assert "{'" not in text and "Warning" not in text, "no dictionaries, no warnings"
