@@ -15,6 +15,7 @@ MODULES = {
     "rope_patch.next_token": "next-token losses whose tokens differ in weight",
     "rope_patch.eval": "what a model can do, within its window and beyond",
     "rope_patch.export": "a checkpoint for another program",
+    "rope_patch.model_card": "the page beside a checkpoint",
     "trl_ext": "training with TRL",
     "trl_ext.objectives": "what a trainer minimises",
     "trl_ext.rows": "rows to train on",

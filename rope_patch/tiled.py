@@ -97,8 +97,9 @@ class _TiledForward:
             return _in_tiles(self.forward, x, self.tile)
         # saved before anything runs: a checkpoint's recompute ends when all that was saved is there again
         anchor = torch.empty(0, device=x.device, requires_grad=True)
-        kept: Any = _Keep.apply(anchor, x).grad_fn
-        tiled_output: torch.Tensor = _Tiled.apply(x, kept, self, *weights)
+        kept: Any = _Keep.apply(anchor, x)
+        # in a tuple, as backward is not to go through it; the tensor itself, as its node lets go of x with it
+        tiled_output: torch.Tensor = _Tiled.apply(x, (kept,), self, *weights)
         return tiled_output
 
 
@@ -131,7 +132,9 @@ class _Tiled(torch.autograd.Function):
     """A forward in tiles that are computed again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kept: Any, forward: _TiledForward, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, kept: tuple[torch.Tensor], forward: _TiledForward, *weights: torch.Tensor
+    ) -> torch.Tensor:
         ctx.kept, ctx.run, ctx.n_weights = kept, forward, len(weights)
         ctx.autocast = _autocast(x.device.type)
         ctx.draws = _Draws(x) if any(is_noisy(module) for module in forward.module.modules()) else None
@@ -139,7 +142,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.kept.saved_tensors
+        (x,) = ctx.kept[0].grad_fn.saved_tensors
         run, needs_x = ctx.run, ctx.needs_input_grad[0]
         weights = [p for p in run.module.parameters() if p.requires_grad]
         assert len(weights) == ctx.n_weights, "weights were frozen or unfrozen between forward and backward"

@@ -11,11 +11,13 @@ import runpy
 import shlex
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from unittest import SkipTest
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
@@ -26,8 +28,12 @@ from sybil.parsers.markdown.lexers import FENCE, RawFencedCodeBlockLexer
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig
 
-from trl_ext import RopeSFTConfig, cli
+from rope_patch.plugins import GROUPS
+from trl_ext import RopeSFTConfig
+from trl_ext.cli.console import _parser
 from trl_ext.cli.model_spec import ModelSpec
+from trl_ext.fine_tune_recipe import FIELDS
+from trl_ext.restore_recipe import FIELDS as RESTORE_FIELDS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["benchmarks", "docs", "examples", "experiments", "kernels", "tests"]
@@ -118,10 +124,22 @@ def parsed(run):
 
 
 def check_rope_patch(arguments):
-    known = parsed(lambda: cli.main(arguments))
+    known = _parser().parse_args(arguments)
+    if known.command == "train":
+        check_fields({word[2:].replace("-", "_") for word in known.arguments if word.startswith("--")} - {"help_all"})
     models = getattr(known, "model", None)
     for spec in models if isinstance(models, list) else []:
         ModelSpec.parse(spec)
+
+
+def check_fields(names):
+    known = {f.name for kind in (*FIELDS, *RESTORE_FIELDS) for f in fields(kind)} | {"config"}
+    assert set(names) <= known, f"no fields of a recipe: {set(names) - known}"
+
+
+def check_accelerate(arguments):
+    assert arguments[:3] == ["launch", "-m", "trl_ext"], "only our command is known"
+    check_rope_patch(arguments[3:])
 
 
 def check_make(arguments):
@@ -167,6 +185,7 @@ def check_pip(arguments):
 
 
 COMMANDS = {
+    "accelerate": check_accelerate,
     "make": check_make,
     "pip": check_pip,
     "python": check_python,
@@ -196,12 +215,21 @@ def run_python(example):
     PythonEvaluator()(example)
 
 
+def check_recipe(example):
+    check_fields(yaml.safe_load(example.parsed))
+
+
+def check_entry_points(example):
+    declared = tomllib.loads(example.parsed)["project"]["entry-points"]
+    assert declared and set(declared) <= set(GROUPS)
+
+
 def refuse(example):
-    raise AssertionError("a block is ```python, ```sh, or skipped with a reason in a comment before it.")
+    raise AssertionError("a block is ```python, ```sh, ```yaml, ```toml, or is skipped with a reason in a comment.")
 
 
 LEXER = RawFencedCodeBlockLexer(re.compile(r"(?P<language>.*)$\n", re.MULTILINE))
-EVALUATORS = {"python": run_python, "sh": check_commands}
+EVALUATORS = {"python": run_python, "sh": check_commands, "yaml": check_recipe, "toml": check_entry_points}
 
 
 def blocks(document):
@@ -272,7 +300,11 @@ SKIPPED = '<!-- skip: next "it needs the network" -->\n\n```sh\ngit pull\n```\n'
     ("block", "error", "message"),
     [
         ("```\nmake test\n```\n", AssertionError, "a block is ```python, ```sh"),
-        ("```yaml\nview: skip\n```\n", AssertionError, "a block is ```python, ```sh"),
+        ("```json\n{}\n```\n", AssertionError, "a block is ```python, ```sh"),
+        ("```yaml\nveiw: skip\n```\n", AssertionError, "no fields of a recipe: .'veiw'"),
+        ("```sh\nrope-patch train r.yaml --veiw skip\n```\n", AssertionError, "no fields of a recipe: .'veiw'"),
+        ("```sh\naccelerate launch -m trl_ext trian r.yaml\n```\n", SystemExit, "2"),
+        ("```toml\n[project.entry-points.rope_views]\na = 'b:C'\n```\n", AssertionError, ""),
         ("```python\nfrom rope_patch import patch_modell\n```\n", ImportError, "patch_modell"),
         ("```sh\nrope-patch eval --modell x\n```\n", SystemExit, "2"),
         ("```sh\nrope-patch eval --model a=b@yarn:factor\n```\n", ValueError, "yarn:factor"),
@@ -297,8 +329,8 @@ def test_a_block_that_is_wrong_or_of_no_known_kind_fails(block, error, message, 
 
 def test_wrong_arguments_of_a_script_fail(capsys):
     with pytest.raises(SystemExit, match="2"):
-        check_python(["examples/check_model.py", "MODEL", "--dtypes", "bfloat16"])
-    assert "unrecognized arguments: --dtypes" in capsys.readouterr().err
+        check_python(["benchmarks/relation_kl.py", "--quik"])
+    assert "unrecognized arguments: --quik" in capsys.readouterr().err
 
 
 def test_a_block_is_skipped_with_a_reason(tmp_path):

@@ -8,16 +8,15 @@ from typing import Any
 
 from transformers.utils import logging
 
+from rope_patch.model_card import RECORD_NAME
 from rope_patch.version import __version__
 from rope_patch.views import View
 
 from .config import RopeSFTConfig
 from .cues import CUES
-from .run_folder import record_settings
 
 logger = logging.get_logger(__name__)
 
-RECORD_NAME = "rope_patch_training.json"
 _FORMAT = 1
 
 
@@ -49,10 +48,9 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
     return json.loads(json.dumps(method, default=_as_json))
 
 
-def write_method(method: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Record a `training_method` in `folder`."""
-    record = {"format": _FORMAT, "rope_patch_version": __version__, **method}
-    record_settings(Path(folder) / RECORD_NAME, record)
+def record_of(method: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """A `training_method` and what it was trained on, as it is recorded."""
+    return {"format": _FORMAT, "rope_patch_version": __version__, **method, "run": run}
 
 
 def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:

@@ -3,7 +3,7 @@
 import gc
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from rope_patch import load_adapter, patch_model
+from rope_patch.export.serving import serving_of
 from rope_patch.methods import resolve_rescaling
+from rope_patch.model_card import facts_of, has_card_of_user, read_runs, render, write_card, write_runs
+from rope_patch.one_config import text_config
 from rope_patch.registry import unknown
+from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens, cut_document
 
 from .config import RopeSFTConfig
@@ -229,7 +233,22 @@ def restore(
             final = final.merge_and_unload()
         final.save_pretrained(result.folder)
         tokenizer.save_pretrained(result.folder)
+        _write_card(final, tokenizer, [root / name / "final" for name in configs], result.folder)
     return result
+
+
+def _write_card(model: Any, tokenizer: PreTrainedTokenizerBase, stages: list[Path], folder: Path) -> None:
+    """The card of the result and the record of both stages, whose own folders have theirs."""
+    runs = [runs[-1] for stage in stages if (runs := read_runs(stage))]
+    facts = facts_of(model, runs, is_adapter=False, rescalings=runs[-1]["run"]["rescalings"])
+    config = text_config(model, find_decoder(model))
+    facts = replace(
+        facts,
+        serving=serving_of(config, config.max_position_embeddings, None),
+        has_chat_template=tokenizer.chat_template is not None,
+    )
+    write_card(folder, render(facts, folder.resolve().parent.name), keep=has_card_of_user(folder))
+    write_runs(runs, folder)
 
 
 def _config(stage: str, settings: dict[str, Any]) -> RopeSFTConfig:

@@ -23,9 +23,10 @@ from rope_patch.distillation import CopiedTeacher
 from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import count_documents, locate_documents
 from rope_patch.methods import resolve_view
+from rope_patch.model_card import has_card_of_user, write_card, write_runs
 from rope_patch.patch import view_source
 from rope_patch.rescalings import Rescaling
-from rope_patch.rotary import find_decoder
+from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.sidecar import require_same_rope
 from rope_patch.sources import ViewSource
 from rope_patch.state import When, state_of
@@ -35,7 +36,8 @@ from rope_patch.views.base import TRUE_POSITIONS
 from .config import RopeSFTConfig
 from .cut_rows import cut_rows
 from .long_rows import LongRowTraining, MemoryPlan, offload_optimizer, plan_memory
-from .method_record import require_same_method, training_method, write_method
+from .method_record import record_of, require_same_method, training_method
+from .model_card import DatasetFacts, card_of, run_facts, runs_before
 from .model_setup import (
     forget_earlier_trainer,
     has_rope,
@@ -137,6 +139,7 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
                 "model_init_kwargs={'dtype': 'bfloat16'} to halve its memory."
             )
+        self._dataset_facts = DatasetFacts.of(train_dataset)
         config, train_dataset = prepare_text(model, config, train_dataset, processing_class)
         if formatting_func is None:
             config = with_masked_loss(config, train_dataset)
@@ -170,6 +173,8 @@ class RopeSFTTrainer(SFTTrainer):
             state = state_of(find_decoder(self.model))
             assert state is not None and state.source is not None  # at the least the standard view
             self._source, self._when = state.source, state.when
+        self._earlier_runs = runs_before(find_causal_lm(self.model).config._name_or_path, self.args.output_dir)
+        self._keeps_card: dict[Path, bool] = {}  # of folders that are being saved into
         self._perturbs = self._source is not None and self._source.view.perturbs
         self._runs = 0  # of train, evaluate and predict, one inside the other
         self._method = (
@@ -340,13 +345,41 @@ class RopeSFTTrainer(SFTTrainer):
                     state.source, state.when = (None, "train") if before[0] is source else before
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """TRL's saving, also of checkpoints, with a record of what was trained with."""
-        if self.args.should_save:  # first, to be among what is pushed to the hub
-            write_method(self._method, output_dir or str(self.args.output_dir))
+        """TRL's saving, also of checkpoints, with a record of what was trained with and a model card."""
+        folder = Path(output_dir or str(self.args.output_dir))
+        if self.args.should_save:  # the record first, to be among what is pushed to the hub
+            write_runs(self._recorded_runs(), folder)
+            # PEFT writes into the README.md that it finds
+            self._keeps_card[folder] = has_card_of_user(folder)
             # TRL keeps no count of tokens: what is in here is written to the checkpoint's trainer_state.json
             kept: Any = self.state.stateful_callbacks
             kept[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
         super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            write_card(folder, card_of(self, self._recorded_runs()), keep=self._keeps_card.pop(folder))
+
+    def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write the model card into `output_dir`, as TRL does; a README.md that somebody wrote or edited is kept.
+
+        Args:
+            model_name: title of the card.
+            dataset_name: of the training set, where it does not say it itself.
+            tags: for the hub, beside those of TRL and of this package.
+        """
+        if not self.is_world_process_zero():
+            return
+        folder = Path(str(self.args.output_dir))
+        keep = self._keeps_card[folder] if folder in self._keeps_card else has_card_of_user(folder)
+        card = card_of(self, self._recorded_runs(dataset_name), title=model_name, tags=tags)
+        write_card(folder, card, keep=keep)
+
+    def _recorded_runs(self, dataset_name: str | None = None) -> list[dict[str, Any]]:
+        """This run as it stands, after those that made the model that it began with."""
+        tokens = int(self._total_train_tokens)
+        run = run_facts(self, self._source, self._dataset_facts.named(dataset_name), self._earlier_runs, tokens)
+        return [*self._earlier_runs, record_of(self._method, run)]
 
     def _patch(self, args: RopeSFTConfig) -> None:
         """Apply what `args` names; if it cannot be, leave the model as it came."""

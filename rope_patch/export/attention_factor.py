@@ -28,8 +28,8 @@ def folded_schedule(rope_parameters: dict[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in rope_parameters.items() if key not in _OPTIONS}
 
 
-def fold_attention_factor(core: nn.Module, decoder: Any) -> dict[str, Edit]:
-    """What to do to which weights of `core`, by name, so that `folded_schedule` gives the same attention scores.
+def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]:
+    """What to do to which weights of `causal_lm`, by name, so that `folded_schedule` gives the same attention scores.
 
     Queries are scaled where they are made: the rows of the query projection and its bias or, where queries are
     normalised after that, the weight of the norm.
@@ -46,7 +46,7 @@ def fold_attention_factor(core: nn.Module, decoder: Any) -> dict[str, Edit]:
         )
     ratios = _ratios(decoder)
     edits: dict[str, Edit] = {}
-    for name, module in core.named_modules():
+    for name, module in causal_lm.named_modules():
         layer = getattr(module, "layer_idx", None)
         if layer is None or not (hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
             continue

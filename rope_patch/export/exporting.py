@@ -20,6 +20,7 @@ from ..rescale import RopeParameters
 from ..rotary import find_causal_lm, find_decoder
 from ..state import state_of
 from .attention_factor import Edit, fold_attention_factor, folded_schedule
+from .card import figures_of, write_export_card
 from .gguf import convert, find_converter
 from .outcomes import TESTED, Wrong, wrong_outcomes
 from .programs import PROGRAMS
@@ -71,6 +72,7 @@ def export(
     max_shard_gb: float = 5.0,
     check: bool = True,
     window: int | None = None,
+    report: str | Path | None = None,
 ) -> Exported:
     """Write a checkpoint that `target` serves with the logits that the model has here.
 
@@ -89,14 +91,17 @@ def export(
         check: whether to load the result without this package and compare its logits.
         window: positions that config and command promise, at most those of the model's config; None promises those.
             For a model that was trained for fewer than its rescaling reaches.
+        report: of `rope-patch eval`, its folder or results.json, whose figures go into the card, README.md; None takes
+            that in the folder `rope-patch-report` in the checkpoint, or beside it if it measured this checkpoint.
 
     Returns:
         Where it is, the command that serves it and the largest difference of logits.
 
     Raises:
-        ValueError: a target that is not known or would serve this model wrong, or weights that cannot be merged.
+        ValueError: a target that is not known or would serve this model wrong, weights that cannot be merged, or a
+            report that is none.
         FileExistsError: there is something in `folder`.
-        FileNotFoundError: no converter for llama.cpp.
+        FileNotFoundError: no converter for llama.cpp, or no such report.
         RuntimeError: the converter failed, or the result is another model. Nothing is left in `folder`.
     """
     if target not in PROGRAMS:
@@ -106,23 +111,36 @@ def export(
     chosen_converter = find_converter(converter) if target == "llama.cpp" else None
     if converter is not None and chosen_converter is None:
         raise ValueError(f"converter belongs to target 'llama.cpp', got {converter!r} with target {target!r}.")
+    source = None if isinstance(model, nn.Module) else Path(model)
+    figures = figures_of(report, source)
     out = Path(folder)
     with whole_folder(out) as unfinished:
         loaded = model if isinstance(model, nn.Module) else load(model)
-        core, decoder = find_causal_lm(loaded), find_decoder(loaded)
-        edits = _require_right(target, loaded, core, decoder)
-        window = _promised(window, getattr(text_config(core, decoder), "max_position_embeddings", None))
-        config = _config_to_save(core, decoder, folded=bool(edits), window=window)
-        reference = reference_of(loaded, text_config(core, decoder), window) if check else None
-        _write(core, config, edits, unfinished, round(max_shard_gb * 1e9))
-        has_tokenizer = copy_tokenizer(_tokenizer_sources(model, core), unfinished)
+        causal_lm, decoder = find_causal_lm(loaded), find_decoder(loaded)
+        edits = _require_right(target, loaded, causal_lm, decoder)
+        window = _promised(window, getattr(text_config(causal_lm, decoder), "max_position_embeddings", None))
+        config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
+        reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
+        _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
+        has_tokenizer = copy_tokenizer(_tokenizer_sources(model, causal_lm), unfinished)
         difference = None
         if reference is not None:
-            difference = require_same_logits(unfinished, core, reference)
+            difference = require_same_logits(unfinished, causal_lm, reference)
         if chosen_converter is not None:
             if not has_tokenizer:
                 raise ValueError("llama.cpp needs the tokenizer in its file, and none was found beside the model.")
             convert(chosen_converter, unfinished)
+        write_export_card(
+            unfinished,
+            out.resolve().name,
+            loaded,
+            config if causal_lm.config is decoder.config else config.get_text_config(decoder=True),
+            source=source,
+            target=target,
+            figures=figures,
+            has_tokenizer=has_tokenizer,
+            folded=bool(edits),
+        )
     return Exported(
         out,
         target,
@@ -150,14 +168,16 @@ def require_served(target: str, model: nn.Module) -> None:
     _wrong(target, find_decoder(model))
 
 
-def _require_right(target: str, model: nn.Module, core: PreTrainedModel, decoder: PreTrainedModel) -> dict[str, Edit]:
+def _require_right(
+    target: str, model: nn.Module, causal_lm: PreTrainedModel, decoder: PreTrainedModel
+) -> dict[str, Edit]:
     """What to fold so that `target` serves the model right.
 
     Raises:
         ValueError: it cannot.
     """
-    _require_plain(core, decoder)
-    require_exportable(model, core)
+    _require_plain(causal_lm, decoder)
+    require_exportable(model, causal_lm)
     wrong = _wrong(target, decoder)
     model_type = decoder.config.model_type
     if target == "transformers":
@@ -167,7 +187,7 @@ def _require_right(target: str, model: nn.Module, core: PreTrainedModel, decoder
             f"{target} was not tried with model type {model_type!r}, only with {', '.join(TESTED)}: compare the logits "
             "of a few prompts with Transformers' before you serve it."
         )
-    return fold_attention_factor(core, decoder) if wrong else {}
+    return fold_attention_factor(causal_lm, decoder) if wrong else {}
 
 
 def _wrong(target: str, decoder: Any) -> list[Wrong]:
@@ -186,15 +206,15 @@ def _wrong(target: str, decoder: Any) -> list[Wrong]:
     return wrong
 
 
-def _require_plain(core: PreTrainedModel, decoder: PreTrainedModel) -> None:
+def _require_plain(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ValueError if a plain checkpoint would be another model than this one as it runs."""
-    require_no_decoder_in_adapters(core)
+    require_no_decoder_in_adapters(causal_lm)
     state = state_of(decoder)
     if state is None:
         require_frequencies_of_config(RopeParameters.of(decoder), decoder)
     else:
         state.require_no_native_rope("export")
-        require_saved_rope(core, decoder, state)
+        require_saved_rope(causal_lm, decoder, state)
         source = state.active(training=False)
         if source is not None:
             raise ValueError(
@@ -202,8 +222,8 @@ def _require_plain(core: PreTrainedModel, decoder: PreTrainedModel) -> None:
                 "can say so. For 'nope' use the rescaling 'drop-rope'; else take the view off with unpatch_model, or "
                 "patch it with when='train'."
             )
-    if core.is_remote_code():
-        raise ValueError(f"{type(core).__name__} is code of a repository, which other programs do not run.")
+    if causal_lm.is_remote_code():
+        raise ValueError(f"{type(causal_lm).__name__} is code of a repository, which other programs do not run.")
 
 
 def _promised(window: int | None, reached: int | None) -> int | None:
@@ -215,9 +235,9 @@ def _promised(window: int | None, reached: int | None) -> int | None:
     return window
 
 
-def _config_to_save(core: PreTrainedModel, decoder: PreTrainedModel, *, folded: bool, window: int | None) -> Any:
-    config: Any = copy.deepcopy(core.config)
-    text = config if core.config is decoder.config else config.get_text_config(decoder=True)
+def _config_to_save(causal_lm: PreTrainedModel, decoder: PreTrainedModel, *, folded: bool, window: int | None) -> Any:
+    config: Any = copy.deepcopy(causal_lm.config)
+    text = config if causal_lm.config is decoder.config else config.get_text_config(decoder=True)
     if window is not None:
         text.max_position_embeddings = window
     if folded:
@@ -226,47 +246,47 @@ def _config_to_save(core: PreTrainedModel, decoder: PreTrainedModel, *, folded: 
     write_older_keys(text, older_form(text))
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.dtype = core.dtype if _compute_dtype(core) is None else _compute_dtype(core)
-    config.architectures = [type(core).__name__]
-    if _is_untied(core):
+    config.dtype = causal_lm.dtype if _compute_dtype(causal_lm) is None else _compute_dtype(causal_lm)
+    config.architectures = [type(causal_lm).__name__]
+    if _is_untied(causal_lm):
         config.tie_word_embeddings = text.tie_word_embeddings = False
     return config
 
 
-def _compute_dtype(core: Any) -> torch.dtype | None:
+def _compute_dtype(causal_lm: Any) -> torch.dtype | None:
     """The dtype that a quantised model was loaded in; None for others, whose weights say it."""
-    if getattr(core, "hf_quantizer", None) is None:
+    if getattr(causal_lm, "hf_quantizer", None) is None:
         return None
-    dtype = core.config.dtype
-    return dtype if isinstance(dtype, torch.dtype) else core.dtype
+    dtype = causal_lm.config.dtype
+    return dtype if isinstance(dtype, torch.dtype) else causal_lm.dtype
 
 
-def _is_untied(core: Any) -> bool:
+def _is_untied(causal_lm: Any) -> bool:
     """Whether adapters have made two of the embeddings at both ends, which the config says are one."""
-    ends = (core.get_input_embeddings(), core.get_output_embeddings())
+    ends = (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings())
     return any(end is not None and is_adapted(end) for end in ends)
 
 
-def _write(core: Any, config: Any, edits: dict[str, Edit], folder: Path, shard_bytes: int) -> None:
+def _write(causal_lm: Any, config: Any, edits: dict[str, Edit], folder: Path, shard_bytes: int) -> None:
     config.save_pretrained(folder)
-    if core.can_generate():
-        core.generation_config.save_pretrained(folder)
+    if causal_lm.can_generate():
+        causal_lm.generation_config.save_pretrained(folder)
     writer = ShardWriter(folder, shard_bytes)
     with logging.tqdm(total=config.get_text_config(decoder=True).num_hidden_layers, desc="Writing layers") as bar:
-        for group in by_layer(final_weights(core, _compute_dtype(core))):
+        for group in by_layer(final_weights(causal_lm, _compute_dtype(causal_lm))):
             edited = {name: edits.get(name, _as_is)(tensor) for name, tensor in group.items()}
-            for name, tensor in revert_weight_conversion(core, edited).items():
+            for name, tensor in revert_weight_conversion(causal_lm, edited).items():
                 writer.add(name, tensor)
             bar.update(len(group) > 1)
     writer.finish()
 
 
-def _tokenizer_sources(model: nn.Module | str | Path, core: Any) -> list[str]:
+def _tokenizer_sources(model: nn.Module | str | Path, causal_lm: Any) -> list[str]:
     """Where the tokenizer may lie: where the user points, then where the weights came from."""
     named = [] if isinstance(model, nn.Module) else [str(model)]
     if named and (Path(named[0]) / "adapter_config.json").is_file():
         named.append(base_of(Path(named[0])))
-    return [*named, core.config._name_or_path]
+    return [*named, causal_lm.config._name_or_path]
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:

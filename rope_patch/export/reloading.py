@@ -63,7 +63,7 @@ def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference
     return Reference(ids, logits, str(device))
 
 
-def require_same_logits(folder: Path, core: Any, reference: Reference) -> float:
+def require_same_logits(folder: Path, causal_lm: Any, reference: Reference) -> float:
     """The largest difference of logits between the checkpoint in `folder` and the model that it was made of.
 
     Raises:
@@ -77,8 +77,8 @@ def require_same_logits(folder: Path, core: Any, reference: Reference) -> float:
             folder.resolve(),
             row,
             result,
-            type(core).__name__,
-            core.config._attn_implementation,
+            type(causal_lm).__name__,
+            causal_lm.config._attn_implementation,
             reference.device,
         ]
         done = subprocess.run(
@@ -89,7 +89,7 @@ def require_same_logits(folder: Path, core: Any, reference: Reference) -> float:
         logits = torch.load(result)
     difference = (logits - reference.logits).abs().max().item()
     spread = reference.logits.std().item()
-    is_exact = core.dtype == torch.float32 and getattr(core, "hf_quantizer", None) is None
+    is_exact = causal_lm.dtype == torch.float32 and getattr(causal_lm, "hf_quantizer", None) is None
     tolerance = _TOLERANCE if is_exact else _TOLERANCE_HALF
     if not difference <= tolerance * spread:  # also where it is NaN
         raise RuntimeError(

@@ -25,21 +25,21 @@ def is_adapted(module: nn.Module) -> bool:
     return any(kind.__name__ in ("BaseTunerLayer", "AuxiliaryTrainingWrapper") for kind in type(module).__mro__)
 
 
-def require_exportable(model: nn.Module, core: Any) -> None:
-    """Raise ValueError unless every weight of `core` is here, and is one that can be merged or dequantised."""
+def require_exportable(model: nn.Module, causal_lm: Any) -> None:
+    """Raise ValueError unless every weight of `causal_lm` is here, and is one that can be merged or dequantised."""
     for name, config in adapter_configs(model).items():
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
                 f"adapter {name!r} is prompt learning ({config.peft_type.value}), which no weight can hold: serve it "
                 "with PEFT."
             )
-    quantizer = getattr(core, "hf_quantizer", None)
+    quantizer = getattr(causal_lm, "hf_quantizer", None)
     method = None if quantizer is None else quantizer.quantization_config.quant_method
     if method is not None and method != "bitsandbytes":
         raise ValueError(
             f"weights quantised by {method!s} are not dequantised here: load the model without quantisation."
         )
-    for name, parameter in core.named_parameters():
+    for name, parameter in causal_lm.named_parameters():
         if parameter.is_meta or hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh"):
             raise ValueError(
                 f"{name} is not whole on this machine (offloaded, or a shard of FSDP or DeepSpeed): save the model or "
@@ -47,15 +47,15 @@ def require_exportable(model: nn.Module, core: Any) -> None:
             )
 
 
-def final_weights(core: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def final_weights(causal_lm: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Each weight by the name that it has without adapters.
 
     Args:
-        core: the outermost Transformers model.
+        causal_lm: the outermost Transformers model.
         dtype: of what is dequantised and of all beside it; None leaves weights as they are.
     """
     seen: set[int] = set()
-    for name, tensor in _of_module(core, ""):
+    for name, tensor in _of_module(causal_lm, ""):
         if isinstance(tensor, nn.Parameter):
             if id(tensor) in seen:
                 continue  # tied to one before, as of embeddings at both ends

@@ -43,6 +43,7 @@ class Rescaling:
 
     name: ClassVar[str]
     synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
+    cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the card of a model that was made with it
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         """Entries of Transformers' `rope_parameters` that replace the scaling entries of `native`.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .. import papers
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -35,6 +36,7 @@ class NTK(Rescaling):
 
     factor: float
 
+    cites = (papers.NTK_AWARE, papers.YARN)
     synonyms = ("ntk-aware", "ntk-scaling")
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ class ABF(Rescaling):
     theta: float
     max_position_embeddings: int | None = None
 
+    cites = (papers.ABF,)
     synonyms = ("base", "theta", "rope-theta", "adjusted-base-frequency")
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .. import papers
 from .base import RESCALINGS, NativeRope, Rescaling, require_window
 
 DROP_FACTOR = 1e9
@@ -29,6 +30,7 @@ class DropRope(Rescaling):
 
     max_position_embeddings: int | None = None
 
+    cites = (papers.DROPE,)
     synonyms = ("drope",)
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .. import papers
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -32,6 +33,7 @@ class PI(Rescaling):
     factor: float
     rope_theta: float | None = None
 
+    cites = (papers.PI,)
     synonyms = ("linear", "interpolation", "position-interpolation", "linear-scaling")
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class DynamicNTK(Rescaling):
     factor: float
     rope_theta: float | None = None
 
+    cites = (papers.NTK_AWARE, papers.YARN)
     synonyms = ("dynamic",)
 
     def __post_init__(self) -> None:

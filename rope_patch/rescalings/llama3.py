@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .. import papers
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -43,6 +44,7 @@ class Llama3(Rescaling):
     original_max_position_embeddings: int | None = None
     rope_theta: float | None = None
 
+    cites = (papers.LLAMA3,)
     synonyms = ("llama3.1",)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import papers
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -45,6 +46,7 @@ class LongRope(Rescaling):
     attention_factor: float | None = None
     rope_theta: float | None = None
 
+    cites = (papers.LONGROPE,)
     synonyms = ("su",)
 
     def __post_init__(self) -> None:

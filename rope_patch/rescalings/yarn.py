@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .. import papers
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -50,6 +51,8 @@ class Yarn(Rescaling):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
+
+    cites = (papers.YARN,)
 
     def __post_init__(self) -> None:
         require_factor(self, self.factor)

@@ -62,6 +62,7 @@ class View:
     perturbs: ClassVar[bool] = True  # False: `rope_index` is t whatever is drawn
     conditional: ClassVar[tuple[str, ...]] = ()  # options that are None where no other option lets anything read them
     synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
+    cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the card of a model that was made with it
     cue_option: ClassVar[str | None] = None  # the option that says what documents end with; a trainer's `cue` sets it
     # options that `prepare_text` finds out, each with a stand-in by which the others are checked before
     from_text: ClassVar[Mapping[str, object]] = MappingProxyType({})
@@ -75,6 +76,10 @@ class View:
                 raise TypeError(
                     f"{cls.__name__} has an option {name!r}, which is a method of View: give it another name."
                 )
+
+    def cited(self) -> tuple[str, ...]:
+        """BibTeX of the papers of this view and of those within it."""
+        return self.cites
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         """Parameters of each document.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 from .options import require_indexable, require_int
@@ -26,6 +27,8 @@ class ChunkPermute(View):
     """
 
     blocks: int = 8
+
+    cites = (papers.RPSD,)
 
     def __post_init__(self) -> None:
         require_int(self, "blocks", self.blocks, 2, 64)

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from .base import VIEWS, Parameters
 from .options import require_choice, require_int, require_number, settle
@@ -46,6 +47,8 @@ class Cream(Targeted):
     sigma: float | None = None
 
     conditional = ("sigma",)
+
+    cites = (papers.CREAM,)
 
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 from .options import require_effect, require_indexable, require_range
@@ -28,6 +29,8 @@ class Dilation(View):
 
     low: float = 0.5
     high: float = 2.0
+
+    cites = (papers.RPSD,)
 
     def __post_init__(self) -> None:
         require_range(self, self.low, self.high)

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from ..layout.documents import Documents, closing_tokens
 from .base import VIEWS, Cue, Parameters
@@ -49,6 +50,8 @@ class EndPrompt(Targeted):
     placement: Placement = "end"
 
     cue_option = "cue_tokens"
+
+    cites = (papers.ENDPROMPT,)
 
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, TrainingText
@@ -44,6 +45,8 @@ class LongRecipe(Targeted):
     sentence_ends: Sequence[int]
 
     from_text = MappingProxyType({"sentence_ends": (0,)})
+
+    cites = (papers.LONGRECIPE,)
 
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 
@@ -17,6 +18,8 @@ class NoPE(View):
 
     Source: RPSD, arXiv:2604.14339, the NoPE view of its ablation.
     """
+
+    cites = (papers.RPSD,)
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         return {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from ..layout.documents import Documents
 from .base import TRUE_POSITIONS, VIEWS, Parameters, View
@@ -34,6 +35,8 @@ class PerLayer(View):
     view: Any
     layers: str | Sequence[int] = "independent"
 
+    cites = (papers.POSAUG,)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "view", as_view(self.view, "per-layer"))
         if self.view.stands_alone:
@@ -51,6 +54,9 @@ class PerLayer(View):
             )
         if self.layers == "independent":
             self._require_separate_draws()
+
+    def cited(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.cites, *self.view.cited())))
 
     def _require_separate_draws(self) -> None:
         """Draws of several layers at once are only right where each stands for itself."""

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 from .options import (
@@ -64,6 +65,8 @@ class PosAug(View):
     until: float | None = None
 
     conditional = ("low", "high", "values", "start", "until")
+
+    cites = (papers.POSAUG,)
 
     def __post_init__(self) -> None:
         require_choice(self, "law", self.law, get_args(Law))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from .base import VIEWS, Parameters
 from .options import require_int
@@ -37,6 +38,8 @@ class PoSE(Targeted):
     target: int
     window: int | None = None
     chunks: int = 2
+
+    cites = (papers.POSE,)
 
     def __post_init__(self) -> None:
         require_int(self, "target", self.target, 2)

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, View
@@ -34,6 +35,8 @@ class RandomBase(View):
     low: float = 1 / 8
     high: float = 8.0
     law: Law = "uniform"
+
+    cites = (papers.POSAUG,)
 
     def __post_init__(self) -> None:
         require_range(self, self.low, self.high)

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from .base import VIEWS, Parameters, View
 from .options import require_choice, require_int
@@ -33,6 +34,8 @@ class RPE(View):
 
     max_index: int = 16384
     granularity: Granularity = "step"
+
+    cites = (papers.RANDOMIZED_POSITIONS,)
 
     def __post_init__(self) -> None:
         require_int(self, "max_index", self.max_index, 2)

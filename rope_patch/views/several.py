@@ -31,6 +31,9 @@ class Several(View):
     def reads_tokens(self) -> bool:
         return any(view.reads_tokens for view in self.views)
 
+    def cited(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(paper for view in self.views for paper in view.cited()))
+
     def check_run(self, args: Any) -> None:
         for view in self.views:
             view.check_run(args)

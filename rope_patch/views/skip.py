@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
+from .. import papers
 from ..draws import DrawKey
 from .base import MAX_INDEX, VIEWS, Parameters, View
 from .options import require_choice, require_effect, require_indexable, require_int, require_share, settle
@@ -48,6 +49,8 @@ class Skip(View):
     until: float | None = None
 
     conditional = ("start", "until")
+
+    cites = (papers.RPSD,)
 
     def __post_init__(self) -> None:
         require_int(self, "split", self.split, 0)

@@ -54,8 +54,8 @@ def test_the_result_is_checked_in_a_process_without_this_package(tmp_path):
 def test_a_result_that_is_another_model_is_not_left_behind(tmp_path, monkeypatch):
     from rope_patch.export import exporting
 
-    def other(core, dtype):
-        return ((name, 2 * weight) for name, weight in core.state_dict().items())
+    def other(causal_lm, dtype):
+        return ((name, 2 * weight) for name, weight in causal_lm.state_dict().items())
 
     monkeypatch.setattr(exporting, "final_weights", other)
     with pytest.raises(RuntimeError, match="another model"):

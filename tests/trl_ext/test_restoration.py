@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from support.cards import card_in, run_code
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import WINDOW, tiny
 from tokenizers import processors
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_ext.restoration as module
 from rope_patch import patch_model
+from rope_patch.model_card import read_runs
 from trl_ext import restore
 from trl_ext.restoration import cut_into_rows
 
@@ -196,6 +198,20 @@ def test_the_result_is_a_plain_rescaled_checkpoint(folder, peft):
         before = rescaled(torch.arange(40, 110)[None]).logits
     assert not torch.allclose(logits(restored.folder), before), "it was trained"
     assert (restored.folder / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_the_card_tells_of_both_stages(folder, peft, monkeypatch):
+    result = run(folder, peft=peft)
+    card = card_in(result.folder)
+    first, second = card.text.partition("### Stage 2")[::2]
+    assert "`relation-distill`" in first and "| Optimizer steps | 3 |" in first
+    assert "`clm`" in second and "| Optimizer steps | 2 |" in second
+    assert "`pi` (factor 4.0)" in first and first.count("`pi` (factor 4.0)") == 1
+    assert "`tiny`, a model in a local folder" in first and str(folder) not in card.content
+    assert "2604.00004" in second and "2306.15595" in second
+    assert [one["objective"] for one in read_runs(result.folder)] == ["relation-distill", "clm"]
+    assert run_code(result.folder, monkeypatch)["model"].config.rope_parameters["rope_type"] == "linear"
 
 
 def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):

@@ -31,6 +31,12 @@ def add_commands(commands: Any) -> None:
         help="size of one file of weights, in 10^9 bytes; default: %(default)s",
     )
     export.add_argument(
+        "--report",
+        type=Path,
+        help="report of `rope-patch eval`, folder or results.json, for the model card; default: the folder "
+        "rope-patch-report in the checkpoint, or beside it if it measured this one",
+    )
+    export.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -55,6 +61,7 @@ def run_export(args: argparse.Namespace) -> int:
         converter=args.converter,
         max_shard_gb=args.max_shard_gb,
         check=args.check,
+        report=args.report,
     )
     print(done)
     return 0

@@ -261,7 +261,10 @@ class _Run:
             SampledTurns.of(self.facts.tokenizer, (self.facts.tokenizer.eos_token_id,))
         training.adapters(self.choices, self.facts)
         rows.check(self.facts, self.choices, self.texts.train)
-        self.eval_plan.check(self.facts.tokenizer, self.texts.held_out)
+        try:
+            self.eval_plan.check(self.facts.tokenizer, self.texts.held_out)
+        except ValueError as error:
+            raise ValueError(f"--lengths {' '.join(map(str, self.eval_plan.lengths))}: {error}") from error
 
     def _tell_resumed(self) -> None:
         said = {

@@ -63,6 +63,10 @@ class ObjectiveOptions(ABC):
         """Whether the model as it was pretrained teaches."""
         return True
 
+    def cited(self) -> tuple[str, ...]:
+        """BibTeX of the papers of what these options ask for, for the card of a model that is trained so."""
+        return ()
+
     @property
     def is_trl_loss(self) -> bool:
         """Whether the loss is TRL's own, with all of its options."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from rope_patch import papers
 from rope_patch.distillation import HiddenDistiller, HiddenTargets
 
 from ..step_means import Part
@@ -34,6 +35,9 @@ class HiddenOptions(ObjectiveOptions):
     def held(self, config: Any) -> Held:
         n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student, of which some are compared
         return Held(graphs=2.0 if self.targets.short_to_long else 1.0, states=2.0 * n_layers)
+
+    def cited(self) -> tuple[str, ...]:
+        return (papers.LONGRED,)
 
     def record(self) -> dict[str, Any]:
         return {"hidden_args": self.targets}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
+from rope_patch import papers
 from rope_patch.checked_numbers import require_number
 from rope_patch.layout.labelled import Labelled
 from rope_patch.next_token import CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
@@ -54,6 +55,10 @@ class NextTokenOptions(ObjectiveOptions):
     @property
     def reads_short_contexts(self) -> bool:
         return self.longce is not None
+
+    def cited(self) -> tuple[str, ...]:
+        longce = () if self.longce is None else (papers.LONGCE,)
+        return longce if self.cue is None else (*longce, papers.ENDPROMPT)
 
     def record(self) -> dict[str, Any]:
         return {**record_of_longce(self.longce), "cue_weight": 1.0 if self.cue is None else self.cue.weight}

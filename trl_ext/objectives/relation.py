@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from rope_patch import papers
 from rope_patch.distillation import LogitKL, RelationDistiller, RelationTargets
 
 from ..step_means import Part
@@ -38,6 +39,9 @@ class RelationOptions(ObjectiveOptions):
         # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
         n_layers = config.num_hidden_layers if self.targets.layers is None else len(self.targets.layers)
         return Held(states=2.0 + 1.5 * n_layers)
+
+    def cited(self) -> tuple[str, ...]:
+        return (papers.LINEAR_ARD,)
 
     def record(self) -> dict[str, Any]:
         # a logit KL of weight 0 is logged alone and trains nothing

@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers.utils import logging
 
-from rope_patch import rope_view
+from rope_patch import papers, rope_view
 from rope_patch.checked_numbers import require_number
 from rope_patch.distillation import (
     ConsistencyLoss,
@@ -118,6 +118,10 @@ class SelfDistillOptions(ObjectiveOptions):
             return Held(graphs=2.0, states=6.0)
         copies = 1.0 if self.max_copies is None else self.max_copies
         return Held(graphs=1.0 + copies, at_once=1.0 + copies, states=6.0)
+
+    def cited(self) -> tuple[str, ...]:
+        longce = (papers.LONGCE,) if self.reads_short_contexts else ()
+        return (papers.RPSD, *longce, *(() if self.restore is None else self.restore.cited()))
 
     def record(self) -> dict[str, Any]:
         options = {f.name: getattr(self.consistency, f.name) for f in fields(self.consistency)}

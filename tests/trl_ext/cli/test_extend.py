@@ -56,6 +56,6 @@ def test_a_dry_run_prints_the_plan(folder, capsys):
     ],
 )
 def test_a_mistake_is_one_line(arguments, message, folder, capsys):
-    assert cli.main(["extend", *arguments, "--output", "out", "--device", "cpu"]) == 1
+    assert cli.main(["extend", *arguments, "--output", "out", "--device", "cpu"]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert message in errors[-1] and errors[-1].startswith("rope-patch extend: ") and not (folder / "out").exists()

@@ -1,0 +1,25 @@
+"""The model card beside a checkpoint: what it was made of and how, how to load it and which programs serve it right."""
+
+from .base_model import BaseModel
+from .card_file import CARD_NAME, OTHER_CARD_NAME, has_card_of_user, write_card
+from .eval_report import EvalFigures
+from .facts import CardFacts, Serving, facts_of, native_window
+from .rendering import render
+from .training_record import RECORD_NAME, read_runs, write_runs
+
+__all__ = [
+    "CARD_NAME",
+    "OTHER_CARD_NAME",
+    "RECORD_NAME",
+    "BaseModel",
+    "CardFacts",
+    "EvalFigures",
+    "Serving",
+    "facts_of",
+    "has_card_of_user",
+    "native_window",
+    "read_runs",
+    "render",
+    "write_card",
+    "write_runs",
+]

@@ -1,0 +1,236 @@
+"""What a card tells of a model, gathered from the model and from the record of its training."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..methods import resolve_rescaling
+from ..one_config import text_config
+from ..rotary import find_causal_lm, find_decoder
+from ..state import state_of
+from ..views.base import TRUE_POSITIONS
+from .base_model import BaseModel
+from .eval_report import EvalFigures
+
+Rows = tuple[tuple[str, str], ...]
+"""Name and value of each line of a table."""
+
+_LONGEST_LIST = 8  # numbers: LongRoPE has one for each frequency
+_TOLD_APART = ("format", "rope_patch_version", "objective", "view", "view_args", "trainable", "run")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What each program makes of a checkpoint.
+
+    Args:
+        commands: (program, commands that serve it right), run where the checkpoint lies.
+        wrong: (program, what it does instead), of those that serve it wrong without an error.
+        is_tested: whether the programs were run with this family.
+    """
+
+    commands: tuple[tuple[str, tuple[str, ...]], ...]
+    wrong: tuple[tuple[str, str], ...]
+    is_tested: bool
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card tells.
+
+    Args:
+        base: the model that it was made of, None where that is not known.
+        is_adapter: whether the folder holds an adapter, and not a whole model.
+        loader: the class of Transformers that loads it.
+        context: its window and its RoPE.
+        always_view: the view that is in force in inference too, as a call that makes it; "" for none.
+        runs: a table for each training run, in order.
+        datasets: that it was trained on, as their names were given.
+        serving: by other programs; None for a model without RoPE, of which nothing is known.
+        figures: of a report, None without one.
+        citations: BibTeX.
+        tags: for the hub.
+        links: (name, address) of where a run is logged.
+        has_tokenizer: whether the folder holds the tokenizer.
+        has_chat_template: whether that has a chat template.
+    """
+
+    base: BaseModel | None
+    is_adapter: bool
+    loader: str
+    context: Rows = ()
+    always_view: str = ""
+    runs: tuple[Rows, ...] = ()
+    datasets: tuple[str, ...] = ()
+    serving: Serving | None = None
+    figures: EvalFigures | None = None
+    citations: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    links: Rows = ()
+    has_tokenizer: bool = True
+    has_chat_template: bool = False
+
+
+def facts_of(
+    model: nn.Module,
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    is_adapter: bool,
+    rescalings: Sequence[Mapping[str, Any]],
+    config: Any = None,
+) -> CardFacts:
+    """What is known of a model in memory.
+
+    Args:
+        model: as it is, or will be, in the folder.
+        runs: as `read_runs` gives them.
+        is_adapter: whether its adapters are in the folder, and not the weights.
+        rescalings: method and options of each that was applied since the base model.
+        config: the text config that is saved, if it is another one than the model's.
+    """
+    causal_lm = find_causal_lm(model)
+    return CardFacts(
+        base=base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path),
+        is_adapter=is_adapter,
+        loader=_loader_of(type(causal_lm).__name__),
+        context=_context(model, runs, rescalings, config),
+        always_view=_always_view(model),
+        runs=tuple(_run_rows(run) for run in runs),
+        datasets=tuple(dict.fromkeys(name for run in runs if (name := run.get("run", {}).get("dataset")))),
+        citations=_citations(runs, rescalings),
+        tags=("rope-patch", "long-context"),
+    )
+
+
+def base_of_runs(runs: Sequence[Mapping[str, Any]]) -> BaseModel | None:
+    """The model that the first of several runs started from."""
+    named = runs[0].get("run", {}).get("base_model") if runs else None
+    return None if named is None else BaseModel.from_dict(named)
+
+
+def _loader_of(architecture: str) -> str:
+    is_plain = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return "AutoModelForCausalLM" if is_plain else "AutoModelForImageTextToText"
+
+
+def _context(
+    model: nn.Module, runs: Sequence[Mapping[str, Any]], rescalings: Sequence[Mapping[str, Any]], config: Any
+) -> Rows:
+    try:
+        decoder = find_decoder(model)
+    except ValueError:  # a model without RoPE
+        return ()
+    config = text_config(find_causal_lm(model), decoder) if config is None else config
+    window = getattr(config, "max_position_embeddings", None)
+    native = native_window(model, runs)
+    steps = [f"`{one['method']}`{_options(one['options'], ' (', ')')}" for one in rescalings]
+    return _filled(
+        {
+            "Window, in positions": "" if window is None else f"{window:,}",
+            "Window of the base model": f"{native:,}" if native and native != window else "",
+            "Rescaling of RoPE": ", then ".join(steps),
+            "`rope_parameters`": f"`{json.dumps(_short(config.rope_parameters))}`",
+        }
+    )
+
+
+def native_window(model: nn.Module, runs: Sequence[Mapping[str, Any]]) -> int | None:
+    """Trained window of the base model, in positions, None where it is not known."""
+    recorded = runs[0].get("run", {}).get("native_window") if runs else None
+    state = state_of(find_decoder(model))
+    return recorded or (None if state is None else state.native.max_position_embeddings)
+
+
+def _always_view(model: nn.Module) -> str:
+    try:
+        state = state_of(find_decoder(model))
+    except ValueError:
+        return ""
+    if state is None:
+        return ""
+    view, when = state.ended or ((state.source.view, state.when) if state.source is not None else (None, "train"))
+    return repr(view) if view is not None and when == "always" and view.perturbs else ""
+
+
+def _run_rows(run: Mapping[str, Any]) -> Rows:
+    facts = run.get("run", {})
+    view = run.get("view", TRUE_POSITIONS)
+    others = {name: value for name, value in run.items() if name not in _TOLD_APART}
+    return _filled(
+        {
+            "Objective": f"`{run['objective']}`" if "objective" in run else "",
+            "Options": _options(others),
+            "View of positions in training": "none, true positions"
+            if view == TRUE_POSITIONS
+            else f"`{view}`{_options(run.get('view_args', {}), ' (', ')')}",
+            "Weights trained": facts.get("trained", ""),
+            "Dataset": facts.get("dataset", ""),
+            "Documents": _count(facts.get("documents")),
+            "Rows": _count(facts.get("rows")),
+            "Tokens in a row, at most": _count(facts.get("row_length")),
+            "Tokens seen": _count(facts.get("tokens")),
+            "Optimizer steps": _count(facts.get("steps")),
+            "Learning rate": facts.get("learning_rate", ""),
+            "Versions": _options(facts.get("versions", {})),
+        }
+    )
+
+
+def _citations(runs: Sequence[Mapping[str, Any]], rescalings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Of what made the model. A method that is not registered here is one from elsewhere: its run has recorded it."""
+    found: list[str] = []
+    for one in rescalings:
+        found += _of_registered(resolve_rescaling, one["method"], one["options"], "cites")
+    for run in runs:
+        found += run.get("run", {}).get("papers", [])
+    return tuple(dict.fromkeys(found))
+
+
+def _of_registered(resolve: Any, name: str, options: Mapping[str, Any], attribute: str) -> list[str]:
+    try:
+        return list(getattr(resolve(name, dict(options)), attribute))
+    except ValueError:
+        return []
+
+
+def _filled(rows: Mapping[str, Any]) -> Rows:
+    """The rows that say something."""
+    return tuple((name, str(value)) for name, value in rows.items() if value not in ("", None))
+
+
+def _count(value: int | None) -> str:
+    return f"{value:,}" if value else ""
+
+
+def _options(values: Mapping[str, Any], before: str = "", after: str = "") -> str:
+    """Options that are set, those of dictionaries by `owner.name`, as text for a cell."""
+    texts = [f"{name} {_text(value)}" for name, value in _flat(values)]
+    return f"{before}{', '.join(texts)}{after}" if texts else ""
+
+
+def _flat(values: Mapping[str, Any], owner: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat += _flat(value, f"{owner}{name}.")
+        elif value is not None:
+            flat.append((f"{owner}{name}", value))
+    return flat
+
+
+def _text(value: Any) -> str:
+    text = f"`{value}`" if isinstance(value, str) else json.dumps(_short(value))
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _short(value: Any) -> Any:
+    """Without what no reader reads: long lists of numbers."""
+    if isinstance(value, Mapping):
+        return {name: _short(one) for name, one in value.items()}
+    if isinstance(value, list | tuple) and len(value) > _LONGEST_LIST:
+        return f"{len(value)} numbers"
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,39 @@
+"""From facts to the page: Jinja's template in this folder, with metadata that the hub reads in front."""
+
+from pathlib import Path
+
+from .facts import CardFacts
+
+_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
+
+
+def render(facts: CardFacts, title: str) -> str:
+    """The page as Markdown."""
+    from huggingface_hub import ModelCardData
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    is_plain = facts.loader == "AutoModelForCausalLM"
+    base = facts.base if facts.base is not None and facts.base.is_on_hub else None
+    data = ModelCardData(
+        base_model=None if base is None else base.name,
+        base_model_relation=None if base is None else ("adapter" if facts.is_adapter else "finetune"),
+        datasets=list(facts.datasets) or None,
+        library_name="peft" if facts.is_adapter else "transformers",
+        license=(facts.base.license or None) if facts.base is not None else None,
+        pipeline_tag="text-generation" if is_plain else "image-text-to-text",
+        tags=list(facts.tags),
+    )
+    # a page of Markdown, not of HTML: nothing is escaped
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATE.parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["figure"] = _figure
+    return environment.get_template(_TEMPLATE.name).render(facts=facts, title=title, metadata=data.to_yaml())
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
