@@ -11,8 +11,8 @@ TO = {"cuda": 65536, "cpu": 12288}
 # of a case that was measured on a GPU (docs/results/keeping.md), with a quarter of the rows and fewer prompts
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 12}
 
-# two cores read a row of 12288 tokens in about a minute, which is what most of the time goes to. Of eight chats that the
-# model writes in a minute there one or two end, so that rows of chats are left out
+# Two cores read a row of 12288 tokens in about a minute, which is what most of the time goes to. Of eight chats that
+# the model writes in a minute there one or two end, so rows of chats are left out.
 _CPU: dict[str, Any] = {
     "rows": 12,
     "row_length": 1024,

@@ -160,8 +160,9 @@ class _Progress(ProgressCallback):
 
     def close(self) -> None:
         """End the bar of a training that was stopped, which would be drawn again behind what is said then."""
-        if self.training_bar is not None:
-            self.training_bar.close()
+        bar: Any = self.training_bar
+        if bar is not None:
+            bar.close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         bar: Any = self.training_bar
