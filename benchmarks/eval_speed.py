@@ -82,17 +82,17 @@ def language() -> tuple[PreTrainedTokenizerFast, Callable[[int], list[int]]]:
     def sentences(n: int) -> str:
         return " ".join(" ".join(draw.choices(words, k=draw.randint(5, 20))).capitalize() + "." for _ in range(n))
 
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=8192,
         special_tokens=[SEPARATOR],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    core.train_from_iterator([sentences(3000), PASSKEY_FILLER, "0123456789"], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SEPARATOR, eos_token=SEPARATOR)
+    backend.train_from_iterator([sentences(3000), PASSKEY_FILLER, "0123456789"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=SEPARATOR, eos_token=SEPARATOR)
 
     def haystack(n: int) -> list[int]:
         ids: list[int] = []

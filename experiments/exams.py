@@ -64,7 +64,7 @@ def make_exam(
     """An exam of exactly `length` tokens.
 
     Args:
-        kind: see above.
+        kind: "multikey", sentences with a key of their own each, or "ordinal", which repeat a few keys.
         tokenizer: of the model.
         text: tokens to hide sentences in, at least `length`.
         length: tokens of the row, questions and answers included.

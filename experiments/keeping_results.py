@@ -6,6 +6,7 @@ the largest with them. A figure worse than the native model's beyond noise is ma
 paired difference, by bootstrap over prompts of the mean over seeds, lies beyond 0.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -40,27 +41,34 @@ def ended(run: Run) -> list[float]:
     return [float(reply["ended"]) for reply in run["own"].get("replies", [])]
 
 
-def cell(of_seeds: list[list[float]], native: list[float], digits: int = 2) -> str:
-    """The mean over seeds of the means of `found`, one list a seed, with * where `native` is better beyond noise."""
-    if not all(of_seeds) or not native:
+def cell(of_seeds: list[list[float]], native: list[float] | None, digits: int = 2) -> str:
+    """The mean over seeds of the means of each seed's scores, with * where `native`'s are better beyond noise."""
+    if not all(of_seeds) or native == []:
         return "-"
-    pairs = [fmean(values) - other for *values, other in zip(*of_seeds, native, strict=True)]
-    _, high = paired_interval(pairs)
-    return f"{abs(fmean(map(fmean, of_seeds))):.{digits}f}{'*' if high < 0 else ''}"
+    mean = f"{abs(fmean(map(fmean, of_seeds))):.{digits}f}"
+    if native is None:
+        return mean
+    _, high = paired_interval([fmean(values) - other for *values, other in zip(*of_seeds, native, strict=True)])
+    return mean + ("*" if high < 0 else "")
 
 
-def spans(native: Run) -> list[tuple[int, int]]:
+def spans(run: Run) -> list[tuple[int, int]]:
     """Positions between which losses are averaged: within the window, to four times it, and to the end."""
-    window, end = native.get("window", 8192), native["loss_by_position"][-1]["end"]  # the first files have no window
+    window, end = run.get("window", 8192), run["loss_by_position"][-1]["end"]  # the first files have no window
     edges = [64, *(edge for edge in (window, 4 * window) if edge < end), end]
     return list(pairwise(edges))
 
 
 def table(runs: list[Run]) -> str:
-    """Markdown of runs on the same prompts, the native model among them."""
-    native = next(r for r in runs if r["arm"] == "native")
-    lengths = sorted({c["length"] for c in native["asked"]})
-    between = spans(native)
+    """Markdown of runs on the same prompts; without the native model among them nothing is marked."""
+    native = next((r for r in runs if r["arm"] == "native"), None)
+    first = native or runs[0]
+    lengths = sorted({c["length"] for c in first["asked"]})
+    between = spans(first)
+
+    def of_native(measure: Callable[..., list[float]], *of: Any) -> list[float] | None:
+        return None if native is None else measure(native, *of)
+
     columns = [
         "arm",
         "seeds",
@@ -70,7 +78,7 @@ def table(runs: list[Run]) -> str:
         "ended",
         "short text",
     ]
-    tests = [t for t in TESTS if scores(native, t, lengths[0])]  # early runs have fewer
+    tests = [t for t in TESTS if scores(first, t, lengths[0])]  # early runs have fewer
     columns += [f"{tests[0]} at {' / '.join(map(str, lengths))}", *tests[1:]]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     by_arm: dict[str, list[Run]] = {}
@@ -80,16 +88,16 @@ def table(runs: list[Run]) -> str:
         row = [arm, str(len(seeds))]
         row += [spread([mean_of(run["loss_by_position"], a, b) for run in seeds], 3) for a, b in between]
         row.append(spread([run["own"]["kl"] for run in seeds], 3))
-        row.append(cell([reply_losses(run) for run in seeds], reply_losses(native)))
-        row.append(cell([ended(run) for run in seeds], ended(native)))
-        row.append(cell([short_text(run) for run in seeds], short_text(native), 3))
+        row.append(cell([reply_losses(run) for run in seeds], of_native(reply_losses)))
+        row.append(cell([ended(run) for run in seeds], of_native(ended)))
+        row.append(cell([short_text(run) for run in seeds], of_native(short_text), 3))
         for test in tests:
-            cells = [cell([scores(run, test, n) for run in seeds], scores(native, test, n)) for n in lengths]
+            cells = [cell([scores(run, test, n) for run in seeds], of_native(scores, test, n)) for n in lengths]
             row.append(" / ".join(cells))
         lines.append("| " + " | ".join(row) + " |")
-    counts = [f"{test} {' / '.join(str(len(scores(native, test, n))) for n in lengths)}" for test in tests]
-    conditions = f"Prompts a cell and seed: {', '.join(counts)}; replies {len(reply_losses(native))}; "
-    return "\n".join([*lines, "", f"{conditions}short text {len(short_text(native))} samples."])
+    counts = [f"{test} {' / '.join(str(len(scores(first, test, n))) for n in lengths)}" for test in tests]
+    conditions = f"Prompts a cell and seed: {', '.join(counts)}; replies {len(reply_losses(first))}; "
+    return "\n".join([*lines, "", f"{conditions}short text {len(short_text(first))} samples."])
 
 
 def by_prompts(runs: list[Run]) -> dict[tuple[int, int], list[Run]]:

@@ -205,7 +205,7 @@ def _state_to_save(model: nn.Module) -> RopeState | None:
     """
     state = state_of(find_decoder(find_causal_lm(model)))
     if state is not None and state.source is not None and state.source.view.perturbs:
-        find_decoder(model)
+        find_decoder(model)  # asked of the whole model, it raises where an adapter has a second decoder
     return state
 
 

@@ -1,7 +1,10 @@
 """What every test starts from: offline, seeded, on as many threads as it may use, with no luck in fresh memory."""
 
+import functools
 import logging
 import os
+import re
+from pathlib import Path
 
 # before anything imports huggingface_hub, which reads these once
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", CI="1")
@@ -10,11 +13,26 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS warns in d
 import pytest
 import torch
 
+TESTS = Path(__file__).parent
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any test imports triton, which reads it once
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+@functools.cache
+def names_tested(file):
+    """Of a test file with dashes, and what the module that it tests registers: pi for test_interpolation.py."""
+    stem = file.stem.removeprefix("test_")
+    module = TESTS.parent / file.parent.relative_to(TESTS) / f"{stem}.py"
+    registered = re.findall(r'\.register\("(.+)"\)', module.read_text()) if module.exists() else []
+    return {stem.replace("_", "-"), *registered}
+
+
+def pytest_itemcollected(item):
+    """`-k per-layer` finds test_per_layer.py too, `-k pi` test_interpolation.py."""
+    item.extra_keyword_matches.update(names_tested(item.path))
 
 
 def pytest_collection_modifyitems(items):

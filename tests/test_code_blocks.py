@@ -127,6 +127,8 @@ def check_rope_patch(arguments):
     known = _parser().parse_args(arguments)
     if known.command == "train":
         check_fields({word[2:].replace("-", "_") for word in known.arguments if word.startswith("--")} - {"help_all"})
+        for word in known.arguments:
+            assert not word.startswith("examples/") or (ROOT / word).is_file(), f"no recipe {word}"
     models = getattr(known, "model", None)
     for spec in models if isinstance(models, list) else []:
         ModelSpec.parse(spec)
@@ -149,13 +151,17 @@ def check_make(arguments):
 
 def check_python(arguments):
     if arguments[0] == "-m":
-        {"pytest": check_pytest, "pip": check_pip}[arguments[1]](arguments[2:])
+        {"pytest": check_pytest, "pip": check_pip, "trl_ext": check_rope_patch}[arguments[1]](arguments[2:])
+        return
+    if arguments[0] == "-c":
+        exec(arguments[1], {})
         return
     script, *arguments = arguments
     assert (ROOT / script).is_file(), f"no script {script}"
     if arguments:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [script, *arguments])
+            patch.syspath_prepend((ROOT / script).parent)
             parsed(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"))
 
 
@@ -312,6 +318,9 @@ SKIPPED = '<!-- skip: next "it needs the network" -->\n\n```sh\ngit pull\n```\n'
         ("```sh\npip install -e '.[trll]'\n```\n", AssertionError, "no extra trll"),
         ("```sh\npip install rope_patches\n```\n", AssertionError, "not our package"),
         ("```sh\npython examples/check_models.py\n```\n", AssertionError, "no script"),
+        ("```sh\npython -c 'import no_such_module'\n```\n", ImportError, "no_such_module"),
+        ("```sh\nrope-patch train examples/recipes/none.yaml\n```\n", AssertionError, "no recipe"),
+        ("```sh\naccelerate config\n```\n", AssertionError, "only our command"),
         ("```sh\npython -m pytest -m fast\n```\n", AssertionError, "no marker fast"),
         ("```sh\npython -m pytest tests/test_nothing.py\n```\n", AssertionError, "no tests"),
         ("1. A list:\n\n   ```sh\n   git clone somewhere\n   ```\n", AssertionError, "`git` is none of"),

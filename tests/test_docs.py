@@ -131,12 +131,12 @@ def test_every_page_and_file_of_results_can_be_found():
         assert any(file.name in text for text in pages.values()), file.name
 
 
-def test_the_table_of_the_readme_is_that_of_the_report():
+def test_the_table_of_what_is_lost_is_that_of_the_report():
     """Losses, and retrieval at every length: also where it fell."""
     summary = {
         row["figure"]: row["values"] for row in json.loads((RESULTS / "report-h200.json").read_text())["summary"]
     }
-    readme = text_of("README.md")
+    choosing = text_of("docs/choosing.md")
     models = ("native", "yarn4", "yarn4+skip")
 
     def cells(figures, form):
@@ -146,9 +146,9 @@ def test_the_table_of_the_readme_is_that_of_the_report():
         return f"{value:.1f}".removeprefix("0") if value else "0"
 
     for kind in ("passkey", "single"):
-        assert f"| {cells([f'{kind} at {n}' for n in (4096, 16384, 32768)], tenths)} |" in readme
+        assert f"| {cells([f'{kind} at {n}' for n in (4096, 16384, 32768)], tenths)} |" in choosing
     for figure in ("loss 64..8192 (nats per token)", "loss beyond 8192"):
-        assert f"| {cells([figure], '{:.3f}'.format)} |" in readme
+        assert f"| {cells([figure], '{:.3f}'.format)} |" in choosing
 
 
 def test_passkeys_as_written_are_those_of_the_file():
@@ -208,28 +208,113 @@ def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
     assert f"{at_7900} at 7900" in text_of("docs/choosing.md")
 
 
+def keeping_cells(file, table=0):
+    """Of each arm the cells of one of the tables of docs/results/keeping.md, without their stars."""
+    rows = keeping_results.tables(lines_of(file)).split("\n\n")[table].splitlines()[2:]
+    cells = [row.strip("| ").replace("*", "").split(" | ") for row in rows]
+    return {row[0]: row for row in cells}
+
+
+def short(cell):
+    """As pages say it: .90, and 0."""
+    return "0" if float(cell) == 0 else cell.removeprefix("0")
+
+
+def test_what_each_method_gave_and_lost_in_the_readme():
+    """A row of its table of methods: what it gave, and what it lost."""
+    readme = text_of("README.md")
+    kept, searched = keeping_cells("keeping-seeds-h200.jsonl"), keeping_cells("keeping-h200.jsonl")
+
+    def at(cells, arm, column, length):
+        lengths = [2048, 4096, 7900, 16384, 32768, 60000]
+        return short(cells[arm][{"passkey": 9, "keys": 10}[column]].split(" / ")[lengths.index(length)])
+
+    found = [at(kept, arm, "passkey", 60000) for arm in ("keep-2", "native")]
+    texts = [short(kept[arm][8]) for arm in ("native", "keep-2")]
+    assert f"passkeys at 60000 tokens {found[0]}, before {found[1]} | short text {texts[0]} → {texts[1]} |" in readme
+    far, farthest = (at(searched, "ntk8", "passkey", n) for n in (16384, 60000))
+    keys = [at(searched, arm, "keys", 7900) for arm in ("native", "ntk8")]
+    assert f"passkeys at 16384 tokens {far}, at 60000 {farthest} | look-alikes at 7900 tokens {' → '.join(keys)} |" in (
+        readme
+    )
+    losses = [kept[arm][4].split(" ± ")[0] for arm in ("pose", "keep-2")]
+    passkeys = [at(kept, arm, "passkey", 2048) for arm in ("native", "pose")]
+    said = f"loss at 32K to 64K {losses[0]}, by `extend`'s recipe {losses[1]} | passkeys at 2048 tokens"
+    assert f"{said} {' → '.join(passkeys)} |" in readme
+    runs = lines_of("rpsd-small-scale-h200.jsonl")
+    keys = [
+        share(mean(run["multikey"]["16384"] for run in runs if run["arm"] == arm))
+        for arm in ("skip", "standard", "abf")
+    ]
+    times = [run for run in steps() if run["run"] in ("clm", "self-distill") and run["length"] < 100_000]
+    rates = {(run["shape"], run["length"], run["run"]): run["tokens_per_second"] for run in times}
+    ratios = [rates[shape, n, "clm"] / rate for (shape, n, run), rate in rates.items() if run == "self-distill"]
+    said = f"look-alikes at 16K {keys[0]}, next-token training {keys[1]}, no training {keys[2]}"
+    assert f"{said} | {median(ratios):.1f} times the minutes |" in readme
+    runs = lines_of("restoration-h200.jsonl")
+
+    def mean_of(arm, figure):
+        return mean(run[figure] for run in runs if run["arm"] == arm and run["after"] in ("extend", None))
+
+    arms = "pi4", "pi4 hidden+cpt", "pi4 clm qkv 0.001+cpt"
+    kept_share = [f"{100 * mean_of(arm, 'short_mean') / mean_of('native', 'short_mean'):.1f} %" for arm in arms]
+    loss = [f"{mean_of(arm, 'loss_in_window'):.3f}" for arm in arms]
+    said = f"{kept_share[0]} → {kept_share[1]}; the control without teacher {kept_share[2]}"
+    assert f"{said} | loss on books: {loss[1]}, the control {loss[2]} |" in readme
+
+
+def steps():
+    """Timed steps of models with random weights."""
+    return json.loads((RESULTS / "self-distill-step-h200.json").read_text())["runs"]
+
+
+def test_what_training_costs_in_the_readme():
+    readme = text_of("README.md")
+
+    def cells(runs):
+        """GiB, and minutes for a million tokens, of runs in the order of their lengths."""
+        minutes = [f"{1e6 / run['tokens_per_second'] / 60:.1f}" for run in runs]
+        memory = [f"{run['peak_gib']:.1f}" for run in runs]
+        return f"{' / '.join(memory)} | {' / '.join(minutes)} |"
+
+    cost = lines_of("extension-cost-h200.jsonl")
+    (gaps,) = (run for run in cost if run["method"] == "pose" and run["rows_at_once"] == 4)
+    assert f"| 4 rows of 8192 at once | {cells([gaps])}" in readme
+    for whole in (run for run in cost if run["method"] == "full length"):
+        assert f"| 65536 | {cells([whole])}" in readme
+    for shape, name, trained in (("llama-3-8b", "Llama-3-8B", "LoRA"), ("qwen3-4b", "Qwen3-4B", "all weights")):
+        runs = sorted((r for r in steps() if (r["shape"], r["run"]) == (shape, "clm")), key=lambda run: run["length"])
+        lengths = " / ".join(str(run["length"]) for run in runs)
+        assert f"| {name} | {trained} | {lengths} | {cells(runs)}" in readme
+    minutes = sorted(
+        run["train_seconds"] / 60 for run in lines_of("keeping-seeds-h200.jsonl") if run["arm"] == "keep-2"
+    )
+    assert f"took {minutes[0]:.1f} to {minutes[-1]:.1f} minutes" in readme
+
+
 def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
-    runs = lines_of("keeping-seeds-h200.jsonl")
-    table = keeping_results.tables(runs).split("\n\n")[0]
+    table = keeping_results.tables(lines_of("keeping-seeds-h200.jsonl")).split("\n\n")[0]
     assert table in (RESULTS / "keeping.md").read_text()
-    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
-    cells = {row[0]: [cell.replace("*", "") for cell in row] for row in rows}
+    cells = keeping_cells("keeping-seeds-h200.jsonl")
     readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
     arms = ["native", "yarn", "pose", "keep-2", "no-kl"]
 
-    def short(cell):
-        return "0" if float(cell) == 0 else cell.removeprefix("0")
-
-    def readme_row(column, lengths=None):
+    def row_of(column, lengths=None):
         told = [cells[arm][column].split(" ± ")[0].split(" / ") for arm in arms]
         return [" / ".join(short(cell[k]) for k in (lengths or [0])) for cell in told]
 
     for name, row in {
-        "passkey, 2048 / 7900 / 60000": readme_row(9, [0, 2, 5]),
-        "keys among look-alikes": readme_row(10, [0, 2, 5]),
-        "away from its own chats (nats a token)": readme_row(5),
-        "replies that end within 128 tokens": readme_row(7),
-        "short benchmarks": readme_row(8),
+        "[passkey](glossary.md#passkey), 2048 / 7900 / 60000": row_of(9, [0, 2, 5]),
+        "[keys among look-alikes](glossary.md#look-alike-keys), the same lengths": row_of(10, [0, 2, 5]),
+        "away from its own chats ([nats](glossary.md#nats) a token)": row_of(5),
+        "replies that end within 128 tokens": row_of(7),
+        "[short benchmarks](glossary.md#short-benchmarks)": row_of(8),
+    }.items():
+        assert f"| {name} | {' | '.join(row)} |" in choosing
+    for name, row in {
+        "[short benchmarks](docs/glossary.md#short-benchmarks), accuracy": row_of(8),
+        "replies that end within 128 tokens": row_of(7),
+        "distance from its own way of speaking ([KL](docs/glossary.md#kl), nats a token)": row_of(5),
     }.items():
         assert f"| {name} | {' | '.join(row)} |" in readme
     assert {arm: int(cells[arm][1]) for arm in ("keep-2", "no-kl")} == {"keep-2": 3, "no-kl": 2}

@@ -52,9 +52,9 @@ class RowMemory:
     that, and the norm's float32 copies. A layer holds the larger of both; in tiles the third goes away.
 
     Args:
-        checkpoint: see above.
-        attention: see above.
-        feed_forward: see above.
+        checkpoint: what stays of a layer from forward to backward.
+        attention: what the backward of one layer's attention holds.
+        feed_forward: what the backward of one layer's feed-forward part holds.
     """
 
     checkpoint: int

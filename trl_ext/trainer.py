@@ -448,9 +448,7 @@ class RopeSFTTrainer(SFTTrainer):
     def _number_documents(self, batches: list[dict[str, Any]], device: torch.device) -> tuple[list[int], int]:
         """How many documents of all ranks come before those of each batch, and how many there are in all."""
         counts = torch.tensor([[count_documents(batch) for batch in batches]], device=device)
-        counts = self.accelerator.gather(
-            counts
-        ).T  # [micro-steps, ranks]: the order in which the sampler hands them out
+        counts = self.accelerator.gather(counts).T  # [micro-steps, ranks]: in the order of the sampler
         before = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
         return before[:, self.accelerator.process_index].tolist(), int(counts.sum())
 
@@ -506,6 +504,7 @@ class RopeSFTTrainer(SFTTrainer):
         if "labels" in names:
             self._require_labels(int(totals[names.index("labels")]))
         chosen = totals if self.args.average_tokens_across_devices else of_rank
+        # a rank's own count may be 0 where others have labels: its sums are 0 then too
         return dict(zip(names, chosen.clamp(min=1).tolist(), strict=True))
 
     def _require_borders(self, batch: dict[str, Any]) -> None:
@@ -560,9 +559,8 @@ class RopeSFTTrainer(SFTTrainer):
             tokens = torch.tensor(batch_counts["tokens"], device=loss.device)
             self._total_train_tokens += self.accelerator.gather(tokens).sum().item()
             if self.args.average_tokens_across_devices:
-                loss = (
-                    loss * self.accelerator.num_processes
-                )  # the counts are those of all ranks, whose gradients are averaged
+                # counts are those of all ranks, and gradients are averaged over ranks, which divides once more
+                loss = loss * self.accelerator.num_processes
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         return loss
 
@@ -583,7 +581,7 @@ class RopeSFTTrainer(SFTTrainer):
         if self._perturbs and (self._objective is None or self._objective.draws):
             self._means["train"].add(self._draws())
         self._batches_left -= 1
-        if self._batches_left == 0:
+        if self._batches_left == 0:  # taken once a step, not a batch: ranks wait for each other there
             for name, mean in self._means["train"].take().items():
                 self._metrics["train"][name].append(mean)
         return loss

@@ -25,9 +25,9 @@ def load(name: str | None):
         require_checkpoint(name, "--model")
         return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", *dict.fromkeys(TEXT.split())])}
-    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
     config = LlamaConfig(
         vocab_size=len(words),
         hidden_size=32,

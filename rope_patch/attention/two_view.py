@@ -62,6 +62,7 @@ class TwoViewAttention:
         if kernel == "flash":
             return self._sequences.attend(call, call.query, call.key, call.value)
         make = self._block_mask if kernel == "flex" else self._additive_mask
+        # layers differ by window, and an additive mask has to have the dtype of the queries
         key = (window, call.query.dtype)
         if key not in self._masks:
             self._masks[key] = make(call.query, window)
@@ -87,9 +88,10 @@ class TwoViewAttention:
             before_k, before_v = (x[document][:, :, : segment.split - segment.begin] for x in (key, value))
             if window is None or window >= segment.end - segment.begin:
                 outputs[copies] = prefix_attention(q, before_k, before_v, k, v, call.scale)
-            else:
+            else:  # within a window a copy no longer sees the whole prefix, as `prefix_attention` lets it
                 k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
                 outputs[copies] = self._causal(q, k, v, call.scale, window)
+        # for padding; like an output, since autocast may have changed the dtype
         zeros, shape = next(iter(outputs.values()), call.value).new_zeros, (n_heads, call.value.shape[-1])
         # joined, not written into one tensor: autograd would copy all of it for each piece
         pieces = [

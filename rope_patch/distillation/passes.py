@@ -132,6 +132,7 @@ class TwoPasses(Passes):
         with rope_view(call.decoder, "standard"):
             standard = call.run_before().last_hidden_state
         output = yield None
+        # not earlier: the draw that s belongs to is made in the view's forward
         first = first_changed(self.source, tape.labelled, self.n_layers)
         return PairedStates(standard, output.last_hidden_state, first)
 
@@ -153,6 +154,7 @@ class SequentialPasses(Passes):
     def pair(self, call: DecoderCall, tape: ViewTape) -> Pairing:
         assert tape.earlier is not None
         output = yield None
+        # not earlier: the draw that s belongs to is made in the view's forward
         first = first_changed(self.source, tape.labelled, self.n_layers)
         return PairedStates(tape.earlier.take_states(), output.last_hidden_state, first)
 
@@ -184,6 +186,7 @@ class OnePass(Passes):
         if named.get("attention_mask") is not None and not _is_padding_mask(named["attention_mask"]):
             logger.warning_once("Both views run in two passes: the model around the decoder gives it finished masks.")
             return (yield from TwoPasses(self.source, n_layers).pair(call, tape))
+        # drawn here, before the forward: which tokens are copied follows from the draw
         bound, positions = self._bind(named, tape.labelled)
         first = first_changed(self.source, tape.labelled, n_layers)
         layout = TwoViewLayout.of(tape.labelled, first, copy_granule(self.causal_lm, positions.shape[1]))

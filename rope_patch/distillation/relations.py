@@ -70,6 +70,7 @@ class RelationTape(Tape):
         offload: bool,
     ) -> None:
         super().__init__(valid, document)
+        # rows of one document without padding need causality alone, and kernels no borders to compare
         plain = bool((document == 0).all()) or bool((document == document[:, :1]).all() and valid.all())
         self.visibility = Visibility(True) if plain else Visibility.of_documents(document)
         self.targets = targets
@@ -118,7 +119,7 @@ class RelationTape(Tape):
         self, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
     ) -> dict[str, torch.Tensor]:
         """Target -> divergence of each row, [batch, its heads, n]."""
-        factor = self.student_factor**-2
+        factor = self.student_factor**-2  # squared: queries and keys both carry it, and products of two are compared
         rows: dict[str, torch.Tensor] = {}
         # relations of one width and scale are heads of one launch: a few heads alone leave a GPU idle
         alike: dict[tuple[int, float], list[str]] = {}
@@ -245,7 +246,7 @@ class RelationDistiller(Distiller):
         tape.with_gradient = torch.is_grad_enabled()
         taught = self._ask_teacher(tape, call).last_hidden_state
         if self.logit_kl is None:
-            del taught
+            del taught  # or this generator would hold the states as long as the student's forward runs
             yield None  # the layers compute their losses
             return
         chosen = self.logit_kl.chosen(tape.valid)
@@ -261,6 +262,7 @@ class RelationDistiller(Distiller):
             ).sum()
 
     def _take_off(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # rotary modules are called without the decoder's keywords, so that their hooks do not see the tape
         self._in_flight = kwargs.get(TAPE)
 
     def _keep_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

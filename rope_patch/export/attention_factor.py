@@ -1,4 +1,4 @@
-"""Folding the attention factor of a schedule into the weights, for programs that take its default whatever is written.
+"""Folding a rescaling's attention factor into the weights, for programs that take its default whatever is written.
 
 YaRN and LongRoPE multiply cosines and sines by a, and so queries and keys, and so attention scores by a^2. Where a
 program takes d instead, queries times (a / d)^2 give the same scores.
@@ -17,19 +17,20 @@ from .weights import plain_name
 Edit = Callable[[torch.Tensor], torch.Tensor]
 
 _OPTIONS = ("attention_factor", "mscale", "mscale_all_dim")
-# of these it is known that a query is q_proj's output, normalised or not, and that a schedule rotates every layer
+# of these it is known that a query is q_proj's output, normalised or not, and that a rescaling reaches every layer
 _FOLDABLE = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3")
 
 
-def folded_schedule(rope_parameters: dict[str, Any]) -> dict[str, Any]:
-    """A schedule, or one a layer type, without what sets its attention factor."""
+def without_attention_factor(rope_parameters: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters`, or those of each layer type, without what sets the attention factor."""
     if is_nested(rope_parameters):
-        return {layer_type: one and folded_schedule(one) for layer_type, one in rope_parameters.items()}
+        by_type = rope_parameters.items()
+        return {layer_type: options and without_attention_factor(options) for layer_type, options in by_type}
     return {key: copy.deepcopy(value) for key, value in rope_parameters.items() if key not in _OPTIONS}
 
 
 def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]:
-    """What to do to which weights of `causal_lm`, by name, so that `folded_schedule` gives the same attention scores.
+    """Edits of the weights of `causal_lm`, by name, that keep attention scores under `without_attention_factor`.
 
     Queries are scaled where they are made: the rows of the query projection and its bias or, where queries are
     normalised after that, the weight of the norm.
@@ -61,7 +62,7 @@ def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]
 def _ratios(decoder: Any) -> dict[str, float]:
     """Attention factor in force over the one that programs take, by layer type; "" where there is one for all."""
     folded = copy.deepcopy(decoder.config)
-    folded.rope_parameters = folded_schedule(decoder.config.rope_parameters)
+    folded.rope_parameters = without_attention_factor(decoder.config.rope_parameters)
     ratios: dict[str, float] = {}
     for module in rotary_by_name(decoder).values():
         own, default = (fresh_state(module, config).attributes for config in (decoder.config, folded))

@@ -19,7 +19,7 @@ from ..registry import unknown
 from ..rescale import RopeParameters
 from ..rotary import find_causal_lm, find_decoder
 from ..state import state_of
-from .attention_factor import Edit, fold_attention_factor, folded_schedule
+from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
 from .gguf import convert, find_converter
 from .outcomes import TESTED, Wrong, wrong_outcomes
@@ -76,10 +76,10 @@ def export(
 ) -> Exported:
     """Write a checkpoint that `target` serves with the logits that the model has here.
 
-    Adapters are merged (LoRA into a quantised base: into its dequantised weights), both forms of the schedule are
-    written, and an attention factor that the program ignores is folded into the weights. What the program would serve
-    wrong is refused before anything is written. The model stays as it is. In memory are its weights and one shard; the
-    check loads the checkpoint once more, in a process of its own.
+    Adapters are merged (LoRA into a quantised base: into its dequantised weights), both forms of the RoPE parameters
+    are written, and an attention factor that the program ignores is folded into the weights. What the program would
+    serve wrong is refused before anything is written. The model stays as it is. In memory are its weights and one
+    shard; the check loads the checkpoint once more, in a process of its own.
 
     Args:
         model: a loaded model, patched or not, bare or with adapters of PEFT; or a folder or hub id of a checkpoint; or
@@ -191,7 +191,7 @@ def _require_right(
 
 
 def _wrong(target: str, decoder: Any) -> list[Wrong]:
-    """What `target` makes wrong of the model's schedule, which folding an attention factor into the weights mends.
+    """What `target` makes wrong of the RoPE parameters, which folding an attention factor into the weights mends.
 
     Raises:
         ValueError: it does not.
@@ -241,7 +241,7 @@ def _config_to_save(causal_lm: PreTrainedModel, decoder: PreTrainedModel, *, fol
     if window is not None:
         text.max_position_embeddings = window
     if folded:
-        text.rope_parameters = folded_schedule(text.rope_parameters)
+        text.rope_parameters = without_attention_factor(text.rope_parameters)
     write_older_keys(text, unscaled_keys(text))
     write_older_keys(text, older_form(text))
     if hasattr(config, "quantization_config"):

@@ -16,9 +16,9 @@ def find_converter(converter: str | Path | None) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    found = shutil.which(_NAME) if converter is None else str(converter)
-    if found is not None and Path(found).is_file():
-        return Path(found).resolve()
+    converter_path = shutil.which(_NAME) if converter is None else str(converter)
+    if converter_path is not None and Path(converter_path).is_file():
+        return Path(converter_path).resolve()
     where = "on PATH" if converter is None else f"at {converter}"
     raise FileNotFoundError(
         f"there is no {_NAME} {where}. Get it with `git clone https://github.com/ggml-org/llama.cpp` and `pip install "

@@ -1,4 +1,4 @@
-"""What each program makes of each schedule, as far as it is not right: data, from running the programs.
+"""What each program makes of each rope type, as far as it is not right: data, from running the programs.
 
 docs/serving.md has the whole table with the versions. What is not listed here was found right, for the families in
 `TESTED`.
@@ -12,20 +12,20 @@ from ..rotary import is_nested
 TESTED = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3")
 """Model types that the programs were run with."""
 
-# options of a schedule that are there in name only: what every program does without them
+# options that are there in name only: what every program does without them
 _DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None}
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A schedule that a program serves wrong.
+    """RoPE parameters that a program serves wrong.
 
     Args:
         program: its name in `PROGRAMS`.
-        rope_type: of the schedule.
+        rope_type: of the RoPE parameters.
         reason: what the program does instead, as the end of "llama.cpp ...".
         instead: what to do about it.
-        options: keys of the schedule, any of which makes it wrong; () where the type itself does.
+        options: keys of theirs, any of which makes it wrong; () where the type itself does.
         families: model types that it holds for; () for all.
         right_for: model types that it does not hold for.
         folds: whether it is mended by folding the attention factor into the weights.
@@ -50,7 +50,7 @@ OUTCOMES = (
     Wrong(
         "vllm",
         "yarn",
-        "does not round the ends of the ramp, as Transformers goes on to do for a schedule of one layer type",
+        "does not round the ends of the ramp, as Transformers goes on to do for the RoPE parameters of one layer type",
         "Leave out truncate and train again, or serve it with Transformers.",
         options=("truncate",),
         families=("gemma3_text",),
@@ -86,7 +86,7 @@ OUTCOMES = (
     Wrong(
         "llama.cpp",
         "llama3",
-        "reads this schedule for Llama and Mistral only",
+        "reads these RoPE parameters for Llama and Mistral only",
         f"{_RESCALE}, or serve it with vLLM or Transformers.",
         right_for=("llama", "mistral"),
     ),
@@ -111,18 +111,16 @@ OUTCOMES = (
 
 
 def wrong_outcomes(program: str, config: Any) -> list[Wrong]:
-    """What `program` would make wrong of the schedules of a text config."""
+    """What `program` would make wrong of the RoPE parameters of a text config."""
     parameters = config.rope_parameters
-    schedules = parameters.values() if is_nested(parameters) else [parameters]
-    return [
-        one for one in OUTCOMES if any(schedule and _holds(one, program, schedule, config) for schedule in schedules)
-    ]
+    of_layer_types = parameters.values() if is_nested(parameters) else [parameters]
+    return [wrong for wrong in OUTCOMES if any(o and _holds(wrong, program, o, config) for o in of_layer_types)]
 
 
-def _holds(one: Wrong, program: str, schedule: dict[str, Any], config: Any) -> bool:
-    if (one.program, one.rope_type) != (program, schedule.get("rope_type")):
+def _holds(wrong: Wrong, program: str, parameters: dict[str, Any], config: Any) -> bool:
+    if (wrong.program, wrong.rope_type) != (program, parameters.get("rope_type")):
         return False
-    if config.model_type in one.right_for or (one.families and config.model_type not in one.families):
+    if config.model_type in wrong.right_for or (wrong.families and config.model_type not in wrong.families):
         return False
-    set_options = {key for key, value in schedule.items() if key not in _DEFAULTS or value != _DEFAULTS[key]}
-    return not one.options or bool(set_options.intersection(one.options))
+    set_options = {key for key, value in parameters.items() if key not in _DEFAULTS or value != _DEFAULTS[key]}
+    return not wrong.options or bool(set_options.intersection(wrong.options))

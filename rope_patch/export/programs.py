@@ -13,7 +13,7 @@ def _transformers(folder: Path, window: int | None) -> str:
 
 
 def _vllm(folder: Path, window: int | None) -> str:
-    # vLLM multiplies the window of some schedules by their factor once more: it is told the window
+    # vLLM multiplies the window of some rope types by their factor once more: it is told the window
     return f"vllm serve {shlex.quote(str(folder))}{_option('--max-model-len', window)}"
 
 

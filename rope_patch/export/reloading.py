@@ -13,7 +13,7 @@ from torch import nn
 TOKENS = 512
 """Longest row that is compared."""
 _KEPT = 64  # logits of so many last tokens: those of a whole row of a large vocabulary are gigabytes
-# largest difference over the standard deviation of the logits. A wrong schedule is off by 0.8 or more; merging rounds
+# largest difference over the standard deviation of the logits. A wrong rope type is off by 0.8 or more; merging rounds
 # weights of half precision once more, and kernels of 4-bit weights compute in half precision
 _TOLERANCE = 0.01
 _TOLERANCE_HALF = 0.25

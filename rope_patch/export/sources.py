@@ -62,10 +62,10 @@ def _require_no_adapter(name: str) -> None:
 def copy_tokenizer(sources: list[str], folder: Path) -> bool:
     """Copy the tokenizer's files of the first of `sources` that has any, as they are; whether there were any."""
     for source in filter(None, sources):
-        found = [file for pattern in _TOKENIZER_FILES for file in _local(source).glob(pattern) if file.is_file()]
-        for file in found:
+        files = [file for pattern in _TOKENIZER_FILES for file in _local(source).glob(pattern) if file.is_file()]
+        for file in files:
             shutil.copy(file, folder / file.name)
-        if found:
+        if files:
             return True
     logger.warning("No tokenizer was found to go with the checkpoint: save it there with tokenizer.save_pretrained.")
     return False

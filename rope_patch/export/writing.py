@@ -48,8 +48,8 @@ def by_layer(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, 
     """Weights in groups: those of one layer together, as files may hold several of them as one or one as several."""
 
     def layer(item: tuple[str, torch.Tensor]) -> str:
-        found = _LAYER.match(item[0])
-        return found.group(1) if found else item[0]
+        match = _LAYER.match(item[0])
+        return match.group(1) if match else item[0]
 
     for _, group in groupby(weights, key=layer):
         yield dict(group)

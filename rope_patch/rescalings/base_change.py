@@ -65,7 +65,7 @@ class ABF(Rescaling):
         max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
             since a base alone does not say how far it reaches.
 
-    When: Take it for longer trainings, and where a schedule such as Llama 3.1's has to stay.
+    When: Take it for longer trainings, and where RoPE parameters such as Llama 3.1's have to stay.
 
     Source: adjusted base frequency, arXiv:2309.16039, section 2.1.
     """

@@ -106,9 +106,9 @@ for name, patches, make, adapters in [
 ]:
     for checkpointing in (False, True):
         plain, sharded = (prepared(patches, checkpointing, adapters) for _ in range(2))
-        wanted = run(plain, make, lambda model: None)
-        found = run(sharded, make, shard)
-        assert torch.allclose(found, wanted, rtol=1e-5), (name, found, wanted)
+        expected = run(plain, make, lambda model: None)
+        actual = run(sharded, make, shard)
+        assert torch.allclose(actual, expected, rtol=1e-5), (name, actual, expected)
         for (key, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(grad)

@@ -11,7 +11,18 @@ from support import cells, objectives
 from support.flash import as_flash, emulate
 from support.tiny import MIXED, tiny
 
+from trl_ext.objectives import OBJECTIVES
+
 pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
+
+
+def test_every_objective_is_here():
+    lacking = [name for name in OBJECTIVES if not any(case.split()[0] == name for case in objectives.OBJECTIVES)]
+    assert not lacking, "\n".join(
+        f'add "{name}" to OBJECTIVES of tests/support/objectives.py, and a function that `loss_and_gradients` calls: '
+        "the loss of one batch, with every token a label, divided by `divisors`"
+        for name in lacking
+    )
 
 
 def eager():

@@ -1,7 +1,5 @@
 """View x attention implementation x batch kind, against the float64 oracle; layers with and without a window."""
 
-import copy
-
 import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
@@ -9,8 +7,8 @@ from support import cells, oracle
 from support.flash import as_flash, emulate
 from support.tiny import MIXED, tiny, tokens
 
-from rope_patch import patch_model, rope_view
-from rope_patch.views import VIEWS, Cyclic, PosAug, Skip
+from rope_patch import rope_view
+from rope_patch.views import VIEWS, Cyclic
 
 pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
 
@@ -39,8 +37,19 @@ def matrix(attentions, kinds, typical_kinds):
 
 
 def test_every_view_is_here():
-    missing = set(VIEWS) - {case.view.name for case in cells.CASES.values()}
-    assert not missing, f"add a case of {missing}, with its formula, to CASES in tests/support/cells.py"
+    lacking = set(VIEWS) - {case.view.name for case in cells.CASES.values()}
+    assert not lacking, "\n".join(lines_to_add(VIEWS[name]) for name in lacking)
+
+
+def lines_to_add(cls):
+    """To the test file of a view, for those who add one."""
+    stem = cls.__module__.rpartition(".")[2]
+    return (
+        f"Add to tests/rope_patch/views/test_{stem}.py a case with the formula written out once more, where t [n] is "
+        "float64,\nn_first the tokens of the first forward and drawn what `draw` gave for the document:\n"
+        "from support.views import Case\n"
+        f'CASES = {{"{cls.name}": Case({cls.__name__}(...), lambda t, n_first, drawn: ...)}}'
+    )
 
 
 @pytest.mark.parametrize(("view", "attention", "batch"), matrix(ATTENTION, cells.kinds, None))
@@ -82,74 +91,6 @@ def test_documents_without_positions_are_refused():
     del cell.inputs["position_ids"]
     with rope_view(model, "nope"), pytest.raises(ValueError, match="position_ids that count from 0 in each document"):
         cells.run(model, cell)
-
-
-@torch.no_grad()
-def test_a_cache_keeps_the_draws_that_filled_it():
-    """Another forward in between, and rows that change places, as those of beams do."""
-    model, case = tiny(), cells.CASES["per-layer"]
-    cell, other = cells.cell("cached"), cells.cell("plain")
-    ids = cell.inputs["input_ids"]
-    with rope_view(model, case.view, seed=5):
-        whole = cells.run(model, cell)
-    with rope_view(model, case.view, seed=5):
-        out = model(ids[:, :9], use_cache=True)
-        cache = out.past_key_values
-        model(**other.inputs, use_cache=False)
-        model(other.inputs["input_ids"], use_cache=True)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        logits = model(ids[:, 9:].flip(0), past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(logits.flip(0), whole[:, 9:], rtol=1e-4, atol=1e-5)
-    twin = copy.deepcopy(cache)
-    with rope_view(model, case.view, seed=8):
-        following = [model(ids[:, :1], past_key_values=c, use_cache=True).logits for c in (cache, twin)]
-    assert torch.equal(*following)
-
-
-@pytest.mark.parametrize(
-    ("method", "argument", "rows"),
-    [
-        ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]),
-        ("batch_select_indices", torch.tensor([2, 0]), [2, 0]),
-        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
-    ],
-)
-@torch.no_grad()
-def test_draws_go_where_the_rows_of_their_cache_go(method, argument, rows):
-    model, ids = tiny(), tokens(3, 12)
-    actual = []
-    for moves in (False, True):
-        with rope_view(model, Skip(max_skip=40), seed=5):  # each row has a draw of its own
-            cache = model(ids[:, :9], use_cache=True).past_key_values
-            if moves:
-                getattr(cache, method)(argument)
-            following = ids[rows if moves else slice(None), 9:]
-            actual.append(model(following, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(actual[1], actual[0][rows], rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_cache_of_another_view_is_refused():
-    model, ids = tiny(), tokens(1, 9)
-    with rope_view(model, Skip(split=4, skip=9)):
-        cache = model(ids, use_cache=True, return_dict=False)[1]
-    with rope_view(model, PosAug()), pytest.raises(ValueError, match="past_key_values holds keys at the RoPE indices"):
-        model(ids[:, :1], past_key_values=cache)
-
-
-@torch.no_grad()
-def test_a_cache_of_a_view_is_refused_without_one():
-    model, ids = patch_model(tiny(), "pi", factor=2.0), tokens(1, 9)
-    with rope_view(model, Skip(split=4, skip=9)):
-        cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="Skip.*and no view is in force now"):
-        model(ids[:, :1], past_key_values=cache)
-    cache.crop(-9)
-    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits), "an emptied cache is a new one"
-    model(ids[:, :1], past_key_values=cache)
-    with rope_view(model, "standard"):
-        cache = model(ids, use_cache=True).past_key_values
-    model(ids[:, :1], past_key_values=cache)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 Shared by the tests on a CPU and on a GPU.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,28 +12,12 @@ from transformers import DynamicCache, StaticCache
 from rope_patch import rope_view
 from rope_patch.rotary import find_decoder
 from rope_patch.state import state_of
-from rope_patch.views import (
-    RPE,
-    ChunkPermute,
-    Compose,
-    Cream,
-    Cyclic,
-    Dilation,
-    EndPrompt,
-    LongRecipe,
-    Mix,
-    NoPE,
-    PerLayer,
-    PosAug,
-    PoSE,
-    RandomBase,
-    Skip,
-    Standard,
-    View,
-)
+from rope_patch.views import VIEWS
 
 from . import oracle
+from .gathered import gathered
 from .tiny import tokens
+from .views import Case
 
 LENGTHS = (11, 16)
 PREFILL = 9  # tokens of a row in the first forward of the kinds that decode
@@ -135,99 +118,8 @@ def run(model: Any, cell: Cell) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-# t [n] float64, tokens of the first forward, what was drawn for the document -> r(t), [n] or one a layer, [n_layers, n]
-ByHand = Callable[[torch.Tensor, int, dict[str, Any]], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A view, its formula written out once more, and what frequency j of d / 2 is multiplied by."""
-
-    view: View
-    index: ByHand
-    frequency: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor] = lambda share, drawn: torch.ones_like(share)
-
-
-def _skip(t: torch.Tensor, split: float, skip: float) -> torch.Tensor:
-    return torch.where(t >= split, t + skip, t)
-
-
-def _cyclic(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    return torch.where(t < n, (t + drawn["shift"]) % n, t + drawn["shift"] - n)
-
-
-def _permuted(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    size = -(-n // 3)
-    return torch.tensor([drawn[f"block_{int(i) // size}"] * size + i % size if i < n else i for i in t.tolist()])
-
-
-def _sampled(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    table, last = drawn["_table"][:n].double(), n - 1
-    assert len(table.unique()) == len(table) and table.max() < 64
-    return torch.stack([table[i] if i <= last else table[last] + i - last for i in t.long()])
-
-
-def _pose(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    return t + torch.where(
-        t < drawn["_border_1"], 0, torch.where(t < drawn["_border_2"], drawn["skip_1"], drawn["skip_2"])
-    )
-
-
-def _cream(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    middle = torch.where(t < drawn["head"], t, t + drawn["skip"])
-    return torch.where(t < n - drawn["head"], middle, t + 200 - n)
-
-
-def _by_sentence(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    return t + drawn["offset"][t.long().clamp(max=n - 1)]
-
-
-def _each_layer(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    return torch.stack([_skip(t, split, skip) for split, skip in zip(drawn["split"], drawn["skip"], strict=True)])
-
-
-def _mixed(t: torch.Tensor, n: int, drawn: dict[str, Any]) -> torch.Tensor:
-    assert drawn["taken_0"] + drawn["taken_1"].int() + drawn["taken_2"] == 1
-    if drawn["taken_0"]:
-        return t
-    return _skip(t, drawn["1.split"], drawn["1.skip"]) if drawn["taken_1"] else drawn["2.alpha"] * t
-
-
-CASES = {
-    "standard": Case(Standard(), lambda t, n, drawn: t),
-    "skip": Case(Skip(split=4, skip=23), lambda t, n, drawn: _skip(t, 4, 23)),
-    "skip-drawn": Case(Skip(max_skip=90), lambda t, n, drawn: _skip(t, drawn["split"], drawn["skip"])),
-    "cyclic": Case(Cyclic(), _cyclic),
-    "dilation": Case(Dilation(low=1.5), lambda t, n, drawn: drawn["factor"] * t),
-    "chunk-permute": Case(ChunkPermute(blocks=3), _permuted),
-    "nope": Case(NoPE(), lambda t, n, drawn: 0 * t),
-    "posaug": Case(PosAug(low=2.0), lambda t, n, drawn: drawn["alpha"] * t),
-    "random-base": Case(
-        RandomBase(low=2.0), lambda t, n, drawn: t, lambda share, drawn: drawn["base_factor"] ** -share
-    ),
-    "rpe": Case(RPE(max_index=64), _sampled),
-    "rpe-sample": Case(RPE(max_index=64, granularity="sample"), _sampled),
-    "pose": Case(PoSE(target=200, chunks=3), _pose),
-    "endprompt": Case(EndPrompt(target=200, cue_tokens=4), lambda t, n, drawn: _skip(t, n - 4, 200 - n)),
-    "endprompt-random": Case(
-        EndPrompt(target=200, cue_tokens=4, placement="random"), lambda t, n, drawn: _skip(t, n - 4, drawn["skip"])
-    ),
-    "cream": Case(Cream(target=200), _cream),
-    "longrecipe": Case(LongRecipe(target=200, sentence_ends=range(30)), _by_sentence),
-    "compose": Case(
-        Compose([Skip(split=4), PosAug(low=0.5, high=0.5)]), lambda t, n, drawn: 0.5 * _skip(t, 4, drawn["0.skip"])
-    ),
-    "mix": Case(Mix([Standard(), Skip(max_skip=90), PosAug(low=2.0)]), _mixed),
-    "mix-endprompt": Case(
-        Mix([EndPrompt(target=200, cue_tokens=4), Skip(split=4, skip=23)], [0.4, 0.6]),
-        lambda t, n, drawn: _skip(t, n - 4, 200 - n) if drawn["taken_0"] else _skip(t, 4, 23),
-    ),
-    "per-layer-top": Case(
-        PerLayer(Skip(split=4, skip=23), "top"), lambda t, n, drawn: torch.stack([t, _skip(t, 4, 23), _skip(t, 4, 23)])
-    ),
-    "per-layer": Case(PerLayer(Skip(max_skip=90)), _each_layer),
-}
-"""Every view of the registry; for models of three layers."""
+CASES: dict[str, Case] = gathered(VIEWS, "CASES")
+"""Every view of the registry, from their test files."""
 
 
 def drawn_for(parameters: dict[str, torch.Tensor], cell: Cell, document: int, n_layers: int) -> dict[str, Any]:

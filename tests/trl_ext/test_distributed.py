@@ -55,8 +55,8 @@ for name, options in {
     steps = logged(run, "loss", "ce", "kl", "relation/", "view/")
     results[name] = [value for entry in steps for _, value in sorted(entry.items())]
     evaluated = run.evaluate()
-    wanted = ("eval_loss", "eval_ce", "eval_kl")
-    results[name + " evaluated"] = [value for key, value in sorted(evaluated.items()) if key.startswith(wanted)]
+    losses = ("eval_loss", "eval_ce", "eval_kl")
+    results[name + " evaluated"] = [value for key, value in sorted(evaluated.items()) if key.startswith(losses)]
 if int(os.environ.get("RANK", 0)) == 0:
     Path(sys.argv[1], f"losses-{world}.json").write_text(json.dumps(results))
 if world > 1:

@@ -233,12 +233,12 @@ def run_probe(args: argparse.Namespace) -> int:
     if window is not None and length < window + 2:
         raise ValueError(f"--length must reach beyond the trained window of {window} positions, got {length}.")
     rows = text_rows(spec.load_tokenizer(), _texts(args, length), seq_len=length, n_rows=args.rows)
-    found = probe(spec.load(device, dtype), rows)
-    print(found)
+    result = probe(spec.load(device, dtype), rows)
+    print(result)
     if args.plot:
-        curves = {"as it is": found.native}
-        if found.yarn is not None:
-            curves[f"YaRN {found.factor:g}x, untrained"] = found.yarn
+        curves = {"as it is": result.native}
+        if result.yarn is not None:
+            curves[f"YaRN {result.factor:g}x, untrained"] = result.yarn
         for file in save_figure(LossByPosition.figure(curves), args.plot):
             print(f"Figure: {file}")
     return 0

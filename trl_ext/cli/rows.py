@@ -141,12 +141,12 @@ def _written(kind: str, args: argparse.Namespace, model: Any, tokenizer: Any, to
         )
     else:
         texts = sampled_texts(model, tokenizer, max_tokens=args.max_text_tokens, **options)
-    found: list[list[int]] = []
+    written: list[list[int]] = []
     with tqdm(total=tokens, desc=f"{kind} of the model", unit="token", unit_scale=True) as bar:
         while bar.n < tokens:
-            found.append(next(texts))
-            bar.update(min(len(found[-1]), tokens - bar.n))
-    return found
+            written.append(next(texts))
+            bar.update(min(len(written[-1]), tokens - bar.n))
+    return written
 
 
 def _shares(text: str) -> dict[str, float]:

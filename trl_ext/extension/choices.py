@@ -14,8 +14,8 @@ from .options import ExtendOptions
 
 Basis = Literal["measured", "not measured", "asked for"]
 
-_MEASURED_PARAMETERS = 135e6  # of the model that the rate of 3e-4 was measured on
-_RATE = 3e-4
+_MEASURED_MODEL = "llama", 135e6  # type and parameters of the model that the rate of 3e-4 was measured on
+_RATE, _CAREFUL_RATE = 3e-4, 2e-5
 _LORA_RATES = 10, 1e-3  # times the rate of all weights, and at most
 _ROWS = 256
 _LONGEST_ROW = 32768  # 256 longer ones are more than 8M tokens
@@ -409,16 +409,19 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str) -> Choice:
     if options.learning_rate is not None:
         said = f"{options.learning_rate:.2g}"
         return Choice("rate", options.learning_rate, said, "You asked for it.", "asked for", "--learning-rate")
-    shrunk = _RATE * min(1.0, (_MEASURED_PARAMETERS / facts.size.parameters) ** 0.5)
-    measured = train == "all" and facts.size.parameters < 1.1 * _MEASURED_PARAMETERS
-    rate = _RATE if measured else shrunk
-    reason = "The rate that was measured, for a model of 135M parameters"
+    kind, parameters = facts.config.get_text_config(decoder=True).model_type, facts.size.parameters
+    measured = train == "all" and kind == _MEASURED_MODEL[0] and parameters < 1.1 * _MEASURED_MODEL[1]
+    rate = _RATE if measured else _CAREFUL_RATE
+    reason = "The rate that was measured, for SmolLM2-135M"
     if not measured:
-        reason += ", less by the square root of how much larger this one is"
+        reason = (
+            f"The rate at which Gemma-3-270M stayed close to what it was, in two seeds: {_RATE:g}, which SmolLM2-135M "
+            "took, broke that model. A higher one may teach more"
+        )
     if train == "lora":
         times, most = _LORA_RATES
         rate = min(times * rate, most)
-        reason += f", and {times} times that for adapters, at most {most:g} (arXiv:2405.09673 has such a ratio)"
+        reason += f". For adapters it is {times} times that, at most {most:g} (arXiv:2405.09673 has such a ratio)"
     rate = float(f"{rate:.1g}")
     return Choice(
         "rate", rate, f"{rate:.0e}", f"{reason}.", "measured" if measured else "not measured", "--learning-rate"

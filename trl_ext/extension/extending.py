@@ -196,12 +196,13 @@ class _Run:
     def _measure(self, title: str, label: str, model: str | Path) -> dict[str, Any]:
         self.tell(f"\n{title}.")
         cache, begin = self.options.folder / "cache", time.perf_counter()
-        found = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, str(self.options.device), cache)
+        device = str(self.options.device)
+        results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
         training.free_memory()
         if label == measuring.BEFORE:
             minutes = (time.perf_counter() - begin) / 60
             self.tell(f"  That took {minutes:.1f} minutes, and measuring again at the end takes about as long.")
-        return found
+        return results
 
     def _rows(self, file: Path) -> dict[str, Any]:
         self.tell("\nMaking training rows.")
@@ -238,11 +239,12 @@ class _Run:
         """Those that the folder was begun with, or new ones."""
         if not self.record.is_file():
             return choose(self.facts, self.options, self.machine)
-        found = Choices.from_dict(json.loads(self.record.read_text(encoding="utf-8"))["choices"])
-        twin = patch_model(self.facts.twin(), found.rescaling.value["rescale"], **found.rescaling.value["rescale_args"])
+        choices = Choices.from_dict(json.loads(self.record.read_text(encoding="utf-8"))["choices"])
+        rescaling = choices.rescaling.value
+        twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
         for target in self.options.targets:  # which may be others than those of the first call
             require_served(target, twin)
-        return found
+        return choices
 
     def _check(self) -> None:
         """Raise here what training or measuring would raise after a while."""

@@ -96,13 +96,13 @@ def table(results: Results, window: int) -> list[str]:
 
 def verdict(results: Results, window: int) -> list[str]:
     """What was won and lost, in sentences."""
-    found = regressions(results, window=window)
+    compared = regressions(results, window=window)
     said = []
-    for word, cells in (("Won", found.above), ("Lost", found.below)):
+    for word, cells in (("Won", compared.above), ("Lost", compared.below)):
         said += [f"{word + ':':6}{_said(cell)}" for cell in cells] or [f"{word + ':':6}nothing that is beyond chance."]
-    if any(not cell.higher_is_better for cell in found.above + found.below):
+    if any(not cell.higher_is_better for cell in compared.above + compared.below):
         said.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
-    return [*said, *_unseen(results, found)]
+    return [*said, *_unseen(results, compared)]
 
 
 def _said(cell: Cell) -> str:
@@ -114,7 +114,7 @@ def _said(cell: Cell) -> str:
     return f"text at positions {start:,} to {end:,}: the right next token gets {after}, before {before}."
 
 
-def _unseen(results: Results, found: Regressions) -> list[str]:
+def _unseen(results: Results, compared: Regressions) -> list[str]:
     """How large a change of answers must be to show."""
     asked = [
         len(result.at(length))
@@ -130,7 +130,7 @@ def _unseen(results: Results, found: Regressions) -> list[str]:
             f"Prompts of each length: {asked[0]}. Answers count as won or lost from {MIN_DIFFERENT} on: --prompts asks "
             "more."
         ]
-    widest = max((cell.high - cell.low) / 2 for cell in found.cells if cell.higher_is_better)
+    widest = max((cell.high - cell.low) / 2 for cell in compared.cells if cell.higher_is_better)
     return [
         f"With {asked[0]} prompts a length, changes of less than about {max(100 * widest, 100 / asked[0]):.0f} points "
         "may go unseen: --prompts asks more."

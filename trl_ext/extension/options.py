@@ -105,8 +105,8 @@ class ExtendOptions:
     def recorded(self) -> dict[str, Any]:
         """As JSON reads them back, without the output folder itself, which may be moved, and what changes no result."""
         left_out = ("output", "targets", "converter")
-        found = {name: value for name, value in asdict(self).items() if name not in left_out}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        recorded = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in recorded.items()}
 
     @property
     def folder(self) -> Path:

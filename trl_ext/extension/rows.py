@@ -81,11 +81,11 @@ def _written(facts: ModelFacts, options: ExtendOptions, tokens: int, kind: str) 
         # a window may be shorter than what is written by default, in models to try things on
         longest = min(_TEXT_TOKENS, facts.window // 2)
         texts = sampled_texts(model, facts.tokenizer, max_tokens=longest, **common)
-    found: list[list[int]] = []
+    written: list[list[int]] = []
     with tqdm(total=tokens, desc=f"{kind.replace('_', ' ')} of the model", unit="token", unit_scale=True) as bar:
         while bar.n < tokens:
-            found.append(next(texts))
-            bar.update(min(len(found[-1]), tokens - bar.n))
+            written.append(next(texts))
+            bar.update(min(len(written[-1]), tokens - bar.n))
     del model, texts
     free_memory()
-    return found
+    return written

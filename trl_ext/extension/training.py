@@ -138,8 +138,8 @@ def train(
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint of a training that was stopped, None if there is none."""
-    found = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    return None if found is None else Path(found)
+    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    return None if checkpoint is None else Path(checkpoint)
 
 
 def free_memory() -> None:

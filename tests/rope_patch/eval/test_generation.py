@@ -6,6 +6,8 @@ import weakref
 
 import pytest
 import torch
+from support.characters import CHARACTERS
+from support.retrieval import TEXT, TOKENIZER
 from support.tiny import MIXED, VOCAB, gemma3, tiny
 from transformers import GenerationConfig
 
@@ -287,3 +289,12 @@ def test_a_gpu_reads_prompts_by_a_fast_kernel():
     called = {event.key for event in seen.key_averages()}
     assert called & {"aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"}
     assert not {name for name in called if "efficient" in name or "attention_math" in name}
+
+
+def test_replies_do_not_depend_on_how_the_prompt_is_read_in():
+    model = tiny(vocab_size=CHARACTERS, max_position_embeddings=512)
+    prompts = [TOKENIZER(TEXT[k : k + 100])["input_ids"] for k in (0, 7)]
+    whole = greedy_answers(model, TOKENIZER, prompts, max_new_tokens=12)
+    assert greedy_answers(model, TOKENIZER, prompts, max_new_tokens=12, prefill_chunk=13) == whole
+    model.generation_config.do_sample, model.generation_config.temperature = True, 5.0
+    assert greedy_answers(model, TOKENIZER, prompts, max_new_tokens=12) == whole

@@ -129,8 +129,8 @@ def test_benchmarks_that_are_not_there_are_refused(model, tmp_path):
         short_text(model, TOKENIZER, data=tmp_path, benchmarks=["mmlu"])
 
 
-def lookup(core, seen, knows=lambda body, value: True):
-    """Let `core` answer RULER's needle tasks with what the prompt says; `seen` collects the prompts."""
+def lookup(causal_lm, seen, knows=lambda body, value: True):
+    """Let `causal_lm` answer RULER's needle tasks with what the prompt says; `seen` collects the prompts."""
 
     def generate(self, input_ids, max_length=None, generation_config=None, **_):
         rows, max_length = [], max_length or input_ids.shape[1] + generation_config.max_new_tokens
@@ -144,8 +144,8 @@ def lookup(core, seen, knows=lambda body, value: True):
             rows.append(TOKENIZER(reply.ljust(max_length - len(row)))["input_ids"])
         return torch.cat([input_ids, torch.tensor(rows)], dim=1)
 
-    core.generate = MethodType(generate, core)
-    return core
+    causal_lm.generate = MethodType(generate, causal_lm)
+    return causal_lm
 
 
 NEEDLES = [f"niah_{k}" for k in ("single_1", "single_2", "multikey_1", "multikey_2", "multivalue", "multiquery")]
@@ -291,8 +291,8 @@ def test_tasks_by_name_give_lm_evals_own_numbers(model, tmp_path):
     assert type(ours).from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
 
 
-def answering(core, seen):
-    """Let `core` answer sums; `seen` collects the prompts."""
+def answering(causal_lm, seen):
+    """Let `causal_lm` answer sums; `seen` collects the prompts."""
 
     def generate(self, input_ids, max_length, **_):
         rows = []
@@ -304,15 +304,15 @@ def answering(core, seen):
             rows.append(TOKENIZER(reply.ljust(max_length - len(row)))["input_ids"][: max_length - len(row)])
         return torch.cat([input_ids, torch.tensor(rows)], dim=1)
 
-    core.generate = MethodType(generate, core)
-    return core
+    causal_lm.generate = MethodType(generate, causal_lm)
+    return causal_lm
 
 
 def test_examples_long_documents_and_replies(tmp_path):
-    core, seen = tiny(vocab_size=CHARACTERS), []
+    causal_lm, seen = tiny(vocab_size=CHARACTERS), []
     long = {"question": "word " * 400 + "What is 9 plus 1?", "answer": "#### 10"}
     write_lines(tmp_path / "gsm8k.jsonl", [*GSM, long])
-    result = lm_eval_tasks(answering(core, seen), TOKENIZER, ["gsm8k"], length=1000, data=tmp_path)
+    result = lm_eval_tasks(answering(causal_lm, seen), TOKENIZER, ["gsm8k"], length=1000, data=tmp_path)
     assert result.scores["gsm8k"] == [1, 1, 1, 0, 1, 1] and result.left_out == {"gsm8k": 1}
     assert "Left out, because prompt and answer are longer than the longest length: 1 of gsm8k." in result.reading()
     assert len(seen) == 6 and all(text.count("Question:") == 1 for text in seen), "no example without their file"
@@ -320,15 +320,15 @@ def test_examples_long_documents_and_replies(tmp_path):
     assert "#### 1" in reply["reply"] and "#### 1" in reply["expected"] and "What is 0 plus 1?" in reply["question"]
     seen.clear()
     write_lines(tmp_path / "gsm8k.fewshot.jsonl", [{"question": f"E{k}", "answer": f"#### {k}"} for k in range(6)])
-    shown = lm_eval_tasks(core, TOKENIZER, ["gsm8k"], length=1500, data=tmp_path, limit=4)
+    shown = lm_eval_tasks(causal_lm, TOKENIZER, ["gsm8k"], length=1500, data=tmp_path, limit=4)
     assert shown.scores["gsm8k"] == [1, 1, 1, 0] and all(text.count("Question:") == 6 for text in seen)
     with pytest.raises(ValueError, match="lm-eval's gsm8k has no document of up to 100 tokens"):
-        lm_eval_tasks(core, TOKENIZER, ["gsm8k"], length=100, data=tmp_path)
+        lm_eval_tasks(causal_lm, TOKENIZER, ["gsm8k"], length=100, data=tmp_path)
 
 
 def test_long_tasks_are_read_from_local_files(tmp_path):
     """LongBench v2, InfiniteBench, BABILong and GraphWalks, each with the fields of its data set, and read whole."""
-    core, seen = tiny(vocab_size=CHARACTERS), []
+    causal_lm, seen = tiny(vocab_size=CHARACTERS), []
 
     def generate(self, input_ids, max_length, **_):
         rows = []
@@ -338,7 +338,7 @@ def test_long_tasks_are_read_from_local_files(tmp_path):
             rows.append(TOKENIZER(reply.ljust(max_length - len(row)))["input_ids"])
         return torch.cat([input_ids, torch.tensor(rows)], dim=1)
 
-    core.generate = MethodType(generate, core)
+    causal_lm.generate = MethodType(generate, causal_lm)
     book = "A man walks on. " * 200
     write_lines(
         tmp_path / "longbench2.jsonl",
@@ -354,7 +354,7 @@ def test_long_tasks_are_read_from_local_files(tmp_path):
     )
     write_lines(tmp_path / "graphwalks_128k.jsonl", [{"prompt": book, "answer_nodes": ["ab"]}])
     names = ["longbench2", "infinitebench", "babilong", "graphwalks"]
-    result = lm_eval_tasks(core, TOKENIZER, names, length=30_000, data=tmp_path)
+    result = lm_eval_tasks(causal_lm, TOKENIZER, names, length=30_000, data=tmp_path)
     assert {name: list(parts) for name, parts in result.parts.items()} == {
         "longbench2": ["longbench2_graph"],
         "infinitebench": ["infinitebench_passkey"],

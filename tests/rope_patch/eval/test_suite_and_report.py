@@ -27,9 +27,28 @@ from rope_patch.eval import (
 )
 from rope_patch.eval.cache import ResultCache, files_hash, model_hash
 from rope_patch.eval.report import summary
+from trl_ext.cli.measure import FLAGS, HELP
 
 TEXTS = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
 MEASURES = ("cliff", "gain", "passkey", "niah-single", "position", "attention", "entropy", "view-kl")
+# each tested by itself: kinds of retrieval, and what needs lm-eval and its data
+ELSEWHERE = {"niah-multikey", "niah-multivalue", "niah-multiquery", "niah-ordinal", "ruler", "short", "lm-eval"}
+
+
+def test_every_measure_is_here():
+    flags = {name for names in FLAGS.values() for name in names} | {"lm-eval"}
+    lacking = [
+        f'tests/rope_patch/eval/test_suite_and_report.py, MEASURES: "{name}"'
+        for name in suite.MEASURES
+        if name not in MEASURES and name not in ELSEWHERE
+    ]
+    lacking += [
+        f'trl_ext/cli/measure.py: FLAGS["{name}"] = ("{name}",), and HELP["{name}"], what it measures'
+        for name in suite.MEASURES
+        if name not in flags
+    ]
+    assert not lacking, "add\n" + "\n".join(lacking)
+    assert set(FLAGS) == set(HELP)
 
 
 def model(**config):

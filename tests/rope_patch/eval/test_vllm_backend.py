@@ -46,7 +46,7 @@ class LLM:
         from transformers import AutoModelForCausalLM
 
         assert skip_tokenizer_init and enable_prefix_caching and generation_config == "vllm"
-        self.core = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        self.causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self.max_model_len, self.hf_overrides, self.is_down = max_model_len, hf_overrides, False
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shut_down))
         self.made.append(self)
@@ -62,7 +62,7 @@ class LLM:
             assert len(ids) + settings.max_tokens <= self.max_model_len
             new = []
             while len(new) < settings.max_tokens and not set(new[-1:]) & set(settings.stop_token_ids):
-                new.append(int(self.core(torch.tensor([ids + new])).logits[0, -1].argmax()))
+                new.append(int(self.causal_lm(torch.tensor([ids + new])).logits[0, -1].argmax()))
             outputs.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(new))]))
         return outputs
 

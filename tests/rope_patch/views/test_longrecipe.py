@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from support import oracle
 from support.batches import batch, documents_of
 from support.tiny import VOCAB, tiny, tokens
+from support.views import PAD, Case, built
 
 from rope_patch import patch_model, rope_view
 from rope_patch.distillation import TAPE, SelfDistiller, ViewConsistency, ViewTape
@@ -13,6 +15,22 @@ from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
 from rope_patch.layout.labelled import Labelled
 from rope_patch.views import Compose, LongRecipe, Skip
+
+
+def _by_sentence(t, n, drawn):
+    return t + drawn["offset"][t.long().clamp(max=n - 1)]
+
+
+CASES = {
+    "longrecipe": Case(LongRecipe(target=200, sentence_ends=range(30)), _by_sentence),
+}
+
+STRATEGIES = {
+    "longrecipe": lambda farthest: built(
+        LongRecipe, target=farthest, sentence_ends=st.lists(st.integers(4, 6)).map(lambda ends: [PAD, *ends])
+    )
+}
+
 
 ENDS = [i for i in range(3, VOCAB) if i % 3 == 0]
 VIEW = LongRecipe(target=400, sentence_ends=ENDS)

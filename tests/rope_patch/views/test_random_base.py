@@ -6,11 +6,21 @@ import math
 import pytest
 import torch
 from support.tiny import tiny, tokens
+from support.views import Case, built, maybe, positive
 
 from rope_patch import patch_model, rope_view
 from rope_patch.draws import DrawKey
 from rope_patch.rotary import find_decoder, named_rotary_modules
 from rope_patch.views import RandomBase
+
+CASES = {
+    "random-base": Case(
+        RandomBase(low=2.0), lambda t, n, drawn: t, lambda share, drawn: drawn["base_factor"] ** -share
+    ),
+}
+
+STRATEGIES = {"random-base": lambda farthest: built(RandomBase, low=maybe(positive))}
+
 
 L = 21
 
@@ -70,3 +80,15 @@ def test_what_is_no_range_is_refused():
         RandomBase(low=0.0)
     with pytest.raises(ValueError, match="law must be one of"):
         RandomBase(law="normal")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RandomBase(low=1.0, high=1.0), "low=1 and high=1 keep the base"),
+        (lambda: RandomBase(low=2, high=2, law="log-uniform"), "law='log-uniform' says nothing where low and high are"),
+    ],
+)
+def test_what_random_base_cannot_do_is_said(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -61,7 +61,16 @@ def test_what_was_not_measured_says_so():
     assert found.rescaling.basis == "not measured" and "this is 4 times" in found.rescaling.reason
     assert found.rows.basis == "not measured" and "own_texts" in found.rows.value["shares"]
     large = choose(facts(shape=LLAMA), options(), gpu(140))
-    assert large.rate.basis == "not measured" and large.rate.value < 3e-4
+    assert large.rate.basis == "not measured" and large.rate.value == 2e-5
+
+
+def test_a_model_of_another_family_gets_the_careful_rate_however_small_it_is():
+    """3e-4 broke Gemma-3-270M."""
+    small = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("qwen2", **small, num_attention_heads=4, max_position_embeddings=8192)
+    other = replace(facts(), config=config)
+    assert choose(other, options(), gpu(140)).rate.value == 2e-5
+    assert choose(other, options(train="lora"), gpu(140)).rate.value == 2e-4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""RopeSFTTrainer with the objectives that distil: normalisation, batches, what is trained, resuming, errors."""
+"""objective="relation-distill" in the trainer: normalisation, batches, what is trained, resuming, errors."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from rope_patch.distillation import TAPE, CopiedTeacher, RelationDistiller, Rela
 from trl_ext import RopeSFTConfig
 
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
-HIDDEN = {**RELATION, "objective": "hidden-distill"}
 
 
 def lora():
@@ -49,28 +48,16 @@ def test_a_step_is_the_mean_over_its_tokens_however_it_is_batched(way, tmp_path)
     assert entry["grad_norm"] == pytest.approx(logged(reference, "grad_norm")[0]["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("objective", [RELATION, HIDDEN], ids=["relation", "hidden"])
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-def test_training_brings_the_student_to_its_teacher(objective, peft, tmp_path):
+def test_training_brings_the_student_to_its_teacher(peft, tmp_path):
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM") if peft else None
     data = documents(2)
     options = {"peft_config": config, "train_dataset": data, "eval_dataset": data, "learning_rate": 3e-3}
-    run = trainer(tmp_path, max_steps=40, **objective, **options)
+    run = trainer(tmp_path, max_steps=40, **RELATION, **options)
     before = run.evaluate()["eval_loss"]
     run.train()
     assert run.evaluate()["eval_loss"] < 0.7 * before
     assert logged(run, "loss")[0]["loss"] == pytest.approx(before, rel=1e-5), "training and evaluation have one loss"
-
-
-def test_hidden_states_short_to_long(tmp_path):
-    data = documents(2)
-    far = {"view": "cream", "view_args": {"target": 200}, "hidden_args": {"short_to_long": 10.0}}
-    run = trainer(tmp_path, max_steps=60, train_dataset=data, learning_rate=3e-3, **{**HIDDEN, **far})
-    run.train()
-    steps = logged(run, "loss", "hidden")
-    for entry in steps:
-        assert entry["loss"] == pytest.approx(5 * entry["hidden/distance"] + 10 * entry["hidden/far"], rel=1e-3)
-    assert sum(e["hidden/far"] for e in steps[-9:]) < 0.7 * sum(e["hidden/far"] for e in steps[:9])
 
 
 def test_qlora(tmp_path):
@@ -198,7 +185,6 @@ def test_a_logit_kl_of_weight_0_is_logged_and_changes_no_bit(way, tmp_path):
         ({**RELATION, "relation_args": {"w": 1.0}}, "Unknown option 'w' of relation_args. Known: attention"),
         ({**RELATION, "relation_args": {"q": -1}}, "weight of 'q' must be"),
         ({**RELATION, "logit_kl_args": {"last": 4}}, "logit_kl_args needs weight, got {'last': 4}"),
-        ({**HIDDEN, "hidden_args": {"weight": 0.0}}, "weight must be a finite number above 0"),
         ({**RELATION, "relation_args": {"layers": 3}}, "relation_args: layers must be a list"),
         ({"trainable": "q"}, "trainable must be 'all' or 'qkv', got 'q'"),
     ],

@@ -88,21 +88,6 @@ def test_the_kl_brings_the_view_to_true_positions(tmp_path):
     assert results[5.0]["eval_kl"] < 0.5 * results[0.0]["eval_kl"]
 
 
-@pytest.mark.parametrize("objective", [SELF, {"objective": "clm", "view": "posaug"}], ids=["self-distill", "clm"])
-def test_longce_weighs_tokens_and_evaluation_does_not(objective, tmp_path):
-    data = documents(4)
-    options = {"train_dataset": data, "eval_dataset": data, "max_steps": 2, "learning_rate": 0.0, **objective}
-    weighted = trainer(
-        tmp_path, **options, token_weighting="longce", longce_args={"short_context": 6, "stride": 4, "cap": 3.0}
-    )
-    weighted.train()
-    plain = trainer(tmp_path, **options)
-    plain.train()
-    for mine, theirs in zip(logged(weighted, "loss", "token_weight"), logged(plain, "loss"), strict=True):
-        assert mine["loss"] != pytest.approx(theirs["loss"], rel=1e-3) and 0 < mine["token_weight"] <= 3
-    assert weighted.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=2e-2)
-
-
 @pytest.mark.parametrize("way", ["accumulated", "padding-free"])
 def test_rows_of_the_kl_weigh_alike_however_a_step_is_batched(way, tmp_path):
     rows = {"kl_longce": {"short_context": 6, "stride": 4, "cap": 1.5}, "kl_top": 0.5}

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support import cells
 from support.tiny import tiny, tokens
 from transformers import StaticCache
 
@@ -118,3 +119,71 @@ def test_rows_of_a_cache_are_chosen_by_name_and_by_bool(select):
             **{"beam_idx" if reorders else "indices": select}
         )
         assert torch.equal(cache._rope_patch_draws.parameters["skip"], drawn[select])
+
+
+@torch.no_grad()
+def test_a_cache_keeps_the_draws_that_filled_it():
+    """Another forward in between, and rows that change places, as those of beams do."""
+    model, case = tiny(), cells.CASES["per-layer"]
+    cell, other = cells.cell("cached"), cells.cell("plain")
+    ids = cell.inputs["input_ids"]
+    with rope_view(model, case.view, seed=5):
+        whole = cells.run(model, cell)
+    with rope_view(model, case.view, seed=5):
+        out = model(ids[:, :9], use_cache=True)
+        cache = out.past_key_values
+        model(**other.inputs, use_cache=False)
+        model(other.inputs["input_ids"], use_cache=True)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        logits = model(ids[:, 9:].flip(0), past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(logits.flip(0), whole[:, 9:], rtol=1e-4, atol=1e-5)
+    twin = copy.deepcopy(cache)
+    with rope_view(model, case.view, seed=8):
+        following = [model(ids[:, :1], past_key_values=c, use_cache=True).logits for c in (cache, twin)]
+    assert torch.equal(*following)
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "rows"),
+    [
+        ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]),
+        ("batch_select_indices", torch.tensor([2, 0]), [2, 0]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+    ],
+)
+@torch.no_grad()
+def test_draws_go_where_the_rows_of_their_cache_go(method, argument, rows):
+    model, ids = tiny(), tokens(3, 12)
+    actual = []
+    for moves in (False, True):
+        with rope_view(model, Skip(max_skip=40), seed=5):  # each row has a draw of its own
+            cache = model(ids[:, :9], use_cache=True).past_key_values
+            if moves:
+                getattr(cache, method)(argument)
+            following = ids[rows if moves else slice(None), 9:]
+            actual.append(model(following, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(actual[1], actual[0][rows], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_view_is_refused():
+    model, ids = tiny(), tokens(1, 9)
+    with rope_view(model, Skip(split=4, skip=9)):
+        cache = model(ids, use_cache=True, return_dict=False)[1]
+    with rope_view(model, PosAug()), pytest.raises(ValueError, match="past_key_values holds keys at the RoPE indices"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_cache_of_a_view_is_refused_without_one():
+    model, ids = patch_model(tiny(), "pi", factor=2.0), tokens(1, 9)
+    with rope_view(model, Skip(split=4, skip=9)):
+        cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="Skip.*and no view is in force now"):
+        model(ids[:, :1], past_key_values=cache)
+    cache.crop(-9)
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits), "an emptied cache is a new one"
+    model(ids[:, :1], past_key_values=cache)
+    with rope_view(model, "standard"):
+        cache = model(ids, use_cache=True).past_key_values
+    model(ids[:, :1], past_key_values=cache)

@@ -1,0 +1,85 @@
+"""YaRN: frequencies, softmax scales that hold its factor, what is refused."""
+
+import copy
+import math
+
+import pytest
+import torch
+from support.rescalings import FACTOR, NATIVE, PAIR, THETA, Case, D, L, require_refused
+from support.tiny import WINDOW, tokens
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+)
+
+from rope_patch import native_rope, patch_model, unpatch_model
+
+
+def _by_parts(seq_len):
+    def c(turns):
+        return D * math.log(WINDOW / (2 * math.pi * turns)) / (2 * math.log(THETA))
+
+    low, high = max(math.floor(c(32)), 0), min(math.ceil(c(1)), D - 1)
+    g = 1 - ((PAIR - low) / (high - low)).clamp(0, 1)
+    return (1 - g) * NATIVE / FACTOR + g * NATIVE, 0.1 * math.log(FACTOR) + 1
+
+
+CASES = {"yarn": Case({"factor": FACTOR}, _by_parts)}
+
+
+@torch.no_grad()
+def test_softmax_scales_that_hold_yarns_factor_follow(tmp_path):
+    config = DeepseekV3Config(
+        vocab_size=101, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1,
+        max_position_embeddings=WINDOW, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(config).eval()
+    scale = model.model.layers[0].self_attn.scaling
+    ids = tokens(1, L)
+    plain = model(ids).logits
+    patch_model(model, "yarn", factor=FACTOR, mscale=1.0, mscale_all_dim=1.0)
+    assert model.model.layers[0].self_attn.scaling == pytest.approx(scale * (0.1 * math.log(FACTOR) + 1) ** 2)
+    logits = model(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, logits)
+    with native_rope(model):
+        assert torch.equal(model(ids).logits, plain)
+    assert torch.equal(unpatch_model(model)(ids).logits, plain)
+
+
+@pytest.mark.parametrize(("options", "is_read"), [({}, True), ({"truncate": True}, True), ({"truncate": False}, False)])
+def test_an_option_that_transformers_drops_for_layer_types_is_refused(options, is_read):
+    """It looks for `truncate` beside the layer types of Gemma 3, where no such key can be."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    types = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        **shape, vocab_size=16, head_dim=64, num_hidden_layers=2, layer_types=types, max_position_embeddings=512
+    )
+    model = Gemma3ForCausalLM(config)
+    before = copy.deepcopy(model.config.to_dict())
+    if is_read:
+        patch_model(model, "yarn", factor=4.0, **options)
+        return
+    with pytest.raises(ValueError, match="gemma3_text.*whose RoPE differs by layer.*Leave that option out"):
+        patch_model(model, "yarn", factor=4.0, **options)
+    assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"factr": 4}, "Unknown option 'factr' of method 'yarn'. Did you mean 'factor'\\?"),
+        ({}, "method 'yarn' needs factor, got {}. Its options: factor, original_max"),
+        ({"factor": 2, "beta_fast": -1}, "beta_fast must be a finite number above 0, got -1."),
+        ({"factor": 2, "seed": 1}, "seed and when belong to views"),
+    ],
+)
+def test_what_yarn_cannot_do_is_said(options, message):
+    require_refused("yarn", options, message)

@@ -1,0 +1,57 @@
+"""Who may set the clock of draws, to what, and who needs it."""
+
+import pytest
+import torch
+from support.tiny import tiny, tokens
+
+from rope_patch import patch_model, rope_view
+from rope_patch.draw_clock import DrawClock
+from rope_patch.patch import view_source
+from rope_patch.views import Compose, PerLayer, PosAug, Skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1.5, 0), "step must be an integer in .*got 1.5"),
+        ((True, 0), "step must be an integer in .*got True"),
+        ((2**63, 0), "step must be an integer in"),
+        ((0, -1), "first_sample must be an integer in \\[0, .*got -1"),
+        ((0, "3"), "first_sample must be an integer in .*got '3'"),
+        ((0, 0, 1.01), "progress must be a number from 0, .* got 1.01"),
+        ((0, 0, -0.1), "progress must be a number from 0, .* got -0.1"),
+        ((0, 0, float("nan")), "progress must be a number from 0, .* got nan"),
+        ((0, 0, "half"), "progress must be a number from 0, .* got 'half'"),
+        ((0, 0, True), "progress must be a number from 0, .* got True"),
+    ],
+)
+def test_a_clock_takes_numbers_alone_and_stays_as_it_was(arguments, message):
+    clock = DrawClock(0)
+    with pytest.raises(ValueError, match=message):
+        clock.set(*arguments)
+    assert (int(clock.step), int(clock.first_sample), float(clock.progress), clock.is_set) == (0, 0, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        PosAug(curriculum="step"),
+        Skip(curriculum="linear", max_skip=90),
+        Compose([PosAug(), Skip(curriculum="step")]),
+        PerLayer(PosAug(curriculum="linear"), "top"),
+    ],
+    ids=lambda view: view.name,
+)
+@torch.no_grad()
+def test_a_curriculum_needs_somebody_who_tells_how_far_training_is(view):
+    model, ids = patch_model(tiny(), view).train(), tokens(1, 12)
+    with pytest.raises(ValueError, match=r"curriculum.*RopeSFTTrainer.*view_source\(model\).clock.set\(step"):
+        model(ids)
+    with pytest.raises(ValueError, match="has a curriculum"), rope_view(model, view):
+        model(ids)
+    early = []
+    for progress in (0.0, 0.9):
+        view_source(model).clock.set(3, 0, progress)
+        early.append(model(ids).logits)
+    assert not torch.equal(*early)
+    assert model.eval()(ids).logits.isfinite().all(), "evaluation has no view, so it needs no clock"

@@ -1,0 +1,71 @@
+"""Sorted samples of a larger range: draws, what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from support.views import Case, L, built, key, maybe
+
+from rope_patch.draws import DrawKey
+from rope_patch.views import RPE
+
+
+def _sampled(t, n, drawn):
+    table, last = drawn["_table"][:n].double(), n - 1
+    assert len(table.unique()) == len(table) and table.max() < 64
+    return torch.stack([table[i] if i <= last else table[last] + i - last for i in t.long()])
+
+
+CASES = {
+    "rpe": Case(RPE(max_index=64), _sampled),
+    "rpe-sample": Case(RPE(max_index=64, granularity="sample"), _sampled),
+}
+
+
+STRATEGIES = {
+    "rpe": lambda farthest: built(RPE, max_index=farthest, granularity=maybe(st.sampled_from(["step", "sample"])))
+}
+
+
+def test_rpe_is_a_sorted_sample_without_repeats():
+    view = RPE(max_index=20)
+    rows = torch.stack([
+        view.rope_index(torch.arange(L), view.draw(torch.full((3, 1), L), key(3, step)))[0] for step in range(1500)
+    ])  # fmt: skip
+    assert (rows.diff(dim=1) > 0).all() and rows.min() == 0 and rows.max() == 19
+    chosen = torch.zeros(1500, 20).scatter_(1, rows, 1.0).mean(0)
+    assert (chosen - L / 20).abs().max() < 4 * math.sqrt(0.6 * 0.4 / 1500), "each index is as likely"
+    both = torch.zeros(1500, 20).scatter_(1, rows, 1.0)
+    pairs = (both.T @ both / 1500)[~torch.eye(20, dtype=torch.bool)]
+    assert (pairs - L * (L - 1) / (20 * 19)).abs().max() < 5 * math.sqrt(0.35 * 0.65 / 1500), "and each pair"
+
+
+def test_rpe_is_shared_by_a_step_or_drawn_for_each_document():
+    t = torch.arange(L)
+    shared = RPE(max_index=50)
+    rows = shared.rope_index(t, shared.draw(torch.full((4, 1), L), key(4)))
+    assert all(torch.equal(row, rows[0]) for row in rows)
+    apart = RPE(max_index=50, granularity="sample")
+    parameters = apart.draw(torch.full((4, 1), L), key(4))
+    rows = apart.rope_index(t, parameters)
+    assert len({tuple(row) for row in rows.tolist()}) == 4 and (rows.diff(dim=1) > 0).all()
+    # packed: one value a token, the same draws
+    sample = torch.arange(4).repeat_interleave(L)[None]
+    packed = apart.draw(torch.full((1, 4 * L), L), DrawKey(0, torch.tensor(0), sample))
+    assert torch.equal(apart.rope_index(t.repeat(4)[None], packed).view(4, L), rows)
+    # tokens that are decoded later follow on
+    assert apart.rope_index(torch.tensor([[L - 1, L, L + 1]]), parameters).diff(dim=1).tolist() == [[1, 1]] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RPE(max_index=1), "max_index must be at least 2, got 1"),
+        (lambda: RPE(granularity="layer"), "granularity must be one of"),
+        (lambda: RPE(max_index=16).check_length(17), "documents of 17 tokens have no 17 different indices below"),
+    ],
+)
+def test_what_rpe_cannot_do_is_said(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,54 @@
+"""`pytest -k NAME` finds what tests a view, a rescaling or an objective: its own file, its cells of the matrices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rope_patch.rescalings import RESCALINGS
+from rope_patch.views import VIEWS
+from trl_ext.objectives import OBJECTIVES
+
+ROOT = Path(__file__).parents[1]
+# beside the file of its own: the matrix that goes through all of them
+REGISTRIES = {
+    "tests/rope_patch/test_views_matrix.py": VIEWS,
+    "tests/rope_patch/test_rescalings.py": RESCALINGS,
+    "tests/rope_patch/test_objective_matrix.py": OBJECTIVES,
+}
+NO_CELLS = {"drop-rope"}  # a rescaling without frequencies
+
+
+def own_file(cls: type) -> str:
+    *folders, stem = cls.__module__.split(".")
+    return "/".join(["tests", *folders, f"test_{stem}.py"])
+
+
+@pytest.fixture(scope="module")
+def keywords() -> list[tuple[str, str]]:
+    """(file, what `-k` looks in) of the tests in all files of their own and in the matrices."""
+    files = {own_file(cls) for registry in REGISTRIES.values() for cls in registry.values()}
+    files = [*sorted(file for file in files if (ROOT / file).exists()), *REGISTRIES]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    output = subprocess.run(
+        [*command, "-p", "support.keywords", *files],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    lines = [line.split("\t") for line in output.splitlines() if line.startswith("::\t")]
+    return [(i.partition("::")[0], "\t".join([i.partition("::")[2], *words])) for _, i, *words in lines]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "name"), [(matrix, name) for matrix, registry in REGISTRIES.items() for name in registry]
+)
+def test_its_name_selects_its_own_file_and_its_cells(matrix, name, keywords):
+    file = own_file(REGISTRIES[matrix][name])
+    selected = {where for where, words in keywords if name in words}
+    assert file in selected, f"{file} is missing"
+    assert matrix in selected or name in NO_CELLS, f"no test of {matrix} has {name} in its id"
