@@ -23,9 +23,9 @@ help:  ## list the targets
 	@echo 'JOBS=NUMBER       tests at once, $(JOBS)'
 	@echo 'DEMO_ARGS=...     options of the demo, PYTEST_ARGS=... of pytest'
 
-demo: $(VENV)/.demo-installed  ## fine-tune the embedded model on the embedded corpus, show before and after
+demo: $(VENV)/.demo-installed  ## extend the embedded model in minutes, show what was won and lost
 	$(BIN)/rope-patch demo $(DEMO_ARGS)
-	@echo 'The command stays: $(BIN)/rope-patch --help'
+	@echo 'Type ". $(BIN)/activate" once, and rope-patch is enough.'
 
 test: $(VENV)/.dev-installed  ## run the tests, without the slow ones
 	$(PYTEST) -m "not slow"

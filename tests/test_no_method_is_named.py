@@ -16,7 +16,6 @@ CLASSES = {cls.__name__ for registry in (VIEWS, RESCALINGS) for cls in registry.
 
 # what is about a method by its nature, or about a thing of the same name
 SUBJECTS = {
-    "trl_ext/demo": "shows two methods, by settings that name them",
     "trl_ext/extension/choices.py": "chooses the methods that were measured to lose least",
     "rope_patch/eval/probe.py": "measures what YaRN does untrained, and advises a skip view after it",
     "rope_patch/eval/view_kl.py": "measures a KL by the length of a skip",

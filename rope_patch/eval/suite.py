@@ -419,4 +419,6 @@ def _part_said(name: str, part: dict[str, Any], value: dict[str, Any]) -> str:
         return f"{name}, {what}: nothing that is short enough"
     forced = value.get("forced_scores", [])
     beside = f" as written, {sum(forced) / len(forced):.3f} teacher-forced" if forced else ""
-    return f"{name}, {what}: {sum(scores) / len(scores):.3f}{beside}, over {len(scores)} prompts"
+    return (
+        f"{name}, {what}: {sum(scores) / len(scores):.3f}{beside}, over {len(scores)} prompt{'s' * (len(scores) > 1)}"
+    )

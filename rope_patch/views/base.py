@@ -298,11 +298,6 @@ class View:
         """
         return []
 
-    @classmethod
-    def reaching(cls, length: int, target: int) -> dict[str, Any]:
-        """Options with which documents of `length` tokens show positions up to `target`; {} where defaults do."""
-        return {}
-
     def largest_skip(self, length: torch.Tensor) -> torch.Tensor | None:
         """Largest r(t) - t that can be drawn for documents of `length` tokens, by which a KL is logged in quarters.
 

@@ -1,7 +1,7 @@
 """The suffix of a document moves away from its prefix."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -104,10 +104,6 @@ class Skip(View):
     def reach(self, length: int, last: int | None = None) -> int:
         farthest = self.skip if self.skip is not None else self.max_skip or length
         return (length - 1 if last is None else last) + max(farthest, 0)
-
-    @classmethod
-    def reaching(cls, length: int, target: int) -> dict[str, Any]:
-        return {"max_skip": max(target - length, 1)}
 
     def largest_skip(self, length: torch.Tensor) -> torch.Tensor | None:
         if self.skip is not None:

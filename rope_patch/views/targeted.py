@@ -1,7 +1,5 @@
 """What views that spread documents over a fixed window have in common."""
 
-from typing import Any
-
 import torch
 
 from .base import View
@@ -27,7 +25,3 @@ class Targeted(View):
 
     def targets(self) -> list[tuple[str, int]]:
         return [(self.name, self.target)]
-
-    @classmethod
-    def reaching(cls, length: int, target: int) -> dict[str, Any]:
-        return {"target": target}

@@ -16,7 +16,6 @@ from rope_patch.patch import view_source
 from rope_patch.rescalings import RESCALINGS, Rescaling
 from rope_patch.views import VIEWS, Compose, Mix, PerLayer, Skip, Standard, View
 from trl_ext import RopeSFTConfig
-from trl_ext.cli.console import _parser, _settings
 from trl_ext.method_record import require_same_method
 
 CUE = "w90 w91 w92"
@@ -84,10 +83,6 @@ class FarEnd(View):
 
     def targets(self):
         return [(self.name, self.far)]
-
-    @classmethod
-    def reaching(cls, length, target):
-        return {"far": target, "end_tokens": 2, "stop": 0}
 
     def largest_skip(self, length):
         return self.far - length
@@ -314,12 +309,6 @@ def test_a_checkpoint_of_other_options_is_not_resumed(as_given, tmp_path):
     other = trainer(tmp_path / "other", view="far-end", view_args={**GIVEN["view_args"], "far": 50})
     with pytest.raises(ValueError, match="trained with view_args.far=60, and this run has view_args.far=50"):
         require_same_method(other._method, tmp_path)
-
-
-def test_the_demo_takes_it_with_options_that_reach_what_is_measured():
-    args = _parser().parse_args(["demo", "--view", "far-end", "--train-length", "64", "--measure-length", "256"])
-    settings = _settings(args, False)
-    assert settings.view_args == {"far": 256, "end_tokens": 2, "stop": 0}
 
 
 @pytest.mark.parametrize("name", ["cue", "cuts", "prepare_text"])

@@ -46,9 +46,14 @@ def add_commands(commands: Any) -> None:
     )
     extend.add_argument("--converter", type=str, help="llama.cpp's convert_hf_to_gguf.py; default: on PATH")
     extend.add_argument("--dry-run", action="store_true", help="print the plan, write nothing and end")
-    extend.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    extend.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: %(default)s")
-    chosen = extend.add_argument_group("what is chosen where you do not say it; --dry-run tells what and why")
+    add_options(extend)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what is chosen where the user does not say it, device and seed."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: %(default)s")
+    chosen = parser.add_argument_group("what is chosen where you do not say it")
     chosen.add_argument("--rescale", help="rescaling, e.g. ntk or yarn")
     chosen.add_argument("--rescale-args", type=_json, help="its options as a JSON object, e.g. '{\"factor\": 4}'")
     chosen.add_argument("--view", help="view of the positions in training")
@@ -84,7 +89,10 @@ def run_extend(args: argparse.Namespace) -> int:
     for file in (*args.data, *args.held_out):
         if not Path(file).is_file():  # before the imports, which take seconds
             raise FileNotFoundError(f"there is no text file {file}.")
-    from ..extension.extending import extend
+    from ..extension.messages import others_quiet
+
+    with others_quiet():  # packages that are imported say what they miss
+        from ..extension.extending import extend
     from ..extension.options import ExtendOptions
 
     names = {field.name for field in fields(ExtendOptions)} - {"model", "to", "data", "output", "targets"}

@@ -1,1 +1,1 @@
-"""The main job, small: measure, patch, fine-tune, measure again, save, reload."""
+"""`extend` on a model and texts that are installed already, in settings that end within minutes."""

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rope_patch import patch_model
+from rope_patch.eval.paired import MIN_DIFFERENT
 from rope_patch.methods import resolve_rescaling
 
 from .facts import ModelFacts
@@ -283,11 +284,12 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
     shares = dict(options.shares or {"text": 1.0, own: 1.0, "questions": 1.0})
     if "chats" in shares and not facts.is_chat:
         raise ValueError("--shares: a model without a chat template writes no chats. Take own_texts in their place.")
+    short = 0.25 if options.short is None else options.short
     value = {
         "n": count,
         "length": length,
         "shares": shares,
-        "short": 0.25 if options.short is None else options.short,
+        "short": short,
         "facts": options.facts,
         "label_all": objective == "clm",
         "own_tokens": options.own_tokens or _OWN_TOKENS,
@@ -306,12 +308,15 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: str) -> Choice:
     return Choice(
         "rows",
         value,
-        f"{count} of {length:,} tokens: {parts}; a quarter of them as eight short ones" if value["short"] == 0.25 else
-        f"{count} of {length:,} tokens: {parts}; {value['short']:g} of them as eight short ones",
+        f"{count} of {length:,} tokens: {parts}{_short_said(short)}",
         reason,
         "asked for" if asked else "measured" if measured else "not measured",
         "--rows, --row-length, --shares, --short, --facts, --own-tokens",
-    )  # fmt: skip
+    )
+
+
+def _short_said(share: float) -> str:
+    return f"; {'a quarter' if share == 0.25 else f'{100 * share:.0f} %'} of them as eight short ones" if share else ""
 
 
 def _weights(
@@ -435,18 +440,20 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     lengths = list(options.lengths) or lengths
     prompts = options.prompts or prompts
     asked = bool(options.lengths or options.prompts)
-    keys = " and as many keys among look-alikes" if machine.device == "cuda" else ""
+    keys = " and as many for one among look-alikes" if machine.device == "cuda" else ""
     at = ", ".join(f"{n:,}" for n in lengths)
     said = (
-        f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; of prompts of {at} tokens each {prompts} "
-        f"passkeys{keys}, as the model writes them"
+        f"loss on {n_rows} held-out row{'s' * (n_rows > 1)} of {to:,} tokens; in texts of {at} tokens, {prompts} "
+        f"question{'s' * (prompts > 1)} each for a hidden number (passkey){keys}, as the model writes the answers"
     )
     reason = (
         "You asked for it."
         if asked
         else "What was lost shows within the window, what was won beyond it; on a GPU there is time for more."
     )
-    if prompts < 40:
+    if prompts < MIN_DIFFERENT:
+        reason += " So few prompts are examples only, and count neither as won nor as lost."
+    elif prompts < 40:
         reason += " So few prompts show large changes only."
     measures = ["cliff", "passkey", *(["niah-multikey"] if machine.device == "cuda" else [])]
     value = {"measures": measures, "prompts": prompts, "lengths": lengths, "n_rows": n_rows}

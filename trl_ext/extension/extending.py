@@ -1,18 +1,14 @@
 """`trl_ext.extend`: plan, measure, train, export and measure again, in a folder where an interrupted run goes on."""
 
 import json
-import logging
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-import transformers
 
 from rope_patch import patch_model
 from rope_patch.environment import installed_versions
@@ -32,6 +28,7 @@ from . import measuring, rows, texts, training
 from .choices import Choices, choose
 from .facts import ModelFacts
 from .machine import Machine
+from .messages import MessageFile, others_quiet
 from .options import ExtendOptions
 from .plan import ExtensionPlan
 from .stages import Stages
@@ -50,6 +47,7 @@ class Extended:
         report: a page with every figure.
         table: before and after, lines of text.
         verdict: what was won and lost, in sentences.
+        answers: a question far back in a long text, with what the model wrote before and after.
     """
 
     folder: Path
@@ -58,12 +56,12 @@ class Extended:
     report: Path
     table: list[str]
     verdict: list[str]
+    answers: list[str]
 
     def __str__(self) -> str:
         serve = [f"Serve it with {target}: {command}" for target, command in self.commands.items()]
-        return "\n".join(
-            [*self.table, "", *self.verdict, "", f"Model:  {self.model}", f"Report: {self.report}", *serve]
-        )
+        made = [f"Model:  {self.model}", f"Report: {self.report}", *serve]
+        return "\n\n".join("\n".join(part) for part in (self.table, self.verdict, self.answers, made) if part)
 
 
 def extend(
@@ -113,16 +111,16 @@ def extend(
         targets=_strings(targets),
         **given,
     )
-    with _quiet():
-        return _Run(options, tell).go(dry_run)
+    with others_quiet() as messages:
+        return _Run(options, tell, messages).go(dry_run)
 
 
 class _Run:
     """One call of `extend`."""
 
-    def __init__(self, options: ExtendOptions, tell: Callable[[str], None]) -> None:
+    def __init__(self, options: ExtendOptions, tell: Callable[[str], None], messages: MessageFile) -> None:
         options = replace(options, device=choose_device(options.device, torch.cuda.is_available()))
-        self.options, self.tell = options, tell
+        self.options, self.tell, self.messages = options, tell, messages
         self.stages = Stages(options.folder)
         self._require_folder()
         _require_targets(options)
@@ -159,11 +157,13 @@ class _Run:
         if dry_run:
             return plan
         require_report(self.options.folder / "report")
+        log = self.options.folder / "log.txt"
         if self.record.is_file():
             self._tell_resumed()
         else:
-            self.tell(str(plan))
+            self.tell(f"{plan}\n\nWhat other packages print meanwhile goes to {log}.")
             record_settings(self.record, {**self.settings, "choices": self.choices.to_dict()})
+        self.messages.write_to(log)
         return self._stages()
 
     def _stages(self) -> Extended:
@@ -190,14 +190,18 @@ class _Run:
             report=page,
             table=measuring.table(results, window),
             verdict=measuring.verdict(results, window),
+            answers=measuring.answers(results),
         )
 
     def _measure(self, title: str, label: str, model: str | Path) -> dict[str, Any]:
         self.tell(f"\n{title}.")
-        cache = self.options.folder / "cache"
+        cache, begin = self.options.folder / "cache", time.perf_counter()
         device = str(self.options.device)
         results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
         training.free_memory()
+        if label == measuring.BEFORE:
+            minutes = (time.perf_counter() - begin) / 60
+            self.tell(f"  That took {minutes:.1f} minutes, and measuring again at the end takes about as long.")
         return results
 
     def _rows(self, file: Path) -> dict[str, Any]:
@@ -271,13 +275,17 @@ class _Run:
             "train": "training",
             "model": "exporting",
             "after": "measuring it again",
+            **{f"model-{t}": f"exporting for {t}" for t in self.options.targets if t != "transformers"},
         }
         done = [words for name, words in said.items() if self.stages.is_done(name)]
         left = [words for name, words in said.items() if not self.stages.is_done(name)]
-        self.tell(
-            f"This resumes what was begun in {self.options.folder}. Done, and not done again: "
-            f"{', '.join(done) or 'nothing'}. Next: {left[0] if left else 'what is new in --target, and the report'}."
-        )
+        if left:
+            self.tell(
+                f"This resumes what was begun in {self.options.folder}. Done, and not done again: "
+                f"{', '.join(done) or 'nothing'}. Next: {left[0]}."
+            )
+        else:
+            self.tell(f"All that was begun in {self.options.folder} is done. This is the result:")
 
 
 def _require_targets(options: ExtendOptions) -> None:
@@ -293,25 +301,3 @@ def _require_targets(options: ExtendOptions) -> None:
 def _strings(given: Any) -> tuple[str, ...]:
     """One name or several, as strings."""
     return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what packages say that a user of this command can do nothing about; errors are raised as always."""
-    level, bars = transformers.logging.get_verbosity(), datasets.are_progress_bars_disabled()
-    own = logging.getLogger("trl_ext")
-    before = own.level
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"(?!rope_patch|rope_kernels|trl_ext)")
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        datasets.disable_progress_bars()
-        own.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            transformers.logging.set_verbosity(level)
-            transformers.logging.enable_progress_bar()
-            if not bars:
-                datasets.enable_progress_bars()
-            own.setLevel(before)

@@ -38,7 +38,8 @@ class Machine:
         if device == "cuda":
             free, _ = torch.cuda.mem_get_info()
             return cls(device, device_name(True), free, torch.cuda.is_bf16_supported())
-        return cls(device, f"{torch.get_num_threads()} threads of a CPU", _free_bytes(), False)
+        threads = torch.get_num_threads()
+        return cls(device, f"{threads} thread{'s' * (threads > 1)} of a CPU", _free_bytes(), False)
 
     def calibrate(self, precision: str) -> Rate:
         """How fast a product of two large matrices and of two tiny ones is, measured for half a second."""

@@ -1,5 +1,6 @@
 """What the model does before and after, and what was won and lost."""
 
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rope_patch.eval import MEASURES, EvalPlan, LossByPosition, Result, regressions, run_suite, write_report
+from rope_patch.eval.paired import MIN_DIFFERENT
 from rope_patch.eval.prompt_grid import DEPTHS
+from rope_patch.eval.regressions import Cell, Regressions
 from rope_patch.eval.retrieval_grid import RetrievalGrid
 
 from .choices import Choices
@@ -15,6 +18,7 @@ from .facts import ModelFacts
 from .texts import Texts
 
 BEFORE, AFTER = "native", "extended"
+_LONGEST = 90  # characters of an answer that are shown
 Results = dict[str, dict[str, Result]]
 
 
@@ -95,21 +99,62 @@ def verdict(results: Results, window: int) -> list[str]:
     compared = regressions(results, window=window)
     said = []
     for word, cells in (("Won", compared.above), ("Lost", compared.below)):
-        listed = "; ".join(_said(cell) for cell in cells)
-        said.append(f"{word}: {listed}." if cells else f"{word}: nothing that is beyond chance.")
-    shares = [cell for cell in compared.cells if cell.higher_is_better]
-    if shares:
-        widest = max((cell.high - cell.low) / 2 for cell in shares)
-        said.append(
-            f"With {shares[0].n} prompts a length, changes of less than about "
-            f"{max(100 * widest, 100 / shares[0].n):.0f} points may go unseen: --prompts asks more."
-        )
-    else:
-        said.append("So few prompts were asked that answers cannot be compared: --prompts asks more.")
-    return said
+        said += [f"{word + ':':6}{_said(cell)}" for cell in cells] or [f"{word + ':':6}nothing that is beyond chance."]
+    if any(not cell.higher_is_better for cell in compared.above + compared.below):
+        said.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
+    return [*said, *_unseen(results, compared)]
 
 
-def _said(cell: Any) -> str:
+def _said(cell: Cell) -> str:
     if cell.higher_is_better:
-        return f"{cell.name} tokens, {100 * cell.first:.0f} to {100 * cell.mean:.0f} %"
-    return f"{cell.name}, {cell.first:.2f} to {cell.mean:.2f}"
+        what = "passkeys" if cell.measure == "passkey" else "keys among look-alikes"
+        return f"{what} in {cell.length:,} tokens: {100 * cell.mean:.0f} % are found, before {100 * cell.first:.0f} %."
+    start, end = map(int, cell.name.removeprefix("loss ").split(".."))
+    after, before = (f"{100 * exp(-loss):.2g} %" for loss in (cell.mean, cell.first))
+    return f"text at positions {start:,} to {end:,}: the right next token gets {after}, before {before}."
+
+
+def _unseen(results: Results, compared: Regressions) -> list[str]:
+    """How large a change of answers must be to show."""
+    asked = [
+        len(result.at(length))
+        for by_label in results.values()
+        for result in by_label.values()
+        if isinstance(result, RetrievalGrid)
+        for length in result.lengths
+    ]
+    if not asked:
+        return []
+    if asked[0] < MIN_DIFFERENT:
+        return [
+            f"Prompts of each length: {asked[0]}. Answers count as won or lost from {MIN_DIFFERENT} on: --prompts asks "
+            "more."
+        ]
+    widest = max((cell.high - cell.low) / 2 for cell in compared.cells if cell.higher_is_better)
+    return [
+        f"With {asked[0]} prompts a length, changes of less than about {max(100 * widest, 100 / asked[0]):.0f} points "
+        "may go unseen: --prompts asks more."
+    ]
+
+
+def answers(results: Results) -> list[str]:
+    """One of the longest prompts, and what the model wrote before and after; nothing where none was asked."""
+    for by_label in results.values():
+        before, after = by_label[BEFORE], by_label[AFTER]
+        if isinstance(before, RetrievalGrid) and isinstance(after, RetrievalGrid):
+            length = max(before.lengths)
+            pairs = [(a, b) for a, b in zip(before.replies, after.replies, strict=True) if a["length"] == length]
+            for one, other in pairs[:1]:
+                return [
+                    f"One question, about a number that stands far back in {length:,} tokens. It is {one['expected']}.",
+                    f"  asked:  {_line(one['question'])}",
+                    f"  before: {_line(one['reply'])}",
+                    f"  after:  {_line(other['reply'])}",
+                ]
+    return []
+
+
+def _line(text: str) -> str:
+    """On one line, cut where it is long."""
+    words = " ".join(text.split())
+    return (words if len(words) <= _LONGEST else f"{words[:_LONGEST]} ...") or "(nothing)"

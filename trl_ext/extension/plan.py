@@ -104,12 +104,16 @@ class ExtensionPlan:
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
             f"{self.options.rows_per_step} rows, one row at a time",
-            f"Memory, GiB at the peak of a step, on {device}:",
-            *(f"  {getattr(self.memory, p.name) / GIB:8.2f}  {_SAID[p.name]}" for p in fields(self.memory)),
+            f"Memory at the peak of a step, in GiB, on {device}:",
+            *(
+                f"  {getattr(self.memory, part.name) / GIB:8.2f}  {_SAID[part.name]}"
+                for part in fields(self.memory)
+                if getattr(self.memory, part.name)
+            ),
             f"  {self.memory.total / GIB:8.2f}  together",
-            f"Minutes, by a short calibration of this machine; each may be {ROUGH:g} times as much, or that much less:",
+            f"Minutes, by a short calibration of this machine; they may be off by {ROUGH:g} times, either way:",
             f"  {self.minutes.measure:8.1f}  measuring the model as it is",
-            f"  {self.minutes.write:8.1f}  texts that it writes itself",
+            *([f"  {self.minutes.write:8.1f}  texts that it writes itself"] if self.minutes.write else []),
             f"  {self.minutes.train:8.1f}  training",
             f"  {self.minutes.measure:8.1f}  measuring it again",
             f"  {self.minutes.total:8.1f}  together ({_hours(self.minutes.total)})",

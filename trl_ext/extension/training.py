@@ -109,10 +109,14 @@ def train(
     del loaded
     for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
         trainer.remove_callback(printing)
-    trainer.add_callback(_Progress(tell))
+    progress = _Progress(tell)
+    trainer.add_callback(progress)
     checkpoint = last_checkpoint(folder)
     begin = time.perf_counter()
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        progress.close()
     seconds = time.perf_counter() - begin
     if choices.weights.value["train"] == "lora":
         trainer.save_model(str(result))
@@ -153,6 +157,12 @@ class _Progress(ProgressCallback):
         self.tell = tell
         self.began: tuple[int, float] | None = None
         self.told = False
+
+    def close(self) -> None:
+        """End the bar of a training that was stopped, which would be drawn again behind what is said then."""
+        bar: Any = self.training_bar
+        if bar is not None:
+            bar.close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         bar: Any = self.training_bar

