@@ -160,8 +160,8 @@ def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
         (
             "ntk",
             2 * times,
-            "It loses least of what the model could do within its window, and every program that serves models reads "
-            "it right. At twice the factor that the target asks for it reads to the end, at once the factor it did not",
+            "It loses least of what the model could do within its window, and no rescaling is read right by more "
+            "programs. At twice the factor that the target asks for it reads to the end, at once the factor it did not",
         ),
         (
             "yarn",
