@@ -110,7 +110,7 @@ def _said(cell: Cell) -> str:
         what = "passkeys" if cell.measure == "passkey" else "keys among look-alikes"
         return f"{what} in {cell.length:,} tokens: {100 * cell.mean:.0f} % are found, before {100 * cell.first:.0f} %."
     start, end = map(int, cell.name.removeprefix("loss ").split(".."))
-    after, before = (f"{100 * exp(-loss):.2g} %" for loss in (cell.mean, cell.first))
+    after, before = (f"{100 * exp(-loss):.1f} %" for loss in (cell.mean, cell.first))
     return f"text at positions {start:,} to {end:,}: the right next token gets {after}, before {before}."
 
 
