@@ -157,7 +157,7 @@ def test_what_cannot_be_shows_before_a_model_is_loaded(folder, tmp_path, monkeyp
 def test_the_command_refuses_what_is_not_in_a_folder(vllm, folder, tmp_path, capsys):
     character_tokenizer().save_pretrained(folder)
     arguments = ["eval", "--passkey", "--backend", "vllm", "--length", "500", "--report", str(tmp_path / "r")]
-    assert cli.main([*arguments, "--model", f"m={folder}@yarn:factor=2"]) == 1
+    assert cli.main([*arguments, "--model", f"m={folder}@yarn:factor=2"]) == 2
     assert "vLLM loads a checkpoint from a folder or the hub, and m is none" in capsys.readouterr().err
     assert LLM.made == []
 
