@@ -17,7 +17,7 @@ from ..layout.labelled import Labelled
 from ..rotary import find_causal_lm, find_decoder
 from .calls import AttentionCall, attention_kernel, sliding_window, watched_attention
 from .masks import finished_mask
-from .sequences import by_token
+from .sequences import by_token, with_gaps
 from .windowed import WindowedAttention
 
 ROWS = "documents_of_rows"
@@ -79,15 +79,7 @@ class _Spans:
 
     def _sizes(self) -> dict[int, int]:
         """Tokens of documents and of the gaps between them, by place among batch * n, in order."""
-        sizes: dict[int, int] = {}
-        end = 0
-        for place, size in [*sorted((row * self.n + a, m) for row, a, m in self.spans), (self.batch * self.n, 0)]:
-            if place > end:
-                sizes[end] = place - end
-            if size:
-                sizes[place] = size
-            end = place + size
-        return sizes
+        return with_gaps({row * self.n + begin: size for row, begin, size in self.spans}, self.batch * self.n)
 
     def _causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None

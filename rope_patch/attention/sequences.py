@@ -1,6 +1,6 @@
 """Parts of rows as the sequences of one call of FlashAttention, which takes no masks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,19 @@ class Sequences:
             max_length_k=self.longest_key,
         )[0]
         return put_back(output, self.queries, batch, n)
+
+
+def with_gaps(sizes: Mapping[int, int], total: int) -> dict[int, int]:
+    """Pieces of `total` tokens that leave none out, in order: those of `sizes`, by place, and the gaps between them."""
+    whole: dict[int, int] = {}
+    end = 0
+    for place, size in [*sorted(sizes.items()), (total, 0)]:
+        if place > end:
+            whole[end] = place - end
+        if size:
+            whole[place] = size
+        end = place + size
+    return whole
 
 
 def by_token(x: torch.Tensor) -> torch.Tensor:

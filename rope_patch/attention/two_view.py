@@ -15,7 +15,7 @@ from ..layout.two_view import TwoViewLayout
 from .calls import AttentionCall, attention_kernel, sliding_window
 from .masks import additive_mask, block_mask
 from .prefix import prefix_attention
-from .sequences import Sequences, by_token
+from .sequences import Sequences, by_token, with_gaps
 from .windowed import WindowedAttention
 
 
@@ -121,15 +121,7 @@ class TwoViewAttention:
             for segment in self.layout.segments
             if segment.split < segment.end
         }
-        whole: dict[int, int] = {}
-        end = 0
-        for place, size in [*sorted(sizes.items()), (self.layout.t.numel(), 0)]:
-            if place > end:
-                whole[end] = place - end
-            if size:
-                whole[place] = size
-            end = place + size
-        return whole
+        return with_gaps(sizes, self.layout.t.numel())
 
     def _causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
