@@ -119,10 +119,12 @@ class ExtensionPlan:
             f"  {self.minutes.total:8.1f}  together ({_hours(self.minutes.total)})",
         ]
         if self.machine.device == "cpu" and self.minutes.total > _PATIENCE:
-            lines.append(
-                "  A CPU is slow. To see every stage sooner, with a worse model: --rows 3 --row-length 2048 --short 0 "
-                f"--own-tokens 1000 --prompts 2 --lengths {self.facts.window // 4} {self.facts.window + 1024}."
-            )
+            near, target = self.facts.window // 4, self.facts.window * 9 // 8
+            lines += [
+                "A CPU is slow. To see every stage sooner, with a worse model that reads less far:",
+                f"  --to {target} --rows 12 --row-length {near // 2} --short 0 --shares text=1,questions=1 --prompts 2 "
+                f"--lengths {near} {target}",
+            ]
         return "\n".join(lines)
 
 

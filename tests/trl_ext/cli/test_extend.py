@@ -1,6 +1,7 @@
 """`rope-patch extend`: its flags reach `trl_ext.extend`, and mistakes are one line."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from support.characters import CHARACTERS, character_tokenizer
@@ -8,6 +9,7 @@ from support.tiny import tiny
 
 import trl_ext.extension.extending as extending
 from trl_ext import cli
+from trl_ext.cli.console import _parser
 from trl_ext.extension.options import ExtendOptions
 
 
@@ -45,6 +47,16 @@ def test_a_dry_run_prints_the_plan(folder, capsys):
     printed = capsys.readouterr().out
     assert "What will be done to reach 1,600 positions, and why" in printed and not (folder / "out").exists()
     assert max(map(len, printed.splitlines())) <= 120
+
+
+def test_what_a_slow_machine_is_told_to_type_are_flags(folder, capsys, monkeypatch):
+    monkeypatch.setattr("trl_ext.extension.plan._PATIENCE", 0)
+    arguments = ["base", "--to", "1600", "--data", "books.jsonl", "--output", "out", "--short", "0", "--facts", "2"]
+    assert cli.main(["extend", *arguments, "--lengths", "700", "--device", "cpu", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (hint,) = (after for line, after in pairwise(lines) if line.startswith("A CPU is slow."))
+    told = _parser().parse_args(["extend", *arguments, *hint.split()])
+    assert told.to == 900 and list(told.lengths) == [200, 900] and max(map(len, lines)) <= 120
 
 
 @pytest.mark.parametrize(
