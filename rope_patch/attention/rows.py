@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 
 from ..capabilities import keeps_from_attention
 from ..layout.labelled import Labelled
@@ -64,7 +63,7 @@ class _Spans:
         """Output [batch, n, n_heads, value_dim] of a layer, 0 on padding."""
         sizes = self._sizes()
         if self.batch == 1 and list(sizes.values()) == [self.n]:
-            return self._causal(call.query, call.key, call.value, call.scale, window).transpose(1, 2)
+            return self.windowed.causal(call.query, call.key, call.value, window, call.scale).transpose(1, 2)
         pieces = [by_token(x).split(list(sizes.values())) for x in (call.query, call.key, call.value)]
         shape = (call.query.shape[1], call.value.shape[-1])
         documents = {row * self.n + first for row, first, _ in self.spans}
@@ -74,20 +73,12 @@ class _Spans:
                 out.append(call.value.new_zeros(q.shape[0], *shape))
                 continue
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out.append(self._causal(q, k, v, call.scale, window)[0].transpose(0, 1))
+            out.append(self.windowed.causal(q, k, v, window, call.scale)[0].transpose(0, 1))
         return torch.cat(out).view(self.batch, self.n, *shape)
 
     def _sizes(self) -> dict[int, int]:
         """Tokens of documents and of the gaps between them, by place among batch * n, in order."""
         return with_gaps({row * self.n + begin: size for row, begin, size in self.spans}, self.batch * self.n)
-
-    def _causal(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
-        if window is not None and window < query.shape[2]:
-            return self.windowed(query, key, value, window, scale)
-        shared = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
 
 
 class MaskFreeRows:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..layout.two_view import TwoViewLayout
@@ -81,7 +80,9 @@ class TwoViewAttention:
         outputs: dict[int, torch.Tensor] = {}
         for segment in self.layout.segments:
             document, copies = segment.row * n_places + segment.begin, segment.row * n_places + segment.copy
-            outputs[document] = self._causal(query[document], key[document], value[document], call.scale, window)
+            outputs[document] = self._windowed.causal(
+                query[document], key[document], value[document], window, call.scale
+            )
             if segment.split == segment.end:
                 continue
             q, k, v = query[copies], key[copies], value[copies]
@@ -90,7 +91,7 @@ class TwoViewAttention:
                 outputs[copies] = prefix_attention(q, before_k, before_v, k, v, call.scale)
             else:  # within a window a copy no longer sees the whole prefix, as `prefix_attention` lets it
                 k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
-                outputs[copies] = self._causal(q, k, v, call.scale, window)
+                outputs[copies] = self._windowed.causal(q, k, v, window, call.scale)
         # for padding; like an output, since autocast may have changed the dtype
         zeros, shape = next(iter(outputs.values()), call.value).new_zeros, (n_heads, call.value.shape[-1])
         # joined, not written into one tensor: autograd would copy all of it for each piece
@@ -122,15 +123,6 @@ class TwoViewAttention:
             if segment.split < segment.end
         }
         return with_gaps(sizes, self.layout.t.numel())
-
-    def _causal(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
-    ) -> torch.Tensor:
-        """Causal attention within the window, of the last queries; of all of them where the window is wider."""
-        if window is not None and window < key.shape[2]:
-            return self._windowed(query, key, value, window, scale)
-        shared = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
 
     @cached_property
     def _sequences(self) -> Sequences:

@@ -45,6 +45,15 @@ class WindowedAttention:
             out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale))
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
+    def causal(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scale: float
+    ) -> torch.Tensor:
+        """Causal attention within the window, of the last queries; of all of them without one, or with a wider one."""
+        if window is not None and window < key.shape[2]:
+            return self(query, key, value, window, scale)
+        shared = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
+
     def _visible_in(self, window: int, n: int, n_keys: int, device: torch.device) -> torch.Tensor:
         """[n, n_keys], whether a query sees a key, where the last of both is the same token."""
         key = (window, n, n_keys)

@@ -1,10 +1,9 @@
 """What an extension runs on: memory, and the rate of a matrix product."""
 
-import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 import torch
 
 from rope_patch.environment import device_name
@@ -39,7 +38,7 @@ class Machine:
             free, _ = torch.cuda.mem_get_info()
             return cls(device, device_name(True), free, torch.cuda.is_bf16_supported())
         threads = torch.get_num_threads()
-        return cls(device, f"{threads} thread{'s' * (threads > 1)} of a CPU", _free_bytes(), False)
+        return cls(device, f"{threads} thread{'s' * (threads > 1)} of a CPU", psutil.virtual_memory().available, False)
 
     def calibrate(self, precision: str) -> Rate:
         """How fast a product of two large matrices and of two tiny ones is, measured for half a second."""
@@ -62,13 +61,3 @@ class Machine:
         if matrix.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - begin
-
-
-def _free_bytes() -> int:
-    """Memory that new programs can have without swapping; all of it where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
