@@ -5,9 +5,10 @@ Run:   python benchmarks/eval_speed.py [--shapes smollm2-135m llama-3-8b] [--mod
 Shape: random weights in bf16, SDPA; every answer has all the tokens that it may have, as no token ends it.
 
 What is timed, each a JSON line as soon as it is there:
-  new     all prompts of one kind at one length (ten depths, --trials prompts each) by `greedy_answers`: seconds in all,
-          for reading prompts and for decoding, prompts' tokens a second, peak memory. The lines of all kinds and of
-          --models models add up to the line `total`.
+  together  all kinds at one length by `retrieval`, as `rope-patch eval` asks them: what prompts share is read once. The
+          lines of --models models add up to the line `total`.
+  new     with --by-kind all prompts of one kind (ten depths, --trials prompts each) by `greedy_answers`, of the first
+          model: seconds in all, for reading prompts and for decoding, prompts' tokens a second, peak memory.
   old     --old-prompts of them in one batch by `generate` with prefill_chunk_size 8192 over the batch, as rope-patch
           did before, and the same ones by `greedy_answers`: `ratio` is old over new seconds. `replies_that_differ`
           counts replies that are not the same; in bf16 the order of sums decides near ties, so some may.
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,11 +39,13 @@ from rope_kernels import decode_attention, decode_attention_ref
 from rope_patch.environment import device_name, installed_versions
 from rope_patch.eval import generation
 from rope_patch.eval.generation import greedy_answers
-from rope_patch.eval.needles import KINDS, make_prompt
+from rope_patch.eval.needles import KINDS, Kind, make_prompt
 from rope_patch.eval.prompt_grid import DEPTHS
 from rope_patch.eval.reading import Reader
+from rope_patch.eval.retrieval import retrieval
 from rope_patch.eval.wordings import PASSKEY_FILLER
 
+T = TypeVar("T")
 GIB = 1 << 30
 NEW_TOKENS = {"passkey": 10, "single": 24, "multikey": 24, "ordinal": 24, "multivalue": 64, "multiquery": 64}
 SMOLLM2_135M = {
@@ -74,8 +77,8 @@ def build(shape: str, layers: int | None, seed: int) -> LlamaForCausalLM:
     return model
 
 
-def language() -> tuple[PreTrainedTokenizerFast, Callable[[int], list[int]]]:
-    """A tokenizer, and running text in its tokens: words that nobody knows, in sentences."""
+def language() -> tuple[PreTrainedTokenizerFast, Callable[[int], str]]:
+    """A tokenizer, and running text of at least so many tokens: words that nobody knows, in sentences."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(3000)]
 
@@ -94,11 +97,11 @@ def language() -> tuple[PreTrainedTokenizerFast, Callable[[int], list[int]]]:
     backend.train_from_iterator([sentences(3000), PASSKEY_FILLER, "0123456789"], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=SEPARATOR, eos_token=SEPARATOR)
 
-    def haystack(n: int) -> list[int]:
-        ids: list[int] = []
-        while len(ids) < n:
-            ids += tokenizer(sentences(1000), add_special_tokens=False)["input_ids"]
-        return ids
+    def haystack(n: int) -> str:
+        text = ""
+        while len(tokenizer(text, add_special_tokens=False)["input_ids"]) < n:
+            text += sentences(1000) + " "
+        return text
 
     return tokenizer, haystack
 
@@ -138,6 +141,15 @@ def old_answers(model: Any, tokenizer: Any, prompts: list[list[int]], max_new_to
     return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
 
 
+def together(model: Any, tokenizer: Any, text: str, length: int, kinds: list[Kind], trials: int) -> dict[str, Any]:
+    """Seconds, by part, and memory of all kinds at one length, as `rope-patch eval` asks them."""
+    with timed_parts() as parts:
+        grids, facts = measured(
+            partial(retrieval, model, tokenizer, text, [length], kinds=kinds, trials=trials, progress=False)
+        )
+    return {"prompts": len(grids) * len(DEPTHS) * trials, **facts, **parts}
+
+
 @contextmanager
 def timed_parts() -> Iterator[dict[str, float]]:
     """Seconds that the parts of `Reader` take; waiting for the GPU between them costs nothing that counts."""
@@ -164,7 +176,7 @@ def timed_parts() -> Iterator[dict[str, float]]:
             setattr(Reader, name, method)
 
 
-def measured(run: Callable[[], list[str]]) -> tuple[list[str], dict[str, float]]:
+def measured(run: Callable[[], T]) -> tuple[T, dict[str, float]]:
     """What `run` returns, its seconds and its peak of memory."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -244,6 +256,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: those of the shape")
     parser.add_argument("--models", type=int, default=3, help="of smollm2-135m; of llama-3-8b it is one")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--by-kind", action="store_true", help="time each kind alone besides")
     parser.add_argument("--trials", type=int, default=2, help="prompts of each depth; of llama-3-8b it is one")
     parser.add_argument("--old-prompts", type=int, help="0 leaves out the old way; default: 4, one of llama-3-8b")
     parser.add_argument("--quick", action="store_true", help="two kinds at 8192 tokens; 4 layers of llama-3-8b")
@@ -258,31 +271,29 @@ def main() -> None:
         length = args.length or LENGTHS[shape]
         large = shape == "llama-3-8b"
         layers = 4 if args.quick and large else args.layers
-        haystack = haystack_of(length)
+        text = haystack_of(length)
         kinds = args.kinds[:2] if large else args.kinds
         trials = 1 if large else args.trials
-        prompts = {kind: prompts_of(kind, tokenizer, haystack, length, trials) for kind in kinds}
         about = {"shape": shape, "layers": layers, "length": length}
-        total = 0.0
-        for seed in range(1 if large else args.models):
+        total, n_models = 0.0, 1 if large else args.models
+        for seed in reversed(range(n_models)):  # the first model stays for what follows
             model = build(shape, layers, seed)
             # the first call of all kernels, and the check of the model, are not of a kind
-            greedy_answers(model, tokenizer, [p[-1000:] for p in prompts[kinds[0]][:2]], max_new_tokens=6)
-            for kind in kinds:
-                prompts_of_kind, n_new = prompts[kind], NEW_TOKENS[kind]
-                with timed_parts() as parts:
-                    _, facts = measured(
-                        lambda m=model, p=prompts_of_kind, n=n_new: greedy_answers(m, tokenizer, p, max_new_tokens=n)
-                    )
-                n_tokens = sum(map(len, prompts_of_kind))
-                total += facts["seconds"]
-                tell(
-                    {
-                        "line": "new", **about, "model": seed, "kind": kind, "prompts": len(prompts_of_kind), **facts,
-                        **parts, "prompt_tokens_per_second": n_tokens / facts["seconds"],
-                    }
-                )  # fmt: skip
-        tell({"line": "total", **about, "models": seed + 1, "kinds": kinds, "seconds": total})
+            greedy_answers(model, tokenizer, [list(range(1000)), list(range(900))], max_new_tokens=6)
+            facts = together(model, tokenizer, text, length, kinds, trials)
+            total += facts["seconds"]
+            tell({"line": "together", **about, "model": seed, "kinds": kinds, **facts})
+        tell({"line": "total", **about, "models": n_models, "kinds": kinds, "seconds": total})
+        haystack = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompts = {kind: prompts_of(kind, tokenizer, haystack, length, trials) for kind in kinds}
+        for kind in kinds if args.by_kind else ():
+            of_kind, n_new = prompts[kind], NEW_TOKENS[kind]
+            with timed_parts() as parts:
+                _, facts = measured(
+                    lambda m=model, p=of_kind, n=n_new: greedy_answers(m, tokenizer, p, max_new_tokens=n)
+                )
+            rate = {"prompt_tokens_per_second": sum(map(len, of_kind)) / facts["seconds"]}
+            tell({"line": "new", **about, "kind": kind, "prompts": len(of_kind), **facts, **parts, **rate})
         if torch.cuda.is_available():
             for line in kernels(model, length):
                 tell({"line": "kernel", **about, **line})

@@ -116,7 +116,7 @@ def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> 
     kind_of_own = "chats" if data.tokenizer.chat_template else "own_texts"
     rows = make_rows(
         data.tokenizer,
-        args.rows,
+        arm.times * args.rows,
         length=arm.row_length or args.window,
         texts=data.texts,
         shares=arm.shares,
@@ -263,7 +263,7 @@ def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace)
     else:
         model = served(args.model)
         if arm.rescale is not None:
-            patch_model(model, arm.rescale[0], factor=arm.rescale[1])
+            patch_model(model, arm.rescale[0], **arm.rescale[1])
     yield line | measure(model, native, data, args)
 
 

@@ -12,25 +12,27 @@ class Arm:
     """One recipe.
 
     Args:
-        rescale: name and factor; None for the native model.
+        rescale: name and options; None for the native model.
         shares: of each kind of rows; None trains nothing.
         rows: further options of `trl_ext.rows.make_rows`.
         row_length: tokens of a row; None for the window.
+        times: rows, in so many times as there are of other arms.
         training: fields of RopeSFTConfig beside those that all arms have.
         kept: share of what training changed in each weight that is kept: weights are w_native + kept (w_trained -
             w_native), WiSE-FT's mix (arXiv:2109.01903), under the arm's rescaling.
     """
 
-    rescale: tuple[str, float] | None = None
+    rescale: tuple[str, Options] | None = None
     shares: Mapping[str, float] | None = None
     rows: Options = field(default_factory=dict)
     row_length: int | None = None
+    times: int = 1
     training: Options = field(default_factory=dict)
     kept: float = 1.0
 
     def rescaling(self) -> dict[str, Any]:
         """Its fields of RopeSFTConfig."""
-        return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": {"factor": self.rescale[1]}}
+        return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": self.rescale[1]}
 
 
 def arms(window: int, target: int, kind_of_own: str, row_length: int | None = None) -> dict[str, Arm]:
@@ -43,19 +45,23 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
         row_length: tokens of the rows that are trained on; None for the window, and for four windows in arm "pose".
     """
     times = target / window
-    yarn, ntk = ("yarn", times), ("ntk", 4 * times)
+    yarn = ("yarn", {"factor": times})
+    # YaRN's logits are not multiplied by its temperature, nor, as served, are q and k
+    cold, cold_2 = (("yarn", {"factor": factor, "attention_factor": 1.0}) for factor in (times, 2 * times))
+    ntk, ntk_2, ntk_4 = (("ntk", {"factor": factor}) for factor in (times, 2 * times, 4 * times))
     gaps = {"view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": target, "chunks": 4}]}}
     distilled = {**gaps, "objective": "native-distill", "learning_rate": 3e-4}
+    weights = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}
     keep = Arm(
-        ntk,
+        ntk_4,
         {"text": 1.0, kind_of_own: 1.0, "questions": 1.0},
         {"short": 0.25},
         row_length,
-        {**distilled, "native_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}},
+        training={**distilled, "native_args": weights},
     )
-    keep_2 = replace(keep, rescale=("ntk", 2 * times))
     # a weight above 0 is asked for; this one is none
-    no_kl = {**keep.training, "native_args": {"weight": 1e-9, "clm_weight": 1.0, "text_weight": 0.3}}
+    no_kl = replace(keep, training={**distilled, "native_args": {**weights, "weight": 1e-9}})
+    keep_2, no_kl_2 = (replace(arm, rescale=ntk_2) for arm in (keep, no_kl))
     pose = {
         "view": "pose",
         "view_args": {"target": target, "window": row_length or window},
@@ -64,28 +70,19 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
     return {
         "native": Arm(),
         "yarn": Arm(yarn),
-        "ntk": Arm(("ntk", times)),
-        "ntk-2": Arm(("ntk", 2 * times)),
-        "ntk-4": Arm(ntk),
-        "pose": Arm(yarn, {"text": 1.0}, {"short": 0.0, "label_all": True}, row_length or 4 * window, pose),
-        "books-kl": replace(
-            keep, shares={"text": 1.0}, training={**distilled, "native_args": {"weight": 1.0, "clm_weight": 0.0}}
-        ),
-        "no-kl": replace(keep, training=no_kl),
-        "no-kl-2": replace(keep_2, training=no_kl),
-        "no-kl-1e-4": replace(keep, training={**no_kl, "learning_rate": 1e-4}),
+        "ntk": Arm(ntk),
+        "ntk-2": Arm(ntk_2),
+        "ntk-4": Arm(ntk_4),
+        "pose": Arm(yarn, {"text": 1.0}, {"short": 0.0, "label_all": True}, row_length or 4 * window, training=pose),
+        "no-kl": no_kl,
+        "no-kl-2": no_kl_2,
+        "no-kl-cold": replace(no_kl, rescale=cold),
+        "no-kl-cold-2": replace(no_kl, rescale=cold_2),
         "keep": keep,
         "keep-2": keep_2,
-        "keep-2-1e-4": replace(keep_2, training={**keep.training, "learning_rate": 1e-4}),
-        "keep-2-no-text": replace(
-            keep_2, training={**keep.training, "native_args": {"weight": 1.0, "clm_weight": 1.0}}
-        ),
-        "keep-2-kl-3": replace(
-            keep_2, training={**keep.training, "native_args": {"weight": 3.0, "clm_weight": 1.0, "text_weight": 0.3}}
-        ),
+        "keep-2-long": replace(keep_2, times=2),
+        "keep-2-kl-3": replace(keep_2, training={**distilled, "native_args": {**weights, "weight": 3.0}}),
         "keep-2-half": replace(keep_2, kept=0.5),
-        "keep-2-most": replace(keep_2, kept=0.75),
-        "keep-1e-4": replace(keep, training={**keep.training, "learning_rate": 1e-4}),
-        "keep-whole-rows": replace(keep, rows={"short": 0.0}),
-        "keep-no-text": replace(keep, training={**keep.training, "native_args": {"weight": 1.0, "clm_weight": 1.0}}),
+        "keep-cold": replace(keep, rescale=cold),
+        "keep-cold-2": replace(keep, rescale=cold_2),
     }

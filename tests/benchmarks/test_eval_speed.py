@@ -10,13 +10,15 @@ import pytest
 @pytest.mark.slow
 def test_every_line_is_there_and_both_ways_say_the_same(tmp_path, monkeypatch, capsys):
     out = tmp_path / "speed.jsonl"
-    arguments = ["--shapes", "tiny", "--quick", "--length", "512", "--trials", "1", "--out", str(out)]
+    arguments = ["--shapes", "tiny", "--quick", "--by-kind", "--length", "512", "--trials", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["eval_speed.py", *arguments])
     eval_speed.main()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["line"] for line in lines] == ["setting", "new", "new", "total", "old"]
+    assert [line["line"] for line in lines] == ["setting", "together", "total", "new", "new", "old"]
     assert lines[-1]["replies_that_differ"] == 0 and lines[-1]["prompts"] == 4
-    assert lines[3]["seconds"] == pytest.approx(lines[1]["seconds"] + lines[2]["seconds"])
-    for line in lines[1:3]:
+    assert (
+        lines[2]["seconds"] == lines[1]["seconds"] and lines[1]["prompts"] == lines[3]["prompts"] + lines[4]["prompts"]
+    )
+    for line in (lines[1], *lines[3:5]):
         assert 0 < line["read_seconds"] + line["decode_seconds"] <= line["seconds"]
     assert len(capsys.readouterr().out.splitlines()) == len(lines)
