@@ -45,7 +45,7 @@ from rope_patch.special_tokens import SpecialTokens
 from trl_ext.rows import make_rows, own_chats, own_texts
 
 EDGES = [64, *(2**k for k in range(10, 18))]
-TOKENS_HELD = 2**20  # in the caches of prompts that are answered together
+TOKENS_HELD = 2**19  # in the caches of prompts that are answered together: three runs share a GPU's memory
 REPLY = 128  # tokens of a reply in a chat, at most
 GPU = torch.cuda.is_available()
 # of all arms: those of arXiv:2309.10400's fine-tuning but for the rate, which an arm has
@@ -215,13 +215,14 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace) -> di
         cell = {"test": test, "chat": chat, "length": length, "scores": right(questions, said), "wordings": wordings}
         cell["seconds"] = time.perf_counter() - since
         figures["asked"].append({**cell, "shown": shown})
+        print(f"{test} at {length}: {fmean(cell['scores']):.2f} in {cell['seconds']:.0f} s", flush=True)
     if args.bench:
         from rope_patch.eval import short_text
 
         since = time.perf_counter()
         # through a chat template LAMBADA has no right answer from any model
         accuracies = short_text(
-            model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=64, chat_template="off"
+            model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=16, chat_template="off"
         )
         figures["short_text"] = {
             "accuracy": accuracies.accuracy,

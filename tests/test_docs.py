@@ -208,6 +208,35 @@ def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
     assert f"{at_7900} at 7900" in text_of("docs/choosing.md")
 
 
+def test_tables_of_the_second_model_are_those_of_the_file():
+    tables = keeping_results.tables(lines_of("keeping-gemma-h200.jsonl")).split("\n\n")
+    page = (RESULTS / "keeping.md").read_text()
+    assert len(tables) == 4 and all(table in page for table in tables)
+    cells = {arm: keeping_cells("keeping-gemma-h200.jsonl", 2)[arm] for arm in ("keep-2", "native")}
+    assert not any("*" in row for row in tables[2].splitlines() if row.startswith("| keep-2")), "nothing is lost"
+    found, had = (short(cells[arm][9].split(" / ")[-1]) for arm in ("keep-2", "native"))
+    assert f"found {found} of the numbers at 120000, where it had found {had}" in text_of("README.md")
+    recipe = text_of("examples/recipes/gemma3_270m_keep_128k.yaml").replace("# ", "")
+    for column in (8, 9):
+        for arm in ("keep-2", "native"):
+            told = [cell if cell == "1.00" else short(cell) for cell in cells[arm][column].split(" / ")]
+            assert ", ".join(told if len(set(told)) > 1 else told[:1]) in recipe
+
+
+def test_seconds_of_retrieval_are_those_of_the_file():
+    lines = lines_of("eval-speed-h200.jsonl")
+    page = " ".join((RESULTS / "speed.md").read_text().split())
+    small = [line for line in lines if line["line"] == "together" and line["shape"] == "smollm2-135m"]
+    first, *others = (f"{line['seconds']:.1f}" for line in small)
+    assert f"| {first}, then {' and '.join(others)} |" in page
+    parts = (f"{small[-1][name]:.1f}" for name in ("read_seconds", "decode_seconds"))
+    assert f"| of it, reading / decoding | {' / '.join(parts)} |" in page
+    before, after = (line["seconds"] for line in lines if line["line"] == "total" and line["models"] == 3)
+    assert f"kinds together | {after:.0f} |" in page and f"in an earlier run | {before:.0f} |" in page
+    (large,) = (line for line in lines if line["line"] == "together" and line["shape"] == "llama-3-8b")
+    assert f"{large['prompts']} passkeys in {large['seconds']:.0f} seconds, {large['read_seconds']:.0f} of them" in page
+
+
 def keeping_cells(file, table=0):
     """Of each arm the cells of one of the tables of docs/results/keeping.md, without their stars."""
     rows = keeping_results.tables(lines_of(file)).split("\n\n")[table].splitlines()[2:]

@@ -91,7 +91,8 @@ class Reader:
                     raise
                 out_of_memory = True
             if out_of_memory:  # here, as the exception holds on to tensors
-                n_rows, chunk = max(n_rows // 2, 1), max(chunk // 2, 1)
+                # short chunks take as long as long ones: where other programs hold the memory, rows are to go first
+                n_rows, chunk = max(n_rows // 2, 1), max(chunk // 2, min(chunk, _LEAST_CHUNK))
                 del rows
                 torch.cuda.empty_cache()
         replies = [Reply([], [])] * len(in_order)

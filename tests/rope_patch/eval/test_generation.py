@@ -220,6 +220,23 @@ def test_too_many_rows_for_memory_become_fewer(attention, monkeypatch):
     assert max(sizes) > 2
 
 
+def test_memory_that_others_hold_makes_no_tiny_chunks(monkeypatch):
+    model, prompts, seen = tiny(), [p for seed in range(8) for p in family(seed)], []
+    expected = alone(model, prompts, 2)
+    is_read_in_rows(model)
+    read = KVRows.read
+
+    def reading(rows, ids, first, begin, chunk, **options):
+        seen.append((rows.n_rows, chunk * len(ids)))
+        if rows.n_rows > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return read(rows, ids, first, begin, chunk, **options)
+
+    monkeypatch.setattr(KVRows, "read", reading)
+    assert answers(model, prompts, 2) == expected
+    assert seen[0][0] == len(prompts) and min(chunk for _, chunk in seen) > 900
+
+
 def test_a_forward_that_rows_do_not_match_is_left_to_generate():
     """An attention that looks at more than its inputs: here, at how many tokens there are in the forward."""
     model, prompts = tiny(), family(6)
