@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 import keeping_results
+import paper_claims
 import pytest
 from support.training import trainer
 
@@ -221,6 +222,13 @@ def test_tables_of_the_second_model_are_those_of_the_file():
         for arm in ("keep-2", "native"):
             told = [cell if cell == "1.00" else short(cell) for cell in cells[arm][column].split(" / ")]
             assert ", ".join(told if len(set(told)) > 1 else told[:1]) in recipe
+
+
+def test_what_is_said_of_the_papers_is_what_the_files_hold():
+    page = (RESULTS / "papers.md").read_text()
+    for table in paper_claims.tables():
+        title, rows = table.split("\n\n")
+        assert title in page and rows in page
 
 
 def test_seconds_of_retrieval_are_those_of_the_file():
