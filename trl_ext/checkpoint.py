@@ -19,8 +19,9 @@ def base_of_adapter(name: str | Path) -> str | None:
 
 def require_no_adapter(name: str, argument: str) -> None:
     """Raise ValueError if `name` is the folder of an adapter, without the weights of a whole model beside it."""
-    base = base_of_adapter(name)
-    if base is not None and not any(any(Path(name).glob(weights)) for weights in _WEIGHTS):
+    is_adapter = (Path(name) / ADAPTER_CONFIG).is_file()
+    if is_adapter and not any(any(Path(name).glob(weights)) for weights in _WEIGHTS):
+        base = base_of_adapter(name) or "a model without a name"
         raise ValueError(
             f"{argument}: {name} is an adapter of {base}, not a model. `rope-patch export {name} --output FOLDER` "
             "merges the two into a model."

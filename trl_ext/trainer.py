@@ -33,6 +33,7 @@ from rope_patch.state import When, state_of
 from rope_patch.views import View
 from rope_patch.views.base import TRUE_POSITIONS
 
+from .checkpoint import require_no_adapter
 from .config import RopeSFTConfig
 from .cut_rows import cut_rows
 from .long_rows import LongRowTraining, MemoryPlan, offload_optimizer, plan_memory
@@ -91,9 +92,10 @@ class RopeSFTTrainer(SFTTrainer):
     first of them. One that `patch_model` had put on before stays.
 
     Args:
-        model: as in TRL; a model that `patch_model` has patched keeps its patches unless `args` names others. The view
-            of an earlier trainer ends with it. One without RoPE trains as with SFTTrainer, if `args` asks for nothing
-            that needs RoPE.
+        model: as in TRL, but the folder of an adapter is refused, as its rescaling would not be put in force:
+            `rope_patch.load_adapter` gives a model that has both. A model that `patch_model` has patched keeps its
+            patches unless `args` names others. The view of an earlier trainer ends with it. One without RoPE trains as
+            with SFTTrainer, if `args` asks for nothing that needs RoPE.
         args: a [`RopeSFTConfig`]; an `SFTConfig` or `TrainingArguments`, which `RopeSFTConfig.of` converts; or None.
         data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func, compute_metrics, callbacks,
         optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, peft_config,
@@ -126,6 +128,8 @@ class RopeSFTTrainer(SFTTrainer):
         formatting_func: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(model, str):
+            require_no_adapter(model, "model")
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = RopeSFTConfig(output_dir=f"{Path(name).name or 'model'}-RoPE-SFT")

@@ -65,19 +65,12 @@ def add_legend(figure: "Figure", axes: Any, columns: int = 5) -> None:
 
 
 def mark_window(axes: Any, window: int) -> None:
-    """A dashed line where the trained window ends."""
+    """A dashed line where the trained window ends, named above the axes, where no curve is."""
     axes.axvline(window, color="0.4", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"window: {window}",
-        (window, 0.98),
-        xycoords=("data", "axes fraction"),
-        xytext=(-5, 0),
-        textcoords="offset points",
-        va="top",
-        ha="right",
-        rotation=90,
-        color="0.4",
-    )
+    above = axes.secondary_xaxis("top")  # a title moves up for its label
+    above.set_xticks([window], [f"window: {window}"])
+    above.set_xticks([], minor=True)
+    above.tick_params(length=0, pad=1, labelcolor="0.4")
 
 
 def draw_bars(axes: Any, groups: Sequence[str], series: Mapping[str, Iterable[float]]) -> None:

@@ -311,8 +311,9 @@ def run_suite(
     cache: str | Path,
     *,
     checkpoints: Mapping[str, str] | None = None,
+    tell: Callable[[str], object] = tell,
 ) -> Results:
-    """Measure every model by `plan`, one model in memory at a time, and print each figure as soon as it is there.
+    """Measure every model by `plan`, one model in memory at a time, and tell each figure as soon as it is there.
 
     What is missing, a package, a file or enough text, shows before the first model is loaded. Losses within and beyond
     the window are told of all models over one window, the first one's if the plan names none. A model labelled "native"
@@ -326,6 +327,7 @@ def run_suite(
         cache: folder of results; what is in it is not measured again.
         checkpoints: label -> hub id or folder of the same model, which vLLM loads; needed where the plan's backend is
             "vllm" and read by nothing else.
+        tell: is given each line; by default it is printed above the bars.
 
     Returns:
         measure -> label -> result.
@@ -351,7 +353,7 @@ def run_suite(
     text = {"text": data_hash(*texts), "special": [data.special.begin, data.special.end]}
     window = plan.window
     for label, load in baseline_first(models).items():
-        print(f"{label}:", flush=True)
+        tell(f"{label}:")
         model = load()
         if window is None:
             window = Subject(model).trained_window
@@ -368,7 +370,9 @@ def run_suite(
         job = _Job(
             model,
             data,
-            memory=lambda name, keys=keys, announced=announced: _memory(kept, name, keys[name], announced),  # type: ignore[misc]
+            memory=lambda name, keys=keys, announced=announced: _memory(  # type: ignore[misc]
+                kept, name, keys[name], announced, tell
+            ),
             is_kept=lambda name, keys=keys: kept.has(keys[name]),  # type: ignore[misc]
             window=window,
             checkpoint=checkpoints.get(label),
@@ -398,7 +402,9 @@ def _key(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"measure": name, "settings": {k: v for k, v in settings.items() if k in fields}}
 
 
-def _memory(kept: ResultCache, name: str, key: Mapping[str, Any], announced: set[str]) -> Remember:
+def _memory(
+    kept: ResultCache, name: str, key: Mapping[str, Any], announced: set[str], tell: Callable[[str], object]
+) -> Remember:
     """Keeps parts of a measure and tells each figure; what is asked for beside a part does not change it."""
     parts = {**key, "settings": {k: v for k, v in key["settings"].items() if k not in _SPLIT}}
 

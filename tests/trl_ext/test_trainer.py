@@ -365,6 +365,19 @@ def test_a_model_by_name_loads_from_a_folder(tmp_path):
     assert run.model.config.max_position_embeddings == 2 * WINDOW
 
 
+def test_the_folder_of_an_adapter_is_no_model(tmp_path):
+    """Transformers would load base and adapter, and without their rescaling."""
+    run = trainer(
+        tmp_path / "run",
+        rescale="yarn",
+        rescale_args={"factor": 2.0},
+        peft_config=LoraConfig(target_modules=["q_proj"]),
+    )
+    run.save_model(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=r"model: .*adapter is an adapter of .*, not a model\. `rope-patch export"):
+        RopeSFTTrainer(str(tmp_path / "adapter"), train_dataset=documents())
+
+
 @pytest.mark.parametrize("first", [{"bf16": True}, {"bf16": False}], ids=["bf16", "float32"])
 def test_a_second_trainer_of_one_model_has_its_own_autocast(first, tmp_path):
     """accelerate wraps a model once, and TRL's forward would be put over that wrapper."""

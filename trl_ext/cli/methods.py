@@ -38,7 +38,10 @@ def run_methods(args: argparse.Namespace) -> int:
         from rope_patch.registry import unknown
 
         synonyms = {other: method.name for method in methods for other in method.synonyms}
-        raise unknown("method", args.name, [method.name for method in methods], synonyms=synonyms)
+        error = unknown("method", args.name, [method.name for method in methods], synonyms=synonyms)
+        if not any(method.kind == "objective" for method in methods):
+            raise ValueError(f"{error} Objectives need TRL besides: pip install 'rope-patch[trl]'.")
+        raise error
     print("\n\n".join(_explained(method) for method in chosen))
     return 0
 

@@ -1,6 +1,7 @@
 """What a user can mend is said in one line, without a traceback. Imports nothing heavy."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,22 @@ from .parsing import USER_ERROR
 
 USER_ERRORS = (ValueError, OSError, ImportError)
 """By which this package, Transformers, TRL and datasets refuse; OSError: a model or a file that is not there."""
+
+EXTRAS = {
+    "trl": "trl",
+    "datasets": "trl",
+    "accelerate": "trl",
+    "peft": "peft",
+    "bitsandbytes": "quantization",
+    "flash_attn": "flash",
+    "flashattention2": "flash",  # as Transformers calls it
+    "deepspeed": "deepspeed",
+    "lm_eval": "eval",
+    "jinja2": "eval",
+    "matplotlib": "plots",
+    "gguf": "demo",
+}
+"""Package, as it is imported or called in messages -> the extra of this one that installs it."""
 
 _TRACEBACK = "ROPE_PATCH_TRACEBACK"
 
@@ -34,6 +51,23 @@ def _message(error: Exception) -> str:
     """What the user can mend, on one line; raises another error again, as it is one of the program."""
     if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported for its name
         return "the GPU has too little memory: take shorter rows, smaller batches or adapters, or another GPU."
-    if not isinstance(error, USER_ERRORS):
+    if not isinstance(error, USER_ERRORS) and not _names_what_to_install(error):
         raise error
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    return _with_remedy(error, text) if isinstance(error, ImportError) else text or type(error).__name__
+
+
+def _names_what_to_install(error: Exception) -> bool:
+    """Whether it is of a package that is not there: Transformers raises RuntimeError for those it logs to."""
+    return isinstance(error, RuntimeError) and "pip install" in str(error)
+
+
+def _with_remedy(error: ImportError, text: str) -> str:
+    """What is missing, and what to install."""
+    package = (error.name or "").partition(".")[0]
+    if package in EXTRAS:
+        return f"this needs the package {package}, which is not installed: pip install 'rope-patch[{EXTRAS[package]}]'."
+    named = [extra for name, extra in EXTRAS.items() if re.search(rf"\b{name}\b", text.lower())]
+    if "pip install" in text or not named:
+        return text or type(error).__name__
+    return f"{text.rstrip('.')}. pip install 'rope-patch[{named[0]}]' installs it."

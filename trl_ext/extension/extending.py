@@ -199,6 +199,8 @@ class _Run:
         device = str(self.options.device)
         results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
         training.free_memory()
+        for line in measuring.told(results, self.facts.window):
+            self.tell(line)
         if label == measuring.BEFORE:
             minutes = (time.perf_counter() - begin) / 60
             self.tell(f"  That took {minutes:.1f} minutes, and measuring again at the end takes about as long.")

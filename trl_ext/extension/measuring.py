@@ -49,7 +49,8 @@ def measure(
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         return model.to(device).eval()
 
-    results = run_suite({label: load}, facts.tokenizer, texts.held_out, plan, cache)
+    # figures are told in words when all are there
+    results = run_suite({label: load}, facts.tokenizer, texts.held_out, plan, cache, tell=lambda line: None)
     return {name: by_label[label].to_dict() for name, by_label in results.items()}
 
 
@@ -79,19 +80,30 @@ def table(results: Results, window: int) -> list[str]:
     """Before and after, a line a figure."""
     lines = [f"{'':42}{'before':>9}{'after':>9}"]
     for name, by_label in results.items():
-        before, after = by_label[BEFORE], by_label[AFTER]
-        if isinstance(before, RetrievalGrid) and isinstance(after, RetrievalGrid):
-            what = "passkeys found" if name == "passkey" else "keys among look-alikes found"
-            lines += [
-                f"{f'{what} at {n:,} tokens':42}{100 * a:7.0f} %{100 * b:7.0f} %"
-                for n, a, b in zip(before.lengths, before.by_length, after.by_length, strict=True)
-            ]
-        elif isinstance(before, LossByPosition) and isinstance(after, LossByPosition):
-            inside = before.in_window(window), after.in_window(window)
-            beyond = inside[0] + before.cliff(window), inside[1] + after.cliff(window)
-            lines.append(f"{f'loss to position {window:,}, in nats':42}{inside[0]:9.3f}{inside[1]:9.3f}")
-            lines.append(f"{f'loss from there to {before.seq_len:,}':42}{beyond[0]:9.3f}{beyond[1]:9.3f}")
+        both = (_figures(name, by_label[label], window) for label in (BEFORE, AFTER))
+        lines += [f"{what:42}{before:>9}{after:>9}" for (what, before), (_, after) in zip(*both, strict=True)]
     return lines
+
+
+def told(measured: dict[str, Any], window: int) -> list[str]:
+    """What `measure` gave of one model, a line a figure."""
+    results = {name: MEASURES[name][1].from_dict(values) for name, values in measured.items()}
+    return [f"  {what:42}{value:>9}" for name in results for what, value in _figures(name, results[name], window)]
+
+
+def _figures(name: str, result: Result, window: int) -> list[tuple[str, str]]:
+    """Each figure of a measure: what it is, and its value."""
+    if isinstance(result, RetrievalGrid):
+        what = "passkeys found" if name == "passkey" else "keys among look-alikes found"
+        found = zip(result.lengths, result.by_length, strict=True)
+        return [(f"{what} at {n:,} tokens", f"{100 * share:.0f} %") for n, share in found]
+    if isinstance(result, LossByPosition):
+        inside, cliff = result.in_window(window), result.cliff(window)
+        return [
+            (f"loss to position {window:,}, in nats", f"{inside:.3f}"),
+            (f"loss from there to {result.seq_len:,}", f"{inside + cliff:.3f}"),
+        ]
+    return []
 
 
 def verdict(results: Results, window: int) -> list[str]:

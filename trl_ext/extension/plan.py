@@ -4,6 +4,7 @@ import textwrap
 from dataclasses import dataclass, fields
 
 from ..rows.mix import SHORTER, rows_by_kind
+from ..rows.sampling import AT_ONCE
 from .choices import Choices
 from .duration import ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
 from .facts import ModelFacts
@@ -11,10 +12,8 @@ from .machine import GIB, Machine
 from .memory import Memory, Step, peak_memory
 from .options import ExtendOptions
 from .training import n_steps
+from .writing import seconds_a_step, seconds_of_writing
 
-_WRITTEN = {"cuda": 1024, "cpu": 8}  # texts that the model writes at once, see trl_ext.rows.sampling
-_TURN = 600  # tokens that a chat takes at most, for which its whole batch is written
-_USED = 200  # of these, tokens that a chat has in the mean
 _WIDTH = 110  # characters of a line
 _PATIENCE = 60  # minutes
 _SAID = {
@@ -166,7 +165,15 @@ def _minutes(facts: ModelFacts, to: int, choices: Choices, step: Step, rate: Rat
     asked = len(measuring["measures"]) - 1
     lengths = [*measuring["lengths"] * measuring["prompts"] * asked, *[to] * measuring["n_rows"]]
     read = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
-    at_once = _WRITTEN[step.device]
-    batches = -(-own_tokens(choices) // (at_once * _USED))
-    a_token = rate.seconds(2.0 * size.parameters * at_once, calls)
-    return Minutes(measure=read / 60, write=batches * _TURN * a_token / 60, train=train / 60)
+    return Minutes(measure=read / 60, write=_seconds_of_writing(facts, choices, step, rate) / 60, train=train / 60)
+
+
+def _seconds_of_writing(facts: ModelFacts, choices: Choices, step: Step, rate: Rate) -> float:
+    tokens = own_tokens(choices)
+    if not tokens:
+        return 0.0
+    a_step = seconds_a_step(facts, step.device)
+    if a_step is None:  # such a model is asked by its own `generate`
+        a_step = rate.seconds(2.0 * facts.size.parameters * AT_ONCE[step.device], forward_calls(facts.size))
+    kinds = [kind for kind in ("chats", "own_texts") if kind in choices.rows.value["shares"]]
+    return sum(seconds_of_writing(facts, step.device, kind, tokens // len(kinds), a_step) for kind in kinds)

@@ -20,7 +20,9 @@ from .turns import SampledTurns
 
 # fixed, not by free memory: a seed gives the same texts each time. On a GPU most of a small model's step is spent on
 # weights and launches, which more rows share; a CPU is busy with few
-_ROWS = {"cuda": 1024, "cpu": 8}
+AT_ONCE = {"cuda": 1024, "cpu": 8}
+"""Texts that are written at once, by device."""
+
 _FRUITLESS = 10  # batches without one text after which a model counts as one that writes none
 
 
@@ -232,7 +234,7 @@ class _Sampler:
         self.pad = next((i for i in (tokenizer.pad_token_id, *self.ends) if i is not None), 0)
         self.temperature, self.seed, self.progress = temperature, seed, progress
         device = self.subject.device.type
-        self.rows = _ROWS.get(device, _ROWS["cuda"]) if batch_size is None else batch_size
+        self.rows = AT_ONCE.get(device, AT_ONCE["cuda"]) if batch_size is None else batch_size
         self.calls = 0
 
     def require_room(self, tokens: int) -> None:

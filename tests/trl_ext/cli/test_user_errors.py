@@ -1,11 +1,13 @@
 """Mistakes of users are one line; errors of the program keep their traceback."""
 
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
-from trl_ext.cli.user_errors import run_command
+from trl_ext.cli.user_errors import EXTRAS, run_command
 
 
 def raising(error):
@@ -49,3 +51,39 @@ def test_what_libraries_are_to_change_is_not_told(recwarn):
 
     assert run_command("tool", run) == 3
     assert [str(w.message) for w in recwarn] == ["of use to the user"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            ModuleNotFoundError("No module named 'peft.tuners'", name="peft.tuners"),
+            "this needs the package peft, which is not installed: pip install 'rope-patch[peft]'.",
+        ),
+        (
+            ImportError("Please install torch and gguf>=0.10.0 to load a GGUF checkpoint in PyTorch."),
+            "Please install torch and gguf>=0.10.0 to load a GGUF checkpoint in PyTorch. "
+            "pip install 'rope-patch[demo]' installs it.",
+        ),
+        (
+            ImportError("FlashAttention2 has been toggled on: the package doesn't seem to be installed."),
+            "FlashAttention2 has been toggled on: the package doesn't seem to be installed. "
+            "pip install 'rope-patch[flash]' installs it.",
+        ),
+        (ImportError("pip install -U bitsandbytes>=0.46.1"), "pip install -U bitsandbytes>=0.46.1"),
+        (ModuleNotFoundError("No module named 'tables'", name="tables"), "No module named 'tables'"),
+        (RuntimeError("It requires wandb. Run `pip install wandb`."), "It requires wandb. Run `pip install wandb`."),
+    ],
+    ids=["of this package", "in words", "as others call it", "told already", "of another package", "of a log"],
+)
+def test_a_missing_package_is_told_with_what_installs_it(error, told, capsys):
+    assert run_command("tool", raising(error)) == 2
+    assert capsys.readouterr().err.startswith(f"tool: {told} (")
+
+
+def test_every_extra_installs_what_it_is_named_for():
+    metadata = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    extras = metadata["project"]["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        listed = " ".join(extras[extra]).lower().replace("-", "_")
+        assert package in listed or package == "flashattention2", f"{extra} does not install {package}"

@@ -1,0 +1,102 @@
+"""How long a model takes to write texts of its own, by a few steps that are timed on the machine."""
+
+import copy
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rope_patch.eval.decoding import Sampling, decode
+from rope_patch.eval.generation import bytes_per_token
+from rope_patch.eval.kv_rows import KVRows
+
+from ..rows.sampling import AT_ONCE
+from .facts import ModelFacts
+
+_WEIGHTS = 2**27  # bytes of the layers that are timed; of a larger model some stand for all
+_TIMED = 5  # steps
+_FIRST = 2  # of these do not count: buffers are made, and a CUDA graph
+_BEGUN = 300  # tokens that a text has where steps are timed, as in the middle of writing
+
+# steps of a batch of texts, and tokens of each of its texts that are kept in the mean. SmolLM2 ends a fifth of its
+# replies within 512 tokens, and such a chat has 226 tokens; Gemma-3-270M wrote texts of 722 tokens, at most 1024
+_BATCH = {"chats": (608, 45), "own_texts": (1024, 722)}
+
+
+def seconds_of_writing(facts: ModelFacts, device: str, kind: str, tokens: int, a_step: float) -> float:
+    """Seconds that `tokens` of "chats" or "own_texts" take.
+
+    Args:
+        facts: of the model that writes.
+        device: "cpu" or "cuda".
+        kind: of rows.
+        tokens: that are kept.
+        a_step: seconds in which each text of a batch gets one token.
+    """
+    steps, kept = _BATCH[kind]
+    longest = min(steps, facts.window // 2)
+    batches = -(-tokens // (AT_ONCE[device] * min(kept, longest)))
+    return batches * longest * a_step
+
+
+def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
+    """Seconds in which each of the texts that are written at once gets one token, or None if it cannot be timed so.
+
+    Times steps of a model of the same shape with random weights. One of more than 128 MiB is timed with fewer layers, and
+    its time is scaled by the weights, which are what a step reads.
+
+    Args:
+        facts: of the model.
+        device: "cpu" or "cuda".
+    """
+    dtype = torch.float32 if device == "cpu" else facts.dtype
+    size = facts.size
+    of_layer = size.in_layers // size.n_layers
+    n_layers = min(size.n_layers, max(_WEIGHTS // (of_layer * dtype.itemsize), 1))
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(_with_layers(facts.config, n_layers), dtype=dtype)
+    model.eval()
+    if bytes_per_token(model) is None:
+        return None
+    rows = AT_ONCE[device]
+    while True:
+        try:
+            head = size.vocabulary * size.hidden
+            share = (size.in_layers + head) / (n_layers * of_layer + head)
+            return share * _timed(model, rows, min(_BEGUN, facts.window // 2), size.vocabulary)
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise
+            rows //= 2
+
+
+def _timed(model: Any, n_rows: int, begun: int, vocabulary: int) -> float:
+    device = model.get_input_embeddings().weight.device
+    ends: list[float] = []
+    with torch.inference_mode():
+        rows = KVRows(model, n_rows, begun + _TIMED + 1)
+        logits = torch.randn(n_rows, vocabulary, device=device)
+        sampling = Sampling(1.0, 0, logits)
+        with rows.attention():
+            decode(
+                rows,
+                logits,
+                [begun] * n_rows,
+                [_TIMED + 1] * n_rows,
+                (),
+                sampling,
+                step_done=lambda: ends.append(time.perf_counter()),
+            )
+    return statistics.median(b - a for a, b in zip(ends[_FIRST:], ends[_FIRST + 1 :], strict=False))
+
+
+def _with_layers(config: Any, n_layers: int) -> Any:
+    """The config of a model with the first layers only."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:n_layers]
+    text.num_hidden_layers = n_layers
+    return config
