@@ -44,8 +44,8 @@ def seconds_of_writing(facts: ModelFacts, device: str, kind: str, tokens: int, a
 def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
     """Seconds in which each of the texts that are written at once gets one token, or None if it cannot be timed so.
 
-    Times steps of a model of the same shape with random weights. One of more than 128 MiB is timed with fewer layers, and
-    its time is scaled by the weights, which are what a step reads.
+    Times steps of a model of the same shape with random weights. One of more than 128 MiB is timed with fewer layers,
+    and its time is scaled by the weights, which are what a step reads.
 
     Args:
         facts: of the model.
