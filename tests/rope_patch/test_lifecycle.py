@@ -185,6 +185,7 @@ def test_compile_takes_new_draws_without_tracing_again():
     assert frames.frame_count == 1
 
 
+@pytest.mark.slow  # compiles
 def test_compiled_gradients_under_checkpointing():
     ids = tokens(2, L)
     gradients = []

@@ -177,6 +177,7 @@ def test_packed_padded_and_cached_tokens_are_those_of_documents_alone(make):
         assert torch.equal(model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False), grown)
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.parametrize("make", both_kinds())
 @torch.no_grad()
 def test_one_whole_graph_of_torch_compile(make):

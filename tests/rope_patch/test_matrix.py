@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import cells, oracle
 from support.flash import as_flash, emulate
+from support.grids import met_in_pairs
 from support.tiny import FAMILIES, tiny
 
 pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
@@ -15,11 +16,9 @@ pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
 ATTENTION = ["eager", "sdpa", "flex_attention", "flash_attention_2"]
 
 
-@pytest.mark.parametrize("batch", cells.KINDS)
-@pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "batch", "attention"), met_in_pairs(list(FAMILIES), cells.KINDS, ATTENTION))
 @torch.no_grad()
-def test_cell(family, attention, batch, monkeypatch):
+def test_cell(family, batch, attention, monkeypatch):
     if batch not in cells.kinds(attention):
         pytest.skip("wrong in Transformers itself")
     flash = attention.startswith("flash")

@@ -39,6 +39,7 @@ def test_a_view_that_comes_after_the_first_compiled_call_takes_effect_and_ends()
     torch.testing.assert_close(run(ids).logits, plain)
 
 
+@pytest.mark.slow  # compiles
 @torch.no_grad()
 def test_a_view_in_training_comes_after_the_first_compiled_call_too():
     model, ids = tiny().train(), tokens(2, 12)
@@ -48,6 +49,7 @@ def test_a_view_in_training_comes_after_the_first_compiled_call_too():
     assert (run(ids).logits - plain).abs().max() > 0.1
 
 
+@pytest.mark.slow  # compiles
 @torch.no_grad()
 def test_a_view_of_one_model_stays_out_of_another_of_its_class():
     first, ids = tiny(), tokens(2, 12)
@@ -59,6 +61,7 @@ def test_a_view_of_one_model_stays_out_of_another_of_its_class():
     assert (seen - expected).abs().max() > 0.1
 
 
+@pytest.mark.slow  # compiles
 @torch.no_grad()
 def test_generation_with_a_static_cache_meets_a_view_that_comes_later():
     model, ids = tiny(), tokens(1, 12)
@@ -75,6 +78,7 @@ def test_generation_with_a_static_cache_meets_a_view_that_comes_later():
     assert torch.equal(generated, grown)
 
 
+@pytest.mark.slow  # compiles
 @torch.no_grad()
 def test_rope_view_blocks_do_not_trace_every_forward_anew():
     model, ids = tiny(), tokens(2, 12)

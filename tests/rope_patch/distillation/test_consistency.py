@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.batches import batch, documents_of
+from support.grids import met_in_pairs
 from support.tiny import tiny
 
 from rope_patch import native_rope, patch_model, rope_view
@@ -66,9 +67,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["self", "native"])
-@pytest.mark.parametrize("passes", ["one", "two", "sequential"])
-@pytest.mark.parametrize("kind", ["plain", "left", "packed"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "kind", "passes"), met_in_pairs(list(WAYS), ["plain", "left", "packed"], ["one", "two", "sequential"])
+)
 def test_rows_count_as_they_are_told(way, kind, passes, native):
     torch.manual_seed(5)
     data = batch(kind)

@@ -342,6 +342,7 @@ def test_nothing_stays_behind():
         assert not torch.equal(model(**inputs).logits, before)
 
 
+@pytest.mark.slow
 def test_it_compiles():
     model = patch_model(tiny(), "pi", factor=4.0)
     inputs = batch("plain")[0]

@@ -104,6 +104,7 @@ def test_answers_and_choices_are_those_of_our_reader_and_the_page_says_so(vllm, 
     assert "4 prompts that our own reader answered too, 4 got the same reply" in page.read_text()
 
 
+@pytest.mark.slow
 def test_other_answers_than_our_readers_are_refused_and_near_ties_told(vllm, folder, tmp_path, monkeypatch):
     subject = model()
     with torch.no_grad():  # another model than the checkpoint

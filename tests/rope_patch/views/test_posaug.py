@@ -42,9 +42,9 @@ def test_posaug_draws_one_alpha_a_step():
 @pytest.mark.parametrize(("law", "below_one"), [("uniform", (1 - 1 / 8) / (8 - 1 / 8)), ("log-uniform", 0.5)])
 def test_posaug_laws(law, below_one):
     view = PosAug(law=law)
-    alphas = torch.stack([view.draw(torch.tensor([[L]]), key(step=s))["alpha"] for s in range(3000)])
+    alphas = torch.stack([view.draw(torch.tensor([[L]]), key(step=s))["alpha"] for s in range(600)])
     assert alphas.min() >= 1 / 8 and alphas.max() <= 8
-    assert abs((alphas < 1).double().mean() - below_one) < 4 * math.sqrt(below_one * (1 - below_one) / 3000)
+    assert abs((alphas < 1).double().mean() - below_one) < 4 * math.sqrt(below_one * (1 - below_one) / 600)
 
 
 def alphas_of(view, samples=6, steps=range(12), progress=None):
@@ -77,8 +77,8 @@ def test_posaug_is_shared_as_widely_as_asked(law):
 def test_posaug_curricula_go_by_the_progress_of_training():
     view = PosAug(curriculum="linear", start=[0.5, 2.0])
     for progress, (low, high) in {0.0: (0.5, 2.0), 0.5: (0.3125, 5.0), 1.0: (0.125, 8.0)}.items():
-        alphas = torch.stack(alphas_of(view, steps=range(3000), progress=progress))
-        assert low <= alphas.min() < low + 0.1 and high - 0.1 < alphas.max() <= high
+        alphas = torch.stack(alphas_of(view, steps=range(600), progress=progress))
+        assert low <= alphas.min() < low + 0.2 and high - 0.2 < alphas.max() <= high
     view = PosAug(curriculum="step", until=0.25, law="log-uniform")
     assert all(a == 1 for a in alphas_of(view, progress=0.2))
     assert all(a != 1 for a in alphas_of(view, progress=0.25))

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from support.tiny import tiny
 
 from rope_patch import patch_model
@@ -10,6 +11,7 @@ from trl_ext.cli import main
 from trl_ext.cli.export import TARGETS
 
 
+@pytest.mark.slow  # in fast tests rope_patch.export does so, and the demo by the command
 def test_the_command_writes_a_checkpoint_and_says_how_to_serve_it(tmp_path, capsys):
     patch_model(tiny(), "yarn", factor=4.0).save_pretrained(tmp_path / "model")
     assert main(["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--target", "vllm"]) == 0

@@ -17,7 +17,7 @@ from trl_ext.demo import run as run_module
 from trl_ext.extension import extending, measuring, rows
 
 FLAGS = ["--device", "cpu", "--to", "1600", "--lengths", "700", "1500", "--facts", "2", "--rows", "8"]
-SIZES = ["--row-length", "800", "--own-tokens", "400", "--prompts", "2"]
+SIZES = ["--row-length", "800", "--prompts", "2"]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def demo(*extra):
     return cli.main(["demo", "--output", "out", *FLAGS, *SIZES, *extra])
 
 
-def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, capsys):
+def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, monkeypatch, capsys):
     assert demo() == 0
     printed, errors = capsys.readouterr()
     assert printed.index("Unpacking the model") < printed.index("What will be done") < printed.index("Training.")
@@ -58,17 +58,12 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, c
     for text in (printed, errors):
         assert "{'" not in text and "Warning" not in text, "no dictionaries, no warnings"
     assert AutoConfig.from_pretrained("out/extended/model").max_position_embeddings == 1600
-
-
-def test_a_finished_demo_tells_its_result_again_and_repeats_nothing(small, monkeypatch, capsys):
-    assert demo() == 0
-    first = capsys.readouterr().out
     for owner, name in ((measuring, "measure"), (rows, "make"), (run_module, "unpack_embedded")):
         monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("done again"))
     assert demo() == 0
     again = capsys.readouterr().out
-    assert again.startswith("All that was begun in out/extended is done.")
-    assert again.splitlines()[-3:] == first.splitlines()[-3:]
+    assert again.startswith("All that was begun in out/extended is done."), "a finished demo tells its result again"
+    assert again.splitlines()[-3:] == printed.splitlines()[-3:]
 
 
 def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monkeypatch, capsys):

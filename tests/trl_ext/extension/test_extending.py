@@ -21,9 +21,17 @@ SMALL = {
 
 
 @pytest.fixture
-def unchecked(monkeypatch):
-    """Exports without loading what was exported in another process, which takes as long as all else."""
+def quick(monkeypatch):
+    """Leaves out what takes longest: loading the result in another process, drawing the page, texts of the model."""
+
+    def page(results, folder, *_):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.html").touch()
+        return folder / "report.html"
+
     monkeypatch.setattr(extending, "export", partial(export, check=False))
+    monkeypatch.setattr(measuring, "report", page)
+    monkeypatch.setitem(SMALL, "shares", {"text": 1.0, "questions": 1.0})
 
 
 def run(model="base", output="out", said=None, **options):
@@ -85,7 +93,7 @@ def stop_training(monkeypatch):
 
 
 @pytest.mark.parametrize("train", ["all", "lora"])
-def test_an_interrupted_training_goes_on_to_the_same_weights(train, folder, unchecked, weights, monkeypatch):
+def test_an_interrupted_training_goes_on_to_the_same_weights(train, folder, quick, weights, monkeypatch):
     whole = run(output="whole", train=train, lora_rank=4)
     with monkeypatch.context() as patch:
         stop_training(patch)
@@ -113,7 +121,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(train, folder, unch
 
 
 @pytest.mark.parametrize("stage", ["rows", "after"])
-def test_a_run_that_was_stopped_in_any_stage_goes_on(stage, folder, unchecked, monkeypatch):
+def test_a_run_that_was_stopped_in_any_stage_goes_on(stage, folder, quick, monkeypatch):
     owner, name = {"rows": (rows, "make"), "after": (measuring, "measure")}[stage]
     real = getattr(owner, name)
 
@@ -136,7 +144,7 @@ def test_a_run_that_was_stopped_in_any_stage_goes_on(stage, folder, unchecked, m
     assert "\nMeasuring it again, as it is served." in said and done.report.is_file()
 
 
-def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, unchecked):
+def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, quick):
     first = run()
     said = []
     again = run(said=said)
@@ -145,7 +153,7 @@ def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, unche
     assert set(more.commands) == {"transformers", "sglang"} and (folder / "out/model-sglang/config.json").is_file()
 
 
-def test_what_is_exported_has_the_dtype_that_came(folder, unchecked):
+def test_what_is_exported_has_the_dtype_that_came(folder, quick):
     model = AutoModelForCausalLM.from_pretrained(folder / "base").to(torch.bfloat16)
     model.save_pretrained(folder / "base")
     done = run()
@@ -215,7 +223,7 @@ def test_an_adapter_is_to_be_merged_first(folder):
         run()
 
 
-def test_what_is_exported_promises_the_window_that_was_trained(folder, unchecked):
+def test_what_is_exported_promises_the_window_that_was_trained(folder, quick):
     done = run()
     export(done.model, folder / "copy", window=1200, check=False)
     assert AutoConfig.from_pretrained(folder / "copy").max_position_embeddings == 1200

@@ -19,8 +19,14 @@ SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 4
 SHORT = {"short_context": 8}
 
 
-@pytest.mark.parametrize("reduction", ["sequence", "token", "uniform"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "reduction"),
+    [
+        pytest.param(way, reduction, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, way in enumerate(WAYS)
+        for j, reduction in enumerate(["sequence", "token", "uniform"])
+    ],
+)
 def test_a_step_is_one_mean_however_it_is_batched(way, reduction, tmp_path):
     """Draws are keyed by document, so every way of batching the same documents in the same order has one loss."""
     data = documents(4)
@@ -376,8 +382,14 @@ SEQUENTIAL = {
 }
 
 
-@pytest.mark.parametrize("passes", ["two", "sequential"])
-@pytest.mark.parametrize("way", SEQUENTIAL)
+@pytest.mark.parametrize(
+    ("way", "passes"),
+    [
+        pytest.param(way, passes, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, way in enumerate(SEQUENTIAL)
+        for j, passes in enumerate(["sequential", "two"])
+    ],
+)
 def test_passes_change_neither_loss_nor_weights(way, passes, tmp_path):
     """Weights after steps of SGD are sums of gradients."""
     runs = []
