@@ -27,6 +27,21 @@ def find_converter(converter: str | Path | None) -> Path:
     )
 
 
+def require_runs(converter: Path) -> None:
+    """Start the converter, which shows that the packages it imports are there; that takes seconds.
+
+    Raises:
+        ImportError: it does not start.
+    """
+    done = subprocess.run([sys.executable, str(converter), "--help"], capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().rpartition("\n")[2]
+        raise ImportError(
+            f"{converter} does not start: {said} What it needs is installed by pip install -r "
+            f"{converter.parent / 'requirements' / 'requirements-convert_hf_to_gguf.txt'}."
+        )
+
+
 def convert(converter: Path, folder: Path) -> None:
     """Write `model.gguf` into a folder with a checkpoint and its tokenizer.
 

@@ -158,8 +158,14 @@ def reloaded(model, folder, ids):
     return logits(loaded, ids)
 
 
-@pytest.mark.parametrize("method", RESCALINGS)
-@every_family
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        pytest.param(family, method, marks=pytest.mark.slow if (i + j) % 3 else (), id=f"{family}-{method}")
+        for i, family in enumerate(families())
+        for j, method in enumerate(RESCALINGS)
+    ],
+)
 @torch.no_grad()
 def test_rescaling(model, method, tmp_path, record_property):
     if model is None:

@@ -14,11 +14,16 @@ from support.tiny import FAMILIES, tiny
 pytestmark = pytest.mark.usefixtures("flex_runs_eagerly")
 
 ATTENTION = ["eager", "sdpa", "flex_attention", "flash_attention_2"]
+CELLS = [
+    pytest.param(family, attention, batch, marks=case.marks, id=f"{family}-{attention}-{batch}")
+    for case in met_in_pairs(list(FAMILIES), cells.KINDS, ATTENTION)
+    for family, batch, attention in [case.values]
+]
 
 
-@pytest.mark.parametrize(("family", "batch", "attention"), met_in_pairs(list(FAMILIES), cells.KINDS, ATTENTION))
+@pytest.mark.parametrize(("family", "attention", "batch"), CELLS)
 @torch.no_grad()
-def test_cell(family, batch, attention, monkeypatch):
+def test_cell(family, attention, batch, monkeypatch):
     if batch not in cells.kinds(attention):
         pytest.skip("wrong in Transformers itself")
     flash = attention.startswith("flash")

@@ -15,7 +15,7 @@ from rope_patch.environment import installed_versions
 from rope_patch.eval.cache import files_hash
 from rope_patch.eval.report import require_report
 from rope_patch.export import PROGRAMS, export, require_served
-from rope_patch.export.gguf import find_converter
+from rope_patch.export.gguf import find_converter, require_runs
 from rope_patch.methods import resolve_view
 from rope_patch.registry import unknown
 
@@ -97,6 +97,7 @@ def extend(
     Raises:
         ValueError: what is asked for cannot be, which is said before anything is done.
         FileNotFoundError: there is no such data file, or no converter for llama.cpp.
+        ImportError: that converter does not start, or a package is missing.
     """
     names = {field.name for field in fields(ExtendOptions)}
     for name in choices:
@@ -295,7 +296,7 @@ def _require_targets(options: ExtendOptions) -> None:
         if target not in PROGRAMS:
             raise unknown("--target", target, PROGRAMS)
     if "llama.cpp" in options.targets:
-        find_converter(options.converter)
+        require_runs(find_converter(options.converter))
     elif options.converter is not None:
         raise ValueError("--converter is llama.cpp's: it needs --target llama.cpp.")
 

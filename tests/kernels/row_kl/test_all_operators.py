@@ -24,7 +24,7 @@ def packed(batch, n):
     return Visibility.of_documents(torch.zeros(batch, n, dtype=torch.int32))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 3),
     n_heads=st.integers(1, 3),

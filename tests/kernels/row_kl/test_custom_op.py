@@ -36,7 +36,11 @@ def visibility(kind, batch, n):
 @pytest.mark.parametrize(
     ("path", "layout", "kind"),
     [
-        *(("chunked", layout, kind) for layout in LAYOUTS for kind in ("plain", "padded and packed")),
+        *(
+            pytest.param("chunked", layout, kind, marks=pytest.mark.slow if (i + j) % 2 else ())
+            for i, layout in enumerate(LAYOUTS)
+            for j, kind in enumerate(("plain", "padded and packed"))
+        ),
         # slow, and its layouts are chosen in one line
         ("interpreter", "transposed", "padded and packed"),
         ("interpreter", "no tokens", "plain"),

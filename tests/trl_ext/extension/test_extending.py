@@ -204,6 +204,15 @@ def test_a_mistake_is_told_before_anything_is_done(options, message, folder, mon
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_converter_that_does_not_start_is_told_before_anything_is_done(folder):
+    (folder / "convert.py").write_text("import no_such_package\n")
+    with pytest.raises(
+        ImportError, match="convert.py does not start: .*no_such_package.* pip install -r .*requirements"
+    ):
+        run(targets=["llama.cpp"], converter="convert.py")
+    assert not (folder / "out").exists()
+
+
 def test_other_options_or_other_text_are_refused_in_a_folder_that_was_begun(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rows, "make", lambda *_: (_ for _ in ()).throw(Stop()))
