@@ -39,7 +39,7 @@ def run(model="base", output="out", said=None, **options):
     return extend(model, to=TO, data="books.jsonl", output=output, tell=tell, **{**SMALL, **options})
 
 
-@pytest.mark.parametrize("model", ["base", "sliding"])
+@pytest.mark.parametrize("model", ["base", pytest.param("sliding", marks=pytest.mark.slow)])
 def test_a_model_is_extended_measured_and_exported(model, folder, weights, capsys):
     said = []
     done = run(model, said=said, targets=["vllm"])
