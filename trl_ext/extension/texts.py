@@ -50,11 +50,16 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         held_out = _longest_first(list(read_texts(options.held_out)))
         _require(facts, held_out, options.to, n_rows)
         return Texts(texts, held_out, f"{', '.join(options.held_out)}, which you named")
-    others, held_out = [t for i, t in enumerate(texts) if i % _EVERY], _longest_first(texts[::_EVERY])
+    if len(texts) == 1:
+        last = len(texts[0]) - len(texts[0]) // _EVERY
+        others, held_out, said = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
+    else:
+        others, held_out = [t for i, t in enumerate(texts) if i % _EVERY], _longest_first(texts[::_EVERY])
+        said = f"every {_EVERY}th document of --data"
     try:
         text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
         _require(facts, held_out, options.to, n_rows)
-        return Texts(others, held_out, f"every {_EVERY}th document of --data, which is not trained on")
+        return Texts(others, held_out, f"{said}, which is not trained on")
     except ValueError:  # too little is left of one of the two
         own = _longest_first([file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files()])
         _require(facts, own, options.to, n_rows)

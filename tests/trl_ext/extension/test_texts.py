@@ -31,6 +31,13 @@ def test_one_document_is_trained_on_and_pythons_sources_are_measured_on(tmp_path
     assert found.train == ["word " * 300] and "Python's standard library" in found.said
 
 
+def test_the_end_of_the_only_document_is_held_out_where_it_is_long_enough(tmp_path):
+    document = " ".join(map(str, range(4000)))
+    found = read(tmp_path, [document])
+    assert found.train[0] + found.held_out[0] == document and 9 < len(document) / len(found.held_out[0]) < 11
+    assert found.said == "the last tenth of --data, which is not trained on"
+
+
 def test_held_out_files_are_taken_as_they_are(tmp_path):
     (tmp_path / "held.txt").write_text("other " * 300)
     found = read(tmp_path, ["word " * 300], held_out=(str(tmp_path / "held.txt"),))
