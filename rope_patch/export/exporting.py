@@ -102,7 +102,7 @@ def export(
             report that is none.
         FileExistsError: there is something in `folder`.
         FileNotFoundError: no converter for llama.cpp, or no such report.
-        RuntimeError: the converter failed, or the result is another model. Nothing is left in `folder`.
+        RuntimeError: the result is another model. Nothing is left in `folder`.
     """
     if target not in PROGRAMS:
         raise unknown("target", target, PROGRAMS)

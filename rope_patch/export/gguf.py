@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from .programs import GGUF_NAME
@@ -31,27 +32,35 @@ def require_runs(converter: Path) -> None:
     """Start the converter, which shows that the packages it imports are there; that takes seconds.
 
     Raises:
-        ImportError: it does not start.
+        ImportError: it does not start, or lacks what it imports later.
     """
     done = subprocess.run([sys.executable, str(converter), "--help"], capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().rpartition("\n")[2]
-        raise ImportError(
-            f"{converter} does not start: {said} What it needs is installed by pip install -r "
-            f"{converter.parent / 'requirements' / 'requirements-convert_hf_to_gguf.txt'}."
-        )
+        raise ImportError(f"{converter} does not start: {_last_line(done)}. {_remedy(converter)}")
+    if find_spec("sentencepiece") is None:  # which it imports for Llama and Gemma, when it has begun
+        raise ImportError(f"{converter} needs the package sentencepiece. {_remedy(converter)}")
 
 
 def convert(converter: Path, folder: Path) -> None:
     """Write `model.gguf` into a folder with a checkpoint and its tokenizer.
 
     Raises:
-        RuntimeError: the converter refuses the checkpoint.
+        ValueError: the converter refuses the checkpoint.
     """
     out = folder / GGUF_NAME
-    done = subprocess.run(
-        [sys.executable, str(converter), str(folder), "--outfile", str(out)], capture_output=True, text=True
-    )
+    command = [sys.executable, str(converter), str(folder), "--outfile", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or not out.is_file():
-        said = (done.stderr or done.stdout).strip()[-2000:]
-        raise RuntimeError(f"{converter.name} did not convert the checkpoint: {said or 'it wrote no file.'}")
+        said = _last_line(done) or "it wrote no file"
+        remedy = f" {_remedy(converter)}" if "No module named" in said else ""
+        raise ValueError(f"{converter.name} did not convert the checkpoint: {said}.{remedy}")
+
+
+def _last_line(done: "subprocess.CompletedProcess[str]") -> str:
+    """Of what it wrote, which is the error where there is one."""
+    return (done.stderr or done.stdout).strip().rpartition("\n")[2].rstrip(".")
+
+
+def _remedy(converter: Path) -> str:
+    requirements = converter.parent / "requirements" / "requirements-convert_hf_to_gguf.txt"
+    return f"What it needs is installed by pip install -r {requirements}, or by pip install sentencepiece."

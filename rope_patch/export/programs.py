@@ -1,5 +1,6 @@
 """The programs that checkpoints are exported for, and the command with which each serves one."""
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,8 @@ GGUF_NAME = "model.gguf"
 
 
 def _transformers(folder: Path, window: int | None) -> str:
-    code = f"from transformers import pipeline; print(pipeline('text-generation', {str(folder)!r})('Hello'))"
+    quoted = json.dumps(str(folder), ensure_ascii=False)  # in double quotes, as the shell's are single ones
+    code = f'from transformers import pipeline; print(pipeline("text-generation", {quoted})("Hello"))'
     return f"python -c {shlex.quote(code)}"
 
 

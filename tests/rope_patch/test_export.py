@@ -1,6 +1,7 @@
 """`export`: a folder that another program serves right, or a refusal that says why not."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 import rope_patch
 from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
 from rope_patch.export import PROGRAMS
+from rope_patch.export.gguf import convert, require_runs
 from rope_patch.export.outcomes import OUTCOMES
 
 LONG = [1.0, 1.5, 3.0, 4.0]
@@ -315,11 +317,22 @@ def test_llama_cpp_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch)
         export(tiny(), tmp_path / "out", target="llama.cpp")
 
 
+def test_what_a_converter_lacks_is_told_before_and_after_it_begins(tmp_path, monkeypatch):
+    broken = fake_converter(tmp_path, "import no_such_package")
+    with pytest.raises(ImportError, match="does not start: .*no_such_package'. What it needs is installed by "):
+        require_runs(broken)
+    with pytest.raises(ValueError, match="did not convert the checkpoint: .*no_such_package'. What it needs is insta"):
+        convert(broken, tmp_path)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ImportError, match="needs the package sentencepiece. .* or by pip install sentencepiece"):
+        require_runs(fake_converter(tmp_path, "pass"))
+
+
 def test_a_converter_that_fails_leaves_nothing(tmp_path):
     tiny().save_pretrained(tmp_path / "source")
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     broken = fake_converter(tmp_path, "sys.exit('no such architecture')")
-    with pytest.raises(RuntimeError, match="no such architecture"):
+    with pytest.raises(ValueError, match="did not convert the checkpoint: no such architecture.$"):
         export(tmp_path / "source", tmp_path / "out", target="llama.cpp", converter=broken)
     assert sorted(left_behind(tmp_path)) == ["converter", "source"]
     done = export(tmp_path / "source", tmp_path / "out", target="llama.cpp", converter=fake_converter(tmp_path))

@@ -200,9 +200,9 @@ class _Run:
         device = str(self.options.device)
         results = measuring.measure(label, model, self.facts, self.eval_plan, self.texts, device, cache)
         training.free_memory()
-        for line in measuring.told(results, self.facts.window):
-            self.tell(line)
-        if label == measuring.BEFORE:
+        if label == measuring.BEFORE:  # those of both are told at the end
+            for line in measuring.told(results, self.facts.window):
+                self.tell(line)
             minutes = (time.perf_counter() - begin) / 60
             self.tell(f"  That took {minutes:.1f} minutes, and measuring again at the end takes about as long.")
         return results

@@ -206,9 +206,7 @@ def test_a_mistake_is_told_before_anything_is_done(options, message, folder, mon
 
 def test_a_converter_that_does_not_start_is_told_before_anything_is_done(folder):
     (folder / "convert.py").write_text("import no_such_package\n")
-    with pytest.raises(
-        ImportError, match="convert.py does not start: .*no_such_package.* pip install -r "
-    ):
+    with pytest.raises(ImportError, match="convert.py does not start: .*no_such_package.* pip install -r "):
         run(targets=["llama.cpp"], converter="convert.py")
     assert not (folder / "out").exists()
 
