@@ -11,7 +11,7 @@ from .facts import ModelFacts
 from .machine import GIB, Machine
 from .memory import Memory, Step, peak_memory
 from .options import ExtendOptions
-from .training import n_steps
+from .training import free_memory, n_steps
 from .writing import seconds_a_step, seconds_of_writing
 
 _WIDTH = 110  # characters of a line
@@ -173,6 +173,7 @@ def _seconds_of_writing(facts: ModelFacts, choices: Choices, step: Step, rate: R
     if not tokens:
         return 0.0
     a_step = seconds_a_step(facts, step.device)
+    free_memory()
     if a_step is None:  # such a model is asked by its own `generate`
         a_step = rate.seconds(2.0 * facts.size.parameters * AT_ONCE[step.device], forward_calls(facts.size))
     kinds = [kind for kind in ("chats", "own_texts") if kind in choices.rows.value["shares"]]

@@ -76,7 +76,7 @@ def seconds_a_step(facts: ModelFacts, device: str) -> float | None:
 def _timed(model: Any, n_rows: int, begun: int, vocabulary: int) -> float:
     device = model.get_input_embeddings().weight.device
     ends: list[float] = []
-    with torch.inference_mode():
+    with torch.no_grad():
         rows = KVRows(model, n_rows, begun + _TIMED + 1)
         logits = torch.randn(n_rows, vocabulary, device=device)
         sampling = Sampling(1.0, 0, logits)
