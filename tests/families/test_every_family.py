@@ -37,6 +37,9 @@ RESCALINGS = {
     "abf": {"theta": 3e6},
 }
 every_family = pytest.mark.parametrize("family", families())
+every_other_family_fast = pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.slow if i % 2 else ()) for i, family in enumerate(families())]
+)
 
 
 @contextmanager
@@ -207,7 +210,7 @@ def test_native_rope(model, record_property):
     assert torch.equal(logits(model, ids), seen)
 
 
-@every_family
+@every_other_family_fast
 @torch.no_grad()
 def test_capture(model, record_property):
     if not takes_views(model, record_property):
@@ -300,7 +303,7 @@ def test_self_distillation(model, record_property):
             assert 0 < max(g.abs().max() for g in actual.values()) < float("inf")
 
 
-@every_family
+@every_other_family_fast
 def test_checkpointing(model, record_property):
     if not takes_views(model, record_property):
         return
