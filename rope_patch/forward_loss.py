@@ -11,6 +11,7 @@ from torch import nn
 from .adapter_watch import adapter_configs
 from .attention.calls import AttentionCall, watched_attention
 from .capabilities import why_unreachable
+from .layout.shards import SequenceShard
 from .rotary import find_causal_lm, find_decoder
 from .state import state_of
 
@@ -34,6 +35,8 @@ class Tape:
         valid: which tokens are real, bool [batch, n].
         document: of each token, int64 [batch, n], -1 on padding.
     """
+
+    shard: SequenceShard | None = None  # which of these tokens the rank holds; None: all
 
     def __init__(self, valid: torch.Tensor, document: torch.Tensor) -> None:
         self.valid = valid

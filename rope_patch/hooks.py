@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from .bound import Batch, BoundView
+from .bound import Batch, BoundIndex, BoundView
 from .cached_draws import forget_draws
 from .call_stack import frames
 from .capabilities import why_no_checkpointing
@@ -31,7 +31,14 @@ class DecoderEntry:
         self.state = state
         self.parameters = parameter_names(decoder)
 
-    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._draw(decoder, args, kwargs)
+        shard = self.state.shard
+        return None if shard is None else (args, shard.without_padding_mask(kwargs))
+
+    def _draw(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (
             not torch.compiler.is_compiling()
         ):  # a lock cannot be traced: compiled forwards of threads are not kept apart
@@ -83,6 +90,11 @@ class DecoderEntry:
         if isinstance(source, ViewSource) and source.view.layerwise:
             self._require_one_pair(decoder)
             attach_layer_hooks(decoder)
+        ids = call.get("input_ids")
+        if self.state.shard is not None:  # draws go by whole rows
+            whole = self.state.shard.batch
+            tokens = ids = whole["input_ids"]
+            position_ids, attention_mask = whole.get("position_ids"), whole.get("attention_mask")
         self.state.enter(
             Batch(
                 rows=tokens.shape[0],
@@ -93,7 +105,7 @@ class DecoderEntry:
                 cached=0 if cache is None else int(cache.get_seq_length()),
                 training=training,
                 cache=cache,
-                ids=call.get("input_ids"),
+                ids=ids,
                 compresses=self.state.layers_call_rotary,
             )
         )
@@ -158,19 +170,19 @@ class RotaryEntry:
         bound = self.state.bound
         self.by_layer = {}
         if bound is None or _layer_type(args, kwargs) in self.state.local.types:
-            return None
+            return self._by_whole_rows(module, args, kwargs)
         view = bound.view if isinstance(bound, BoundView) else None
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         x = kwargs["x"] if "x" in kwargs else args[0]
         stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
         picks = any(picks_by_row(t) for t in rope_types(module))
         # `forward`, as a call of the module would come by this hook again
+        if picks and self.state.shard is not None:
+            self._choose_by_whole_rows(module, args, kwargs)
         at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
         if picks:
             # these pick frequencies by the largest index: they saw the true ones, now hold on to the choice
-            rope_type = module.rope_type
-            self.frozen_type = rope_type
-            module.rope_type = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
+            self._freeze(module)
         self.state.applied = True
         if isinstance(bound, BoundView) and bound.view.rescales:
             self.frequencies = {name: getattr(module, name) for name in current.buffers}
@@ -178,14 +190,40 @@ class RotaryEntry:
                 module._buffers[name] = bound.view.frequencies(inv_freq, bound.parameters)
         if isinstance(bound, BoundView) and bound.view.layerwise:
             for layers, of_layers in bound.by_layer(module.config.num_hidden_layers):
-                embeddings = module.forward(x, of_layers(position_ids).to(x.device))
+                embeddings = module.forward(x, self._index(of_layers, position_ids).to(x.device))
                 self.by_layer.update(dict.fromkeys(layers, embeddings))
                 bound = of_layers  # any will do for the call itself, whose output no layer takes
         self.by_layer.update(dict.fromkeys(stays, at_true_positions))
-        rope_index = bound(position_ids).to(x.device)
+        rope_index = self._index(bound, position_ids).to(x.device)
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": rope_index}
         return (args[0], rope_index, *args[2:]), kwargs
+
+    def _index(self, bound: BoundIndex, position_ids: torch.Tensor) -> torch.Tensor:
+        """RoPE indices of the tokens at hand, which may be a part of whole rows."""
+        shard = self.state.shard
+        return bound(position_ids) if shard is None else shard.local(bound(shard.positions))
+
+    def _by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let ranks that share a sequence take the same frequencies at true positions."""
+        if self.state.shard is not None and any(picks_by_row(t) for t in rope_types(module)):
+            self._choose_by_whole_rows(module, args, kwargs)
+
+    def _choose_by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let a module that picks frequencies by the largest position see those of whole rows, and hold on to that."""
+        assert self.state.shard is not None
+        positions = self.state.shard.positions
+        if "position_ids" in kwargs:
+            module.forward(*args, **{**kwargs, "position_ids": positions})
+        else:
+            module.forward(args[0], positions, *args[2:], **kwargs)
+        self._freeze(module)
+
+    def _freeze(self, module: Any) -> None:
+        """Keep the frequencies that the module has picked, until `restore`."""
+        if self.frozen_type is None:
+            self.frozen_type = rope_type = module.rope_type
+            module.rope_type = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
 
     def restore(self, module: Any) -> None:
         """Give the module back what it has of its RoPE parameters."""

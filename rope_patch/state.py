@@ -13,6 +13,7 @@ from torch import nn
 
 from .bound import Batch, BoundIndex, BoundTable, BoundView
 from .cached_draws import keep_draws, set_in_view
+from .layout.shards import SequenceShard
 from .local_layers import LocalLayers
 from .open_views import OpenSources
 from .sources import TableSource, ViewSource
@@ -66,6 +67,7 @@ class RopeState:
         native_blocks: how many `native_rope` blocks are open.
         beside_native: those that come back at their end, and what the modules held of them.
         temporary: whether a block put the patch on, which then ends with the last block.
+        shard: which tokens of whole rows forwards get, where several ranks share a sequence; None: all of them.
     """
 
     original: "RopeParameters"
@@ -87,6 +89,7 @@ class RopeState:
     native_blocks: int = 0
     beside_native: "tuple[RopeParameters, RopeParameters] | None" = None
     temporary: bool = False
+    shard: SequenceShard | None = None
 
     def require_no_native_rope(self, what: str) -> None:
         """Raise ValueError inside `native_rope`, whose end puts back the RoPE parameters from before."""

@@ -284,14 +284,15 @@ class LongRowTraining:
         model: as it is trained, bare or wrapped.
         plan: which says how many layers are offloaded.
         *others: models that run beside it, such as a copy that teaches.
+        shared: whether several ranks share a sequence, whose engine then attends without masks.
     """
 
-    def __init__(self, model: nn.Module, plan: MemoryPlan, *others: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: MemoryPlan, *others: nn.Module, shared: bool = False) -> None:
         self.models, self.plan = (model, *others), plan
         is_pinned = plan.offloaded_layers > 0
         self.room = HostRoom(int(plan.host / _SHARE_OF_HOST * _MOST_OF_HOST)) if is_pinned else None
-        reason = why_masks_stay(model)
-        self.rows = None if reason is not None else MaskFreeRows(model, *others)
+        reason = None if shared else why_masks_stay(model)
+        self.rows = None if shared or reason is not None else MaskFreeRows(model, *others)
         if reason is not None and attention_kernel(find_causal_lm(model)) == "sdpa":
             logger.warning(f"long_rows: attention keeps the masks that Transformers makes, since {reason}")
 

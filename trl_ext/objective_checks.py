@@ -2,10 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rope_patch.rotary import find_causal_lm
+
+from .objectives import objective_of
+from .sequence_ranks import SequenceRanks
 
 if TYPE_CHECKING:
     from .trainer import RopeSFTTrainer
@@ -15,23 +17,34 @@ def check_objective(trainer: "RopeSFTTrainer") -> None:
     """Raise ValueError if the trainer has what its objective cannot go with; TRL's own loss is not asked."""
     _refuse_what_only_trls_loss_has(trainer)
     _refuse_reentrant_checkpointing(trainer)
-    refuse_sharded_sequences(trainer.accelerator, f"{trainer.args.objective!r} relates tokens of whole documents")
     _refuse_short_contexts(trainer)
 
 
-def sharded_sequences(accelerator: Accelerator) -> str | None:
-    """The kind of parallelism, "cp" or "sp", that gives each rank a part of every sequence; None without one."""
-    parallelism: Any = getattr(accelerator, "parallelism_config", None)
-    return next((kind for kind in ("cp", "sp") if getattr(parallelism, f"{kind}_size", 1) > 1), None)
-
-
-def refuse_sharded_sequences(accelerator: Accelerator, what: str) -> None:
-    """Raise ValueError, which says `what` needs whole documents, if a rank has a part of each sequence alone."""
-    kind = sharded_sequences(accelerator)
-    if kind is not None:
+def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> None:
+    """Raise ValueError if a trainer whose ranks share each sequence has what needs whole rows on one rank."""
+    args, name = trainer.args, f"{ranks.engine}_size={ranks.size}"
+    view = args.make_view()
+    options: Any = args.objective_options
+    consistency = getattr(options, "consistency", None)
+    reasons = {
+        f"objective {args.objective!r} does not say that it can (`shares_sequences`)": not objective_of(
+            args
+        ).shares_sequences,
+        "shifted_attention groups tokens of whole rows": args.shifted_attention is not None,
+        "token_weighting='longce' and kl_longce read short windows of whole rows": options.reads_short_contexts,
+        "kl_top chooses among all rows of a document": getattr(consistency, "kl_top", None) is not None,
+        "a control's noise differs between ranks": getattr(options, "control", None) is not None,
+        "images belong to whole rows": trainer._is_vision_dataset,
+        "padding_free rows hold several documents, which a ring does not keep apart": ranks.engine == "cp"
+        and args.padding_free,
+        f"view {view.name!r} with {view.cuts} cuts rows, which Ulysses has split before": ranks.engine == "sp"
+        and view.cuts is not None,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if reason is not None:
         raise ValueError(
-            f"{what}, and {kind}_size > 1 gives each rank a part of them: not supported yet. Use FSDP2 or DeepSpeed "
-            "ZeRO without sequence sharding."
+            f"{name} gives each rank a part of every sequence, and {reason}: leave it out, or use FSDP2 or DeepSpeed ZeRO "
+            "with whole sequences on each rank, and long_rows for their memory."
         )
 
 

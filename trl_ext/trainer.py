@@ -22,6 +22,7 @@ from rope_patch.attention.shifted import ShiftedAttention
 from rope_patch.distillation import CopiedTeacher
 from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import count_documents, locate_documents
+from rope_patch.layout.labelled import Labelled
 from rope_patch.methods import resolve_view
 from rope_patch.model_card import has_card_of_user, write_card, write_runs
 from rope_patch.patch import view_source
@@ -47,8 +48,9 @@ from .model_setup import (
     require_new_rescaling,
     train_qkv_only,
 )
-from .objective_checks import check_objective, refuse_sharded_sequences, sharded_sequences
+from .objective_checks import check_objective, check_shared_sequences
 from .objectives import Objective, objective_of
+from .sequence_ranks import SequenceRanks, gradient_factor
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
 from .training_set import (
@@ -66,6 +68,7 @@ from .window_check import check_window, farthest_target
 logger = logging.get_logger(__name__)
 
 _FIRST_SAMPLE = "rope_first_sample"
+_WHOLE_ROWS = "rope_whole_rows"
 _TOKEN_COUNT = "rope_patch_tokens"
 
 
@@ -186,8 +189,12 @@ class RopeSFTTrainer(SFTTrainer):
             if self._source is None
             else training_method(config, self._source.view, self._source.clock.seed)
         )
-        if self._perturbs:
-            refuse_sharded_sequences(self.accelerator, f"view {config.view!r} draws for whole documents")
+        self._ranks = SequenceRanks.of(self.accelerator)
+        self._whole: dict[str, Any] | None = None  # rows of the batch in flight, where ranks share them
+        if self._ranks is not None:
+            check_shared_sequences(self, self._ranks)
+            if data_collator is None:
+                self._ranks.pad_collator(self.data_collator)
         self._rate_since: tuple[float, float] | None = None
         keep_quantised_weights(self.model)
         if config.trainable == "qkv":
@@ -215,6 +222,8 @@ class RopeSFTTrainer(SFTTrainer):
     def _plan_long_rows(self, args: RopeSFTConfig) -> None:
         """Decide whether rows are long for the device, and say so."""
         rows = self._row_length()
+        if rows is not None and self._ranks is not None:
+            rows = math.ceil(rows / self._ranks.size)
         self.memory_plan = plan = plan_memory(self.model, args, rows, args.device, args.long_rows)
         if args.process_index == 0:
             (logger.warning if plan.on else logger.info)(str(plan))
@@ -224,7 +233,7 @@ class RopeSFTTrainer(SFTTrainer):
             offload_optimizer(args, plan, args.device)
         teacher = None if self._objective is None else self._objective.teacher
         copies = [teacher.copy] if isinstance(teacher, CopiedTeacher) else []
-        self._long_rows = LongRowTraining(self.model, plan, *copies)
+        self._long_rows = LongRowTraining(self.model, plan, *copies, shared=self._ranks is not None)
 
     def _row_length(self) -> int | None:
         """Tokens of the longest row, None where only reading all of them would say."""
@@ -413,7 +422,8 @@ class RopeSFTTrainer(SFTTrainer):
         return rescaling.with_window(window)
 
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
-        if not args.has_own_loss:
+        # under Ulysses TRL's own loss is a mean of each micro-batch, whatever it holds
+        if not args.has_own_loss and not (self._ranks is not None and self._ranks.engine == "sp"):
             return None
         check_objective(self)
         return objective_of(args).build(self.model, args, self.accelerator)
@@ -421,8 +431,6 @@ class RopeSFTTrainer(SFTTrainer):
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
         if args.shifted_attention is None:
             return None
-        if sharded_sequences(self.accelerator) is not None:
-            raise ValueError("shifted_attention groups tokens of whole rows: not with cp_size or sp_size above 1.")
         assert args.max_length is not None
         return ShiftedAttention(self.model, math.ceil(args.shifted_attention * args.max_length))
 
@@ -433,15 +441,22 @@ class RopeSFTTrainer(SFTTrainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._objective is not None:
             self._objective.begin(self.state.global_step)
+        comes_split = self._ranks is not None and self._ranks.engine == "sp"
+        rows = [self._ranks.whole_rows(batch) for batch in batches] if self._ranks and comes_split else batches
         if self._perturbs and batches:
             for batch in batches:
                 self._require_borders(batch)
-            for batch, first in zip(batches, self._number_documents(batches, device)[0], strict=True):
-                batch[_FIRST_SAMPLE] = first
+            for batch, whole, first in zip(batches, rows, self._number_documents(rows, device)[0], strict=True):
+                batch[_FIRST_SAMPLE] = whole[_FIRST_SAMPLE] = first
             if self._cut_rows(batches):
                 num_items = self._get_num_items_in_batch(batches, device)
+        if self._ranks is not None:
+            for i, batch in enumerate(batches):
+                if not comes_split:
+                    self._ranks.padded(batch)
+                batch[_WHOLE_ROWS] = rows[i] if comes_split else self._ranks.whole_rows(batch)
         if self._objective is not None and batches:
-            self._step_counts = self._total_counts([self._counts(batch) for batch in batches], device)
+            self._step_counts = self._total_counts([self._counts(batch) for batch in rows], device)
             # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
             num_items = self._step_counts["tokens"]
         elif isinstance(num_items, torch.Tensor):
@@ -452,9 +467,14 @@ class RopeSFTTrainer(SFTTrainer):
     def _number_documents(self, batches: list[dict[str, Any]], device: torch.device) -> tuple[list[int], int]:
         """How many documents of all ranks come before those of each batch, and how many there are in all."""
         counts = torch.tensor([[count_documents(batch) for batch in batches]], device=device)
-        counts = self.accelerator.gather(counts).T  # [micro-steps, ranks]: in the order of the sampler
-        before = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
-        return before[:, self.accelerator.process_index].tolist(), int(counts.sum())
+        counts = self.accelerator.gather(counts)  # [ranks, micro-steps]
+        # in evaluation Ulysses is off: each rank has rows of its own
+        shares = self._ranks is not None and (self.model.training or self._ranks.engine == "cp")
+        ranks = self._ranks if shares else SequenceRanks(self.accelerator, "cp", 1)
+        assert ranks is not None
+        in_order, mine = ranks.sampler_order(counts)
+        before = in_order.cumsum(0) - in_order
+        return before[mine.to(before.device)].tolist(), int(in_order.sum())
 
     def _require_labels(self, n_labels: float) -> None:
         if n_labels == 0:
@@ -505,6 +525,8 @@ class RopeSFTTrainer(SFTTrainer):
         names = list(counts[0])
         of_rank = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
         totals = self.accelerator.reduce(of_rank, reduction="sum")
+        if self._ranks is not None:  # each of which has counted whole rows
+            totals = totals // self._ranks.size
         if "labels" in names:
             self._require_labels(int(totals[names.index("labels")]))
         chosen = totals if self.args.average_tokens_across_devices else of_rank
@@ -527,13 +549,34 @@ class RopeSFTTrainer(SFTTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """SFTTrainer's loss of a forward whose view is keyed by optimizer step and document."""
-        if self._objective is None:
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        else:
-            result = self._distil(model, inputs)
+        with self._shard_in_force(inputs):
+            if self._objective is None:
+                result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            else:
+                result = self._distil(model, inputs)
         if self.model.training:  # before backward, in which DeepSpeed takes its step
             self._require_finite(result[0] if isinstance(result, tuple) else result)
         return result
+
+    @contextmanager
+    def _shard_in_force(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Let forwards inside the block know which tokens of whole rows they get, where ranks share a sequence."""
+        if self._ranks is None or self._whole is None or self._source is None:
+            yield
+            return
+        state = state_of(find_decoder(self.model))
+        assert state is not None
+        state.shard = self._ranks.shard(self._whole, inputs)
+        try:
+            yield
+        finally:
+            state.shard = None
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Trainer's splitting of a batch inside the step, which changes the batch's tensors in place."""
+        if self._ranks is not None and self._ranks.engine == "cp":
+            inputs = self._ranks.ring_inputs(inputs)
+        return super()._prepare_context_parallel_inputs(model, inputs)
 
     def _require_finite(self, loss: torch.Tensor) -> None:
         """Stop at a training loss that is not finite, unless the step is one that loss scaling leaves out."""
@@ -554,17 +597,20 @@ class RopeSFTTrainer(SFTTrainer):
     def _distil(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         assert self._objective is not None
         mode = "train" if self.model.training else "eval"
-        read = self._objective.read(inputs)
+        shard = self._objective.shard
+        n_sharing = 1 if shard is None else shard.size
+        read = self._objective.read(inputs if shard is None else shard.batch)
         batch_counts = self._objective.counts(read)
         counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in batch_counts.items()}
         loss, parts = self._objective.loss(model, inputs, read, counts, batch_counts)
-        self._means[mode].add(parts)
+        # sums are of the rank's own tokens, counts of whole rows, which each rank that shares them adds
+        self._means[mode].add({name: (total, count / n_sharing) for name, (total, count) in parts.items()})
         if mode == "train":
             tokens = torch.tensor(batch_counts["tokens"], device=loss.device)
-            self._total_train_tokens += self.accelerator.gather(tokens).sum().item()
-            if self.args.average_tokens_across_devices:
-                # counts are those of all ranks, and gradients are averaged over ranks, which divides once more
-                loss = loss * self.accelerator.num_processes
+            self._total_train_tokens += self.accelerator.gather(tokens).sum().item() // n_sharing
+            loss = loss * gradient_factor(
+                self.accelerator, over_all_ranks=self.args.average_tokens_across_devices
+            )
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         return loss
 
@@ -575,11 +621,15 @@ class RopeSFTTrainer(SFTTrainer):
         """
         model.train()  # Trainer does so later: what an objective puts in place differs between training and evaluation
         self._set_clock(inputs.pop(_FIRST_SAMPLE, 0), training=True)
+        self._whole = inputs.pop(_WHOLE_ROWS, None)
         with ExitStack() as stack:
             for part in (self._long_rows, self._objective, self._shifted):  # the last one looks at attention first
                 if part is not None:
                     stack.enter_context(part.active())
             loss = super().training_step(model, inputs, *args, **kwargs)
+        self._whole = None
+        if self._ranks is not None and self._ranks.engine == "sp":
+            loss = loss * self._ranks.size  # Trainer logs the mean over ranks, and each has a part of the loss
         if getattr(self.compute_loss, "__func__", None) is not RopeSFTTrainer.compute_loss:
             self._require_finite(loss)  # a `compute_loss` of one's own has not looked; each look waits for the GPU
         if self._perturbs and (self._objective is None or self._objective.draws):
@@ -602,10 +652,13 @@ class RopeSFTTrainer(SFTTrainer):
             self._evaluated += n_documents
         self._set_clock(first_sample, training=False)
         with nullcontext() if self._long_rows is None else self._long_rows.active():
-            if self._objective is None:
+            if self._objective is not None:
+                self._objective.begin(None, first_sample)
+            if self._ranks is not None and self._ranks.engine == "cp":
+                result = self._predict_in_ring(model, inputs, prediction_loss_only)
+            elif self._objective is None:
                 result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
             else:
-                self._objective.begin(None, first_sample)
                 with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
                     result = self.compute_loss(model, inputs), None, None
         loss = result[0]
@@ -615,6 +668,31 @@ class RopeSFTTrainer(SFTTrainer):
                 "the weights are not finite, or none of the batch's tokens has a label."
             )
         return result
+
+    def _predict_in_ring(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
+        """An evaluation step whose rows are split as in training; TRL's own runs whole rows on every rank."""
+        assert self._ranks is not None
+        if not prediction_loss_only:
+            raise ValueError(
+                "predictions and compute_metrics are given logits of whole rows, of which each rank of a ring (cp_size) "
+                "has a part: leave compute_metrics out and set prediction_loss_only=True."
+            )
+        self._ranks.padded(inputs)
+        self._whole = self._ranks.whole_rows(inputs)
+        n_labels = torch.tensor(Labelled.of(self._whole).n_labels, device=self.args.device)
+        split, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        try:
+            with torch.no_grad(), self.compute_loss_context_manager(), split():
+                if self._objective is not None:
+                    with self._objective.active():
+                        loss = self.compute_loss(model, inputs)
+                else:
+                    loss = self.compute_loss(model, inputs, num_items_in_batch=n_labels)
+                    if self.args.average_tokens_across_devices:  # TRL has undone an average over ranks
+                        loss = loss / self.accelerator.num_processes
+        finally:
+            self._whole = None
+        return self._ranks.sum_over(loss), None, None
 
     def evaluation_loop(
         self,

@@ -142,6 +142,14 @@ class ComparedRows:
         factor, document = factor[queries], labelled.ordinal.flatten()[queries]
         return cls(queries, labels[queries], document, in_kl, factor, factor * (weight / kl_divisor))
 
+    def held(self, labelled: Labelled) -> "ComparedRows":
+        """Those that the rank holds, where ranks share a sequence."""
+        if labelled.shard is None:
+            return self
+        here = labelled.shard.held(self.queries)
+        names = ("queries", "labels", "document", "kl_factor", "kl_weight")
+        return replace(self, **{name: getattr(self, name)[here] for name in names})
+
     def weighed(self, factor: torch.Tensor) -> "ComparedRows":
         """The same with `factor`, [N], on the KL of each row."""
         return replace(self, kl_factor=self.kl_factor * factor, kl_weight=self.kl_weight * factor)

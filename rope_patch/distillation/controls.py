@@ -83,7 +83,8 @@ class NoisyPasses(Passes):
             else:
                 tape.attention = _NoisyAttention(tape.labelled, self.decoder.config, self.control.strength)
         output = yield None
-        return PairedStates(standard, output.last_hidden_state, torch.zeros_like(tape.labelled.documents.length))
+        first = torch.zeros_like(tape.labelled.documents.length)
+        return PairedStates(standard, output.last_hidden_state, first, tape.labelled)
 
     def standard(self, call: DecoderCall) -> Generator[Arguments | None, Any, torch.Tensor]:
         self._dropping = self.decoder.training

@@ -55,14 +55,19 @@ class Distiller(ForwardLoss):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> Any:
-        """A tape for one forward of these inputs, with documents and padding as the model itself finds them."""
+        """A tape for one forward of these inputs, with documents and padding as the model itself finds them.
+
+        Where several ranks share a sequence, the inputs are those of whole rows.
+        """
         batch, seq_len = input_ids.shape
         valid = real_tokens(input_ids, attention_mask)
         document = torch.zeros_like(input_ids)
         if position_ids is not None:
             documents = locate_documents(batch, seq_len, input_ids.device, position_ids, attention_mask)
             document = documents.ordinal.expand(batch, seq_len)
-        return self._new_tape(valid, document.masked_fill(~valid, -1))
+        tape = self._new_tape(valid, document.masked_fill(~valid, -1))
+        tape.shard = None if self.state is None else self.state.shard
+        return tape
 
     def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> Any:
         raise NotImplementedError
@@ -70,8 +75,11 @@ class Distiller(ForwardLoss):
     def _ask_teacher(self, tape: Tape, call: DecoderCall) -> Any:
         """The output of the teacher's decoder, whose attention has the tape too, without gradients."""
         tape.teaching = True
+        shard = None if self.state is None else self.state.shard
+        # a copy has no hook that does so
+        kwargs = call.kwargs if shard is None else shard.without_padding_mask(call.kwargs)
         try:
             with without_gradient(tape.valid.device.type), self.teacher.ready() as teacher:
-                return teacher(*call.args, **call.kwargs)
+                return teacher(*call.args, **kwargs)
         finally:
             tape.teaching = False

@@ -60,6 +60,11 @@ class HiddenTape(Tape):
     distance: torch.Tensor
     far: torch.Tensor | None = None  # only in training
 
+    @property
+    def held(self) -> torch.Tensor:
+        """Which of the rank's tokens are real, bool [batch, n or fewer]."""
+        return self.valid if self.shard is None else self.shard.local(self.valid)
+
 
 class HiddenDistiller(Distiller):
     """Distils hidden states of a teacher into a rescaled student while the student's forward runs.
@@ -99,13 +104,13 @@ class HiddenDistiller(Distiller):
                 tape.distance = self._distance(tape, call.run_before(), chosen)
         output = yield None
         if two_passes:
-            tape.far = _one_minus_cos(output.last_hidden_state, last, tape.valid)
+            tape.far = _one_minus_cos(output.last_hidden_state, last, tape.held)
         else:
             tape.distance = self._distance(tape, output, chosen)
 
     def _distance(self, tape: HiddenTape, output: Any, teacher: list[torch.Tensor]) -> torch.Tensor:
         pairs = zip(self.layers, teacher, strict=True)
-        return torch.stack([_one_minus_cos(output.hidden_states[i], t, tape.valid) for i, t in pairs]).sum()
+        return torch.stack([_one_minus_cos(output.hidden_states[i], t, tape.held) for i, t in pairs]).sum()
 
 
 def _one_minus_cos(student: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,8 @@ class NativeTape(Tape):
     def __init__(self, labelled: Labelled, n_tokens: int, n_labels: int, n_next: int) -> None:
         super().__init__(labelled.valid, labelled.ordinal)
         self.labelled, self.n_tokens, self.n_labels, self.n_next = labelled, n_tokens, n_labels, n_next
-        self.queries = labelled.valid.flatten().nonzero().squeeze(1)  # [N] indices among the flattened tokens
+        # [N] indices among the flattened tokens
+        self.queries = labelled.held(labelled.valid.flatten().nonzero().squeeze(1))
         self.labels = labelled.next_label.flatten()[self.queries]  # [N], -100 for none
         self.has_label = self.labels != IGNORE_INDEX
 
@@ -129,11 +130,11 @@ class NativeDistiller(Distiller):
 
     def _steps(self, tape: NativeTape, call: DecoderCall) -> Steps:
         self.check_length(int(tape.labelled.documents.length.max()))
-        states = self._ask_teacher(tape, call).last_hidden_state.flatten(0, 1)[tape.queries]
+        states = tape.labelled.states(self._ask_teacher(tape, call).last_hidden_state, tape.queries)
         taught = states.to("cpu") if self.offload else states
         del states
         output = yield None
-        hidden = output.last_hidden_state.flatten(0, 1)[tape.queries]
+        hidden = tape.labelled.states(output.last_hidden_state, tape.queries)
         labels, ce_weight = self._asked(tape)
         kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.n_tokens)
         teacher = self.teacher.head, taught.to(hidden.device)

@@ -77,18 +77,20 @@ class PairedStates:
         standard: under true positions, [batch, places, H]; a token's place is its own index.
         view: under the view, [batch, places, H].
         first_changed: s, the first token of each document that the view moves, in the shape of its documents.
+        labelled: the batch.
         place: where in `view` the state of each token is, [batch, n]; None: at its own index.
     """
 
     standard: torch.Tensor
     view: torch.Tensor
     first_changed: torch.Tensor
+    labelled: Labelled
     place: torch.Tensor | None = None
 
     def at(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both states of some tokens, [N, H] each, given their indices among the flattened tokens."""
         if self.place is None:
-            return self.standard.flatten(0, 1)[queries], self.view.flatten(0, 1)[queries]
+            return self.labelled.states(self.standard, queries), self.labelled.states(self.view, queries)
         rows, tokens = queries // self.place.shape[1], queries % self.place.shape[1]
         return self.standard[rows, tokens], self.view[rows, self.place[rows, tokens]]
 
@@ -134,7 +136,7 @@ class TwoPasses(Passes):
         output = yield None
         # not earlier: the draw that s belongs to is made in the view's forward
         first = first_changed(self.source, tape.labelled, self.n_layers)
-        return PairedStates(standard, output.last_hidden_state, first)
+        return PairedStates(standard, output.last_hidden_state, first, tape.labelled)
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class SequentialPasses(Passes):
         output = yield None
         # not earlier: the draw that s belongs to is made in the view's forward
         first = first_changed(self.source, tape.labelled, self.n_layers)
-        return PairedStates(tape.earlier.take_states(), output.last_hidden_state, first)
+        return PairedStates(tape.earlier.take_states(), output.last_hidden_state, first, tape.labelled)
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class OnePass(Passes):
                 "keyword arguments that it gets, so one forward cannot give both views: ask for two passes, "
                 "self_distill_args={'passes': 'two'}."
             )
-        return PairedStates(output.last_hidden_state, output.last_hidden_state, first, layout.seen)
+        return PairedStates(output.last_hidden_state, output.last_hidden_state, first, tape.labelled, layout.seen)
 
     def _bind(self, named: dict[str, Any], labelled: Labelled) -> tuple[BoundIndex, torch.Tensor]:
         """The view with its draws for the call, and true positions, [batch, n]."""

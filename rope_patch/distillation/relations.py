@@ -96,7 +96,7 @@ class RelationTape(Tape):
             if layer in self.teacher or key.shape[2] != query.shape[2]:
                 raise ValueError(_not_one_relation(call))
             device = "cpu" if self.offload else query.device
-            self.teacher[layer] = {n: as_multiplied(tensors[n].detach()).to(device) for n in sorted(needed)}
+            self.teacher[layer] = {n: self._of_whole_rows(tensors[n].detach()).to(device) for n in sorted(needed)}
             return
         if self.with_gradient and not torch.is_grad_enabled():
             raise ValueError(
@@ -105,15 +105,19 @@ class RelationTape(Tape):
                 "prepare_model_for_kbit_training, whose default is reentrant."
             )
         teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
-        student = {n: as_multiplied(tensors[n]) for n in teacher}
+        student = {n: self._of_whole_rows(tensors[n]) for n in teacher}
         rows = self._rows(student, teacher, call.scale)
-        n_query_heads = query.shape[1]
-        by_own_heads = self.targets.denominator == "own_heads"
-        losses = [
-            rows[name].sum() / (rows[name].shape[1] if by_own_heads else n_query_heads) for name in self.targets.weights
-        ]
+        n_heads = {name: query.shape[1] for name in self.targets.weights}
+        if self.targets.denominator == "own_heads":
+            n_heads |= {name: tensors[name].shape[1] for name in n_heads if name != "attention"}
+        losses = [rows[name].sum() / n_heads[name] for name in self.targets.weights]
         # in a recompute the value is known; only its graph counts
         self.sums.setdefault(layer, torch.stack(losses))
+
+    def _of_whole_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is compared: whole rows, of a share of the heads where ranks share a sequence."""
+        x = as_multiplied(x)
+        return x if self.shard is None else self.shard.by_heads(x)
 
     def _rows(
         self, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
@@ -250,6 +254,8 @@ class RelationDistiller(Distiller):
             yield None  # the layers compute their losses
             return
         chosen = self.logit_kl.chosen(tape.valid)
+        if tape.shard is not None:
+            chosen = tape.shard.local(chosen)
         taught = taught[chosen]
         output = yield None
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):

@@ -209,9 +209,9 @@ class SelfDistiller(Distiller):
             passes = SequentialPasses(self.view, self.decoder.config.num_hidden_layers)
         taught = self._taught_states(tape, call)
         pair = yield from passes.pair(call, tape)
-        rows = self._choose_rows(tape, pair.first_changed)
+        rows = self._choose_rows(tape, pair.first_changed).held(tape.labelled)
         standard, view = pair.at(rows.queries)
-        teacher = None if taught is None else (self.teacher.head, taught.flatten(0, 1)[rows.queries])
+        teacher = None if taught is None else (self.teacher.head, tape.labelled.states(taught, rows.queries))
         del pair, taught  # states of all tokens, before memory peaks in the loss
         tape.result = consistency_loss(
             self.causal_lm,

@@ -9,6 +9,7 @@ import torch
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from .documents import Documents, locate_documents
+from .shards import SequenceShard
 
 Rows = Literal["paper", "query_in_suffix"]
 
@@ -32,6 +33,7 @@ class Labelled:
         next_label: label that each query predicts, -100 for none, [batch, n].
         counted: bool [batch, n], tokens that have a label; a document's first one counts with its second.
         ends: bool [batch, n], last query of a document.
+        shard: which of these tokens the rank holds where ranks share a sequence; None where it holds all.
     """
 
     documents: Documents
@@ -43,10 +45,16 @@ class Labelled:
     next_label: torch.Tensor
     counted: torch.Tensor
     ends: torch.Tensor
+    shard: SequenceShard | None = None
 
     @classmethod
-    def of(cls, batch: dict[str, Any]) -> "Labelled":
-        """Read a collator's batch: input_ids, labels, and attention_mask and position_ids where it has them."""
+    def of(cls, batch: dict[str, Any], shard: SequenceShard | None = None) -> "Labelled":
+        """Read a collator's batch: input_ids, labels, and attention_mask and position_ids where it has them.
+
+        Args:
+            batch: of whole rows.
+            shard: which of their tokens the rank holds, None for all.
+        """
         ids, position_ids, attention_mask = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
         rows, seq_len = ids.shape
         documents = locate_documents(rows, seq_len, ids.device, position_ids, attention_mask)
@@ -60,7 +68,20 @@ class Labelled:
         next_label = torch.full_like(labels, IGNORE_INDEX)
         next_label[:, :-1] = torch.where(follows[:, :-1], labels[:, 1:], IGNORE_INDEX)
         counted = (labels != IGNORE_INDEX) | (valid & (t == 0) & (next_label != IGNORE_INDEX))
-        return cls(documents, ids, ordinal, t, valid, labels, next_label, counted, valid & ~follows)
+        return cls(documents, ids, ordinal, t, valid, labels, next_label, counted, valid & ~follows, shard)
+
+    def held(self, queries: torch.Tensor) -> torch.Tensor:
+        """Those of some tokens that the rank holds, as indices among the flattened tokens of whole rows."""
+        return queries if self.shard is None else queries[self.shard.held(queries)]
+
+    def states(self, hidden: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        """Hidden states of tokens that the rank holds, [N, H].
+
+        Args:
+            hidden: of the rank's tokens, [batch, n or fewer, H].
+            queries: indices among the flattened tokens of whole rows, [N].
+        """
+        return hidden.flatten(0, 1)[queries] if self.shard is None else self.shard.states(hidden, queries)
 
     @property
     def n_labels(self) -> int:

@@ -73,13 +73,13 @@ def next_token_loss(
         **options: of `rope_kernels.linear_ce_kl`.
     """
     labels = labelled.next_label.flatten()
-    queries = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+    queries = labelled.held((labels != IGNORE_INDEX).nonzero().squeeze(1))
     ce_weight = torch.full((len(queries),), 1 / divisor, device=labels.device)
     of_cue = None if cue is None else cue.factors(labelled).flatten()[queries]
     if of_cue is not None:
         ce_weight = ce_weight * of_cue
     of_longce = head_weights(longce, short_ce, queries)
-    states = hidden.flatten(0, 1)[queries]
+    states = labelled.states(hidden, queries)
     loss, rows = head_losses(causal_lm, states, None, labels[queries], ce_weight, None, **options, **of_longce)
     token_weight = rows.ce_factor if of_longce or cue is not None else None
     if token_weight is not None and of_cue is not None:

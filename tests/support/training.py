@@ -34,11 +34,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
-def documents(n: int = 24, longest: int = 24, seed: int = 0) -> Dataset:
-    """`n` documents of 12 to `longest` random tokens."""
+def documents(n: int = 24, longest: int = 24, seed: int = 0, n_labels: int | None = None) -> Dataset:
+    """`n` documents of 12 to `longest` random tokens, of which the first `n_labels` that can have a label do."""
     rng = random.Random(seed)
     rows = [[rng.randrange(3, VOCAB) for _ in range(rng.randrange(12, longest + 1))] for _ in range(n)]
-    return Dataset.from_list([{"input_ids": row} for row in rows])
+    if n_labels is None:
+        return Dataset.from_list([{"input_ids": row} for row in rows])
+    end = n_labels + 1
+    return Dataset.from_list([{"input_ids": x, "labels": [*x[:end], *[-100] * (len(x) - end)]} for x in rows])
 
 
 def trainer(output_dir: Path, trainer_class=RopeSFTTrainer, config_class=RopeSFTConfig, model=None, **options):

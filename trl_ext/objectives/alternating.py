@@ -50,6 +50,10 @@ class AlternatingObjective(Objective):
     def draws(self) -> bool:
         return self.current is self.extend and self.extend.draws
 
+    @property
+    def shard(self) -> Any:
+        return self.current.shard
+
     def active(self) -> AbstractContextManager[None]:
         return self.current.active()
 

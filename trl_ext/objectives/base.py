@@ -14,6 +14,7 @@ from rope_patch.distillation import CopiedTeacher, SharedTeacher
 from rope_patch.distillation.teacher import adapter_layers
 from rope_patch.forward_loss import TAPE, ForwardLoss
 from rope_patch.layout.labelled import real_tokens
+from rope_patch.layout.shards import SequenceShard
 from rope_patch.registry import Registry, from_options
 from rope_patch.rotary import find_causal_lm
 
@@ -117,6 +118,10 @@ class Objective:
     takes_view_controls: ClassVar[bool] = False
     """Whether a view that changes nothing on purpose, as a control of another, is trained with."""
 
+    shares_sequences: ClassVar[bool] = False
+    """Whether several ranks may share a sequence: `read`, `counts` and the divisors of `loss` are then those of whole
+    rows, and sums of a loss those of the tokens, or heads, of `shard`."""
+
     options: Any
 
     def __init__(
@@ -139,6 +144,12 @@ class Objective:
     def draws(self) -> bool:
         """Whether forwards of the step draw the view."""
         return True
+
+    @property
+    def shard(self) -> SequenceShard | None:
+        """Which tokens of whole rows the forward in flight has, where several ranks share a sequence."""
+        state = self.forward_loss.state
+        return None if state is None else state.shard
 
     def check_length(self, length: int) -> None:
         """Raise, or warn, if documents of `length` tokens are more than the objective can compare."""
@@ -192,7 +203,7 @@ class Objective:
 
         The loss needs no logits; those of the last token are what wrappers that wait for all gradients want.
         """
-        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
         outputs = model(**inputs, **self._forward_options(), logits_to_keep=1, use_cache=False, **{TAPE: tape})
         zero: torch.Tensor = 0.0 * outputs.logits.float().sum()
         return zero
@@ -220,7 +231,8 @@ class Objective:
         raise NotImplementedError
 
     def _tape(self, inputs: dict[str, Any], read: Any, counts: dict[str, int]) -> Any:
-        return self.forward_loss.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
+        batch = inputs if self.shard is None else self.shard.batch
+        return self.forward_loss.tape(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
 
     def _forward_options(self) -> dict[str, Any]:
         return {}

@@ -57,6 +57,7 @@ class HiddenObjective(Objective):
 
     help = "distils hidden states of the model as it was pretrained into the rescaled one"
     synonyms = ("longred",)
+    shares_sequences = True
     options_class = HiddenOptions
     options: HiddenOptions
     forward_loss: HiddenDistiller

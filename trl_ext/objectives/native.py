@@ -50,6 +50,7 @@ class NativeObjective(Objective):
     """
 
     help = "distils predictions of the model as it was pretrained into the sampled view"
+    shares_sequences = True
     options_class = NativeOptions
     options: NativeOptions
     forward_loss: NativeDistiller
@@ -62,7 +63,7 @@ class NativeObjective(Objective):
 
     def read(self, batch: dict[str, Any]) -> Labelled:
         """Labels and documents."""
-        return Labelled.of(batch)
+        return Labelled.of(batch, self.shard)
 
     def counts(self, read: Labelled) -> dict[str, int]:
         """Real tokens, and queries with a label or with a next token, of which a step may have none."""

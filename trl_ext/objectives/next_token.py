@@ -83,13 +83,14 @@ class NextTokenObjective(Objective):
     counts_every_token = False
     evaluates_view = False
     takes_view_controls = True
+    shares_sequences = True
 
     def _make_loss(self, model: nn.Module) -> Any:
         return WeightedNextToken(model, self.options.longce, self.options.cue)
 
     def read(self, batch: dict[str, Any]) -> Labelled:
         """Labels and documents."""
-        return Labelled.of(batch)
+        return Labelled.of(batch, self.shard)
 
     def counts(self, read: Labelled) -> dict[str, int]:
         """Real tokens and labels."""

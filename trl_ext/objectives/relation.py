@@ -63,6 +63,7 @@ class RelationObjective(Objective):
 
     help = "distils relations of the model as it was pretrained into the rescaled one"
     synonyms = ("linearard",)
+    shares_sequences = True
     options_class = RelationOptions
     options: RelationOptions
     forward_loss: RelationDistiller

@@ -26,6 +26,7 @@ from rope_patch.registry import unknown
 from rope_patch.rotary import find_decoder
 from rope_patch.state import state_of
 
+from ..sequence_ranks import SequenceRanks, gradient_factor
 from ..step_means import Part
 from .alternating import AlternatingObjective
 from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
@@ -226,7 +227,7 @@ class SelfDistillObjective(NextTokenObjective):
             options.longce,
             teacher=self._native(model) if options.teacher == "native" else None,
             control=options.control,
-            one_pass=options.passes != "two",
+            one_pass=options.passes != "two" and SequenceRanks.of(self.accelerator) is None,
         )
 
     def _allow_two_calls(self) -> None:
@@ -292,8 +293,7 @@ class SelfDistillObjective(NextTokenObjective):
             earlier = StandardTape(read, counts["labels"])
             with rope_view(self.forward_loss.decoder, "standard"):
                 first = self._call(model, inputs, earlier) + earlier.result.loss
-            # counts are those of all ranks, whose gradients are averaged
-            factor = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            factor = gradient_factor(self.accelerator, over_all_ranks=self.args.average_tokens_across_devices)
             self.accelerator.backward(first * factor)
         tape = ViewTape(read, counts["labels"], self._kl_divisor(counts), earlier)
         tie = self._call(model, inputs, tape)
@@ -352,10 +352,10 @@ class SelfDistillObjective(NextTokenObjective):
 
 def _by_quarter(name: str, result: ConsistencyLoss, value: torch.Tensor, end: torch.Tensor) -> dict[str, Part]:
     """KL of the queries whose value is in each quarter of [0, end), and their number."""
-    quarter = (4 * value // end.clamp(min=1)).clamp(max=3).flatten()[result.queries]
-    chosen = result.in_kl.flatten()[result.queries]
+    quarter = (4 * value // end.clamp(min=1)).clamp(max=3).flatten()
+    chosen = result.in_kl.flatten()
     parts: dict[str, Part] = {}
     for i in range(4):
         here = chosen & (quarter == i)
-        parts[f"{name}_{i + 1}of4"] = torch.where(here, result.rows.kl, 0.0).sum(), here.sum()
+        parts[f"{name}_{i + 1}of4"] = torch.where(here[result.queries], result.rows.kl, 0.0).sum(), here.sum()
     return parts

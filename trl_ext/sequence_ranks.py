@@ -1,0 +1,190 @@
+"""One sequence over several ranks: ring context parallel (accelerate's "cp") and Ulysses (its "sp", of DeepSpeed)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import distributed
+
+from rope_patch.layout.documents import locate_documents
+from rope_patch.layout.shards import SequenceShard
+
+Engine = Literal["cp", "sp"]
+
+_OF_ROWS = ("input_ids", "labels", "attention_mask", "position_ids")  # what whole rows are known by
+
+
+@dataclass(frozen=True)
+class SequenceRanks:
+    """The ranks that share each sequence.
+
+    Args:
+        accelerator: of the trainer, prepared.
+        engine: "cp", whose batches come whole to each rank and are split inside the step, or "sp", whose batches come
+            split.
+        size: how many they are.
+    """
+
+    accelerator: Accelerator
+    engine: Engine
+    size: int
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> "SequenceRanks | None":
+        """Those of a trainer, None where each rank has sequences of its own."""
+        parallelism: Any = getattr(accelerator, "parallelism_config", None)
+        engines: tuple[Engine, ...] = ("cp", "sp")
+        for engine in engines:
+            size = getattr(parallelism, f"{engine}_size", 1)
+            if size > 1:
+                return cls(accelerator, engine, size)
+        return None
+
+    @property
+    def multiple(self) -> int:
+        """What the tokens of a row must be divisible by: the ring gives each rank two pieces, so that all work alike."""
+        return 2 * self.size if self.engine == "cp" else self.size
+
+    @property
+    def group(self) -> Any:
+        """Process group of the ranks that share this rank's sequence."""
+        if self.engine == "cp":
+            return self.accelerator.torch_device_mesh["cp"].get_group()
+        from deepspeed.utils import groups
+
+        return groups._get_sequence_parallel_group()
+
+    def pad_collator(self, collator: Any) -> None:
+        """Let TRL's collator pad rows to a length that can be shared."""
+        known = getattr(collator, "pad_to_multiple_of", None) or 1
+        collator.pad_to_multiple_of = math.lcm(known, self.multiple)
+
+    def padded(self, batch: dict[str, Any]) -> None:
+        """Pad a batch on the right, in place, to a length that can be shared: rows may have been cut."""
+        rows, n = batch["input_ids"].shape
+        missing = -n % self.multiple
+        if not missing:
+            return
+        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        for name, value in list(batch.items()):
+            if isinstance(value, torch.Tensor) and value.shape == (rows, n):
+                fill = -100 if name == "labels" else 0
+                batch[name] = torch.nn.functional.pad(value, (0, missing), value=fill)
+
+    def whole_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Token ids, labels, mask and positions of whole rows, which nothing changes later, from a step's batch.
+
+        Raises:
+            ValueError: under the ring, rows hold several documents, are padded on the left, or have a length that its
+                ranks cannot share.
+        """
+        if self.engine == "sp":
+            return self._gathered(batch)
+        self._check_ring_rows(batch)
+        return {name: batch[name].clone() for name in _OF_ROWS if name in batch}
+
+    def _gathered(self, batch: dict[str, Any]) -> dict[str, Any]:
+        whole = {}
+        for name in (*_OF_ROWS, "shift_labels"):
+            if name in batch:
+                own = batch[name].to(self.accelerator.device).contiguous()
+                parts = [torch.empty_like(own) for _ in range(self.size)]
+                distributed.all_gather(parts, own, group=self.group)
+                whole[name] = torch.cat(parts, 1)
+        next_labels = whole.pop("shift_labels")
+        # the first token's own label is predicted by nothing
+        whole["labels"] = torch.nn.functional.pad(next_labels[:, :-1], (1, 0), value=-100)
+        return whole
+
+    def _check_ring_rows(self, batch: dict[str, Any]) -> None:
+        ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        assert ids is not None
+        rows, n = ids.shape
+        if n % self.multiple:
+            raise ValueError(
+                f"rows must have a multiple of {self.multiple} tokens for {self.size} ranks (cp_size), got {n}: pad them "
+                "in data_collator, or leave data_collator out, and TRL's pads them."
+            )
+        documents = locate_documents(rows, n, ids.device, positions, mask)
+        if int(documents.ordinal.max()) + 1 > rows:
+            raise ValueError(
+                "a ring of ranks (cp_size) attends causally over whole rows, and these hold several documents, which "
+                "would see each other: switch packing and padding_free off, or take Ulysses (sp_size) with flash "
+                "attention."
+            )
+        if mask is not None and bool((mask[:, :-1] < mask[:, 1:]).any()):
+            raise ValueError(
+                "a ring of ranks (cp_size) attends causally over whole rows, and these are padded on the left, where "
+                "tokens would see the padding: pad on the right."
+            )
+
+    def ring_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch as the ring splits it: with the place of each token in its row as `position_ids`."""
+        rows, n = inputs["input_ids"].shape
+        places = torch.arange(n, device=inputs["input_ids"].device).repeat(rows, 1)
+        return {**inputs, "position_ids": places}
+
+    def shard(self, whole: dict[str, Any], inputs: dict[str, Any]) -> SequenceShard:
+        """Which tokens of whole rows the rank holds.
+
+        Args:
+            whole: of `whole_rows`.
+            inputs: the rank's part of the batch, as the model gets it.
+        """
+        if self.engine == "cp":
+            index = inputs["position_ids"][0]
+        else:
+            m = inputs["input_ids"].shape[1]
+            index = torch.arange(m, device=inputs["input_ids"].device) + m * distributed.get_rank(self.group)
+        whole = {name: value.to(index.device) for name, value in whole.items()}
+        return SequenceShard(whole, index.clone(), self.group)
+
+    def sampler_order(self, of_ranks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each number of the micro-batches of a step once, in the order in which one rank alone would read them.
+
+        Args:
+            of_ranks: [ranks, micro-steps], alike on the ranks of a sequence.
+
+        Returns:
+            The numbers, [groups * micro-steps], and where among them are those of this rank's micro-batches.
+        """
+        of_groups = of_ranks[:: self.size]
+        n_groups, n_micro = of_groups.shape
+        micro, group = torch.arange(n_micro)[None], torch.arange(n_groups)[:, None]
+        if self.engine == "sp":  # a turn of `size` micro-steps shares out what each rank of the group has read
+            turn, within = micro // self.size, micro % self.size
+            place = (turn * n_groups + group) * self.size + within
+        else:
+            place = micro * n_groups + group
+        order = place.flatten().argsort()
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order))
+        mine = rank.view(n_groups, n_micro)[self.accelerator.process_index // self.size]
+        return of_groups.flatten()[order.to(of_groups.device)], mine
+
+    def sum_over(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks of a sequence, without gradient."""
+        total = value.detach().clone()
+        distributed.all_reduce(total, group=self.group)
+        return total
+
+
+def gradient_factor(accelerator: Accelerator, *, over_all_ranks: bool) -> float:
+    """What a rank's part of a loss is multiplied by before backward, as engines average gradients and do not sum them.
+
+    DDP, FSDP and ZeRO divide by all ranks. DeepSpeed with Ulysses divides by the number of sequences at a time.
+
+    Args:
+        accelerator: of the trainer.
+        over_all_ranks: whether the loss was divided by counts of all ranks (`average_tokens_across_devices`), or by
+            those of the rank's own sequence.
+    """
+    ranks = SequenceRanks.of(accelerator)
+    divided_by = accelerator.num_processes
+    if ranks is not None and ranks.engine == "sp":
+        divided_by //= ranks.size
+    if over_all_ranks:
+        return float(divided_by)
+    return 1.0 if ranks is None or ranks.engine == "sp" else float(ranks.size)
