@@ -25,7 +25,11 @@ def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> N
     args, name = trainer.args, f"{ranks.engine}_size={ranks.size}"
     view = args.make_view()
     options: Any = args.objective_options
-    consistency = getattr(options, "consistency", None)
+    consistency, targets = getattr(options, "consistency", None), getattr(options, "targets", None)
+    config = find_causal_lm(trainer.model).config.get_text_config(decoder=True)
+    n_heads = getattr(config, "num_attention_heads", 1)
+    n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
+    attends = bool(getattr(targets, "attention", 0.0))
     reasons = {
         f"objective {args.objective!r} does not say that it can (`shares_sequences`)": not objective_of(
             args
@@ -34,6 +38,11 @@ def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> N
         "token_weighting='longce' and kl_longce read short windows of whole rows": options.reads_short_contexts,
         "kl_top chooses among all rows of a document": getattr(consistency, "kl_top", None) is not None,
         "a control's noise differs between ranks": getattr(options, "control", None) is not None,
+        "attention with dropout would take a teacher's for an evaluation, which Ulysses does not split": ranks.engine
+        == "sp"
+        and bool(getattr(config, "attention_dropout", 0.0)),
+        f"attention=... of relation_args needs {n_heads} and {n_kv_heads} heads to be multiples of that": attends
+        and bool(n_heads % ranks.size or n_kv_heads % ranks.size),
         "images belong to whole rows": trainer._is_vision_dataset,
         "padding_free rows hold several documents, which a ring does not keep apart": ranks.engine == "cp"
         and args.padding_free,

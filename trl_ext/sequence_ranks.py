@@ -138,8 +138,8 @@ class SequenceRanks:
         else:
             m = inputs["input_ids"].shape[1]
             index = torch.arange(m, device=inputs["input_ids"].device) + m * distributed.get_rank(self.group)
-        whole = {name: value.to(index.device) for name, value in whole.items()}
-        return SequenceShard(whole, index.clone(), self.group)
+        rows = {name: whole[name].to(index.device) for name in _OF_ROWS if name in whole}
+        return SequenceShard(rows, index.clone(), self.group)
 
     def sampler_order(self, of_ranks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each number of the micro-batches of a step once, in the order in which one rank alone would read them.
@@ -162,7 +162,7 @@ class SequenceRanks:
         rank = torch.empty_like(order)
         rank[order] = torch.arange(len(order))
         mine = rank.view(n_groups, n_micro)[self.accelerator.process_index // self.size]
-        return of_groups.flatten()[order.to(of_groups.device)], mine
+        return of_groups.flatten()[order], mine
 
     def sum_over(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of a sequence, without gradient."""
@@ -174,17 +174,20 @@ class SequenceRanks:
 def gradient_factor(accelerator: Accelerator, *, over_all_ranks: bool) -> float:
     """What a rank's part of a loss is multiplied by before backward, as engines average gradients and do not sum them.
 
-    DDP, FSDP and ZeRO divide by all ranks. DeepSpeed with Ulysses divides by the number of sequences at a time.
-
     Args:
         accelerator: of the trainer.
         over_all_ranks: whether the loss was divided by counts of all ranks (`average_tokens_across_devices`), or by
             those of the rank's own sequence.
     """
     ranks = SequenceRanks.of(accelerator)
-    divided_by = accelerator.num_processes
-    if ranks is not None and ranks.engine == "sp":
-        divided_by //= ranks.size
-    if over_all_ranks:
-        return float(divided_by)
-    return 1.0 if ranks is None or ranks.engine == "sp" else float(ranks.size)
+    n_ranks, n_sharing = accelerator.num_processes, 1 if ranks is None else ranks.size
+    divided_by = n_ranks
+    if ranks is not None and ranks.engine == "sp" and not _reduces_by_scatter(accelerator):
+        divided_by //= n_sharing
+    return divided_by * (1.0 if over_all_ranks else n_sharing / n_ranks)
+
+
+def _reduces_by_scatter(accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed 0.19 divides gradients by all ranks: elsewhere, with Ulysses, by sequences at a time."""
+    zero = accelerator.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
+    return zero.get("stage") == 3 and bool(zero.get("reduce_scatter", True))

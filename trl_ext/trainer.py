@@ -446,7 +446,8 @@ class RopeSFTTrainer(SFTTrainer):
         if self._perturbs and batches:
             for batch in batches:
                 self._require_borders(batch)
-            for batch, whole, first in zip(batches, rows, self._number_documents(rows, device)[0], strict=True):
+            numbers, _ = self._number_documents(rows, device, self._ranks)
+            for batch, whole, first in zip(batches, rows, numbers, strict=True):
                 batch[_FIRST_SAMPLE] = whole[_FIRST_SAMPLE] = first
             if self._cut_rows(batches):
                 num_items = self._get_num_items_in_batch(batches, device)
@@ -464,17 +465,22 @@ class RopeSFTTrainer(SFTTrainer):
         self._batches_left = len(batches)
         return batches, num_items
 
-    def _number_documents(self, batches: list[dict[str, Any]], device: torch.device) -> tuple[list[int], int]:
-        """How many documents of all ranks come before those of each batch, and how many there are in all."""
+    def _number_documents(
+        self, batches: list[dict[str, Any]], device: torch.device, ranks: SequenceRanks | None
+    ) -> tuple[list[int], int]:
+        """How many documents of all ranks come before those of each batch, and how many there are in all.
+
+        Args:
+            batches: of whole rows.
+            device: for talking to other ranks.
+            ranks: those that share the rows.
+        """
         counts = torch.tensor([[count_documents(batch) for batch in batches]], device=device)
-        counts = self.accelerator.gather(counts)  # [ranks, micro-steps]
-        # in evaluation Ulysses is off: each rank has rows of its own
-        shares = self._ranks is not None and (self.model.training or self._ranks.engine == "cp")
-        ranks = self._ranks if shares else SequenceRanks(self.accelerator, "cp", 1)
-        assert ranks is not None
+        counts = self.accelerator.gather(counts).cpu()  # [ranks, micro-steps]
+        ranks = ranks or SequenceRanks(self.accelerator, "cp", 1)
         in_order, mine = ranks.sampler_order(counts)
         before = in_order.cumsum(0) - in_order
-        return before[mine.to(before.device)].tolist(), int(in_order.sum())
+        return before[mine].tolist(), int(in_order.sum())
 
     def _require_labels(self, n_labels: float) -> None:
         if n_labels == 0:
@@ -629,7 +635,10 @@ class RopeSFTTrainer(SFTTrainer):
             loss = super().training_step(model, inputs, *args, **kwargs)
         self._whole = None
         if self._ranks is not None and self._ranks.engine == "sp":
-            loss = loss * self._ranks.size  # Trainer logs the mean over ranks, and each has a part of the loss
+            # Trainer logs the mean over ranks, which may not be what the engine makes of gradients
+            over_all = self.args.average_tokens_across_devices
+            n_parts = self.accelerator.num_processes if over_all else self._ranks.size
+            loss = loss * (n_parts / gradient_factor(self.accelerator, over_all_ranks=over_all))
         if getattr(self.compute_loss, "__func__", None) is not RopeSFTTrainer.compute_loss:
             self._require_finite(loss)  # a `compute_loss` of one's own has not looked; each look waits for the GPU
         if self._perturbs and (self._objective is None or self._objective.draws):
@@ -647,7 +656,11 @@ class RopeSFTTrainer(SFTTrainer):
         inputs = self._prepare_inputs(inputs)
         first_sample = 0
         if self._perturbs or self._objective is not None:
-            (before,), n_documents = self._number_documents([inputs], self.args.device)
+            # Ulysses is off in evaluation, where each rank has rows of its own
+            in_ring = self._ranks is not None and self._ranks.engine == "cp"
+            (before,), n_documents = self._number_documents(
+                [inputs], self.args.device, self._ranks if in_ring else None
+            )
             first_sample = self._evaluated + before
             self._evaluated += n_documents
         self._set_clock(first_sample, training=False)

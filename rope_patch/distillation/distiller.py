@@ -1,5 +1,7 @@
 """Distillation in one call of a model: the teacher's forward runs before the student's."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +82,23 @@ class Distiller(ForwardLoss):
         kwargs = call.kwargs if shard is None else shard.without_padding_mask(call.kwargs)
         try:
             with without_gradient(tape.valid.device.type), self.teacher.ready() as teacher:
-                return teacher(*call.args, **kwargs)
+                with nullcontext() if shard is None else _attending_as_in_training(teacher):
+                    return teacher(*call.args, **kwargs)
         finally:
             tape.teaching = False
+
+
+@contextmanager
+def _attending_as_in_training(decoder: nn.Module) -> Iterator[None]:
+    """Training mode for attention modules: DeepSpeed's Ulysses lets those in eval mode attend to a rank's tokens alone.
+
+    Nothing else of them may go by the mode, such as dropout.
+    """
+    frozen = [m for m in decoder.modules() if hasattr(m, "is_causal") and not m.training]
+    for module in frozen:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in frozen:
+            module.training = False

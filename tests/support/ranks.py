@@ -64,7 +64,9 @@ def run_on_ranks(
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", str(_free_port())]
     command = [sys.executable, *(launcher if world > 1 else []), "-m", "support.ranks", str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-6000:]
+    # torchrun's own report comes last and says nothing
+    of_ranks = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    assert done.returncode == 0, "\n".join(of_ranks)[-5000:] or done.stderr[-6000:]
     results: Runs = torch.load(out.with_suffix(".pt"))
     return results
 
@@ -96,7 +98,8 @@ def require_alike(alone: Runs, together: Runs, tolerance: float = 2e-5, weights:
 
 
 def _require_close(actual: dict[str, float], expected: dict[str, float], tolerance: float, where: str) -> None:
-    assert actual.keys() == expected.keys(), where
+    # TRL's own loss has no parts, and ours may stand in for it
+    assert actual.keys() >= expected.keys(), (where, expected.keys() - actual.keys())
     for key, value in expected.items():
         assert abs(actual[key] - value) <= tolerance * max(abs(value), 0.1), (where, key, actual[key], value)
 
@@ -119,6 +122,10 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool) -> d
         kind = DistributedType.MULTI_GPU if engine == "fsdp2" else DistributedType.DEEPSPEED
         PartialState._shared_state["distributed_type"] = kind
         parallelism["accelerator_config"] = {"use_configured_state": True}
+        if engine != "fsdp2":
+            import deepspeed
+
+            deepspeed.init_distributed(dist_backend="gloo")
     if shared > 1:
         sizes = {"cp_size": shared} if engine == "fsdp2" else {"sp_size": shared}
         if engine == "fsdp2" and world > shared:
@@ -181,6 +188,15 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
     return {"steps": steps, "evaluated": evaluated, "weights": _weights(run.model, engine == "zero3" and world > 1)}
 
 
+def _forget_ulysses() -> None:
+    """Let another trainer of this process have Ulysses, which DeepSpeed sets up once for all."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    parallel_state_sp._release_sequence_parallel_groups()
+    ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
+
+
 def _weights(model: Any, partitioned: bool) -> dict[str, torch.Tensor]:
     parameters = dict(model.named_parameters())
     gathered: Any = nullcontext()
@@ -205,6 +221,8 @@ def main() -> None:
         cpu_ring.install()
     results = {}
     for name, options in job["cases"].items():
+        if shared > 1 and engine != "fsdp2":
+            _forget_ulysses()
         print(f"{engine} on {world} ranks, {shared} a sequence: {name}", file=sys.stderr, flush=True)
         results[name] = _train(options, engine, world, shared, device)
     if rank == 0:
