@@ -1,13 +1,20 @@
 """One sequence over several ranks gives the draws, losses, evaluations and weights of one rank."""
 
+import shutil
+from importlib.util import find_spec
+
 import pytest
 import torch
 from support.ranks import ADAPTERS, PI, RELATION, SELF, require_alike, run_on_ranks
+from support.training import trainer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
-]
+from trl_ext.sequence_ranks import SequenceRanks
+
+needs_ranks = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None or shutil.which("c++") is None,
+    reason="needs DeepSpeed, pip install -e '.[deepspeed]', and a C++ compiler",
+)
 
 # rows of 12 to 24 tokens, of any length: TRL's collator pads them to what ranks can share
 CASES = {
@@ -57,12 +64,78 @@ def alone(tmp_path_factory):
     return run_on_ranks(tmp_path_factory.mktemp("alone"), CASES, 1)
 
 
+@pytest.mark.slow
+@needs_ranks
 def test_a_ring_of_two_trains_like_one_rank(tmp_path, alone):
     require_alike(alone, run_on_ranks(tmp_path, CASES, 2, "fsdp2", shared=2))
 
 
+@pytest.mark.slow
+@needs_ranks
 @pytest.mark.parametrize("shared", [2, 4], ids=["two-rings", "one-ring"])
 def test_four_ranks_train_like_one(tmp_path, alone, shared):
     cases = {name: CASES[name] for name in OF_FOUR}
     expected = {name: alone[name] for name in OF_FOUR}
     require_alike(expected, run_on_ranks(tmp_path, cases, 4, "fsdp2", shared=shared))
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize(("stage", "world"), [("zero3", 2), ("zero2", 2), ("zero3", 4)])
+def test_ulysses_trains_like_one_rank(tmp_path, alone, stage, world):
+    # a call cannot run backward twice under DeepSpeed; gloo gathers rows of one length
+    names = [n for n in (OF_FOUR if world == 4 or stage == "zero2" else CASES) if "sequential" not in n]
+    cases, expected = ({name: of[name] for name in names} for of in (CASES, alone))
+    require_alike(expected, run_on_ranks(tmp_path, cases, world, stage, shared=2, pad_to_multiple_of=24))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"objective": "self-distill", "view": "skip", "self_distill_args": {"kl_top": 0.5}}, "kl_top chooses among"),
+        ({"token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}}, "read short windows"),
+        ({"objective": "self-distill", "self_distill_args": {"control": "dropout"}}, "noise differs between ranks"),
+        ({"shifted_attention": 0.25}, "groups tokens of whole rows"),
+        ({"padding_free": True, "max_length": None}, "does not keep apart"),
+        ({"objective": "relation-distill", **PI, "relation_args": {"attention": 1.0}}, "4 and 2 heads"),
+    ],
+)
+def test_what_needs_whole_rows_is_refused(tmp_path, monkeypatch, options, text):
+    ring = classmethod(lambda cls, accelerator: SequenceRanks(accelerator, "cp", 4))
+    monkeypatch.setattr(SequenceRanks, "of", ring)
+    with pytest.raises(ValueError, match=f"cp_size=4 gives each rank a part of every sequence, and .*{text}"):
+        trainer(tmp_path, **options)
+
+
+def test_rows_are_padded_to_what_ranks_can_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(SequenceRanks, "of", classmethod(lambda cls, accelerator: SequenceRanks(accelerator, "cp", 4)))
+    run = trainer(tmp_path, view="skip", pad_to_multiple_of=6)
+    assert run.data_collator.pad_to_multiple_of == 24  # 6, and two pieces for each of 4 ranks
+
+
+def test_a_ring_refuses_rows_that_it_cannot_attend_to():
+    ranks = SequenceRanks(None, "cp", 2)  # type: ignore[arg-type]  # which asks for no accelerator
+    ids = torch.ones(1, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match="multiple of 4 tokens for 2 ranks"):
+        ranks.whole_rows({"input_ids": ids[:, :6]})
+    with pytest.raises(ValueError, match="hold several documents"):
+        ranks.whole_rows({"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])})
+    with pytest.raises(ValueError, match="padded on the left"):
+        ranks.whole_rows({"input_ids": ids, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])})
+
+
+@pytest.mark.parametrize(("engine", "expected"), [("cp", [0, 2, 4, 6, 1, 3, 5, 7]), ("sp", [0, 1, 4, 5, 2, 3, 6, 7])])
+def test_documents_are_numbered_as_one_rank_reads_them(engine, expected):
+    """Two sequences at a time, four micro-steps: a ring's groups take turns, those of Ulysses share out what they read."""
+
+    class Accelerator:
+        process_index = 0
+
+    of_ranks = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]])
+    places = []
+    for rank in (0, 2):
+        Accelerator.process_index = rank
+        in_order, mine = SequenceRanks(Accelerator, engine, 2).sampler_order(of_ranks)  # type: ignore[arg-type]
+        assert in_order[mine].tolist() == of_ranks[rank].tolist()
+        places += mine.tolist()
+    assert places == expected
