@@ -89,10 +89,10 @@ def _refuse_reentrant_checkpointing(trainer: "RopeSFTTrainer") -> None:
 def _refuse_short_contexts(trainer: "RopeSFTTrainer") -> None:
     if not trainer.args.objective_options.reads_short_contexts:
         return
-    if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():
+    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 2) == 1:
         raise ValueError(
             "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, and "
-            "sharded weights are gathered by all ranks together: use DDP or ZeRO-2, or leave them out."
+            "FSDP1 hides that weights are gathered for each: set fsdp_config={'fsdp_version': 2}, or use DDP or DeepSpeed."
         )
     if trainer._is_vision_dataset:
         raise ValueError(

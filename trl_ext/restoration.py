@@ -183,7 +183,7 @@ def restore(
     if is_deepspeed_zero3_enabled():
         raise ValueError(
             "restore exports a model that it loads anew, of which each rank would have a part under ZeRO-3: use "
-            "ZeRO-2, or a RopeSFTTrainer for each stage."
+            "ZeRO-2, or a RopeSFTTrainer for each stage (objective='relation-distill', then 'clm' on what it saved)."
         )
     of_hub = {name: value for name, value in init_kwargs.items() if name in _OF_HUB}
     pretrained = AutoConfig.from_pretrained(model, **of_hub)

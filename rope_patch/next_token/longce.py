@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed
 
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
@@ -76,11 +77,13 @@ class LongCE:
             dtype=torch.int64,
             device=ids.device,
         ).view(-1, 2)
-        if not len(windows):
-            return reference.view(ids.shape)
         offset = torch.arange(size, device=ids.device)
         labels = labelled.next_label.flatten()
-        for chosen in windows.split(max(1, ids.numel() // size)):
+        parts = list(windows.split(max(1, ids.numel() // size))) if len(windows) else []
+        # a window of one token scores nothing
+        nothing = torch.tensor([[0, 1]], device=ids.device)
+        parts += [nothing] * (_most_of_ranks(decoder, len(parts), ids.device) - len(parts))
+        for chosen in parts:
             begin, length = chosen[:, :1], chosen[:, 1:]
             token = (begin + offset).clamp(max=ids.numel() - 1)
             # padding is on the right, where nothing real looks
@@ -93,6 +96,16 @@ class LongCE:
             _, metrics = head_losses(causal_lm, hidden[scored], None, labels[queries], none, None)
             reference[queries] = metrics.ce.float()
         return reference.view(ids.shape)
+
+
+def _most_of_ranks(decoder: Any, n_forwards: int, device: torch.device) -> int:
+    """The largest number of forwards that a rank needs, where all of them gather weights for each one together."""
+    # of ZeRO-3 and FSDP2
+    if not any(hasattr(p, "ds_id") or hasattr(p, "full_tensor") for p in decoder.parameters()):
+        return n_forwards
+    most = torch.tensor(n_forwards, device=device)
+    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    return int(most)
 
 
 def head_weights(longce: LongCE | None, short_ce: torch.Tensor | None, queries: torch.Tensor) -> dict[str, Any]:

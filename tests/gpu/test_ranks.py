@@ -16,6 +16,8 @@ ROWS = {
     "documents": {"longest": 128, "n": 24},
     "pad_to_multiple_of": 128,
     "max_length": 128,
+    "max_steps": 10,
+    "learning_rate": 1e-3,
     "model": {"num_key_value_heads": 4, "max_position_embeddings": 128, "hidden_size": 64, "head_dim": 16},
 }
 CASES = {

@@ -233,8 +233,8 @@ class SelfDistillObjective(NextTokenObjective):
     def _allow_two_calls(self) -> None:
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
-                "passes='sequential' and max_copies have two backward passes a batch, DeepSpeed one: leave them "
-                "out of self_distill_args."
+                "passes='sequential' and max_copies have two backward passes a batch, DeepSpeed one: use FSDP2, which "
+                "shards weights as ZeRO-3 does, or leave them out of self_distill_args."
             )
         logger.info(
             "Views run one after the other, each with its own backward, where one forward would copy more than "
