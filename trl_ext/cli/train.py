@@ -36,8 +36,10 @@ def add_commands(commands: Any) -> None:
         + "\n".join(f"  {name:{width}}{what}" for name, what in MAIN_FIELDS.items())
         + "\n\n`rope-patch train --help-all` explains every field. `rope-patch methods` lists what rescale, view and "
         "objective can be.\nA recipe with `text`, `distil` or `extend` restores a rescaled model (LinearARD); "
-        "`rope-patch train RECIPE.yaml --help-all`\nexplains its fields. On several GPUs: accelerate launch -m trl_ext "
-        "train RECIPE.yaml. Recipes to start from are in\nexamples/recipes.",
+        "`rope-patch train RECIPE.yaml --help-all`\nexplains its fields. Recipes to start from are in examples/recipes.\n\n"
+        "On several GPUs: --accelerate_config NAME, with ddp, fsdp2, zero2 or zero3, and fsdp2-cp or zero3-sp, whose\n"
+        "GPUs share each row; or a file of accelerate's. --num_processes N takes N of the GPUs, --ranks_per_sequence N\n"
+        "lets N share a row. docs/several_gpus.md says which one fits.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         forwards=True,
     )
@@ -45,12 +47,16 @@ def add_commands(commands: Any) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Fine-tune, or restore, whichever the fields of the recipe and the flags are of."""
+    """Fine-tune, or restore, whichever the fields of the recipe and the flags are of; on several GPUs if asked."""
+    from ..launching import Launch
     from ..recipe import with_config_flag
 
-    arguments = with_config_flag(args.arguments)
+    launch, given = Launch.take(args.arguments)
+    arguments = with_config_flag(given)
     if not arguments:
         raise ValueError("name a recipe: rope-patch train RECIPE.yaml. `rope-patch train --help` says what is in one.")
+    if launch is not None:
+        return launch.run(["train", *arguments])
     if is_restoration(arguments):
         from ..restore_recipe import restore_recipe
 
