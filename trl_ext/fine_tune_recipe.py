@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import set_seed
@@ -22,6 +23,7 @@ from rope_patch.eval.report import require_writable
 
 from .checkpoint import require_checkpoint, require_no_adapter
 from .config import RopeSFTConfig
+from .engine_advice import engine_advice
 from .recipe import RecipeParser
 from .trainer import RopeSFTTrainer
 
@@ -79,6 +81,22 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
     trainer.save_model()
     if training.push_to_hub:
         trainer.push_to_hub()
+
+
+def plan_recipe(arguments: Sequence[str], n_gpus: Sequence[int]) -> str:
+    """What each engine needs for the fine-tuning of a recipe on so many GPUs; nothing is loaded or written.
+
+    Raises:
+        ValueError: the recipe is wrong, of a restoration, or of weights in 4 or 8 bits, which are not counted.
+        OSError: a file that is not there.
+    """
+    on_cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # where bf16 would be refused
+    _, training, model, _ = _parsed([*arguments, *on_cpu])
+    require_model(model)
+    if model.load_in_4bit or model.load_in_8bit:
+        raise ValueError("--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out.")
+    dtype = (training.model_init_kwargs or {}).get("dtype", model.dtype)
+    return engine_advice(model.model_name_or_path, training, get_peft_config(model), dtype, n_gpus)
 
 
 def _parsed(arguments: Sequence[str] | None) -> tuple[Any, ...]:

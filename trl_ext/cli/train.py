@@ -23,6 +23,9 @@ MAIN_FIELDS = {
 }
 
 
+_GPUS = (1, 2, 4, 8)  # that a plan looks at where none are asked for
+
+
 def add_commands(commands: Any) -> None:
     """Add `train` to the subparsers."""
     width = max(map(len, MAIN_FIELDS)) + 4
@@ -39,7 +42,7 @@ def add_commands(commands: Any) -> None:
         "`rope-patch train RECIPE.yaml --help-all`\nexplains its fields. Recipes to start from are in examples/recipes.\n\n"
         "On several GPUs: --accelerate_config NAME, with ddp, fsdp2, zero2 or zero3, and fsdp2-cp or zero3-sp, whose\n"
         "GPUs share each row; or a file of accelerate's. --num_processes N takes N of the GPUs, --ranks_per_sequence N\n"
-        "lets N share a row. docs/several_gpus.md says which one fits.",
+        "lets N share a row. --dry_run prints what each needs of a GPU's memory, and ends.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         forwards=True,
     )
@@ -52,9 +55,16 @@ def run_train(args: argparse.Namespace) -> int:
     from ..recipe import with_config_flag
 
     launch, given = Launch.take(args.arguments)
-    arguments = with_config_flag(given)
+    is_plan = "--dry_run" in given
+    arguments = with_config_flag([argument for argument in given if argument != "--dry_run"])
     if not arguments:
         raise ValueError("name a recipe: rope-patch train RECIPE.yaml. `rope-patch train --help` says what is in one.")
+    if is_plan:
+        from ..fine_tune_recipe import plan_recipe
+
+        n_gpus = _GPUS if launch is None else [launch.settings()["num_processes"]]
+        print(plan_recipe(arguments, n_gpus))
+        return 0
     if launch is not None:
         return launch.run(["train", *arguments])
     if is_restoration(arguments):
