@@ -170,7 +170,8 @@ class RotaryEntry:
         bound = self.state.bound
         self.by_layer = {}
         if bound is None or _layer_type(args, kwargs) in self.state.local.types:
-            return self._by_whole_rows(module, args, kwargs)
+            self._by_whole_rows(module, args, kwargs)
+            return None
         view = bound.view if isinstance(bound, BoundView) else None
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         x = kwargs["x"] if "x" in kwargs else args[0]

@@ -170,7 +170,7 @@ def _on_meta(model_config: Any, peft_config: Any, dtype: Any) -> nn.Module:
         kind = torch.float32 if kind is None else config.dtype
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=kind)
-        return model if peft_config is None else get_peft_model(model, peft_config)  # type: ignore[arg-type]
+        return model if peft_config is None else get_peft_model(model, peft_config)
 
 
 def _bytes(parameters: Any) -> int:

@@ -91,7 +91,8 @@ class Launch:
             )
         if settings.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
             raise ValueError(
-                f"--accelerate_config {self.config} needs DeepSpeed: pip install 'rope-patch[deepspeed]', or take fsdp2."
+                f"--accelerate_config {self.config} needs DeepSpeed: pip install 'rope-patch[deepspeed]', or take "
+                "fsdp2."
             )
         return {**settings, "num_processes": n, **self._sequence_sizes(n)}
 
@@ -100,7 +101,8 @@ class Launch:
         if engine is None:
             if self.ranks_per_sequence is not None:
                 raise ValueError(
-                    f"--ranks_per_sequence is for {' and '.join(_SEQUENCE_SIZES)}, got --accelerate_config {self.config}."
+                    f"--ranks_per_sequence is for {' and '.join(_SEQUENCE_SIZES)}, got --accelerate_config "
+                    f"{self.config}."
                 )
             return {}
         shared = n if self.ranks_per_sequence is None else self.ranks_per_sequence

@@ -52,8 +52,8 @@ def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> N
     reason = next((reason for reason, applies in reasons.items() if applies), None)
     if reason is not None:
         raise ValueError(
-            f"{name} gives each rank a part of every sequence, and {reason}: leave it out, or use FSDP2 or DeepSpeed ZeRO "
-            "with whole sequences on each rank, and long_rows for their memory."
+            f"{name} gives each rank a part of every sequence, and {reason}: leave it out, or use FSDP2 or DeepSpeed "
+            "ZeRO with whole sequences on each rank, and long_rows for their memory."
         )
 
 
@@ -92,7 +92,8 @@ def _refuse_short_contexts(trainer: "RopeSFTTrainer") -> None:
     if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 2) == 1:
         raise ValueError(
             "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, and "
-            "FSDP1 hides that weights are gathered for each: set fsdp_config={'fsdp_version': 2}, or use DDP or DeepSpeed."
+            "FSDP1 hides that weights are gathered for each: set fsdp_config={'fsdp_version': 2}, or use DDP or "
+            "DeepSpeed."
         )
     if trainer._is_vision_dataset:
         raise ValueError(

@@ -44,7 +44,7 @@ class SequenceRanks:
 
     @property
     def multiple(self) -> int:
-        """What the tokens of a row must be divisible by: the ring gives each rank two pieces, so that all work alike."""
+        """What the tokens of a row must be divisible by: a ring gives each rank two pieces, so that all work alike."""
         return 2 * self.size if self.engine == "cp" else self.size
 
     @property
@@ -104,8 +104,8 @@ class SequenceRanks:
         rows, n = ids.shape
         if n % self.multiple:
             raise ValueError(
-                f"rows must have a multiple of {self.multiple} tokens for {self.size} ranks (cp_size), got {n}: pad them "
-                "in data_collator, or leave data_collator out, and TRL's pads them."
+                f"rows must have a multiple of {self.multiple} tokens for {self.size} ranks (cp_size), got {n}: pad "
+                "them in data_collator, or leave data_collator out, and TRL's pads them."
             )
         documents = locate_documents(rows, n, ids.device, positions, mask)
         if int(documents.ordinal.max()) + 1 > rows:

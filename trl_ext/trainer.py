@@ -202,6 +202,7 @@ class RopeSFTTrainer(SFTTrainer):
         self._objective = self._make_objective(config)
         if self._objective is not None:  # also of a family whose own loss takes no count of the step
             self.model_accepts_loss_kwargs = True
+        self._shard_teacher()
         self._shifted = self._make_shifted(config)
         self.memory_plan: MemoryPlan | None = None
         self._long_rows: LongRowTraining | None = None
@@ -428,6 +429,12 @@ class RopeSFTTrainer(SFTTrainer):
         check_objective(self)
         return objective_of(args).build(self.model, args, self.accelerator)
 
+    def _shard_teacher(self) -> None:
+        """Hold a teacher's copy as FSDP2 holds the student: in parts."""
+        teacher = None if self._objective is None else self._objective.teacher
+        if isinstance(teacher, CopiedTeacher) and self.accelerator.is_fsdp2 and not teacher.offload:
+            teacher.shard()
+
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
         if args.shifted_attention is None:
             return None
@@ -614,9 +621,7 @@ class RopeSFTTrainer(SFTTrainer):
         if mode == "train":
             tokens = torch.tensor(batch_counts["tokens"], device=loss.device)
             self._total_train_tokens += self.accelerator.gather(tokens).sum().item() // n_sharing
-            loss = loss * gradient_factor(
-                self.accelerator, over_all_ranks=self.args.average_tokens_across_devices
-            )
+            loss = loss * gradient_factor(self.accelerator, over_all_ranks=self.args.average_tokens_across_devices)
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
         return loss
 
@@ -687,8 +692,8 @@ class RopeSFTTrainer(SFTTrainer):
         assert self._ranks is not None
         if not prediction_loss_only:
             raise ValueError(
-                "predictions and compute_metrics are given logits of whole rows, of which each rank of a ring (cp_size) "
-                "has a part: leave compute_metrics out and set prediction_loss_only=True."
+                "predictions and compute_metrics are given logits of whole rows, of which each rank of a ring "
+                "(cp_size) has a part: leave compute_metrics out and set prediction_loss_only=True."
             )
         self._ranks.padded(inputs)
         self._whole = self._ranks.whole_rows(inputs)

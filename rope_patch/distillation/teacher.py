@@ -77,7 +77,9 @@ class SharedTeacher:
 
 
 class CopiedTeacher:
-    """A frozen copy with native RoPE, for training that changes the weights themselves: whole on each rank.
+    """A frozen copy with native RoPE, for training that changes the weights themselves.
+
+    It is whole on each rank, or in parts (`shard`).
 
     Args:
         model: the student before training, patched or not.
@@ -101,6 +103,31 @@ class CopiedTeacher:
         healed(RopeParameters.of(decoder), decoder).write_modules(decoder)
         if offload:
             self.copy.to("cpu")
+
+    def shard(self) -> None:
+        """Hold the copy in parts on all ranks, by FSDP2: a forward gathers one layer after the other.
+
+        Raises:
+            ValueError: the copy waits on the CPU between steps, which needs it whole.
+        """
+        if self.offload:
+            raise ValueError(
+                "teacher_offload=True moves a whole copy to the CPU and back: leave it out to shard the copy."
+            )
+        from torch.distributed.fsdp import fully_shard
+
+        decoder: Any = find_decoder(self.copy)
+        head = self.copy.get_output_embeddings()
+        embeddings = self.copy.get_input_embeddings()
+        is_tied = head.weight is embeddings.weight
+        self.copy.to(next(self.student.parameters()).device)
+        # not the decoder itself: it would get another class, and Transformers keeps by class which states it may return
+        others = [module for module in decoder.children() if module is not decoder.layers]
+        for module in (*decoder.layers, *others, *([] if is_tied else [head])):
+            if any(True for _ in module.parameters()):
+                fully_shard(module, reshard_after_forward=True)
+        if is_tied:  # which FSDP2 does not see
+            head.weight = embeddings.weight
 
     @contextmanager
     def ready(self) -> Iterator[Any]:

@@ -77,8 +77,8 @@ class SequenceShard:
     def by_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Whole rows of a share of the heads, in exchange for a part of the rows of all heads, with gradients.
 
-        As in Ulysses: rank r of R gets heads r h, ..., r h + h - 1 with h = ceil(n_heads / R); those behind the last one
-        are zeros.
+        As in Ulysses: rank r of R gets heads r h, ..., r h + h - 1 with h = ceil(n_heads / R); those behind the last
+        one are zeros.
 
         Args:
             x: [batch, n_heads, m, head_dim], of the rank's tokens.

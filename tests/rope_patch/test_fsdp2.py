@@ -11,6 +11,7 @@ import torch
 SCRIPT = """
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from peft import LoraConfig, get_peft_model
 from support.tiny import tiny
 from rope_patch import patch_model
@@ -28,8 +29,8 @@ torch.manual_seed(rank)
 ids = torch.randint(3, 101, (2, 24))
 
 
-def prepared(patches, checkpointing, adapters):
-    model = tiny("qwen3").train()
+def prepared(patches, checkpointing, adapters, tied=False):
+    model = tiny("qwen3", tie_word_embeddings=tied).train()
     for method, options in patches:
         patch_model(model, method, **options)
     if view_source(model) is not None:
@@ -75,6 +76,9 @@ def views(one_pass, native=False, **rows):
 
 def run(model, make, wrap):
     distiller, new_tape, loss = make(model)
+    if wrap is shard and isinstance(distiller.teacher, CopiedTeacher):
+        distiller.teacher.shard()
+        assert all(isinstance(p, DTensor) for p in distiller.teacher.copy.parameters())
     wrap(model)
     with distiller.active():
         tape = new_tape()
@@ -94,6 +98,7 @@ def shard(model):
 PI, SKIP = ("pi", {"factor": 4.0}), ("skip", {"max_skip": 40})
 for name, patches, make, adapters in [
     ("relation", [PI], relation, False),
+    ("relation, tied", [PI], relation, False),
     ("relation, adapters", [PI], relation, True),
     ("hidden", [PI], hidden(0.0), False),
     ("hidden, short to long", [PI, SKIP], hidden(10.0), False),
@@ -105,7 +110,7 @@ for name, patches, make, adapters in [
     ("rows", [SKIP], views(True, kl_top=0.5, reduction="uniform"), False),
 ]:
     for checkpointing in (False, True):
-        plain, sharded = (prepared(patches, checkpointing, adapters) for _ in range(2))
+        plain, sharded = (prepared(patches, checkpointing, adapters, "tied" in name) for _ in range(2))
         expected = run(plain, make, lambda model: None)
         actual = run(sharded, make, shard)
         assert torch.allclose(actual, expected, rtol=1e-5), (name, actual, expected)

@@ -1,4 +1,4 @@
-"""Torch's ring attention on a CPU: it has handlers for attention kernels of GPUs alone, and here is one for the CPU's."""
+"""Torch's ring attention on a CPU: it has handlers for kernels of GPUs alone, and here is one for the CPU's."""
 
 from typing import Any
 
@@ -21,7 +21,15 @@ def _handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTe
     if op is _FORWARD.default:
         query, key, value, _, is_causal = local
         results = ring._templated_ring_attention(
-            mesh.get_group(), 2, _FORWARD, query=query, key=key, value=value, is_causal=is_causal, dropout_p=0.0, **kwargs
+            mesh.get_group(),
+            2,
+            _FORWARD,
+            query=query,
+            key=key,
+            value=value,
+            is_causal=is_causal,
+            dropout_p=0.0,
+            **kwargs,
         )
     else:
         grad_out, query, key, value, out, logsumexp, _, is_causal = local

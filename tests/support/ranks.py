@@ -1,7 +1,7 @@
 """The trainer on several ranks against one: a script for torchrun, and what starts it and reads its results.
 
 On a CPU ranks talk by gloo, on GPUs by NCCL. A case is options of `support.training.trainer` that JSON can hold, and
-"adapters", options of LoRA; "documents", of the dataset; "model", of the tiny model.
+"adapters", options of LoRA; "documents", of the dataset; "model", of the tiny model; "resume", a checkpoint.
 """
 
 import json
@@ -47,7 +47,12 @@ def run_on_ranks(
         **common: options of all cases.
     """
     out = folder / f"{engine}-{world}-{shared}"
-    job = {"engine": engine, "shared": shared, "device": device, "cases": {n: {**common, **c} for n, c in cases.items()}}
+    job = {
+        "engine": engine,
+        "shared": shared,
+        "device": device,
+        "cases": {n: {**common, **c} for n, c in cases.items()},
+    }
     out.with_suffix(".json").write_text(json.dumps(job))
     ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
     environment = {
@@ -160,7 +165,6 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool) -> d
 
 def _train(options: dict[str, Any], engine: str, world: int, shared: int, device: str) -> dict[str, Any]:
     from peft import LoraConfig
-
     from support.tiny import tiny
     from support.training import documents, logged, trainer
 
@@ -179,12 +183,15 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
     }
     model, adapters = options.pop("model", {}), options.pop("adapters", None)
     options.pop("documents", None)
+    resume = options.pop("resume", None)
     if adapters is not None:
         settings["peft_config"] = LoraConfig(**adapters)
-    run = trainer(Path(f"unused-{engine}"), model=tiny(**model), **{**settings, **options})
-    run.train()
+    run = trainer(Path(f"{engine}-{world}-run"), model=tiny(**model), **{**settings, **options})
+    run.train(resume_from_checkpoint=resume)
     steps = [{key: float(value) for key, value in entry.items()} for entry in logged(run, *LOGGED)]
-    evaluated = {k: v for k, v in run.evaluate().items() if k.startswith(("eval_loss", "eval_ce", "eval_kl", "eval_rel"))}
+    evaluated = {
+        k: v for k, v in run.evaluate().items() if k.startswith(("eval_loss", "eval_ce", "eval_kl", "eval_rel"))
+    }
     return {"steps": steps, "evaluated": evaluated, "weights": _weights(run.model, engine == "zero3" and world > 1)}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import yaml
 from support.tiny import tiny
 from support.training import tokenizer
 
@@ -11,7 +12,9 @@ from trl_ext.long_rows import plan_memory
 
 
 def settings(folder, **options):
-    return RopeSFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], **{"max_length": 64, **options})
+    return RopeSFTConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], **{"max_length": 64, **options}
+    )
 
 
 def test_bytes_are_those_of_the_parts(tmp_path):
@@ -46,9 +49,8 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     tiny().save_pretrained("model")
     tokenizer().save_pretrained("model")
-    (tmp_path / "tune.yaml").write_text(
-        "model_name_or_path: model\noutput_dir: out\nmax_length: 64\nview: skip\nreport_to: none\ndatasets: [{path: json}]\n"
-    )
+    recipe = {"model_name_or_path": "model", "output_dir": "out", "max_length": 64, "view": "skip", "report_to": "none"}
+    (tmp_path / "tune.yaml").write_text(yaml.safe_dump({**recipe, "datasets": [{"path": "json"}]}))
     assert cli.main(["train", "tune.yaml", "--dry_run"]) == 0
     printed = capsys.readouterr().out
     assert "A step of 512 tokens" in printed and "8 GPUs fsdp2-cp" in printed

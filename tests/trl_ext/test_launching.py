@@ -23,7 +23,11 @@ def test_accelerate_takes_each_config(tmp_path, name):
     arguments = launch_command_parser().parse_args(["--config_file", str(file), "-m", "trl_ext", "train"])
     args, _, _ = _validate_launch_command(arguments)
     assert args.num_processes == 4 and args.mixed_precision == "bf16"
-    engines = {"use_fsdp": name.startswith("fsdp2"), "use_deepspeed": name.startswith("zero"), "multi_gpu": name == "ddp"}
+    engines = {
+        "use_fsdp": name.startswith("fsdp2"),
+        "use_deepspeed": name.startswith("zero"),
+        "multi_gpu": name == "ddp",
+    }
     assert {key: bool(getattr(args, key)) for key in engines} == engines
     if name.startswith("fsdp2"):
         assert int(args.fsdp_version) == 2

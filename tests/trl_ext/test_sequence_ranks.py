@@ -126,7 +126,7 @@ def test_a_ring_refuses_rows_that_it_cannot_attend_to():
 
 @pytest.mark.parametrize(("engine", "expected"), [("cp", [0, 2, 4, 6, 1, 3, 5, 7]), ("sp", [0, 1, 4, 5, 2, 3, 6, 7])])
 def test_documents_are_numbered_as_one_rank_reads_them(engine, expected):
-    """Two sequences at a time, four micro-steps: a ring's groups take turns, those of Ulysses share out what they read."""
+    """Two sequences at a time, four micro-steps: rings take turns, groups of Ulysses share out what they read."""
 
     class Accelerator:
         process_index = 0
