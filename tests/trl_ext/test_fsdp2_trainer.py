@@ -1,4 +1,4 @@
-"""Ten steps under FSDP2 on two ranks are those of one, for every objective, with adapters and with all weights."""
+"""Steps under FSDP2 on several ranks are those of one, for every objective; a run goes on on other ranks."""
 
 import pytest
 import torch
@@ -28,3 +28,29 @@ def test_two_ranks_train_like_one(tmp_path):
     steps = {"max_steps": 10, "learning_rate": 1e-3}
     alone, together = run_on_ranks(tmp_path, CASES, 1, **steps), run_on_ranks(tmp_path, CASES, 2, "fsdp2", **steps)
     require_alike(alone, together, tolerance=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("adapters", [None, ADAPTERS], ids=["all-weights", "adapters"])
+def test_a_run_goes_on_on_other_ranks(tmp_path, adapters):
+    case = {
+        **SELF,
+        "optim": "adamw_torch",
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    if adapters is not None:
+        engine, begins, goes_on = "ddp", (1, 1), [(2, 1)]
+        case["adapters"] = adapters
+    else:
+        engine, begins, goes_on = "fsdp2", (2, 1), [(4, 1), (2, 2)]  # the last is a ring
+    whole = run_on_ranks(tmp_path, {"case": case}, begins[0], engine, begins[1])
+    resumed = {**case, "resume": str(tmp_path / f"{engine}-{begins[0]}-run" / "checkpoint-2")}
+    for world, shared in goes_on:
+        folder = tmp_path / f"{world}-{shared}"
+        folder.mkdir()
+        after = run_on_ranks(folder, {"case": resumed}, world, engine, shared)
+        require_alike(whole, after, tolerance=1e-3, weights=1e-3)
