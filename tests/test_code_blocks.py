@@ -33,6 +33,7 @@ from trl_ext import RopeSFTConfig
 from trl_ext.cli.console import _parser
 from trl_ext.cli.model_spec import ModelSpec
 from trl_ext.fine_tune_recipe import FIELDS
+from trl_ext.launching import Launch, config_names
 from trl_ext.restore_recipe import FIELDS as RESTORE_FIELDS
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +127,11 @@ def parsed(run):
 def check_rope_patch(arguments):
     known = _parser().parse_args(arguments)
     if known.command == "train":
-        check_fields({word[2:].replace("-", "_") for word in known.arguments if word.startswith("--")} - {"help_all"})
+        launch, arguments = Launch.take(known.arguments)  # of a launch, as `run_train` takes them
+        if launch is not None and not launch.config.endswith(".yaml"):
+            assert launch.config in config_names(), f"no config {launch.config}"
+        flags = {word[2:].replace("-", "_") for word in arguments if word.startswith("--")}
+        check_fields(flags - {"help_all", "dry_run"})
         for word in known.arguments:
             assert not word.startswith("examples/") or (ROOT / word).is_file(), f"no recipe {word}"
     models = getattr(known, "model", None)
