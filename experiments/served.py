@@ -206,7 +206,8 @@ def main() -> None:
     work = args.work / str(args.length)
     work.mkdir(parents=True, exist_ok=True)
     study = Study(args.model, row, work)
-    # for the process that `export` starts
+    # for `export`, which looks for them, and for the process that it starts
+    sys.path.append(str(converter_packages()))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(converter_packages())]))
     labels = args.rescalings or list(rescalings(study.head_dim, study.window))
     there = {(line["program"], line["rescaling"], line["length"]) for line in read_lines(args.out)}

@@ -35,6 +35,7 @@ def test_a_gguf_of_an_extended_smollm2_answers_in_llama_server(tmp_path, monkeyp
     except FileNotFoundError as missing:
         pytest.skip(str(missing))
     monkeypatch.setenv("PYTHONPATH", str(converter_packages()))
+    monkeypatch.syspath_prepend(converter_packages())
     unpack_embedded(tmp_path / "native")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "native", dtype=torch.float32)
     patch_model(model, "yarn", factor=8.0)
