@@ -77,7 +77,9 @@ class RopeDescription:
         return "\n".join(lines)
 
 
-_OLD_WINDOW = "programs that serve the model stop there: pass max_position_embeddings to the rescaling to name another"
+_OLD_WINDOW = (
+    "programs that serve the model stop there; a rescaling that takes max_position_embeddings can name another"
+)
 _WHEN = {"train": "training forwards", "always": "every forward", None: ""}
 
 

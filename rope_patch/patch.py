@@ -105,9 +105,14 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
         state.rescaling, state.current = chosen, parameters
         parameters.write(decoder)
         if names_no_window(chosen, parameters.max_position_embeddings):
+            remedy = (
+                f"pass max_position_embeddings to {chosen.name!r} to name another"
+                if hasattr(chosen, "max_position_embeddings")
+                else f"{chosen.name!r} can name no other"
+            )
             logger.warning(
                 f"The config goes on to declare the window of {parameters.max_position_embeddings} positions, where "
-                f"programs that serve the model stop: pass max_position_embeddings to {chosen.name!r} to name another."
+                f"programs that serve the model stop: {remedy}."
             )
     else:
         _refuse_dynamic(_types(decoder), chosen)

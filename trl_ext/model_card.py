@@ -164,9 +164,9 @@ def _tags_of_trl(trainer: "RopeSFTTrainer") -> list[str]:
 
 def _links() -> tuple[tuple[str, str], ...]:
     """Where the run is logged."""
-    found = {"Trackio": trl_utils.get_trackio_space_url(), "Comet": trl_utils.get_comet_experiment_url()}
+    addresses = {"Trackio": trl_utils.get_trackio_space_url(), "Comet": trl_utils.get_comet_experiment_url()}
     if is_wandb_available():
         import wandb
 
-        found["Weights & Biases"] = None if wandb.run is None else wandb.run.url
-    return tuple((name, address) for name, address in found.items() if address)
+        addresses["Weights & Biases"] = None if wandb.run is None else wandb.run.url
+    return tuple((name, address) for name, address in addresses.items() if address)

@@ -76,7 +76,8 @@ def write_export_card(
 def _rescalings(model: nn.Module, source: Path | None, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All that were applied since the base model: an adapter's come back with it, a checkpoint's are in its config."""
     state = state_of(find_decoder(model))
-    now = [] if state is None else [{"method": one.name, "options": one.options()} for one in state.rescalings]
+    applied = () if state is None else state.rescalings
+    now = [{"method": rescaling.name, "options": rescaling.options()} for rescaling in applied]
     is_adapter = source is not None and (source / "adapter_config.json").is_file()
     before = runs[-1].get("run", {}).get("rescalings", []) if runs and not is_adapter else []
     return [*before, *now]

@@ -17,7 +17,7 @@ from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
 from ..registry import unknown
 from ..rescale import RopeParameters
-from ..rotary import find_causal_lm, find_decoder
+from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested
 from ..state import state_of
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
@@ -90,7 +90,8 @@ def export(
         max_shard_gb: size of one file of weights, in 10^9 bytes, above 0.
         check: whether to load the result without this package and compare its logits.
         window: positions that config and command promise, at most those of the model's config; None promises those.
-            For a model that was trained for fewer than its rescaling reaches.
+            For a model that was trained for fewer than its rescaling reaches; not under dynamic NTK, whose formula
+            reads the config's.
         report: of `rope-patch eval`, its folder or results.json, whose figures go into the card, README.md; None takes
             that in the folder `rope-patch-report` in the checkpoint, or beside it if it measured this checkpoint.
 
@@ -118,7 +119,7 @@ def export(
         loaded = model if isinstance(model, nn.Module) else load(model)
         causal_lm, decoder = find_causal_lm(loaded), find_decoder(loaded)
         edits = _require_right(target, loaded, causal_lm, decoder)
-        window = _promised(window, getattr(text_config(causal_lm, decoder), "max_position_embeddings", None))
+        window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
         _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
@@ -197,11 +198,11 @@ def _wrong(target: str, decoder: Any) -> list[Wrong]:
         ValueError: it does not.
     """
     wrong = wrong_outcomes(target, decoder.config)
-    for one in wrong:
-        if not one.folds:
+    for outcome in wrong:
+        if not outcome.folds:
             raise ValueError(
-                f"{target} would serve this model wrong, without an error: under rope type {one.rope_type!r} it "
-                f"{one.reason}. {one.instead}"
+                f"{target} would serve this model wrong, without an error: under rope type {outcome.rope_type!r} it "
+                f"{outcome.reason}. {outcome.instead}"
             )
     return wrong
 
@@ -226,12 +227,21 @@ def _require_plain(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None
         raise ValueError(f"{type(causal_lm).__name__} is code of a repository, which other programs do not run.")
 
 
-def _promised(window: int | None, reached: int | None) -> int | None:
+def _promised(window: int | None, config: Any) -> int | None:
+    """The positions to write into the config: `window`, which may be less than `config` has, or those."""
+    reached: int | None = getattr(config, "max_position_embeddings", None)
     if window is None:
         return reached
     require_integer("window", window, least=1)
     if reached is not None and window > reached:
         raise ValueError(f"window must be at most the {reached} positions of the model's config, got {window}.")
+    parameters = config.rope_parameters
+    of_layer_types = parameters.values() if is_nested(parameters) else [parameters]
+    if window != reached and any(grows_with_rows(o["rope_type"]) for o in of_layer_types if o):
+        raise ValueError(
+            f"window must be left out under rope type 'dynamic', whose formula reads the {reached} positions of the "
+            f"config, got {window}: name the length to the program that serves the model."
+        )
     return window
 
 

@@ -106,7 +106,12 @@ OUTCOMES = (
         options=("truncate",),
     ),
     Wrong("mlx", "longrope", "gives rows within the trained window the long factors", f"{_RESCALE}, {_TRANSFORMERS}."),
-    Wrong("mlx", "dynamic", "does not rescale beyond the trained window", f"{_RESCALE}, {_TRANSFORMERS}."),
+    Wrong(
+        "mlx",
+        "dynamic",
+        "takes another base for each part of a prompt that it reads, and keeps the keys of the parts before",
+        f"{_RESCALE}, {_TRANSFORMERS}.",
+    ),
 )
 
 

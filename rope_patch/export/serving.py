@@ -24,9 +24,9 @@ def serving_of(config: Any, window: int | None, target: str | None) -> Serving:
     wrong: list[tuple[str, str]] = []
     for program, title in _TITLES.items():
         outcomes = wrong_outcomes(program, config)
-        hopeless = [one for one in outcomes if not one.folds]
+        hopeless = [outcome for outcome in outcomes if not outcome.folds]
         if hopeless:
-            wrong += [(title, one.reason) for one in hopeless]
+            wrong += [(title, outcome.reason) for outcome in hopeless]
         # what is folded is folded by `export`, and a GGUF is written by it
         elif program == target or (target is not None and not outcomes and program != "llama.cpp"):
             commands.append((title, (PROGRAMS[program](HERE, window),)))

@@ -60,8 +60,8 @@ class EvalFigures:
         if (inside / _STORED).is_file():
             return cls.read(inside, folder)
         if folder.is_dir() and (around / _STORED).is_file():
-            found = cls.read(around, folder)
-            return found if found.own is not None else None
+            figures = cls.read(around, folder)
+            return figures if figures.own is not None else None
         return None
 
 

@@ -127,7 +127,7 @@ def _context(
     config = text_config(find_causal_lm(model), decoder) if config is None else config
     window = getattr(config, "max_position_embeddings", None)
     native = native_window(model, runs)
-    steps = [f"`{one['method']}`{_options(one['options'], ' (', ')')}" for one in rescalings]
+    steps = [f"`{rescaling['method']}`{_options(rescaling['options'], ' (', ')')}" for rescaling in rescalings]
     return _filled(
         {
             "Window, in positions": "" if window is None else f"{window:,}",
@@ -182,12 +182,12 @@ def _run_rows(run: Mapping[str, Any]) -> Rows:
 
 def _citations(runs: Sequence[Mapping[str, Any]], rescalings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Of what made the model. A method that is not registered here is one from elsewhere: its run has recorded it."""
-    found: list[str] = []
-    for one in rescalings:
-        found += _of_registered(resolve_rescaling, one["method"], one["options"], "cites")
+    papers: list[str] = []
+    for rescaling in rescalings:
+        papers += _of_registered(resolve_rescaling, rescaling["method"], rescaling["options"], "cites")
     for run in runs:
-        found += run.get("run", {}).get("papers", [])
-    return tuple(dict.fromkeys(found))
+        papers += run.get("run", {}).get("papers", [])
+    return tuple(dict.fromkeys(papers))
 
 
 def _of_registered(resolve: Any, name: str, options: Mapping[str, Any], attribute: str) -> list[str]:
@@ -230,7 +230,7 @@ def _text(value: Any) -> str:
 def _short(value: Any) -> Any:
     """Without what no reader reads: long lists of numbers."""
     if isinstance(value, Mapping):
-        return {name: _short(one) for name, one in value.items()}
+        return {name: _short(option) for name, option in value.items()}
     if isinstance(value, list | tuple) and len(value) > _LONGEST_LIST:
         return f"{len(value)} numbers"
     return list(value) if isinstance(value, tuple) else value

@@ -1,12 +1,14 @@
 """`export`: a folder that another program serves right, or a refusal that says why not."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 import torch
 from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers.utils import logging
 
 import rope_patch
 from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
@@ -132,7 +134,9 @@ RESCALED = {
 VALUES = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
 
 
-@pytest.mark.parametrize("cell", [one for one in OUTCOMES if not one.folds], ids=lambda o: f"{o.program}-{o.rope_type}")
+@pytest.mark.parametrize(
+    "cell", [outcome for outcome in OUTCOMES if not outcome.folds], ids=lambda o: f"{o.program}-{o.rope_type}"
+)
 def test_what_a_program_serves_wrong_is_refused_with_what_to_take_instead(cell, tmp_path):
     method = {"dynamic": "dynamic-ntk", "linear": "pi"}.get(cell.rope_type, cell.rope_type)
     family = "gemma3" if cell.families else next(f for f in ("llama", "qwen2") if f not in cell.right_for)
@@ -255,6 +259,58 @@ def test_shards_are_no_larger_than_asked(tmp_path):
     assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
 
 
+# peak memory, in MiB, that an export adds to that of the loaded model with adapters, and the size of its weights
+MEASURE = """
+import resource, sys
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from rope_patch import export, patch_model
+shape = dict(
+    vocab_size=101, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8,
+    num_key_value_heads=8,
+)
+small = LlamaForCausalLM(LlamaConfig(**shape | {"hidden_size": 8, "num_hidden_layers": 1}))
+model = LlamaForCausalLM(LlamaConfig(**shape))
+patch_model(model, "yarn", factor=2.0, attention_factor=1.3)
+model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+export(small, sys.argv[1] + "/first", check=False)  # what is imported and allocated once
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before = peak()
+export(model, sys.argv[1] + "/out", target="mlx", check=False, max_shard_gb=float(sys.argv[2]))
+print(peak() - before, sum(p.numel() for p in model.parameters()) * 4 / 2**20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts ru_maxrss in KiB, as Linux does")
+def test_merging_takes_a_shard_and_a_layer_of_memory_not_another_model(tmp_path):
+    pytest.importorskip("peft")
+    added = {}
+    for shard_gb in (0.02, 5.0):
+        folder = tmp_path / str(shard_gb)
+        folder.mkdir()
+        command = [sys.executable, "-c", MEASURE, str(folder), str(shard_gb)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        added[shard_gb], weights = map(float, done.stdout.split())
+    assert added[0.02] < weights / 2, added
+    assert added[5.0] > weights / 2, "in one shard all weights are merged at once: else nothing is measured"
+
+
+def test_the_progress_of_writing_is_shown(tmp_path, capfd):
+    """Of every layer, as Transformers shows its own: on stderr, and not where its progress bars are off."""
+    model = tiny()
+    logging.enable_progress_bar()
+    export(model, tmp_path / "out")
+    layers = model.config.num_hidden_layers
+    assert "Writing layers: 100%" in (shown := capfd.readouterr().err) and f"{layers}/{layers}" in shown
+    logging.disable_progress_bar()
+    try:
+        export(model, tmp_path / "silent")
+        assert "Writing layers" not in capfd.readouterr().err
+    finally:
+        logging.enable_progress_bar()
+
+
 @torch.no_grad()
 def test_experts_are_written_as_their_family_keeps_them(tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -311,6 +367,21 @@ def test_wrong_arguments_are_named(options, message, tmp_path):
     assert left_behind(tmp_path) == []
 
 
+def test_a_smaller_window_is_refused_where_it_would_change_the_model(tmp_path):
+    """Dynamic NTK begins where the config's window ends: under a smaller one it is another model, in silence."""
+    model = patch_model(tiny(), "dynamic-ntk", factor=4.0)
+    with pytest.raises(ValueError, match=f"reads the {WINDOW} positions of the config, got {WINDOW - 10}"):
+        export(model, tmp_path / "out", window=WINDOW - 10)
+    assert left_behind(tmp_path) == []
+    export(model, tmp_path / "out", window=WINDOW)
+    yarn = export(patch_model(tiny(), "yarn", factor=4.0), tmp_path / "yarn", target="vllm", window=2 * WINDOW)
+    assert yarn.command.endswith(f"--max-model-len {2 * WINDOW}")
+    ids = tokens(1, 3 * WINDOW)
+    with torch.no_grad():
+        expected = patch_model(tiny(), "yarn", factor=4.0)(ids).logits
+        assert torch.equal(reloaded(tmp_path / "yarn")(ids).logits, expected)
+
+
 def test_llama_cpp_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="git clone https://github.com/ggml-org/llama.cpp"):
@@ -342,5 +413,5 @@ def test_a_converter_that_fails_leaves_nothing(tmp_path):
 
 
 def test_every_outcome_is_of_a_program_that_there_is():
-    assert {one.program for one in OUTCOMES} <= set(PROGRAMS)
-    assert all(one.folds or one.instead for one in OUTCOMES)
+    assert {outcome.program for outcome in OUTCOMES} <= set(PROGRAMS)
+    assert all(outcome.folds or outcome.instead for outcome in OUTCOMES)

@@ -121,6 +121,18 @@ def test_a_second_rescaling_that_names_no_window_declares_the_native_one():
     assert model.config.max_position_embeddings == WINDOW
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "remedy"),
+    [
+        ("abf", {"theta": 1e6}, "pass max_position_embeddings to 'abf' to name another."),
+        ("dynamic-ntk", {"factor": FACTOR}, "'dynamic-ntk' can name no other."),
+    ],
+)
+def test_a_window_that_stays_is_told_with_what_can_be_done(method, options, remedy, caplog):
+    patch_model(tiny(), method, **options)
+    assert f"the window of {WINDOW} positions" in caplog.text and caplog.messages[-1].endswith(remedy)
+
+
 def test_written_configs_say_everything_explicitly():
     yarn = patch_model(tiny(), "yarn", factor=4).config
     assert yarn.max_position_embeddings == 4 * WINDOW and isinstance(yarn.max_position_embeddings, int)

@@ -59,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 _LONG = [1 + 3 * j / (HEAD_DIM // 2 - 1) for j in range(HEAD_DIM // 2)]
-# label of a row of the table -> method and options; None is the native schedule
+# label of a row of the table -> method and options; None is the native RoPE
 RESCALINGS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "none": None,
     "`ntk`": ("ntk", {"factor": FACTOR}),
@@ -77,12 +77,13 @@ RESCALINGS: dict[str, tuple[str, dict[str, Any]] | None] = {
         {"factor": FACTOR, "long_factor": _LONG, "attention_factor": 1.0},
     ),
     "`dynamic-ntk`": ("dynamic-ntk", {"factor": FACTOR}),
+    "`drop-rope`": ("drop-rope", {"max_position_embeddings": 2048}),
 }
 FORMS = ("as saved", "older keys")
 
 
 def takes(family: str, rescaling: str) -> bool:
-    """Whether Transformers has the schedule for the family.
+    """Whether Transformers has the rescaling for the family.
 
     Phi-3 it gives LongRoPE and plain bases alone, and for Gemma 3's layer types it drops `truncate`.
     """

@@ -1,8 +1,8 @@
 """What is expected of each cell, as data. A new version of a program that mends or breaks one fails its test.
 
 A string is a row of the table, one character a family in the order of `checkpoints.FAMILIES`: Llama, Mistral, Qwen2,
-Qwen3, Gemma3, Phi3. + right, - wrong and the program says nothing, r refused by the program, . not a schedule of the
-family.
+Qwen3, Gemma3, Phi3. + right, - wrong and the program says nothing, r refused by the program, . not a rescaling of
+the family.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,10 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope: long factors for short rows
             "------",  # longrope, attention_factor
             "-----.",  # dynamic-ntk: the table ends at the window
+            "+++++.",  # drop-rope
         ],
     },
-    # 0.5.23; of Gemma3's schedules it takes the bases alone
+    # 0.5.23; of Gemma3's RoPE parameters it takes the bases alone
     "SGLang": {
         "both": [
             "++++++",  # none
@@ -48,6 +49,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "++++-+",  # longrope
             "------",  # longrope, attention_factor
             "-----.",  # dynamic-ntk
+            "++++-.",  # drop-rope
         ],
     },
     # of llama-cpp-python 0.3.36
@@ -66,6 +68,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "------",  # longrope: long factors for short rows with Phi3, unscaled with others
             "------",  # longrope, attention_factor
             "-----.",  # dynamic-ntk
+            "++---.",  # drop-rope
         ],
     },
     # 0.32.2
@@ -83,7 +86,8 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "---+-.",  # llama3
             "------",  # longrope
             "------",  # longrope, attention_factor
-            "---+-.",  # dynamic-ntk
+            "-----.",  # dynamic-ntk
+            "---+-.",  # drop-rope
         ],
         "older keys": [
             "++++++",  # none
@@ -98,7 +102,8 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "+++++.",  # llama3
             "------",  # longrope: long factors for short rows
             "------",  # longrope, attention_factor
-            "+++++.",  # dynamic-ntk
+            "-----.",  # dynamic-ntk: another base for each part of the row
+            "+++++.",  # drop-rope
         ],
     },
     # 4.8.5
@@ -117,6 +122,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "rrrrrr",  # longrope
             "rrrrrr",  # longrope, attention_factor
             "rrrrr.",  # dynamic-ntk
+            "-rrrr.",  # drop-rope
         ],
     },
     # 0.18.0; Gemma3's dictionary of layer types it does not read, and Phi3 only with LongRoPE
@@ -135,6 +141,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-rrrrr",  # longrope
             "-rrrrr",  # longrope, attention_factor
             "rrrrr.",  # dynamic-ntk
+            "+rrrr.",  # drop-rope
         ],
         "older keys": [
             "++++r+",  # none
@@ -150,6 +157,7 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
             "-rrrr+",  # longrope
             "-rrrr-",  # longrope, attention_factor
             "rrrrr.",  # dynamic-ntk
+            "+rrrr.",  # drop-rope
         ],
     },
 }

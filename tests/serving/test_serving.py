@@ -49,7 +49,7 @@ def test_both_forms_give_transformers_the_logits_of_the_patched_model(family, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rescaling_moves_the_logits_by_more_than_the_tolerance(family):
-    """A program that dropped the schedule would otherwise pass for right."""
+    """A program that dropped the rescaling would otherwise pass for right."""
     for rescaling in (name for name in RESCALINGS if takes(family, name) and RESCALINGS[name] is not None):
         name, options = RESCALINGS[rescaling]
         model = patch_model(tiny_model(family), name, **options)
@@ -82,7 +82,7 @@ def test_docs_have_the_table_of_what_is_expected():
     assert table() == page.partition(START)[2].partition(END)[0]
 
 
-def test_a_wrong_schedule_is_found_wrong():
+def test_a_wrong_rescaling_counts_as_wrong():
     """The measure itself: native logits under the name of YaRN's are wrong, YaRN's own are right."""
     model = patch_model(tiny_model("Llama"), "yarn", factor=4.0)
     rows = rows_of("`yarn`")

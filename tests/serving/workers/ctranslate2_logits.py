@@ -11,6 +11,7 @@ sys.path.insert(0, sys.argv[1])
 import ctranslate2  # noqa: E402
 import numpy as np  # noqa: E402
 from ctranslate2.converters import TransformersConverter  # noqa: E402
+from reduced import save  # noqa: E402
 
 
 class WithoutTokenizer(TransformersConverter):
@@ -33,12 +34,7 @@ for job in json.loads(Path(sys.argv[2]).read_text()):
         converter.vocabulary = job["vocabulary"]
         converter.convert(str(converted))
         generator = ctranslate2.Generator(str(converted), device="cpu", compute_type="float32", intra_threads=1)
-        ids = np.load(job["ids"])[0].tolist()
-        rows = {
-            row: np.array(generator.forward_batch([ids[:length]], return_log_probs=False))[0]
-            for row, length in job["rows"].items()
-        }
-        np.savez(out, **rows)
+        save(job, lambda ids, of=generator: np.array(of.forward_batch([ids.tolist()], return_log_probs=False)))
     except Exception as error:  # of any kind: it is the outcome
         out.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
     finally:

@@ -4,6 +4,8 @@ import ctypes
 import json
 import os
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +26,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from conversion import get_model_class  # noqa: E402
 from conversion.base import ModelBase  # noqa: E402
+from reduced import CHUNK, save  # noqa: E402
 
 
 def convert(checkpoint: Path, gguf_file: Path) -> None:
@@ -46,23 +49,26 @@ def convert(checkpoint: Path, gguf_file: Path) -> None:
         WithoutTokenizer(checkpoint, gguf.LlamaFileType.ALL_F32, gguf_file).write()
 
 
-def logits(model: Any, ids: np.ndarray, vocabulary: int) -> np.ndarray:
-    """[tokens, vocabulary] float32 of one row in a fresh context of `SERVED_LENGTH`."""
+def logits(model: Any, vocabulary: int, ids: np.ndarray) -> Iterator[np.ndarray]:
+    """[tokens, vocabulary] float32 of one row in a fresh context, in parts."""
     options = llama.llama_context_default_params()
-    options.n_ctx = options.n_batch = options.n_ubatch = SERVED_LENGTH
+    options.n_ctx = max(SERVED_LENGTH, len(ids))
+    options.n_batch = options.n_ubatch = CHUNK
     options.n_threads = options.n_threads_batch = 1
     options.type_k = options.type_v = 0  # a cache in float32
     context = llama.llama_init_from_model(model, options)
-    batch = llama.llama_batch_init(len(ids), 0, 1)
-    batch.n_tokens = len(ids)
-    for i, token in enumerate(ids):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, 1
-        batch.seq_id[i][0] = 0
+    batch = llama.llama_batch_init(CHUNK, 0, 1)
     try:
-        if status := llama.llama_decode(context, batch):
-            raise RuntimeError(f"llama_decode gave {status}")
-        rows = [llama.llama_get_logits_ith(context, i) for i in range(len(ids))]
-        return np.stack([np.ctypeslib.as_array(row, shape=(vocabulary,)).copy() for row in rows])
+        for first in range(0, len(ids), CHUNK):
+            part = ids[first : first + CHUNK]
+            batch.n_tokens = len(part)
+            for i, token in enumerate(part):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), first + i, 1, 1
+                batch.seq_id[i][0] = 0
+            if status := llama.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode gave {status}")
+            rows = [llama.llama_get_logits_ith(context, i) for i in range(len(part))]
+            yield np.stack([np.ctypeslib.as_array(row, shape=(vocabulary,)).copy() for row in rows])
     finally:
         llama.llama_batch_free(batch)
         llama.llama_free(context)
@@ -83,10 +89,12 @@ llama.llama_backend_init()
 for job in json.loads(Path(sys.argv[2]).read_text()):
     out = Path(job["out"])
     try:
-        convert(Path(job["checkpoint"]), out.with_suffix(".gguf"))
-        model = load(out.with_suffix(".gguf"))
-        ids, vocabulary = np.load(job["ids"])[0], job["vocabulary"]
-        np.savez(out, **{row: logits(model, ids[:length], vocabulary) for row, length in job["rows"].items()})
+        gguf_file = Path(job["checkpoint"]) / "model.gguf"  # that `export` has written
+        if not gguf_file.exists():
+            gguf_file = out.with_suffix(".gguf")
+            convert(Path(job["checkpoint"]), gguf_file)
+        model = load(gguf_file)
+        save(job, partial(logits, model, job["vocabulary"]))
         llama.llama_model_free(model)
     except Exception as error:  # of any kind: it is the outcome
         out.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")

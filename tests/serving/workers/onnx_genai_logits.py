@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ package.__path__ = [str(FOLDER / "onnxruntime_genai")]
 import numpy as np  # noqa: E402
 import onnxruntime  # noqa: E402
 from onnxruntime_genai.models import builder  # noqa: E402
+from reduced import save  # noqa: E402
 
 # a checkpoint without a tokenizer
 builder.AutoTokenizer = SimpleNamespace(from_pretrained=lambda *args, **options: None)
@@ -31,11 +33,11 @@ def build(checkpoint: str, folder: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
 
 
-def logits(session: onnxruntime.InferenceSession, ids: np.ndarray, head_dim: int) -> np.ndarray:
-    """[tokens, vocabulary] of one row without a past."""
-    length = ids.shape[1]
+def logits(session: onnxruntime.InferenceSession, head_dim: int, ids: np.ndarray) -> np.ndarray:
+    """[1, tokens, vocabulary] of one row without a past."""
+    length = len(ids)
     inputs: dict[str, Any] = {
-        "input_ids": ids.astype(np.int64),
+        "input_ids": ids[None].astype(np.int64),
         "attention_mask": np.ones((1, length), np.int64),
         "position_ids": np.arange(length)[None],
     }
@@ -43,7 +45,7 @@ def logits(session: onnxruntime.InferenceSession, ids: np.ndarray, head_dim: int
         if expected.name.startswith("past_key_values"):
             inputs[expected.name] = np.zeros((1, expected.shape[1], 0, head_dim), np.float32)
     names = {expected.name for expected in session.get_inputs()}
-    return session.run(["logits"], {name: array for name, array in inputs.items() if name in names})[0][0]
+    return session.run(["logits"], {name: array for name, array in inputs.items() if name in names})[0]
 
 
 onnxruntime.set_default_logger_severity(3)
@@ -52,8 +54,7 @@ for job in json.loads(Path(sys.argv[2]).read_text()):
     built = out.with_suffix(".onnx")
     try:
         session = build(job["checkpoint"], built)
-        ids, head_dim = np.load(job["ids"]), job["head_dim"]
-        np.savez(out, **{row: logits(session, ids[:, :length], head_dim) for row, length in job["rows"].items()})
+        save(job, partial(logits, session, job["head_dim"]))
     except Exception as error:  # of any kind: it is the outcome
         out.with_suffix(".error").write_text(f"{type(error).__name__}: {error}")
     finally:
