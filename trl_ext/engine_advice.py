@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -170,7 +169,11 @@ def _on_meta(model_config: Any, peft_config: Any, dtype: Any) -> nn.Module:
         kind = torch.float32 if kind is None else config.dtype
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=kind)
-        return model if peft_config is None else get_peft_model(model, peft_config)
+        if peft_config is None:
+            return model
+        from peft import get_peft_model  # an extra, which not every training needs
+
+        return get_peft_model(model, peft_config)
 
 
 def _bytes(parameters: Any) -> int:
