@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from result_lines import add_line, read_lines
+from result_lines import Deadline, add_line, read_lines
 from served_row import Row, passkey_row
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -211,11 +211,11 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(converter_packages())]))
     labels = args.rescalings or list(rescalings(study.head_dim, study.window))
     there = {(line["program"], line["rescaling"], line["length"]) for line in read_lines(args.out)}
-    end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    deadline = Deadline(args.minutes)
     for program, label in cells(args.programs, labels):
         if (program, label, args.length) in there:
             continue
-        if end is not None and time.monotonic() > end:
+        if not deadline.leaves(0):
             break
         if program != OURS and (missing := WHOLE_MODELS[program].missing):
             raise SystemExit(missing)
