@@ -2,8 +2,10 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import metadata
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -153,7 +155,7 @@ def lm_eval_tasks(
 
     Raises:
         ImportError: lm-eval, or a package that one of the tasks needs, is not installed.
-        ValueError: an unknown task, or one without a document that is short enough.
+        ValueError: an unknown task, one without a document that is short enough, or rows that it cannot read.
         FileNotFoundError: the folder lacks the file of a task.
     """
     chat = uses_chat_template(tokenizer, chat_template)
@@ -195,17 +197,20 @@ class _Source(NamedTuple):
 
 
 def check_tasks(tasks: Sequence[str], data: str | Path | None, length: int) -> None:
-    """Raise what `lm_eval_tasks` would raise for want of a package, a name or a file, without a model.
+    """Raise what `lm_eval_tasks` would raise for want of a package, a name, a file or a field, without a model.
 
     Raises:
-        ImportError: lm-eval, or a package that one of the tasks needs, is not installed.
-        ValueError: an unknown task.
+        ImportError: lm-eval, or what one of the tasks needs beside it, is not installed.
+        ValueError: an unknown task, or rows that it cannot read.
         FileNotFoundError: the folder lacks the file of a task.
         OSError: data of the hub cannot be had.
     """
     for files in chosen_files(tasks, data).values():
         for leaf, source in files.items():
-            _built(leaf, source, 1, length)
+            task = _built(leaf, source, 1, length)
+            with quiet(), _explained(leaf, source):
+                task.build_all_requests(limit=1)
+                task.doc_to_target(next(iter(task.eval_docs)))
 
 
 def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dict[str, _Source]]:
@@ -213,7 +218,7 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
 
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: an unknown task, or none.
+        ValueError: an unknown task, or none, or a file with a row of no task, or that is not like the others.
         FileNotFoundError: the folder lacks the file of a task.
     """
     require_lm_eval()
@@ -230,10 +235,17 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
             continue
         files[name] = {}
         of_group = _file(folder, name) if leaves != [name] else None
-        in_group = set() if of_group is None else {_task_of(row, name) for row in read_json_lines(of_group)}
+        in_group = set() if of_group is None else _tasks_in(of_group, name)
+        if in_group - set(leaves):
+            raise ValueError(
+                f"{of_group} has rows of {', '.join(sorted(in_group - set(leaves))[:6])}, and lm-eval's {name} has no "
+                f"such task: a row names its task in `task`, or as {name}_SUBJECT in `subject`. Its tasks: "
+                f"{', '.join(leaves[:6])}{f' and {len(leaves) - 6} more' if len(leaves) > 6 else ''}."
+            )
         for leaf in leaves:
             of_leaf = _file(folder, leaf)
             if of_leaf is not None:
+                _tasks_in(of_leaf, None)
                 files[name][leaf] = _Source(of_leaf, _file(folder, f"{leaf}.fewshot"), None)
             elif leaf in in_group:
                 files[name][leaf] = _Source(of_group, _file(folder, f"{name}.fewshot"), name)
@@ -278,6 +290,26 @@ def _task_of(row: Mapping[str, Any], group: str) -> str:
     return str(row.get("task", f"{group}_{row.get('subject')}"))
 
 
+def _tasks_in(file: Path, group: str | None) -> set[str]:
+    """The tasks that a group's file has rows of, or the name of a task's own file; every line is read.
+
+    Raises:
+        ValueError: there is no row, a line is no JSON object, or it lacks a field that the first of its task has, which
+            would be empty in silence.
+    """
+    fields: dict[str, set[str]] = {}
+    for number, row in enumerate(read_json_lines(file), 1):
+        task = file.name if group is None else _task_of(row, group)
+        missing = fields.setdefault(task, set(row)) - set(row)
+        if missing:
+            raise ValueError(
+                f"line {number} of {file} has no field {', '.join(sorted(missing))}, which the first row of {task} has."
+            )
+    if not fields:
+        raise ValueError(f"{file} has no rows.")
+    return set(fields)
+
+
 def _rows(file: Path, group: str | None, leaf: str) -> Iterator[Mapping[str, Any]]:
     """Rows of one task, read as far as they are taken."""
     return (row for row in read_json_lines(file) if group is None or _task_of(row, group) == leaf)
@@ -290,25 +322,67 @@ def _built(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
         ImportError: it needs a package that is not installed.
         OSError: data of the hub cannot be had.
     """
-    try:
+    with _explained(leaf, source):
         if source.file is None:
             overrides: dict[str, Any] = {}
             if "babilong" in leaf:
                 longest = max(k for k in _BABILONG if 1024 * k <= length)
                 overrides["metadata"] = {"max_seq_lengths": f"{longest}k"}
-            return local_task(leaf, None, "test", shots=None, **overrides)
-        documents = list(islice(_rows(source.file, source.group, leaf), limit))
-        examples = None if source.examples is None else list(_rows(source.examples, source.group, leaf))
-        return local_task(leaf, documents, "test", examples=examples, shots=None)
+            task = local_task(leaf, None, "test", shots=None, **overrides)
+        else:
+            documents = list(islice(_rows(source.file, source.group, leaf), limit))
+            examples = None if source.examples is None else list(_rows(source.examples, source.group, leaf))
+            task = local_task(leaf, documents, "test", examples=examples, shots=None)
+        if examples is not None and len(examples) < (task.config.num_fewshot or 0):
+            raise ValueError(f"it shows {task.config.num_fewshot} examples, and there are {len(examples)}")
+        if "ifeval" in leaf:
+            _require_sentences(leaf)
+        return task
+
+
+@contextmanager
+def _explained(leaf: str, source: _Source) -> Iterator[None]:
+    """What lm-eval and datasets raise while they make a task and its prompts, as errors that say what to do."""
+    try:
+        yield
     except ModuleNotFoundError as error:
+        has_extra = leaf in metadata("lm_eval").get_all("Provides-Extra", [])
+        wanted = f"'lm_eval[{leaf}]'" if has_extra else f"{error.name}, or lm-eval with the extra for this task"
         raise ImportError(
-            f"lm-eval's {leaf} needs the package {error.name}, which is not installed: pip install {error.name}, or "
-            "lm-eval with the extra for this task."
+            f"lm-eval's {leaf} needs the package {error.name}, which is not installed: pip install {wanted}."
         ) from error
-    except (ConnectionError, OSError) as error:
+    except ImportError:
+        raise
+    except OSError as error:
         raise OSError(
-            f"the data of lm-eval's {leaf} cannot be had from the hub ({type(error).__name__}: {error}): give them as "
-            "files."
+            f"the data of lm-eval's {leaf} cannot be had from the hub ({type(error).__name__}: {error}): give a folder "
+            f"with {leaf}.jsonl in it, as --lm-eval-data or `data`."
+        ) from error
+    except Exception as error:  # of Jinja, datasets, lm-eval or a task's own code: rows are not what the task reads
+        if source.file is None:
+            raise
+        files = " or ".join(str(file) for file in (source.file, source.examples) if file is not None)
+        fields = ", ".join(next(_rows(source.file, source.group, leaf)))
+        raise ValueError(
+            f"lm-eval's {leaf} cannot read {files} ({type(error).__name__}: {error}). Rows need the fields of the "
+            f"task's data set on the hub; these have {fields}."
+        ) from error
+
+
+def _require_sentences(leaf: str) -> None:
+    """IFEval splits answers into words by data of NLTK's, and would fail when the model has written all of them.
+
+    Raises:
+        ImportError: they are not there.
+    """
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError as error:
+        raise ImportError(
+            f"lm-eval's {leaf} needs NLTK's data punkt_tab, which are not installed: run python -m nltk.downloader "
+            "punkt_tab once, with the network."
         ) from error
 
 
@@ -325,7 +399,8 @@ def _measure(
 ) -> dict[str, Any]:
     task = _built(leaf, source, limit, length)
     generates = task.config.output_type == "generate_until"
-    part = _fitting(task, tokenizer, length, limit, chat)
+    with _explained(leaf, source):
+        part = _fitting(task, tokenizer, length, limit, chat)
     if not part.documents:
         return {"scores": [], "left_out": part.left_out, "metrics": {}, "replies": []}
     if generates and length > PREFILL_CHUNK:

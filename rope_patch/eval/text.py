@@ -30,7 +30,7 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
         if not path.is_file():
             raise FileNotFoundError(f"there is no text file {path}.")
         if path.name.endswith((".jsonl", ".jsonl.xz")):
-            for number, line in enumerate(_checked_lines(path), 1):
+            for number, line in enumerate(read_json_lines(path), 1):
                 text = line.get("text")
                 if not isinstance(text, str):
                     raise ValueError(f"line {number} of {path} has no field `text`; it has {', '.join(line)}.")
@@ -39,26 +39,21 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
-def _checked_lines(path: Path) -> Iterator[dict[str, object]]:
-    """`read_json_lines`, with an error that names file and line."""
-    lines, number = read_json_lines(path), 0
-    while True:
-        number += 1
-        try:
-            line = next(lines)
-        except StopIteration:
-            return
-        except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} of {path} is no JSON object: {error}") from error
-        if not isinstance(line, dict):
-            raise ValueError(f"line {number} of {path} is no JSON object with a field `text`.")
-        yield line
-
-
 def read_json_lines(path: Path) -> Iterator[dict[str, object]]:
-    """The objects of a .jsonl or .jsonl.xz file."""
+    """The objects of a .jsonl or .jsonl.xz file.
+
+    Raises:
+        ValueError: a line is no JSON object.
+    """
     with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} of {path} is no JSON object: {error}.") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} of {path} is no JSON object, but {type(row).__name__}.")
+            yield row
 
 
 def text_rows(

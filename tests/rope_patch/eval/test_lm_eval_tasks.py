@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import MethodType
+from types import MethodType, ModuleType
 
 import lm_eval
 import pytest
@@ -381,6 +381,49 @@ def test_tasks_that_are_not_there_are_refused_with_the_list(model, tmp_path):
             check_tasks(tasks, data, 1000)
 
 
+def test_files_that_do_not_fit_are_refused_before_a_model_is_asked(tmp_path):
+    """Each names the file, what is wrong with it and what a row needs; a field that lacks is never empty text."""
+    from rope_patch.eval.lm_eval_tasks import check_tasks
+
+    other = {"q": "a", "answer": "#### 1"}
+    without_choices = {**MMLU[0], "choices": "ab"}
+    refused = [
+        ("gsm8k", {"gsm8k": [other]}, "cannot read .*gsm8k.jsonl .*'question' is undefined.* these have q, answer"),
+        ("gsm8k", {"gsm8k": [{"question": "a", "a": "1"}]}, "cannot read .*gsm8k.jsonl .*'answer' is undefined"),
+        ("gsm8k", {"gsm8k": GSM, "gsm8k.fewshot": [other] * 6}, "cannot read .*gsm8k.jsonl or .*gsm8k.fewshot.jsonl"),
+        ("gsm8k", {"gsm8k": GSM, "gsm8k.fewshot": GSM[:2]}, "fewshot.jsonl .*it shows 5 examples, and there are 2"),
+        ("gsm8k", {"gsm8k": [*GSM, {"question": "a"}]}, "line 7 of .*gsm8k.jsonl has no field answer, which the first"),
+        ("gsm8k", {"gsm8k": [*GSM, [1, 2]]}, "line 7 of .*gsm8k.jsonl is no JSON object, but list"),
+        ("gsm8k", {"gsm8k": []}, "gsm8k.jsonl has no rows"),
+        ("mmlu", {"mmlu": [*MMLU, {**MMLU[0], "subject": "anatmy"}]}, "mmlu.jsonl has rows of mmlu_anatmy, and lm"),
+        ("mmlu", {"mmlu": [{"question": "a"}]}, "has rows of mmlu_None, .* in `task`, or as mmlu_SUBJECT in `subject`"),
+        ("mmlu", {"mmlu": [without_choices]}, "lm-eval's mmlu_anatomy cannot read .*mmlu.jsonl"),
+        ("graphwalks", {"graphwalks_128k": [{"prompt": "a"}]}, "cannot read .*'answer_nodes' is undefined"),
+    ]
+    for k, (task, files, message) in enumerate(refused):
+        (tmp_path / str(k)).mkdir()
+        for name, rows in files.items():
+            write_lines(tmp_path / str(k) / f"{name}.jsonl", rows)
+        with pytest.raises(ValueError, match=message):
+            check_tasks([task], tmp_path / str(k), 1000)
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n')
+    with pytest.raises(ValueError, match=r"line 2 of .*gsm8k.jsonl is no JSON object: Expecting value"):
+        check_tasks(["gsm8k"], tmp_path, 1000)
+
+
+def test_without_the_hub_the_error_says_what_to_give(monkeypatch):
+    import datasets
+
+    from rope_patch.eval.lm_eval_tasks import check_tasks
+
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(OSError, match=r"gsm8k cannot be had from the hub .*folder with gsm8k.jsonl in it, as --lm"):
+        check_tasks(["gsm8k"], None, 1000)
+
+
 def test_a_package_that_a_task_needs_is_named(tmp_path, monkeypatch):
     import sys
 
@@ -390,8 +433,35 @@ def test_a_package_that_a_task_needs_is_named(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if "ifeval" in name]:
         monkeypatch.delitem(sys.modules, name)
     write_lines(tmp_path / "ifeval.jsonl", [{"prompt": "Say no.", "instruction_id_list": [], "kwargs": []}])
-    with pytest.raises(ImportError, match="lm-eval's ifeval needs the package langdetect"):
+    with pytest.raises(ImportError, match=r"ifeval needs the package langdetect, .* pip install 'lm_eval\[ifeval\]'"):
         check_tasks(["ifeval"], tmp_path, 1000)
+
+
+def test_ifeval_without_its_data_for_sentences_is_refused_before_a_model_is_asked(tmp_path, monkeypatch):
+    """lm-eval needs them when it scores the answers, after hours; its packages are stand-ins here."""
+    import nltk
+
+    from rope_patch.eval.lm_eval_tasks import check_tasks
+
+    class Immutable(ModuleType):
+        immutabledict = dict
+
+    for name in [name for name in sys.modules if "ifeval" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "langdetect", ModuleType("langdetect"))
+    monkeypatch.setitem(sys.modules, "immutabledict", Immutable("immutabledict"))
+    write_lines(tmp_path / "ifeval.jsonl", [{"prompt": "Say no.", "instruction_id_list": [], "kwargs": []}])
+    present = {"there": False}
+
+    def find(name, *_, **__):
+        if not present["there"]:
+            raise LookupError(name)
+
+    monkeypatch.setattr(nltk.data, "find", find)
+    with pytest.raises(ImportError, match="needs NLTK's data punkt_tab.* python -m nltk.downloader punkt_tab"):
+        check_tasks(["ifeval"], tmp_path, 1000)
+    present["there"] = True
+    check_tasks(["ifeval"], tmp_path, 1000)
 
 
 def test_babilong_of_the_hub_comes_in_texts_of_the_length(monkeypatch):
