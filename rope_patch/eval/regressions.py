@@ -128,8 +128,8 @@ class Regressions:
             said.append(
                 "A cell counts as lost or won if the 95 % interval of the difference leaves out 0, at least "
                 f"{MIN_DIFFERENT} pairs differ, and McNemar's exact p is below 0.05 where answers are right or wrong. "
-                f"Of {n_cells} cells without any true difference, up to {max(round(n_cells / 40), 1)} would be called "
-                "lost by chance, and as many won."
+                f"Of {_counted(n_cells, 'cell')} without any true difference, up to {max(round(n_cells / 40), 1)} "
+                "would be called lost by chance, and as many won."
             )
         return said
 
@@ -140,13 +140,13 @@ class Regressions:
         below = [c for c in self.below if c.label == label]
         above = [c for c in self.above if c.label == label]
         said = [
-            f"{label} is worse than {self.baseline} in {len(below)} of {len(cells)} cells, better in {len(above)}, and "
-            f"in {len(cells) - len(below) - len(above)} no difference shows beyond noise."
+            f"{label} is worse than {self.baseline} in {len(below)} of {_counted(len(cells), 'cell')}, better in "
+            f"{len(above)}, and in {len(cells) - len(below) - len(above)} no difference shows beyond noise."
         ]
         said += [f"{label} lost{self._where(below)}: {_listed(below)}."] if below else []
         said += [f"{label} won{self._where(above)}: {_listed(above)}."] if above else []
         widths = {
-            unit: median((c.high - c.low) / 2 for c in cells if c.unit == unit and c.higher_is_better)
+            unit: median(_least(c) for c in cells if c.unit == unit and c.higher_is_better)
             for unit in {c.unit for c in cells if c.higher_is_better}
         }
         for unit, width in sorted(widths.items()):
@@ -258,10 +258,20 @@ def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosit
             [fmean(row[a:b]) for row in curve.blocks for a, b in zip(cuts, cuts[1:], strict=False)]
             for curve in (first, second)
         )
-        unit = "rows" if parts == 1 else f"parts of {first.n_rows} rows"
+        unit = "rows" if parts == 1 else f"parts of {_counted(first.n_rows, 'row')}"
         name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
         cells += _cell(label, measure, BLOCK * end, name, before, after, unit, higher_is_better=False)
     return cells
+
+
+def _least(cell: Cell) -> float:
+    """A difference that would just show: half of the interval, and of rights and wrongs the least number of pairs."""
+    half = (cell.high - cell.low) / 2
+    return half if cell.p is None else max(half, MIN_DIFFERENT / cell.n)
+
+
+def _counted(n: int, thing: str) -> str:
+    return f"{n} {thing}{'s' * (n != 1)}"
 
 
 def _edges(window: int | None, n_blocks: int) -> list[int]:

@@ -1,6 +1,7 @@
 """What models wrote, beside what was asked for: figures alone hide an answer that is right in other words."""
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 from .lm_eval_tasks import LmEval
@@ -18,7 +19,8 @@ def shown_replies(
     """`n` prompts that all models were asked, with each model's answer.
 
     Prompts of cells where a model lost come first, the worst in front. Then come the shortest length, the longest, and
-    the longest within the window, each of another measure if there are several.
+    the longest within the window, each of another measure if there are several. Where there are fewer cells than
+    prompts, each cell is shown once more, in another wording.
 
     Args:
         results: measure -> label -> result.
@@ -28,26 +30,27 @@ def shown_replies(
     Returns:
         For each prompt {measure, length, wording, question, expected, answers}, with answers {label, reply, score}.
     """
-    first_replies = _asked(results)
+    asked = _asked(results)
     chosen: list[tuple[str, int | None]] = []
     for cell in sorted(compared.below, key=lambda c: c.effect):
         if cell.higher_is_better:
             chosen.append((cell.measure, cell.length))
-    lengths = sorted({length for _, length in first_replies if length is not None})
+    lengths = sorted({length for _, length in asked if length is not None})
     inside = [length for length in lengths if compared.window is not None and length <= compared.window]
     spread = list(dict.fromkeys([*lengths[:1], *lengths[-1:], *inside[-1:], *lengths]))
-    measures = list(dict.fromkeys(measure for measure, _ in first_replies))
+    measures = list(dict.fromkeys(measure for measure, _ in asked))
     for k, length in enumerate(spread):
         in_turn = measures[k % len(measures) :] + measures[: k % len(measures)]
         chosen += [(measure, length) for measure in in_turn]
-    chosen += list(first_replies)
-    cells = list(dict.fromkeys(cell for cell in chosen if cell in first_replies))
-    return [first_replies[cell] for cell in cells[:n]]
+    chosen += list(asked)
+    cells = list(dict.fromkeys(cell for cell in chosen if cell in asked))
+    in_turns = [prompt for turn in zip_longest(*(asked[cell] for cell in cells)) for prompt in turn]
+    return [prompt for prompt in in_turns if prompt is not None][:n]
 
 
-def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int | None], dict[str, Any]]:
-    """(measure, length) -> one prompt with the answers of all models; of wordings another one each time."""
-    cells: dict[tuple[str, int | None], dict[str, Any]] = {}
+def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int | None], list[dict[str, Any]]]:
+    """(measure, length) -> its prompts with the answers of all models; each cell begins with another wording."""
+    cells: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
     for measure, by_label in results.items():
         kept = {
             label: result.replies
@@ -56,24 +59,29 @@ def _asked(results: Mapping[str, Mapping[str, Result]]) -> dict[tuple[str, int |
         }
         by_cell: dict[tuple[str, int | None], list[dict[str, dict[str, Any]]]] = {}
         for k, replies in enumerate(zip(*kept.values(), strict=False)):
-            first = replies[0]
-            if any((r.get("length"), r["question"]) != (first.get("length"), first["question"]) for r in replies):
+            asked = replies[0]
+            if any((r.get("length"), r["question"]) != (asked.get("length"), asked["question"]) for r in replies):
                 continue  # the models were not asked the same
-            name = f"{measure} {first['task']}" if "task" in first else measure
+            name = f"{measure} {asked['task']}" if "task" in asked else measure
             same = dict(zip(kept, (of_label[k] for of_label in kept.values()), strict=True))
-            by_cell.setdefault((name, first.get("length")), []).append(same)
+            by_cell.setdefault((name, asked.get("length")), []).append(same)
         for number, (cell, prompts) in enumerate(by_cell.items()):
-            answers = prompts[number % len(prompts)]
-            first = next(iter(answers.values()))
-            cells[cell] = {
-                "measure": cell[0],
-                "length": cell[1],
-                "wording": first.get("wording"),
-                "question": first["question"],
-                "expected": first["expected"],
-                "answers": [
-                    {"label": label, "reply": answer["reply"][:_CHARACTERS], "score": answer["score"]}
-                    for label, answer in answers.items()
-                ],
-            }
+            first = number % len(prompts)
+            cells[cell] = [_shown(*cell, answers) for answers in prompts[first:] + prompts[:first]]
     return cells
+
+
+def _shown(measure: str, length: int | None, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """One prompt as the page shows it; `answers` are the replies to it, by label."""
+    first = next(iter(answers.values()))
+    return {
+        "measure": measure,
+        "length": length,
+        "wording": first.get("wording"),
+        "question": first["question"],
+        "expected": first["expected"],
+        "answers": [
+            {"label": label, "reply": answer["reply"][:_CHARACTERS], "score": answer["score"]}
+            for label, answer in answers.items()
+        ],
+    }

@@ -22,6 +22,7 @@ from .result import Result
 from .retrieval_grid import RetrievalGrid
 from .short_text import ShortText
 from .suite import Results
+from .wordings import N_WORDINGS
 
 
 def write_report(
@@ -97,9 +98,10 @@ def write_report(
             style=(files("rope_patch.eval") / "templates" / "report.css").read_text(encoding="utf-8"),
             labels=labels,
             verdict=compared.verdict(),
-            below=[_cell_row(cell) for cell in compared.below],
-            above=[_cell_row(cell) for cell in compared.above],
+            below=[_shown(cell) for cell in compared.below],
+            above=[_shown(cell) for cell in compared.above],
             replies=replies,
+            n_wordings=N_WORDINGS,
             summary=figures,
             sections=sections,
             facts=facts,
@@ -185,6 +187,15 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
         "pairs": cell.n,
         "of": cell.unit,
     }
+
+
+def _shown(cell: Cell) -> dict[str, Any]:
+    """A cell as the page shows it: every figure of a column with as many digits."""
+    row = _cell_row(cell)
+    digits = 1 if cell.higher_is_better else 3
+    shown = {name: f"{row[name]:.{digits}f} {row['in']}" for name in ("first", "model's")}
+    shown |= {name: f"{row[name]:+.{digits}f}" for name in ("difference", "95 % from", "to")}
+    return {**row, **shown, "pairs": f"{cell.n} {cell.unit}"}
 
 
 def _write_csv(by_label: Mapping[str, Result], file: Path) -> None:

@@ -222,8 +222,25 @@ def test_answers_shown_are_to_the_same_prompt():
         reply["question"] = "another?"
     results = {"passkey": {"native": native, "other": other}}
     shown = shown_replies(results, regressions(results))
-    assert len(shown) == 1 and shown[0]["wording"] in (2, 3)
+    assert {prompt["wording"] for prompt in shown} == {2, 3}
     assert {a["label"] for a in shown[0]["answers"]} == {"native", "other"}
+
+
+def test_one_cell_is_shown_in_several_wordings():
+    native, other = grid({512: [1.0] * 20}), grid({512: [1.0] * 20})
+    results = {"passkey": {"native": native, "other": other}}
+    shown = shown_replies(results, regressions(results))
+    assert [prompt["wording"] for prompt in shown] == [0, 1, 2]
+    longer = {"passkey": {label: grid({512: [1.0] * 20, 1024: [1.0] * 20}) for label in ("native", "other")}}
+    shown = shown_replies(longer, regressions(longer))
+    assert [(p["length"], p["wording"]) for p in shown] == [(512, 0), (1024, 1), (512, 1)], "each cell first once"
+
+
+def test_the_difference_that_would_not_show_is_that_of_the_rule():
+    """One prompt of 20 differs, and six must: the interval alone, about 8 points, would promise too much."""
+    native, other = grid({512: [1.0] * 20}), grid({512: [1.0] * 19 + [0.0]})
+    words = " ".join(regressions({"passkey": {"native": native, "other": other}}).verdict())
+    assert "Over 20 prompts a cell, a difference of less than about 30 points would not show." in words
 
 
 def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys):

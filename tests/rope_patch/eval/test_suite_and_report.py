@@ -177,6 +177,22 @@ def test_the_page_needs_no_other_file_and_says_everything(results, tmp_path):
     assert stored["settings"]["seed"] == 0 and "torch" in stored["settings"]
 
 
+def test_the_page_counts_from_one_and_cuts_no_digits(results, tmp_path):
+    """Two curves that differ by 0.04: "+0.040" stands below "+0.048", and one row is no "rows"."""
+    curves = {
+        label: LossByPosition(torch.full((2048,), loss, dtype=torch.float64), 1, 1024, ((loss,) * 32,), "same")
+        for label, loss in (("native", 2.0), ("pi", 2.04))
+    }
+    html = write_report({"cliff": curves}, tmp_path, title="t", settings={}).read_text()
+    row = next(line for line in html.splitlines() if "<td>loss 512..1023</td>" in line)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
+    assert cells[1:5] == ["2.000 nats", "2.040 nats", "+0.040", "+0.040 to +0.040"] and cells[-1] == "8 parts of 1 row"
+    html = write_report(results[0], tmp_path / "r", title="t", settings={}).read_text()
+    numbers = {int(n) for n in re.findall(r"tokens, wording (\d) of 4</h3>", html)}
+    assert numbers and numbers <= {1, 2, 3, 4}
+    assert not re.findall(r'<td class="reply">\s', html), "the space before a first word moves it out of its column"
+
+
 def test_comparisons_by_hand():
     flat = LossByPosition(torch.full((200,), 2.0, dtype=torch.float64), 1, 100)
     worse = LossByPosition(torch.full((200,), 2.5, dtype=torch.float64), 1, 100)
