@@ -156,7 +156,7 @@ class Reader:
 
     def _rows_in_memory(self, capacity: int, n_prompts: int) -> int:
         """Prompts to be held at once."""
-        free = _free_bytes(self.device)
+        free = free_bytes(self.device)
         # an eighth for what a chunk of a prompt takes, and a tenth for what nobody counts
         n_rows = int(0.9 * free * 7 / 8) // (self.kv_bytes * capacity)
         return max(min(n_rows, n_prompts, self.batch_size or n_prompts), 1)
@@ -167,7 +167,7 @@ class Reader:
             return self.chunk
         if self.device.type != "cuda":
             return _CHUNK_CPU
-        left = _free_bytes(self.device) - held * self.kv_bytes
+        left = free_bytes(self.device) - held * self.kv_bytes
         return min(max(left // 4 // self._activation_bytes(), _LEAST_CHUNK), _MOST_CHUNK)
 
     def _activation_bytes(self) -> int:
@@ -191,7 +191,8 @@ def _common(a: torch.Tensor, b: torch.Tensor) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Bytes that one process may take: all that is free on a GPU, half of what is free beside a CPU."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused

