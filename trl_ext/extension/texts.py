@@ -58,7 +58,7 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         held_out = _longest_first(texts[::_EVERY])
         others = [text for i, text in enumerate(texts) if i % _EVERY and text not in set(held_out)]
         n_copies = len(texts) - len(others) - len(held_out)
-        said = f"every {_EVERY}th document of --data" + (f" and its copies, {n_copies} of them" if n_copies else "")
+        said = f"every {_EVERY}th document of --data" + (f" with its {n_copies} copies" if n_copies else "")
     try:
         text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
         _require(facts, held_out, options.to, n_rows)

@@ -51,7 +51,7 @@ def test_copies_of_what_is_measured_on_are_not_trained_on(tmp_path):
     found = read(tmp_path, [*documents, documents[0], documents[1], documents[10]])
     assert set(found.held_out) == {documents[0], documents[10]}
     assert found.train == [*documents[1:10], documents[1]]
-    assert found.said == "every 10th document of --data and its copies, 2 of them, which is not trained on"
+    assert found.said == "every 10th document of --data with its 2 copies, which is not trained on"
 
 
 def test_what_is_measured_on_must_not_be_trained_on(tmp_path):
