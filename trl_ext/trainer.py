@@ -37,6 +37,7 @@ from rope_patch.views.base import TRUE_POSITIONS
 from .checkpoint import require_no_adapter
 from .config import RopeSFTConfig
 from .cut_rows import cut_rows
+from .gpus import load_on_one_gpu, tell_idle_gpus
 from .long_rows import LongRowTraining, MemoryPlan, offload_optimizer, plan_memory
 from .method_record import record_of, require_same_method, training_method
 from .model_card import DatasetFacts, card_of, run_facts, runs_before
@@ -146,6 +147,7 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
                 "model_init_kwargs={'dtype': 'bfloat16'} to halve its memory."
             )
+        load_on_one_gpu(config)
         self._dataset_facts = DatasetFacts.of(train_dataset)
         config, train_dataset = prepare_text(model, config, train_dataset, processing_class)
         if formatting_func is None:
@@ -172,6 +174,8 @@ class RopeSFTTrainer(SFTTrainer):
         )
         if self._skip_prepare_dataset and not self._is_vision_dataset:
             require_taught(self.train_dataset, "train_dataset", config, self._tokenizer)
+        if not self.is_model_parallel:
+            tell_idle_gpus(config)
         came_patched = is_patched(self.model)
         self._source: ViewSource | None = None  # of a model without RoPE, of which nothing is asked
         self._when: When = "train"
