@@ -1,6 +1,8 @@
 """Which GPU a process trains on where it sees several."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -19,13 +21,20 @@ def sees_idle_gpus(args: "RopeSFTConfig") -> bool:
     return args.distributed_state.distributed_type == DistributedType.NO
 
 
-def load_on_one_gpu(args: "RopeSFTConfig") -> None:
-    """Let TRL load a model given by name on the GPU that trains, in place; without a word it spreads it over all.
+@contextmanager
+def loading_on_one_gpu(args: "RopeSFTConfig") -> Iterator[None]:
+    """Inside, TRL loads a model given by name on the GPU that trains; elsewhere it spreads it over all, in silence.
 
-    A `device_map` in `model_init_kwargs` stays.
+    A `device_map` in `model_init_kwargs` stays, and `args` is as before in the end.
     """
+    given = args.model_init_kwargs
     if sees_idle_gpus(args):
-        args.model_init_kwargs = {"device_map": {"": args.device.index or 0}, **(args.model_init_kwargs or {})}  # type: ignore[dict-item]
+        asked: Any = given or {}  # parsed from JSON by now
+        args.model_init_kwargs = {"device_map": {"": args.device.index or 0}, **asked}
+    try:
+        yield
+    finally:
+        args.model_init_kwargs = given
 
 
 def tell_idle_gpus(args: "RopeSFTConfig") -> None:

@@ -9,7 +9,7 @@ from support.training import trainer
 from transformers import TrainingArguments
 
 from trl_ext import RopeSFTConfig
-from trl_ext.gpus import load_on_one_gpu, tell_idle_gpus
+from trl_ext.gpus import loading_on_one_gpu, tell_idle_gpus
 
 
 @pytest.fixture
@@ -32,15 +32,17 @@ def test_a_view_trains_where_trainer_would_copy_the_model_to_each_gpu(tmp_path, 
 
 def test_a_model_given_by_name_is_loaded_on_one(two_gpus):
     of = args("cuda:1")
-    load_on_one_gpu(of)
-    assert of.model_init_kwargs == {"device_map": {"": 1}}
+    with pytest.raises(KeyError), loading_on_one_gpu(of):
+        assert of.model_init_kwargs == {"device_map": {"": 1}}
+        raise KeyError
+    assert of.model_init_kwargs is None
     asked = args()
     asked.model_init_kwargs = {"device_map": "auto", "dtype": "bfloat16"}
-    load_on_one_gpu(asked)
-    assert asked.model_init_kwargs == {"device_map": "auto", "dtype": "bfloat16"}
+    with loading_on_one_gpu(asked):
+        assert asked.model_init_kwargs == {"device_map": "auto", "dtype": "bfloat16"}
     for elsewhere in (args("cpu"), args(distributed=DistributedType.MULTI_GPU)):
-        load_on_one_gpu(elsewhere)
-        assert elsewhere.model_init_kwargs is None
+        with loading_on_one_gpu(elsewhere):
+            assert elsewhere.model_init_kwargs is None
 
 
 def test_idle_gpus_are_told(two_gpus, monkeypatch):
