@@ -31,7 +31,8 @@ def test_operations_are_those_that_torch_counts(all_weights):
     head = 2 * (4 if all_weights else 3) * config.vocab_size * config.hidden_size
     of_layers = scaling.flops_per_token(config, 0, all_weights=all_weights) - head
     squares = (1 + 1 + 2) * 4 * config.num_hidden_layers * queries * n
-    assert counter.get_total_flops() == n * (of_layers + squares)
+    # some versions of Transformers multiply positions and frequencies as matrices
+    assert counter.get_total_flops() == pytest.approx(n * (of_layers + squares), rel=1e-4)
     causal = scaling.flops_per_token(config, n, all_weights=all_weights) - of_layers - head
     assert causal == (1 + 1 + 2.5) / (1 + 1 + 2) * squares / 2
 
