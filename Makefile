@@ -45,6 +45,7 @@ docs: $(VENV)/.dev-installed  ## write the pages that are made from docstrings a
 	$(BIN)/python docs/api.py
 	$(BIN)/python docs/architecture.py
 	$(BIN)/python docs/composition.py
+	$(BIN)/python docs/scaling.py
 
 dist: $(VENV)/.release-installed  ## build sdist and wheel into dist/ and check what a package index reads
 	rm -rf dist

@@ -3,11 +3,11 @@
 Run: python experiments/served.py MODEL --text BOOKS.jsonl.xz --out FILE.jsonl
          [--length 10240] [--programs NAME ...] [--rescalings LABEL ...] [--work FOLDER] [--minutes M]
 
-The programs come first: python tests/serving/programs.py. The model is rescaled in memory and reads one row in float32,
-a held-out book with four passkeys in it (served_row.py); that is "ours". Then `rope_patch.export` writes it for a
-program, which reads the same row on the CPU with one thread, or refuses to write it. Programs that `export` has no
-target for get the checkpoint for Transformers. One JSON line a cell is added to --out; cells in the file are not run
-again. docs/serving_table.py writes the tables of docs/serving.md from the file.
+The programs come first: python tests/serving/programs.py. The model is rescaled in memory, reads one row in float32, a
+held-out book with four passkeys in it (served_row.py), and writes an answer to each question; that is "ours". Then
+`rope_patch.export` writes it for a program, which does the same on the CPU with one thread, or refuses to write it.
+Programs that `export` has no target for get the checkpoint for Transformers. One JSON line a cell is added to --out;
+cells in the file are not run again. docs/serving_table.py writes the tables of docs/serving.md from the file.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from result_lines import Deadline, add_line, read_lines
 from served_row import Row, passkey_row
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_patch import export, patch_model
 from rope_patch.environment import installed_versions
@@ -34,11 +34,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))  # last: its folders bear our packages' names
 sys.path.append(str(ROOT / "tests" / "serving" / "workers"))
 
-from reduced import CHUNK, reduced  # noqa: E402
+from greedy import written  # noqa: E402
+from reduced import reduced  # noqa: E402
 from serving.programs import WHOLE_MODELS, Program, converter_packages, llama_cpp_sources  # noqa: E402
+from transformers_reader import Reader  # noqa: E402
 
 OURS = "ours"
 FACTOR = 8.0
+WRITTEN = 12  # tokens behind each question
 KEPT = 64  # places of the row whose logits are compared, evenly spread, beside those of the answers
 # program -> the target of `export` that it is asked with
 TARGETS = {
@@ -86,23 +89,30 @@ def kept_places(row: Row) -> list[int]:
     return sorted({*spread, *(place - 1 for first, end in row.answers for place in range(first, end))})
 
 
-@torch.no_grad()
-def read_by_ours(model: Any, row: Row) -> dict[str, np.ndarray]:
-    """What `reduced` says of the logits of a model in memory."""
-    ids = np.array(row.ids)
-    hidden = model.model(torch.from_numpy(ids)[None], use_cache=False).last_hidden_state[0]
-    return reduced(ids, (model.lm_head(part).numpy() for part in hidden.split(CHUNK)), kept_places(row))
+def read_by_ours(model: PreTrainedModel, row: Row) -> dict[str, np.ndarray]:
+    """What a worker saves, of a model in memory."""
+    ids, reader = np.array(row.ids), Reader(model)
+    said = reduced(ids, reader.logits(ids), kept_places(row))
+    return {**said, "written": np.array(written(reader.read, ids[: row.n_text], row.questions, WRITTEN))}
 
 
-def figures(said: dict[str, np.ndarray], ours: dict[str, np.ndarray], row: Row, window: int) -> dict[str, Any]:
+def figures(
+    said: dict[str, np.ndarray], ours: dict[str, np.ndarray], row: Row, window: int, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """What a program makes of a row, beside ours.
 
     Returns:
         Largest difference of logits; their standard deviation; mean loss of the book's tokens within the window and
-        beyond it, in nats; how many passkeys it names; at how many of the compared places the likeliest token is ours.
+        beyond it, in nats; how many passkeys it names teacher-forced; at how many of the compared places the likeliest
+        token is ours. Where it wrote, also the replies, and how many have their passkey.
     """
     loss, likeliest, ids = said["loss"], said["likeliest"], np.array(row.ids)
     kept = kept_places(row)
+    wrote = {}
+    if "written" in said:
+        replies = [str(tokenizer.decode(reply)) for reply in said["written"]]
+        keys = [str(tokenizer.decode(row.ids[first:end])).strip() for first, end in row.answers]
+        wrote = {"as_written": sum(k in reply for k, reply in zip(keys, replies, strict=True)), "replies": replies}
     return {
         "largest_difference": float(np.abs(said["logits"] - ours["logits"]).max()),
         "spread": float(ours["logits"].std()),
@@ -112,6 +122,7 @@ def figures(said: dict[str, np.ndarray], ours: dict[str, np.ndarray], row: Row, 
         "asked": len(row.answers),
         "same_likeliest": int((likeliest[kept] == ours["likeliest"][kept]).sum()),
         "compared": len(kept),
+        **wrote,
     }
 
 
@@ -121,11 +132,12 @@ class Study:
     Args:
         model: folder of the checkpoint.
         row: that is read.
+        tokenizer: of the model.
         work: a folder for what ours says of it, kept from run to run.
     """
 
-    def __init__(self, model: Path, row: Row, work: Path) -> None:
-        self.model, self.row, self.work = model, row, work
+    def __init__(self, model: Path, row: Row, tokenizer: PreTrainedTokenizerBase, work: Path) -> None:
+        self.model, self.row, self.tokenizer, self.work = model, row, tokenizer, work
         config = AutoConfig.from_pretrained(model)
         self.window: int = config.max_position_embeddings
         self.vocabulary: int = config.vocab_size
@@ -144,7 +156,7 @@ class Study:
         began = time.perf_counter()
         if program == OURS:
             said = self.ours(label)
-            outcome: dict[str, Any] = {"outcome": "served", **figures(said, said, self.row, self.window)}
+            outcome: dict[str, Any] = {"outcome": "served", **self._figures(said, said)}
         else:
             outcome = self._served(WHOLE_MODELS[program], label)
         return {**outcome, "seconds": round(time.perf_counter() - began, 1)}
@@ -169,6 +181,9 @@ class Study:
                 "ids": str(self.work / "ids.npy"),
                 "rows": {"row": len(self.row.ids)},
                 "kept": {"row": kept_places(self.row)},
+                "asked": {
+                    "row": {"text": self.row.n_text, "questions": self.row.questions, "tokens": WRITTEN},
+                },
                 "vocabulary": self.vocabulary,
                 "head_dim": self.head_dim,
                 "out": str(out),
@@ -177,8 +192,11 @@ class Study:
             if (error := out.with_suffix(".error")).exists():
                 return {"outcome": "failed", "reason": error.read_text()[:500]}
             said = {name.partition("|")[2]: array for name, array in np.load(out).items()}
-            measured = figures(said, self.ours(label), self.row, self.window)
+            measured = self._figures(said, self.ours(label))
             return {"outcome": "served", "folded": exported.folded, **measured}
+
+    def _figures(self, said: dict[str, np.ndarray], ours: dict[str, np.ndarray]) -> dict[str, Any]:
+        return figures(said, ours, self.row, self.window, self.tokenizer)
 
 
 def cells(programs: Sequence[str], labels: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -205,7 +223,7 @@ def main() -> None:
     row = passkey_row(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"], args.length)
     work = args.work / str(args.length)
     work.mkdir(parents=True, exist_ok=True)
-    study = Study(args.model, row, work)
+    study = Study(args.model, row, tokenizer, work)
     # for `export`, which looks for them, and for the process that it starts
     sys.path.append(str(converter_packages()))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(converter_packages())]))

@@ -39,7 +39,9 @@ def _table(length: int, lines: Sequence[Line]) -> str:
     by_cell = {(line["program"], line["rescaling"]): line for line in lines}
     programs = [program for program in ORDER if any(line["program"] == program for line in lines)]
     beyond = any(line.get("loss_beyond") is not None for line in lines)
-    header = [f"rescaling, {length} tokens", f"ours: loss{' beyond the window' if beyond else ''}, passkeys", *programs]
+    wrote = any("as_written" in line for line in lines)
+    what = f"loss{' beyond the window' if beyond else ''}, passkeys{' teacher-forced, as written' if wrote else ''}"
+    header = [f"rescaling, {length} tokens", f"ours: {what}", *programs]
     rows = [header, ["---"] * len(header)]
     for rescaling in dict.fromkeys(line["rescaling"] for line in lines):
         ours = by_cell.get((OURS, rescaling))
@@ -49,7 +51,7 @@ def _table(length: int, lines: Sequence[Line]) -> str:
 
 
 def _cell(line: Line | None) -> str:
-    """Largest difference of logits, then loss and passkeys."""
+    """Largest difference of logits, then loss and passkeys, teacher-forced and, where it wrote, as written."""
     if line is None:
         return "-"
     if line["outcome"] != "served":
@@ -60,7 +62,9 @@ def _cell(line: Line | None) -> str:
 
 def _loss(line: Line) -> str:
     loss = line["loss_within"] if line["loss_beyond"] is None else line["loss_beyond"]
-    return f"{loss:.3f}, {line['passkeys']}"
+    return ", ".join(
+        [f"{loss:.3f}", *(str(line[measure]) for measure in ("passkeys", "as_written") if measure in line)]
+    )
 
 
 def _code(rescaling: str) -> str:

@@ -20,11 +20,13 @@ class Row:
         ids: of the book, the sentences in it, the questions and the answers.
         answers: of each question (first, end), the places of its number's tokens in `ids`.
         n_text: tokens of the book and the sentences, before the first question.
+        questions: token ids of each, up to its number.
     """
 
     ids: list[int]
     answers: list[tuple[int, int]]
     n_text: int
+    questions: list[list[int]]
 
 
 def passkey_row(tokenizer: PreTrainedTokenizerBase, book: Sequence[int], length: int, seed: int = 0) -> Row:
@@ -65,7 +67,7 @@ def passkey_row(tokenizer: PreTrainedTokenizerBase, book: Sequence[int], length:
         digits = [i for i, token in enumerate(answer) if any(c.isdigit() for c in str(tokenizer.decode([token])))]
         answers.append((len(ids) + digits[0], len(ids) + len(answer)))
         ids += answer
-    return Row(ids, answers, n_text)
+    return Row(ids, answers, n_text, dialogue[::2])
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -300,6 +300,11 @@ class RopeSFTConfig(SFTConfig):
             )
 
     @property
+    def n_gpu(self) -> int:
+        """GPUs of this process, one at most: for more Trainer takes `nn.DataParallel`, whose copies have no patch."""
+        return min(super().n_gpu, 1)
+
+    @property
     def view_options(self) -> dict[str, Any]:
         """`view_args`, {} for None."""
         return dict(self.view_args or {})  # type: ignore[arg-type]  # a dict once __post_init__ has parsed it

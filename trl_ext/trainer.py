@@ -37,6 +37,7 @@ from rope_patch.views.base import TRUE_POSITIONS
 from .checkpoint import require_no_adapter
 from .config import RopeSFTConfig
 from .cut_rows import cut_rows
+from .gpus import loading_on_one_gpu, tell_idle_gpus
 from .long_rows import LongRowTraining, MemoryPlan, offload_optimizer, plan_memory
 from .method_record import record_of, require_same_method, training_method
 from .model_card import DatasetFacts, card_of, run_facts, runs_before
@@ -152,26 +153,29 @@ class RopeSFTTrainer(SFTTrainer):
             config = with_masked_loss(config, train_dataset)
             require_text(train_dataset, "train_dataset", config)
             require_text(eval_dataset, "eval_dataset", config)
-        super().__init__(
-            model,
-            config,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-            **kwargs,
-        )
+        with loading_on_one_gpu(config):
+            super().__init__(
+                model,
+                config,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                compute_loss_func=compute_loss_func,
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                formatting_func=formatting_func,
+                **kwargs,
+            )
         if self._skip_prepare_dataset and not self._is_vision_dataset:
             require_taught(self.train_dataset, "train_dataset", config, self._tokenizer)
+        if not self.is_model_parallel:
+            tell_idle_gpus(config)
         came_patched = is_patched(self.model)
         self._source: ViewSource | None = None  # of a model without RoPE, of which nothing is asked
         self._when: When = "train"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .check import add_commands as add_check
 from .demo import add_commands as add_demo
+from .device import require_one_process
 from .export import add_commands as add_export
 from .extend import add_commands as add_extend
 from .measure import add_commands
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from rope_patch.plugins import load_plugins
 
+    if args.command != "train":
+        require_one_process(f"rope-patch {args.command}")
     load_plugins()
     status: int = args.run(args)
     return status

@@ -1,5 +1,7 @@
 """Where a command runs. Imports nothing heavy."""
 
+import os
+
 
 def choose_device(requested: str | None, has_gpu: bool) -> str:
     """What was asked for with --device, "cpu" or "cuda", else a GPU where there is one.
@@ -10,3 +12,17 @@ def choose_device(requested: str | None, has_gpu: bool) -> str:
     if requested == "cuda" and not has_gpu:
         raise ValueError("--device cuda needs a GPU that torch can see; there is none. Use --device cpu.")
     return requested or ("cuda" if has_gpu else "cpu")
+
+
+def require_one_process(what: str) -> None:
+    """Raise where a launcher has started several processes, which would all write the same files.
+
+    Args:
+        what: the command, in words of an error.
+    """
+    n = int(os.environ.get("WORLD_SIZE", "1"))
+    if n > 1 and "LOCAL_RANK" in os.environ:
+        raise ValueError(
+            f"{what} runs in one process, and a launcher has started {n}: leave out accelerate launch, or torchrun. "
+            "Training on several GPUs is `rope-patch train RECIPE.yaml --accelerate_config NAME`."
+        )

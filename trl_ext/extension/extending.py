@@ -19,7 +19,7 @@ from rope_patch.export.gguf import find_converter, require_runs
 from rope_patch.methods import resolve_view
 from rope_patch.registry import unknown
 
-from ..cli.device import choose_device
+from ..cli.device import choose_device, require_one_process
 from ..config import RopeSFTConfig
 from ..rows.turns import SampledTurns
 from ..run_folder import record_settings, require_same_settings
@@ -120,6 +120,7 @@ class _Run:
     """One call of `extend`."""
 
     def __init__(self, options: ExtendOptions, tell: Callable[[str], None], messages: MessageFile) -> None:
+        require_one_process("extend")
         options = replace(options, device=choose_device(options.device, torch.cuda.is_available()))
         self.options, self.tell, self.messages = options, tell, messages
         self.stages = Stages(options.folder)

@@ -36,7 +36,9 @@ class Machine:
         """The one that `device` names, as it is now."""
         if device == "cuda":
             free, _ = torch.cuda.mem_get_info()
-            return cls(device, device_name(True), free, torch.cuda.is_bf16_supported())
+            n_gpus = torch.cuda.device_count()
+            name = f"one of {n_gpus} {device_name(True)}" if n_gpus > 1 else device_name(True)
+            return cls(device, name, free, torch.cuda.is_bf16_supported())
         threads = torch.get_num_threads()
         return cls(device, f"{threads} thread{'s' * (threads > 1)} of a CPU", psutil.virtual_memory().available, False)
 

@@ -37,7 +37,7 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file has no `text`, or there is too little.
+        ValueError: a file has no `text`, there is too little, or documents to measure on are trained on.
     """
     texts = list(read_texts(options.data))
     try:
@@ -48,14 +48,17 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         ) from error
     if options.held_out:
         held_out = _longest_first(list(read_texts(options.held_out)))
+        _require_apart(texts, held_out)
         _require(facts, held_out, options.to, n_rows)
         return Texts(texts, held_out, f"{', '.join(options.held_out)}, which you named")
     if len(texts) == 1:
         last = len(texts[0]) - len(texts[0]) // _EVERY
         others, held_out, said = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
     else:
-        others, held_out = [t for i, t in enumerate(texts) if i % _EVERY], _longest_first(texts[::_EVERY])
-        said = f"every {_EVERY}th document of --data"
+        held_out = _longest_first(texts[::_EVERY])
+        others = [text for i, text in enumerate(texts) if i % _EVERY and text not in set(held_out)]
+        n_copies = len(texts) - len(others) - len(held_out)
+        said = f"every {_EVERY}th document of --data" + (f" with its {n_copies} copies" if n_copies else "")
     try:
         text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
         _require(facts, held_out, options.to, n_rows)
@@ -65,6 +68,16 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         _require(facts, own, options.to, n_rows)
         why = "a tenth of --data is too short to be measured on"
         return Texts(texts, own, f"the sources of Python's standard library, as {why}")
+
+
+def _require_apart(texts: list[str], held_out: list[str]) -> None:
+    both = set(texts) & set(held_out)
+    if both:
+        beginning = min(both)[:40]
+        raise ValueError(
+            f"--held-out must have other documents than --data: {len(both)} are in both, one of which begins "
+            f"{beginning!r}. What was trained on does not show what was learnt: take them out of one of the two."
+        )
 
 
 def _longest_first(texts: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a worker saves of its logits: all of them, or what is left of those of rows too long to keep."""
+"""What a worker saves: of its logits all, or what is left of those of rows too long to keep; and what it writes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,13 +8,20 @@ import numpy as np
 CHUNK = 512  # tokens whose logits a program that reads a row in parts gives at once
 
 
-def save(job: dict[str, Any], logits_of: Callable[[np.ndarray], Iterable[np.ndarray]]) -> None:
+def save(
+    job: dict[str, Any],
+    logits_of: Callable[[np.ndarray], Iterable[np.ndarray]],
+    write: Callable[[np.ndarray, list[list[int]], int], list[list[int]]] | None = None,
+) -> None:
     """Write the outcome of `job` to its .npz.
 
     Args:
         job: with "ids", an .npy of [1, n] token ids; "rows", name -> how many of them; "out"; and, for long rows,
-            "kept", name -> the places whose logits are kept.
+            "kept", name -> the places whose logits are kept. "asked", where it is there, has name -> "text", how many
+            tokens of the row come before its questions, "questions", of token ids, and "tokens", how many to write.
         logits_of: a row of token ids [n] -> its logits, [some, vocabulary] of consecutive tokens each.
+        write: the same text [n], which `logits_of` has just read, questions, tokens -> the likeliest tokens behind the
+            text and each question by itself. Without it, nothing is written.
     """
     ids = np.load(job["ids"])[0]
     arrays: dict[str, np.ndarray] = {}
@@ -24,6 +31,8 @@ def save(job: dict[str, Any], logits_of: Callable[[np.ndarray], Iterable[np.ndar
             arrays |= {f"{row}|{what}": a for what, a in reduced(ids[:length], chunks, job["kept"][row]).items()}
         else:
             arrays[row] = np.concatenate(list(chunks))
+        if write is not None and (asked := job.get("asked", {}).get(row)):
+            arrays[f"{row}|written"] = np.array(write(ids[: asked["text"]], asked["questions"], asked["tokens"]))
     np.savez(job["out"], **arrays)
 
 

@@ -53,3 +53,16 @@ def test_every_command_says_what_it_does(capsys):
     said = capsys.readouterr().out
     for name in COMMANDS:
         assert any(line.split()[:1] == [name] and len(line.split()) > 1 for line in said.splitlines()), name
+
+
+@pytest.mark.parametrize("command", ["extend", "eval", "export"])
+def test_a_command_of_one_process_is_not_launched_on_several(command, monkeypatch, capsys):
+    given = {
+        "extend": ["model", "--to", "128", "--data", "text.txt", "--output", "out"],
+        "eval": ["--model", "model"],
+        "export": ["model", "--output", "out", "--target", "vllm"],
+    }
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli.main([command, *given[command]]) == 2
+    assert f"rope-patch {command} runs in one process, and a launcher has started 2" in capsys.readouterr().err

@@ -44,3 +44,17 @@ def test_held_out_files_are_taken_as_they_are(tmp_path):
     assert found.held_out == ["other " * 300] and len(found.train) == 1
     with pytest.raises(ValueError, match="--held-out is too short for 1 rows of --to tokens"):
         read(tmp_path, ["word " * 300], to=5000, held_out=(str(tmp_path / "held.txt"),))
+
+
+def test_copies_of_what_is_measured_on_are_not_trained_on(tmp_path):
+    documents = [f"{k} " * 300 for k in range(11)]
+    found = read(tmp_path, [*documents, documents[0], documents[1], documents[10]])
+    assert set(found.held_out) == {documents[0], documents[10]}
+    assert found.train == [*documents[1:10], documents[1]]
+    assert found.said == "every 10th document of --data with its 2 copies, which is not trained on"
+
+
+def test_what_is_measured_on_must_not_be_trained_on(tmp_path):
+    (tmp_path / "held.txt").write_text("word " * 300)
+    with pytest.raises(ValueError, match="--held-out must have other documents than --data: 1 are in both.*'word word"):
+        read(tmp_path, ["other " * 300, "word " * 300], held_out=(str(tmp_path / "held.txt"),))
