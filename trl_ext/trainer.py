@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME, logging
 from trl import SFTTrainer
 
 from rope_patch import patch_model, unpatch_model
@@ -359,7 +359,12 @@ class RopeSFTTrainer(SFTTrainer):
                     state.source, state.when = (None, "train") if before[0] is source else before
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """TRL's saving, also of checkpoints, with a record of what was trained with and a model card."""
+        """TRL's saving, also of checkpoints, with a record of what was trained with and a model card.
+
+        Under FSDP the model is one plain checkpoint, whatever `fsdp_state_dict_type` says of checkpoints on the way.
+        Under SHARDED_STATE_DICT those have weights in parts, and here also the config, the tokenizer and what an
+        adapter needs, so that the merged weights load.
+        """
         folder = Path(output_dir or str(self.args.output_dir))
         if self.args.should_save:  # the record first, to be among what is pushed to the hub
             write_runs(self._recorded_runs(), folder)
@@ -368,9 +373,38 @@ class RopeSFTTrainer(SFTTrainer):
             # TRL keeps no count of tokens: what is in here is written to the checkpoint's trainer_state.json
             kept: Any = self.state.stateful_callbacks
             kept[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
-        super().save_model(output_dir, _internal_call)
+        with self._weights_gathered() if not _internal_call else nullcontext():
+            if self._saves_in_parts:
+                self._save_without_weights(folder)
+            super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             write_card(folder, card_of(self, self._recorded_runs()), keep=self._keeps_card.pop(folder))
+
+    @property
+    def _saves_in_parts(self) -> bool:
+        """Whether Trainer leaves it to FSDP to write weights, each rank its own."""
+        return self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+
+    @contextmanager
+    def _weights_gathered(self) -> Iterator[None]:
+        """Let Trainer write whole weights, which it does not where FSDP writes checkpoints in parts."""
+        if not self._saves_in_parts:
+            yield
+            return
+        from torch.distributed.fsdp import StateDictType  # not every build of torch has it
+
+        plugin: Any = self.accelerator.state.fsdp_plugin
+        kind, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+        try:
+            yield
+        finally:
+            plugin.state_dict_type = kind
+
+    def _save_without_weights(self, folder: Path) -> None:
+        self._save(str(folder), state_dict={})
+        if self.args.should_save:
+            for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
+                (folder / name).unlink(missing_ok=True)
 
     def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -681,7 +715,7 @@ class RopeSFTTrainer(SFTTrainer):
                     result = self.compute_loss(model, inputs), None, None
         loss = result[0]
         if loss is not None and not torch.isfinite(loss).all():
-            logger.warning(
+            logger.error(  # also on ranks that say errors alone: others may have none
                 f"the loss of an evaluation batch is {loss.mean().item()}, and Trainer may leave it out of its mean: "
                 "the weights are not finite, or none of the batch's tokens has a label."
             )
