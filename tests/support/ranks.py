@@ -1,9 +1,9 @@
 """The trainer on several ranks against one: a script for torchrun, and what starts it and reads its results.
 
 On a CPU ranks talk by gloo, on GPUs by NCCL. A case is options of `support.training.trainer` that JSON can hold, and
-"adapters", options of LoRA; "documents" and "evaluated", of the datasets; "model", of the tiny model, or the folder of
-one; "resume", a checkpoint; "saves", whether the model is saved at the end; "in_parts", whether engines that shard
-weights also save them so.
+"adapters", options of LoRA; "documents" and "evaluated", of the datasets, with "repeated", how many of the first follow
+the last; "model", options of the tiny model, or the folder of one; "resume", a checkpoint; "saves", whether the model
+is saved at the end; "in_parts", whether engines that shard weights also save them so.
 """
 
 import json
@@ -170,7 +170,7 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool, in_p
 def _train(options: dict[str, Any], engine: str, world: int, shared: int, device: str) -> dict[str, Any]:
     from peft import LoraConfig
     from support.tiny import tiny
-    from support.training import documents, logged, trainer
+    from support.training import logged, trainer
 
     torch.manual_seed(0)
     options = dict(options)
@@ -181,12 +181,11 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4 // n_sequences,
         **_options(engine, world, shared, device, options.get("bf16", False), options.pop("in_parts", False)),
-        "train_dataset": documents(**{"n": 24, **options.get("documents", {})}),
+        "train_dataset": _repeating(**{"n": 24, **options.pop("documents", {})}),
         # ranks have as many batches each, so that no document is repeated to fill one
-        "eval_dataset": documents(**{"n": 8, "longest": 12, "seed": 5, **options.pop("evaluated", {})}),
+        "eval_dataset": _repeating(**{"n": 8, "longest": 12, "seed": 5, **options.pop("evaluated", {})}),
     }
     model, adapters = options.pop("model", {}), options.pop("adapters", None)
-    options.pop("documents", None)
     resume, saves = options.pop("resume", None), options.pop("saves", False)
     if adapters is not None:
         settings["peft_config"] = LoraConfig(**adapters)
@@ -201,6 +200,12 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
         k: v for k, v in run.evaluate().items() if k.startswith(("eval_loss", "eval_ce", "eval_kl", "eval_rel"))
     }
     return {"steps": steps, "evaluated": evaluated, "weights": _weights(run.model, engine == "zero3" and world > 1)}
+
+
+def _repeating(n: int, repeated: int = 0, **options: Any) -> Any:
+    from support.training import documents
+
+    return documents(n, **options).select([*range(n), *range(repeated)])
 
 
 def _forget_ulysses() -> None:
