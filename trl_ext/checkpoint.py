@@ -37,11 +37,15 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None) ->
         revision: of the hub; None is the newest.
 
     Raises:
-        ValueError: there is no such checkpoint, or it is no model that this version of Transformers knows.
+        ValueError: there is no such checkpoint, its weights are in parts, or it is no model that this version of
+            Transformers knows.
     """
     from transformers import AutoConfig
 
+    from rope_patch.weights_in_parts import require_whole_weights
+
     folder = Path(name)
+    require_whole_weights(folder, argument)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{argument}: {name} is a folder without config.json: it holds no checkpoint.")
     if folder.is_file():

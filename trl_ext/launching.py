@@ -1,27 +1,51 @@
 """`--accelerate_config NAME`: the same command on several GPUs, started by accelerate."""
 
+import logging
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from rope_patch.registry import unknown
+
+from . import rank_failures
+from .rank_failures import RankFailure
 
 _CONFIGS = Path(__file__).with_name("accelerate_configs")
 _FLAGS = ("--accelerate_config", "--num_processes", "--ranks_per_sequence")
 _SEQUENCE_SIZES = {"fsdp2-cp": "cp", "zero3-sp": "sp"}
+_ON_CPUS = "On CPUs: torchrun --nproc_per_node N -m trl_ext train RECIPE.yaml --use_cpu true --bf16 false."
+_OF_SYSTEM = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
 def config_names() -> list[str]:
     """Names that `--accelerate_config` takes."""
     return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
+
+
+def quiet_other_ranks() -> None:
+    """Let a rank that is not the first of its job say errors alone: all else the first one says for all."""
+    if os.environ.get("RANK", "0") == "0":
+        return
+    from datasets import disable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    disable_progress_bars()
+    disable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -64,16 +88,27 @@ class Launch:
         return cls(said[_FLAGS[0]], *(numbers.get(flag) for flag in _FLAGS[1:])), rest
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run `rope-patch ARGUMENTS` so, and return its exit status.
+        """Run `rope-patch ARGUMENTS` so, and return its exit status; what made a rank fail is printed last.
 
         Raises:
             ValueError: there is no such config, no GPU, no DeepSpeed where it is needed, or GPUs cannot be shared so.
+            KeyboardInterrupt: the user has stopped it.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "accelerate.yaml"
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            file = folder / "accelerate.yaml"
             file.write_text(yaml.safe_dump(self.settings()))
-            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-            return subprocess.run([*command, "-m", "trl_ext", *arguments]).returncode
+            try:
+                _launch(["--config_file", str(file), "-m", "trl_ext", *arguments], folder)
+            except (ChildFailedError, subprocess.CalledProcessError) as error:
+                failure = _failure_of(error, folder)
+                print(failure.text, file=sys.stderr, flush=True)
+                return failure.status
+            except SignalException as error:
+                if error.sigval == signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                return 128 + error.sigval
+        return 0
 
     def settings(self) -> dict[str, Any]:
         """The config of accelerate, with the number of processes filled in."""
@@ -85,11 +120,14 @@ class Launch:
         settings: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
         n = self.n_processes or settings.get("num_processes") or torch.cuda.device_count()
         if not n:
+            raise ValueError(f"--accelerate_config {self.config} is for GPUs, and torch sees none. {_ON_CPUS}")
+        kind = settings.get("distributed_type")
+        if n > 1 and (kind == "NO" or kind == "MULTI_CPU" and not settings.get("mpirun_config")):
             raise ValueError(
-                f"--accelerate_config {self.config} is for GPUs, and torch sees none. On CPUs: torchrun "
-                "--nproc_per_node N -m trl_ext train RECIPE.yaml --use_cpu true --bf16 false."
+                f"--accelerate_config {self.config} has distributed_type {kind}, of which accelerate starts one "
+                f"process and not {n}. {_ON_CPUS}"
             )
-        if settings.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
+        if kind == "DEEPSPEED" and find_spec("deepspeed") is None:
             raise ValueError(
                 f"--accelerate_config {self.config} needs DeepSpeed: pip install 'rope-patch[deepspeed]', or take "
                 "fsdp2."
@@ -121,6 +159,39 @@ class Launch:
         return {
             "parallelism_config": {f"parallelism_config_{k}": v for k, v in {**defaults, **sizes, **of_engine}.items()}
         }
+
+
+def _launch(arguments: list[str], failures: Path) -> None:
+    """Run accelerate's launcher in this process, whose own report of a failing rank does not say why it failed."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    reports = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    level = reports.level
+    reports.setLevel(logging.CRITICAL)
+    os.environ[rank_failures.FOLDER] = str(failures)
+    try:
+        launch_command(launch_command_parser().parse_args(arguments))
+    finally:
+        del os.environ[rank_failures.FOLDER]
+        reports.setLevel(level)
+
+
+def _failure_of(error: ChildFailedError | subprocess.CalledProcessError, folder: Path) -> RankFailure:
+    """Why the first of the ranks failed, in words where it could leave none."""
+    left = RankFailure.first(folder)
+    if isinstance(error, subprocess.CalledProcessError):  # of one process alone
+        return left or RankFailure(0, error.returncode, f"the process ended with status {error.returncode}.", 0.0)
+    rank, first = error.get_first_failure()
+    for other, process in error.failures.items():
+        # one that the system ends leaves no word, and those that wait for it fail in turn
+        if -process.exitcode in _OF_SYSTEM and process.timestamp <= first.timestamp + 1:
+            what = f"rank {other} was ended by {process.signal_name()}"
+            memory = ": the memory of the host may be too small" if process.exitcode == -signal.SIGKILL else ""
+            return RankFailure(other, 128 - process.exitcode, f"{what}{memory}.", 0.0)
+    if left is not None:
+        traceback = "\n" in left.text
+        return replace(left, text=f"rank {left.rank} has failed:\n{left.text}") if traceback else left
+    return RankFailure(rank, first.exitcode, f"rank {rank} ended with status {first.exitcode}.", 0.0)
 
 
 def _split(argument: str) -> list[str]:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from rope_patch.local_layers import is_local
 from rope_patch.rotary import find_causal_lm
 
 from .objectives import objective_of
@@ -46,6 +47,8 @@ def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> N
         "images belong to whole rows": trainer._is_vision_dataset,
         "padding_free rows hold several documents, which a ring does not keep apart": ranks.engine == "cp"
         and args.padding_free,
+        "layers with sliding windows would attend to all tokens before, as a ring has no masks": ranks.engine == "cp"
+        and _has_local_layers(config),
         f"view {view.name!r} with {view.cuts} cuts rows, which Ulysses has split before": ranks.engine == "sp"
         and view.cuts is not None,
     }
@@ -55,6 +58,13 @@ def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> N
             f"{name} gives each rank a part of every sequence, and {reason}: leave it out, or use FSDP2 or DeepSpeed "
             "ZeRO with whole sequences on each rank, and long_rows for their memory."
         )
+
+
+def _has_local_layers(config: Any) -> bool:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:  # one window for all layers, as Mistral's
+        return getattr(config, "sliding_window", None) is not None
+    return any(map(is_local, layer_types))
 
 
 def _refuse_what_only_trls_loss_has(trainer: "RopeSFTTrainer") -> None:

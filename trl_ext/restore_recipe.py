@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from trl import ModelConfig, get_peft_config, get_quantization_config
@@ -78,7 +79,8 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
         extend=restoration.extend,
         skip_extension=restoration.skip_extension,
     )
-    print(f"{result.folder}: {result.tokens} tokens, {result.distil}, {result.extend}")
+    if PartialState().is_main_process:
+        print(f"{result.folder}: {result.tokens} tokens, {result.distil}, {result.extend}")
 
 
 def _documents(files: list[str]) -> Dataset:

@@ -164,6 +164,17 @@ class SequenceRanks:
         mine = rank.view(n_groups, n_micro)[self.accelerator.process_index // self.size]
         return of_groups.flatten()[order], mine
 
+    def gather_of_rings(self, of_documents: torch.Tensor) -> torch.Tensor:
+        """What rings have for their documents, [documents of all rings], alike on the ranks of a ring, [documents].
+
+        As accelerate's `gather_for_metrics`, which takes each rank for one with documents of its own: those that were
+        repeated to fill the last batches of a set are left out.
+        """
+        of_ranks: torch.Tensor = self.accelerator.gather(of_documents)
+        of_rings = of_ranks.view(-1, self.size, len(of_documents))[:, 0].flatten()
+        state = self.accelerator.gradient_state
+        return of_rings[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else of_rings
+
     def sum_over(self, value: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks of a sequence, without gradient."""
         total = value.detach().clone()

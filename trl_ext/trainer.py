@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME, logging
 from trl import SFTTrainer
 
 from rope_patch import patch_model, unpatch_model
@@ -89,8 +89,9 @@ class RopeSFTTrainer(SFTTrainer):
     Parts of an objective's loss, such as `ce` and `kl`, are sums over all batches and ranks of an optimizer step, or of
     an evaluation, divided by the step's own counts, so that they add up to the loss that is logged. `eval_loss` is
     Trainer's mean over batches; `eval_ce` weighs each label alike, and differs from it where batches have not as many
-    labels. With several ranks, documents that are repeated to fill the last batches count twice in both. In evaluations
-    of several datasets the parts are called eval_NAME_ce, as the losses are.
+    labels. With several ranks, documents that are repeated to fill the last batches count once in both; with
+    `compute_metrics`, in `predict`, with images, and where rows hold several documents, they count twice. In
+    evaluations of several datasets the parts are called eval_NAME_ce, as the losses are.
 
     The view ends with training: it is in force while `train`, `evaluate` or `predict` run, and off the model after the
     first of them. One that `patch_model` had put on before stays.
@@ -215,6 +216,7 @@ class RopeSFTTrainer(SFTTrainer):
         self._batches_left = 0  # of the optimizer step
         self._overflowed: int | None = None  # the last optimizer step of which that was told
         self._evaluated = 0  # documents of the evaluation in progress
+        self._only_repeated = False  # whether all rows of the batch in flight repeat others
         try:
             self._check_lengths()
         except ValueError:
@@ -363,7 +365,12 @@ class RopeSFTTrainer(SFTTrainer):
                     state.source, state.when = (None, "train") if before[0] is source else before
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """TRL's saving, also of checkpoints, with a record of what was trained with and a model card."""
+        """TRL's saving, also of checkpoints, with a record of what was trained with and a model card.
+
+        Under FSDP the model is one plain checkpoint, whatever `fsdp_state_dict_type` says of checkpoints on the way.
+        Under SHARDED_STATE_DICT those have weights in parts, and here also the config, the tokenizer and what an
+        adapter needs, so that the merged weights load.
+        """
         folder = Path(output_dir or str(self.args.output_dir))
         if self.args.should_save:  # the record first, to be among what is pushed to the hub
             write_runs(self._recorded_runs(), folder)
@@ -372,9 +379,38 @@ class RopeSFTTrainer(SFTTrainer):
             # TRL keeps no count of tokens: what is in here is written to the checkpoint's trainer_state.json
             kept: Any = self.state.stateful_callbacks
             kept[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
-        super().save_model(output_dir, _internal_call)
+        with self._weights_gathered() if not _internal_call else nullcontext():
+            if self._saves_in_parts:
+                self._save_without_weights(folder)
+            super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             write_card(folder, card_of(self, self._recorded_runs()), keep=self._keeps_card.pop(folder))
+
+    @property
+    def _saves_in_parts(self) -> bool:
+        """Whether Trainer leaves it to FSDP to write weights, each rank its own."""
+        return self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+
+    @contextmanager
+    def _weights_gathered(self) -> Iterator[None]:
+        """Let Trainer write whole weights, which it does not where FSDP writes checkpoints in parts."""
+        if not self._saves_in_parts:
+            yield
+            return
+        from torch.distributed.fsdp import StateDictType  # not every build of torch has it
+
+        plugin: Any = self.accelerator.state.fsdp_plugin
+        kind, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+        try:
+            yield
+        finally:
+            plugin.state_dict_type = kind
+
+    def _save_without_weights(self, folder: Path) -> None:
+        self._save(str(folder), state_dict={})
+        if self.args.should_save:
+            for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
+                (folder / name).unlink(missing_ok=True)
 
     def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -450,9 +486,12 @@ class RopeSFTTrainer(SFTTrainer):
     ) -> tuple[list[dict[str, Any]], Any]:
         """All micro-batches of an optimizer step, each with the ordinal of its first document within the step."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        comes_split = self._ranks is not None and self._ranks.engine == "sp"
+        if comes_split and not batches:
+            # DeepSpeed 0.19 tells the end of an epoch at the start of the next one, which would lose a step
+            batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._objective is not None:
             self._objective.begin(self.state.global_step)
-        comes_split = self._ranks is not None and self._ranks.engine == "sp"
         rows = [self._ranks.whole_rows(batch) for batch in batches] if self._ranks and comes_split else batches
         if self._perturbs and batches:
             for batch in batches:
@@ -568,12 +607,26 @@ class RopeSFTTrainer(SFTTrainer):
         """SFTTrainer's loss of a forward whose view is keyed by optimizer step and document."""
         with self._shard_in_force(inputs):
             if self._objective is None:
-                result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                with self._counts_of_all_ranks():
+                    result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             else:
                 result = self._distil(model, inputs)
         if self.model.training:  # before backward, in which DeepSpeed takes its step
             self._require_finite(result[0] if isinstance(result, tuple) else result)
         return result
+
+    @contextmanager
+    def _counts_of_all_ranks(self) -> Iterator[None]:
+        """Let TRL's counts of tokens be those of all ranks.
+
+        It gathers them by `gather_for_metrics`, which at the end of an epoch keeps as many entries as there were
+        documents left: of counts, one a rank, those of the last ranks are lost.
+        """
+        self.accelerator.gather_for_metrics = self.accelerator.gather
+        try:
+            yield
+        finally:
+            del self.accelerator.gather_for_metrics
 
     @contextmanager
     def _shard_in_force(self, inputs: dict[str, Any]) -> Iterator[None]:
@@ -620,6 +673,8 @@ class RopeSFTTrainer(SFTTrainer):
         batch_counts = self._objective.counts(read)
         counts = self._step_counts if mode == "train" else {name: max(value, 1) for name, value in batch_counts.items()}
         loss, parts = self._objective.loss(model, inputs, read, counts, batch_counts)
+        if mode == "eval" and self._only_repeated:
+            parts = {name: (torch.zeros_like(total), 0.0) for name, (total, _) in parts.items()}
         # sums are of the rank's own tokens, counts of whole rows, which each rank that shares them adds
         self._means[mode].add({name: (total, count / n_sharing) for name, (total, count) in parts.items()})
         if mode == "train":
@@ -663,6 +718,9 @@ class RopeSFTTrainer(SFTTrainer):
     ) -> Any:
         """TRL's step; an objective that distils gives a loss and no logits."""
         inputs = self._prepare_inputs(inputs)
+        # logits of all ranks are gathered, of as many rows each; images are not those of a row each
+        if prediction_loss_only and not self._is_vision_dataset:
+            inputs = self._without_repeated(inputs)
         first_sample = 0
         if self._perturbs or self._objective is not None:
             # Ulysses is off in evaluation, where each rank has rows of its own
@@ -685,11 +743,30 @@ class RopeSFTTrainer(SFTTrainer):
                     result = self.compute_loss(model, inputs), None, None
         loss = result[0]
         if loss is not None and not torch.isfinite(loss).all():
-            logger.warning(
+            logger.error(  # also on ranks that say errors alone: others may have none
                 f"the loss of an evaluation batch is {loss.mean().item()}, and Trainer may leave it out of its mean: "
                 "the weights are not finite, or none of the batch's tokens has a label."
             )
         return result
+
+    def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """An evaluation batch without rows that accelerate has repeated to fill the last batches of all ranks.
+
+        A batch of nothing else runs all the same, as ranks run together, and counts for nothing.
+        """
+        state, size = self.accelerator.gradient_state, self.args.eval_batch_size
+        rows = len(inputs["input_ids"])
+        self._only_repeated = False
+        if not state.end_of_dataloader or state.remainder <= 0 or rows != size:
+            return inputs
+        in_ring = self._ranks is not None and self._ranks.engine == "cp"
+        reader = self.args.process_index // (self._ranks.size if self._ranks is not None and in_ring else 1)
+        kept = min(max(state.remainder - reader * size, 0), size)
+        self._only_repeated = kept == 0
+        if kept == 0:
+            return {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
+        of_rows = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and len(v) == rows}
+        return {**inputs, **{name: value[:kept] for name, value in of_rows.items()}}
 
     def _predict_in_ring(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
         """An evaluation step whose rows are split as in training; TRL's own runs whole rows on every rank."""
@@ -727,6 +804,8 @@ class RopeSFTTrainer(SFTTrainer):
         """Trainer's loop of an evaluation or a prediction, with the parts of an objective's loss among its metrics."""
         self._evaluated = 0
         self._means["eval"] = self._new_means()  # what a loop that was broken off has left
+        if self._ranks is not None and self._ranks.engine == "cp":
+            self.gather_function = self._ranks.gather_of_rings  # for this loop: Trainer takes its own again
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         metrics = cast(dict[str, float], output.metrics)
         for name, mean in self._means["eval"].take().items():

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..adapters import load_adapter
 from ..sidecar import SIDECAR_NAME
+from ..weights_in_parts import require_whole_weights
 
 logger = logging.get_logger(__name__)
 
@@ -25,8 +26,10 @@ def load(source: str | Path) -> nn.Module:
 
     Raises:
         OSError: there is none.
+        ValueError: its weights are in parts.
     """
     folder = Path(source)
+    require_whole_weights(folder, "model")
     if not (folder / "adapter_config.json").is_file():
         if not folder.is_dir():
             _require_no_adapter(str(source))

@@ -1,7 +1,9 @@
 """The trainer on several ranks against one: a script for torchrun, and what starts it and reads its results.
 
 On a CPU ranks talk by gloo, on GPUs by NCCL. A case is options of `support.training.trainer` that JSON can hold, and
-"adapters", options of LoRA; "documents", of the dataset; "model", of the tiny model; "resume", a checkpoint.
+"adapters", options of LoRA; "documents" and "evaluated", of the datasets, with "repeated", how many of the first follow
+the last; "model", options of the tiny model, or the folder of one; "resume", a checkpoint; "saves", whether the model
+is saved at the end; "in_parts", whether engines that shard weights also save them so.
 """
 
 import json
@@ -109,7 +111,7 @@ def _require_close(actual: dict[str, float], expected: dict[str, float], toleran
         assert abs(actual[key] - value) <= tolerance * max(abs(value), 0.1), (where, key, actual[key], value)
 
 
-def _options(engine: str, world: int, shared: int, device: str, bf16: bool) -> dict[str, Any]:
+def _options(engine: str, world: int, shared: int, device: str, bf16: bool, in_parts: bool) -> dict[str, Any]:
     """Options of the trainer for an engine, in a process that may have had another trainer before."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
@@ -142,8 +144,9 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool) -> d
             sizes |= {"sp_backend": "deepspeed", "sp_handler": handler, "dp_replicate_size": world // shared}
         parallelism["parallelism_config"] = ParallelismConfig(**sizes)
     if engine == "fsdp2":
-        wrapping = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        return {"use_cpu": False, "fsdp": "full_shard", "fsdp_config": wrapping, **parallelism}
+        settings = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        settings["state_dict_type"] = "SHARDED_STATE_DICT" if in_parts else "FULL_STATE_DICT"
+        return {"use_cpu": False, "fsdp": "full_shard", "fsdp_config": settings, **parallelism}
     zero = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -158,6 +161,7 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool) -> d
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 100,
             "reduce_bucket_size": 1000,
+            "stage3_gather_16bit_weights_on_model_save": not in_parts,
         },
     }
     return {"use_cpu": False, "deepspeed": zero, **parallelism}
@@ -166,7 +170,7 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool) -> d
 def _train(options: dict[str, Any], engine: str, world: int, shared: int, device: str) -> dict[str, Any]:
     from peft import LoraConfig
     from support.tiny import tiny
-    from support.training import documents, logged, trainer
+    from support.training import logged, trainer
 
     torch.manual_seed(0)
     options = dict(options)
@@ -176,23 +180,32 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
         "max_steps": 3,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4 // n_sequences,
-        **_options(engine, world, shared, device, options.get("bf16", False)),
-        "train_dataset": documents(**{"n": 24, **options.get("documents", {})}),
+        **_options(engine, world, shared, device, options.get("bf16", False), options.pop("in_parts", False)),
+        "train_dataset": _repeating(**{"n": 24, **options.pop("documents", {})}),
         # ranks have as many batches each, so that no document is repeated to fill one
-        "eval_dataset": documents(8, longest=12, seed=5),
+        "eval_dataset": _repeating(**{"n": 8, "longest": 12, "seed": 5, **options.pop("evaluated", {})}),
     }
     model, adapters = options.pop("model", {}), options.pop("adapters", None)
-    options.pop("documents", None)
-    resume = options.pop("resume", None)
+    resume, saves = options.pop("resume", None), options.pop("saves", False)
     if adapters is not None:
         settings["peft_config"] = LoraConfig(**adapters)
-    run = trainer(Path(f"{engine}-{world}-run"), model=tiny(**model), **{**settings, **options})
+    model = model if isinstance(model, str) else tiny(**model)
+    folder = Path(options.pop("output_dir", f"{engine}-{world}-run"))
+    run = trainer(folder, model=model, **{**settings, **options})
     run.train(resume_from_checkpoint=resume)
+    if saves:
+        run.save_model()
     steps = [{key: float(value) for key, value in entry.items()} for entry in logged(run, *LOGGED)]
     evaluated = {
         k: v for k, v in run.evaluate().items() if k.startswith(("eval_loss", "eval_ce", "eval_kl", "eval_rel"))
     }
     return {"steps": steps, "evaluated": evaluated, "weights": _weights(run.model, engine == "zero3" and world > 1)}
+
+
+def _repeating(n: int, repeated: int = 0, **options: Any) -> Any:
+    from support.training import documents
+
+    return documents(n, **options).select([*range(n), *range(repeated)])
 
 
 def _forget_ulysses() -> None:

@@ -1,10 +1,16 @@
 """`--accelerate_config`: what accelerate is told, and what is refused before anything starts."""
 
+import json
+import os
+import signal
 import subprocess
+import sys
 
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trl_ext import cli, launching
 from trl_ext.launching import Launch, config_names
@@ -46,18 +52,81 @@ def test_gpus_share_a_row_by_twos(tmp_path):
     assert (settings["parallelism_config_sp_size"], settings["parallelism_config_dp_replicate_size"]) == (2, 1)
 
 
-def test_the_command_is_launched_without_its_own_flags(tmp_path, monkeypatch):
-    commands = []
+def test_the_command_is_launched_without_its_own_flags(monkeypatch):
+    launched = []
 
-    def run(command):
-        config = yaml.safe_load(open(command[command.index("--config_file") + 1]).read())
-        commands.append((config["num_processes"], command[command.index("-m", 2) + 1 :]))
-        return subprocess.CompletedProcess(command, 7)
+    def launch(arguments, failures):
+        config = yaml.safe_load(open(arguments[arguments.index("--config_file") + 1]).read())
+        launched.append((config["num_processes"], arguments[arguments.index("-m") + 1 :]))
 
-    monkeypatch.setattr(launching.subprocess, "run", run)
+    monkeypatch.setattr(launching, "_launch", launch)
     flags = ["--accelerate_config=fsdp2", "--num_processes", "2", "--learning_rate", "1e-5"]
-    assert cli.main(["train", "recipe.yaml", *flags]) == 7
-    assert commands == [(2, ["trl_ext", "train", "--config", "recipe.yaml", "--learning_rate", "1e-5"])]
+    assert cli.main(["train", "recipe.yaml", *flags]) == 0
+    assert launched == [(2, ["trl_ext", "train", "--config", "recipe.yaml", "--learning_rate", "1e-5"])]
+
+
+def failed(rank, status, seconds):
+    failure = ProcessFailure(local_rank=rank, pid=rank, exitcode=status, error_file="")
+    failure.timestamp = seconds
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("ended", "left", "status", "text"),
+    [
+        ([(0, 1, 5), (1, -15, 5)], [(0, "tool: a mistake", 2)], 2, "tool: a mistake"),
+        # the other has failed first, and takes longer to end
+        (
+            [(0, 1, 5), (1, -15, 5)],
+            [(1, "Traceback:\nb", 1), (0, "Traceback:\na", 1)],
+            1,
+            "rank 1 has failed:\nTraceback:\nb",
+        ),
+        ([(0, 3, 5), (1, -15, 5)], [], 3, "rank 0 ended with status 3."),
+        (
+            [(0, 1, 5), (1, -9, 5)],
+            [(0, "Traceback:\nlost", 1)],
+            137,
+            "rank 1 was ended by SIGKILL: the memory of the host",
+        ),
+        ([(0, 1, 5), (1, -9, 35)], [(0, "tool: a mistake", 2)], 2, "tool: a mistake"),  # ended as it hung
+        ([(0, -11, 5)], [], 139, "rank 0 was ended by SIGSEGV."),
+    ],
+)
+def test_the_first_failure_is_told(monkeypatch, capsys, ended, left, status, text):
+    def launch(arguments, failures):
+        for seconds, (rank, message, of_rank) in enumerate(left):
+            file = failures / f"rank-{rank}.json"
+            file.write_text(json.dumps({"rank": rank, "status": of_rank, "text": message, "seconds": seconds}))
+        raise ChildFailedError("trl_ext", {rank: failed(rank, code, when) for rank, code, when in ended})
+
+    monkeypatch.setattr(launching, "_launch", launch)
+    assert Launch("ddp").run(["train"]) == status
+    assert capsys.readouterr().err.startswith(text)
+
+
+def test_ctrl_c_stops_the_ranks_and_the_command(monkeypatch, capsys):
+    def launch(arguments, failures):
+        raise SignalException("stopped", signal.SIGINT)
+
+    monkeypatch.setattr(launching, "_launch", launch)
+    assert cli.main(["train", "recipe.yaml", "--accelerate_config", "ddp"]) == 130
+    assert "Stopped." in capsys.readouterr().err
+
+
+def test_ranks_but_the_first_say_errors_alone():
+    code = """
+import logging, warnings
+from trl_ext.launching import quiet_other_ranks
+quiet_other_ranks()
+warnings.warn("a warning")
+logging.getLogger("trl_ext").warning("a record")
+logging.getLogger("trl_ext").error("an error")
+"""
+    for rank, told in (("0", ["a warning", "a record", "an error"]), ("1", ["an error"])):
+        environment = {**os.environ, "RANK": rank}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert [what for what in ("a warning", "a record", "an error") if what in done.stderr] == told
 
 
 @pytest.mark.parametrize(
@@ -75,6 +144,17 @@ def test_a_wrong_launch_is_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         launch, _ = Launch.take(arguments)
         launch.settings()
+
+
+@pytest.mark.parametrize("kind", ["NO", "MULTI_CPU"])
+def test_a_file_of_which_accelerate_starts_one_process_is_refused(tmp_path, kind):
+    file = tmp_path / "cpus.yaml"
+    file.write_text(f"distributed_type: {kind!r}\n")
+    with pytest.raises(
+        ValueError, match=f"{kind}, of which accelerate starts one process and not 2. On CPUs: torchrun"
+    ):
+        Launch(str(file), n_processes=2).settings()
+    assert Launch(str(file), n_processes=1).settings()["num_processes"] == 1
 
 
 def test_what_a_machine_lacks_is_said(monkeypatch):

@@ -6,8 +6,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 from support.ranks import ADAPTERS, PI, RELATION, SELF, require_alike, run_on_ranks
+from support.tiny import MIXED, gemma3, tiny
 from support.training import trainer
 
+from trl_ext import RopeSFTConfig
+from trl_ext.objective_checks import check_shared_sequences
+from trl_ext.objectives import objective_of
 from trl_ext.sequence_ranks import SequenceRanks
 
 needs_ranks = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
@@ -89,26 +93,80 @@ def test_ulysses_trains_like_one_rank(tmp_path, alone, stage, world):
     require_alike(expected, run_on_ranks(tmp_path, cases, world, stage, shared=2, pad_to_multiple_of=24))
 
 
+SHORT = {"short_context": 6, "stride": 4}
+
+
+def shared_by_four(monkeypatch, engine):
+    monkeypatch.setattr(
+        SequenceRanks, "of", classmethod(lambda cls, accelerator: SequenceRanks(accelerator, engine, 4))
+    )
+
+
+@pytest.mark.parametrize("engine", ["cp", "sp"])
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"objective": "self-distill", "view": "skip", "self_distill_args": {"kl_top": 0.5}}, "kl_top chooses among"),
-        ({"token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}}, "read short windows"),
+        ({**SELF, "self_distill_args": {"kl_top": 0.5}}, "kl_top chooses among"),
+        ({**SELF, "self_distill_args": {"kl_longce": SHORT}}, "and kl_longce read short windows"),
+        ({"token_weighting": "longce", "longce_args": SHORT}, "token_weighting='longce' and .* read short windows"),
         ({"objective": "self-distill", "self_distill_args": {"control": "dropout"}}, "noise differs between ranks"),
         ({"shifted_attention": 0.25}, "groups tokens of whole rows"),
-        ({"padding_free": True, "max_length": None}, "does not keep apart"),
         ({"objective": "relation-distill", **PI, "relation_args": {"attention": 1.0}}, "4 and 2 heads"),
     ],
 )
-def test_what_needs_whole_rows_is_refused(tmp_path, monkeypatch, options, text):
-    ring = classmethod(lambda cls, accelerator: SequenceRanks(accelerator, "cp", 4))
-    monkeypatch.setattr(SequenceRanks, "of", ring)
-    with pytest.raises(ValueError, match=f"cp_size=4 gives each rank a part of every sequence, and .*{text}"):
+def test_what_needs_whole_rows_is_refused(tmp_path, monkeypatch, engine, options, text):
+    shared_by_four(monkeypatch, engine)
+    with pytest.raises(ValueError, match=f"{engine}_size=4 gives each rank a part of every sequence, and .*{text}"):
         trainer(tmp_path, **options)
 
 
+@pytest.mark.parametrize(
+    ("engine", "options", "text"),
+    [
+        ("cp", {"padding_free": True, "max_length": None}, "which a ring does not keep apart"),
+        (
+            "sp",
+            {"view": "pose", "view_args": {"target": 64, "window": 16}},
+            "cuts rows, which Ulysses has split before",
+        ),
+        ("sp", {"model": {"attention_dropout": 0.1}}, "attention with dropout"),
+    ],
+)
+def test_what_one_engine_lacks_is_refused(tmp_path, monkeypatch, engine, options, text):
+    shared_by_four(monkeypatch, engine)
+    with pytest.raises(ValueError, match=f"{engine}_size=4 gives each rank .*{text}.* whole sequences on each rank"):
+        trainer(tmp_path, **{**options, "model": tiny(**options.get("model", {}))})
+
+
+@pytest.mark.parametrize("engine", ["cp", "sp"])
+def test_images_are_refused(tmp_path, engine):
+    run = trainer(tmp_path)
+    run._is_vision_dataset = True
+    with pytest.raises(ValueError, match=f"{engine}_size=2 .* images belong to whole rows"):
+        check_shared_sequences(run, SequenceRanks(run.accelerator, engine, 2))
+
+
+def test_an_objective_that_does_not_say_that_it_can_is_refused(tmp_path, monkeypatch):
+    shared_by_four(monkeypatch, "cp")
+    monkeypatch.setattr(objective_of(RopeSFTConfig(**SELF, use_cpu=True, bf16=False)), "shares_sequences", False)
+    with pytest.raises(ValueError, match=r"objective 'self-distill' does not say that it can \(`shares_sequences`\)"):
+        trainer(tmp_path, **SELF)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: tiny("mistral-sliding"), lambda: tiny("qwen3", **MIXED), gemma3],
+    ids=["all-sliding", "mixed", "gemma3"],
+)
+def test_a_ring_of_layers_with_sliding_windows_is_refused(tmp_path, monkeypatch, model):
+    """Accelerate 1.15 says so too, but not before training starts."""
+    shared_by_four(monkeypatch, "cp")
+    with pytest.raises(ValueError, match="cp_size=4 .* layers with sliding windows would attend to all tokens before"):
+        trainer(tmp_path, model=model())
+
+
 def test_rows_are_padded_to_what_ranks_can_share(tmp_path, monkeypatch):
-    monkeypatch.setattr(SequenceRanks, "of", classmethod(lambda cls, accelerator: SequenceRanks(accelerator, "cp", 4)))
+    shared_by_four(monkeypatch, "cp")
     run = trainer(tmp_path, view="skip", pad_to_multiple_of=6)
     assert run.data_collator.pad_to_multiple_of == 24  # 6, and two pieces for each of 4 ranks
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..rank_failures import is_started_rank
 from .check import add_commands as add_check
 from .demo import add_commands as add_demo
 from .device import require_one_process
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept = (
             "" if args.output_dir is None else f" What is done is kept: the same command goes on in {args.output_dir}."
         )
-        print(f"\nStopped.{kept}", file=sys.stderr)
+        if not is_started_rank():
+            print(f"\nStopped.{kept}", file=sys.stderr)
         return 130
 
 

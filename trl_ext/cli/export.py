@@ -48,9 +48,11 @@ def run_export(args: argparse.Namespace) -> int:
     """Export, and print what was written and the command that serves it."""
     from rope_patch import export
     from rope_patch.eval.report import require_writable
+    from rope_patch.weights_in_parts import require_whole_weights
 
     from ..checkpoint import base_of_adapter, require_checkpoint
 
+    require_whole_weights(args.model, "MODEL_OR_ADAPTER")
     base = base_of_adapter(args.model)
     require_checkpoint(base or args.model, f"MODEL_OR_ADAPTER {args.model}" if base else "MODEL_OR_ADAPTER")
     require_writable(args.output.parent)

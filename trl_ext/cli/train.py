@@ -51,7 +51,7 @@ def add_commands(commands: Any) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Fine-tune, or restore, whichever the fields of the recipe and the flags are of; on several GPUs if asked."""
-    from ..launching import Launch
+    from ..launching import Launch, quiet_other_ranks
     from ..recipe import with_config_flag
 
     launch, given = Launch.take(args.arguments)
@@ -67,6 +67,7 @@ def run_train(args: argparse.Namespace) -> int:
         return 0
     if launch is not None:
         return launch.run(["train", *arguments])
+    quiet_other_ranks()
     if is_restoration(arguments):
         from ..restore_recipe import restore_recipe
 

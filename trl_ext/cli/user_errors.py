@@ -3,9 +3,11 @@
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 
+from ..rank_failures import is_started_rank, leave_failure
 from .parsing import USER_ERROR
 
 USER_ERRORS = (ValueError, OSError, ImportError)
@@ -33,7 +35,8 @@ _TRACEBACK = "ROPE_PATCH_TRACEBACK"
 def run_command(command: str, run: Callable[[], int | None]) -> int:
     """Run one command; its status, or 2 after an error that the user can mend, which is printed in one line.
 
-    With ROPE_PATCH_TRACEBACK=1 in the environment the error is raised, which shows where it comes from.
+    With ROPE_PATCH_TRACEBACK=1 in the environment the error is raised, which shows where it comes from. A rank that a
+    command has started prints neither message nor traceback, which that command does for all of them.
     """
     try:
         with warnings.catch_warnings():
@@ -41,18 +44,24 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
             warnings.simplefilter("ignore", FutureWarning)
             return run() or 0
     except Exception as error:
-        if os.environ.get(_TRACEBACK, "0") not in ("", "0"):
+        message = None if os.environ.get(_TRACEBACK, "0") not in ("", "0") else _message(error)
+        if message is None and not is_started_rank():
             raise
-        print(f"{command}: {_message(error)} ({_TRACEBACK}=1 shows where this comes from.)", file=sys.stderr)
-        return USER_ERROR
+        text = f"{command}: {message} ({_TRACEBACK}=1 shows where this comes from.)"
+        if not is_started_rank():
+            print(text, file=sys.stderr)
+            return USER_ERROR
+        status = 1 if message is None else USER_ERROR
+        leave_failure(traceback.format_exc().rstrip() if message is None else text, status)
+        return status
 
 
-def _message(error: Exception) -> str:
-    """What the user can mend, on one line; raises another error again, as it is one of the program."""
+def _message(error: Exception) -> str | None:
+    """What the user can mend, on one line; None for an error of the program."""
     if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported for its name
         return "the GPU has too little memory: take shorter rows, smaller batches or adapters, or another GPU."
     if not isinstance(error, USER_ERRORS) and not _names_what_to_install(error):
-        raise error
+        return None
     text = " ".join(str(error).split())
     return _with_remedy(error, text) if isinstance(error, ImportError) else text or type(error).__name__
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl_ext import rank_failures
 from trl_ext.cli.user_errors import EXTRAS, run_command
 
 
@@ -41,6 +42,19 @@ def test_the_traceback_is_shown_on_request(monkeypatch):
     monkeypatch.setenv("ROPE_PATCH_TRACEBACK", "1")
     with pytest.raises(ValueError, match="x"):
         run_command("tool", raising(ValueError("x")))
+
+
+def test_a_rank_leaves_its_failure_to_the_command_that_started_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(rank_failures.FOLDER, str(tmp_path))
+    for rank, error, status in ((1, RuntimeError("a disk is gone"), 1), (0, ValueError("a\nb"), 2)):
+        monkeypatch.setenv("RANK", str(rank))
+        assert run_command("tool", raising(error)) == status
+    assert not any(capsys.readouterr())
+    first = rank_failures.RankFailure.first(tmp_path)
+    assert (first.rank, first.status) == (1, 1)
+    assert first.text.startswith("Traceback") and first.text.endswith("\nRuntimeError: a disk is gone")
+    (tmp_path / "rank-1.json").unlink()
+    assert rank_failures.RankFailure.first(tmp_path).text.startswith("tool: a b (ROPE_PATCH_TRACEBACK=1")
 
 
 def test_what_libraries_are_to_change_is_not_told(recwarn):
