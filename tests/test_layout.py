@@ -11,7 +11,7 @@ ROOT = TESTS.parent
 SEVERAL = {
     "rope_patch": "families first_use fsdp2 lifecycle matrix objective_matrix random_orders wrapped_after wrapping",
     "trl_ext/cli": "mistakes",
-    "trl_ext": "distributed fsdp2_trainer sharded_saves teacher_checks third_party uneven_batches zero3",
+    "trl_ext": "distributed fsdp2_trainer teacher_checks third_party uneven_batches zero3",
 }
 
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils import logging
 from trl import SFTTrainer
 
 from rope_patch import patch_model, unpatch_model
@@ -51,6 +51,8 @@ from .model_setup import (
 )
 from .objective_checks import check_objective, check_shared_sequences
 from .objectives import Objective, objective_of
+from .repeated_rows import without_repeated
+from .saves_in_parts import remove_weights, saves_in_parts, weights_gathered
 from .sequence_ranks import SequenceRanks, gradient_factor
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
@@ -379,38 +381,14 @@ class RopeSFTTrainer(SFTTrainer):
             # TRL keeps no count of tokens: what is in here is written to the checkpoint's trainer_state.json
             kept: Any = self.state.stateful_callbacks
             kept[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
-        with self._weights_gathered() if not _internal_call else nullcontext():
-            if self._saves_in_parts:
-                self._save_without_weights(folder)
+        with nullcontext() if _internal_call else weights_gathered(self.accelerator):
+            if saves_in_parts(self.accelerator):
+                self._save(str(folder), state_dict={})
+                if self.args.should_save:
+                    remove_weights(folder)
             super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             write_card(folder, card_of(self, self._recorded_runs()), keep=self._keeps_card.pop(folder))
-
-    @property
-    def _saves_in_parts(self) -> bool:
-        """Whether Trainer leaves it to FSDP to write weights, each rank its own."""
-        return self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type)
-
-    @contextmanager
-    def _weights_gathered(self) -> Iterator[None]:
-        """Let Trainer write whole weights, which it does not where FSDP writes checkpoints in parts."""
-        if not self._saves_in_parts:
-            yield
-            return
-        from torch.distributed.fsdp import StateDictType  # not every build of torch has it
-
-        plugin: Any = self.accelerator.state.fsdp_plugin
-        kind, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
-        try:
-            yield
-        finally:
-            plugin.state_dict_type = kind
-
-    def _save_without_weights(self, folder: Path) -> None:
-        self._save(str(folder), state_dict={})
-        if self.args.should_save:
-            for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
-                (folder / name).unlink(missing_ok=True)
 
     def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -718,23 +696,27 @@ class RopeSFTTrainer(SFTTrainer):
     ) -> Any:
         """TRL's step; an objective that distils gives a loss and no logits."""
         inputs = self._prepare_inputs(inputs)
+        # Ulysses is off in evaluation, where each rank has rows of its own
+        ring = self._ranks if self._ranks is not None and self._ranks.engine == "cp" else None
         # logits of all ranks are gathered, of as many rows each; images are not those of a row each
+        self._only_repeated = False
         if prediction_loss_only and not self._is_vision_dataset:
-            inputs = self._without_repeated(inputs)
+            inputs, self._only_repeated = without_repeated(
+                inputs,
+                self.accelerator.gradient_state,
+                self.args.eval_batch_size,
+                self.args.process_index // (1 if ring is None else ring.size),
+            )
         first_sample = 0
         if self._perturbs or self._objective is not None:
-            # Ulysses is off in evaluation, where each rank has rows of its own
-            in_ring = self._ranks is not None and self._ranks.engine == "cp"
-            (before,), n_documents = self._number_documents(
-                [inputs], self.args.device, self._ranks if in_ring else None
-            )
+            (before,), n_documents = self._number_documents([inputs], self.args.device, ring)
             first_sample = self._evaluated + before
             self._evaluated += n_documents
         self._set_clock(first_sample, training=False)
         with nullcontext() if self._long_rows is None else self._long_rows.active():
             if self._objective is not None:
                 self._objective.begin(None, first_sample)
-            if self._ranks is not None and self._ranks.engine == "cp":
+            if ring is not None:
                 result = self._predict_in_ring(model, inputs, prediction_loss_only)
             elif self._objective is None:
                 result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -748,25 +730,6 @@ class RopeSFTTrainer(SFTTrainer):
                 "the weights are not finite, or none of the batch's tokens has a label."
             )
         return result
-
-    def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """An evaluation batch without rows that accelerate has repeated to fill the last batches of all ranks.
-
-        A batch of nothing else runs all the same, as ranks run together, and counts for nothing.
-        """
-        state, size = self.accelerator.gradient_state, self.args.eval_batch_size
-        rows = len(inputs["input_ids"])
-        self._only_repeated = False
-        if not state.end_of_dataloader or state.remainder <= 0 or rows != size:
-            return inputs
-        in_ring = self._ranks is not None and self._ranks.engine == "cp"
-        reader = self.args.process_index // (self._ranks.size if self._ranks is not None and in_ring else 1)
-        kept = min(max(state.remainder - reader * size, 0), size)
-        self._only_repeated = kept == 0
-        if kept == 0:
-            return {**inputs, "labels": torch.full_like(inputs["labels"], -100)}
-        of_rows = {n: v for n, v in inputs.items() if isinstance(v, torch.Tensor) and v.ndim and len(v) == rows}
-        return {**inputs, **{name: value[:kept] for name, value in of_rows.items()}}
 
     def _predict_in_ring(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
         """An evaluation step whose rows are split as in training; TRL's own runs whole rows on every rank."""
