@@ -333,8 +333,8 @@ def _built(leaf: str, source: _Source, limit: int | None, length: int) -> Any:
             documents = list(islice(_rows(source.file, source.group, leaf), limit))
             examples = None if source.examples is None else list(_rows(source.examples, source.group, leaf))
             task = local_task(leaf, documents, "test", examples=examples, shots=None)
-        if examples is not None and len(examples) < (task.config.num_fewshot or 0):
-            raise ValueError(f"it shows {task.config.num_fewshot} examples, and there are {len(examples)}")
+            if examples is not None and len(examples) < (task.config.num_fewshot or 0):
+                raise ValueError(f"it shows {task.config.num_fewshot} examples, and there are {len(examples)}")
         if "ifeval" in leaf:
             _require_sentences(leaf)
         return task
