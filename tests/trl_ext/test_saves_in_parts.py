@@ -1,14 +1,13 @@
 """What engines that shard weights save is a plain checkpoint, or becomes one by a command."""
 
 import os
-import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from support.marks import needs_deepspeed, needs_ranks
 from support.ranks import ADAPTERS, SELF, run_on_ranks
 from support.tiny import tiny
 from support.training import tokenizer
@@ -17,14 +16,7 @@ from transformers import AutoModelForCausalLM
 from rope_patch import export, load_adapter
 from trl_ext import cli
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
-]
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None or shutil.which("c++") is None,
-    reason="needs DeepSpeed, pip install -e '.[deepspeed]', and a C++ compiler",
-)
+pytestmark = [pytest.mark.slow, needs_ranks]
 ENGINES = [
     pytest.param("fsdp2", 1, id="fsdp2"),
     pytest.param("fsdp2", 2, id="ring"),

@@ -1,10 +1,8 @@
 """One sequence over several ranks gives the draws, losses, evaluations and weights of one rank."""
 
-import shutil
-from importlib.util import find_spec
-
 import pytest
 import torch
+from support.marks import needs_deepspeed, needs_ranks
 from support.ranks import ADAPTERS, PI, RELATION, SELF, require_alike, run_on_ranks
 from support.tiny import MIXED, gemma3, tiny
 from support.training import trainer
@@ -13,12 +11,6 @@ from trl_ext import RopeSFTConfig
 from trl_ext.objective_checks import check_shared_sequences
 from trl_ext.objectives import objective_of
 from trl_ext.sequence_ranks import SequenceRanks
-
-needs_ranks = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None or shutil.which("c++") is None,
-    reason="needs DeepSpeed, pip install -e '.[deepspeed]', and a C++ compiler",
-)
 
 # rows of 12 to 24 tokens, of any length: TRL's collator pads them to what ranks can share
 CASES = {

@@ -4,21 +4,11 @@ Where each rank has sequences of its own, accelerate repeats the first documents
 one rank trains the same on a set that ends with these. Evaluations leave them out.
 """
 
-import shutil
-from importlib.util import find_spec
-
 import pytest
-import torch
+from support.marks import needs_deepspeed, needs_ranks
 from support.ranks import PI, RELATION, SELF, require_alike, run_on_ranks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed"),
-]
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None or shutil.which("c++") is None,
-    reason="needs DeepSpeed, pip install -e '.[deepspeed]', and a C++ compiler",
-)
+pytestmark = [pytest.mark.slow, needs_ranks]
 RUN = {"max_steps": 6, "learning_rate": 1e-3}  # two epochs, each with fewer micro-batches in its last step
 NATIVE = {"objective": "native-distill", **PI, "view": "skip"}
 
