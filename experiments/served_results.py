@@ -80,7 +80,7 @@ def _reasons(lines: Sequence[Line]) -> str:
     text = ""
     tellers: tuple[tuple[str, Callable[[Line], str]], ...] = (
         ("refused", lambda line: line["reason"].partition(": ")[2]),
-        ("failed", lambda line: f'{line["program"]} says "{line["reason"].partition(": ")[2].splitlines()[0]}"'),
+        ("failed", lambda line: f'{line["program"]} says "{_error(line["reason"])}"'),
     )
     for outcome, tell in tellers:
         by_reason: dict[str, list[str]] = {}
@@ -89,3 +89,11 @@ def _reasons(lines: Sequence[Line]) -> str:
                 by_reason.setdefault(tell(line), []).append(f"{_code(line['rescaling'])} for {line['program']}")
         text += "".join(f"- {'; '.join(dict.fromkeys(cells))}: {why}\n" for why, cells in by_reason.items())
     return text
+
+
+def _error(reason: str) -> str:
+    """What an error says in its first line, without its kind; of pydantic's the first sentence of what is wrong."""
+    first, *others = reason.partition(": ")[2].splitlines()
+    if "validation error" in first and others:
+        return others[0].strip().removeprefix("Value error, ").partition(". ")[0]
+    return first

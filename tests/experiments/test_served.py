@@ -160,6 +160,8 @@ def test_a_table_tells_wrong_cells_and_why_others_are_refused():
     ]
     assert [is_wrong(of) for of in lines] == [False, False, True, False, False]
     text = tables(lines)
+    of_pydantic = "ValidationError: 1 validation error for X\n  Value error, 9 is more than 8. More.\n"
+    assert ' says "9 is more than 8"\n' in tables([line("ours"), line("vLLM on a CPU", "failed", reason=of_pydantic)])
     assert "| `yarn` | 3.000, 2 | refused | 0.3; 3.000, 2 | **wrong** 0.5; 3.000, 2 | refused by the program |" in text
     assert "- `yarn` for vLLM on a CPU: it drops it." in text
     assert "passkeys teacher-forced, as written" not in text
@@ -179,5 +181,8 @@ def test_export_refuses_what_its_programs_serve_wrong():
     """Of the programs that it has a target for; it knows nothing of the others."""
     served = [of for of in LINES if TARGETS.get(of["program"], "transformers") != "transformers"]
     assert len({of["program"] for of in served}) == 3
-    assert not [of for of in served if is_wrong(of) or of["outcome"] == "failed"]
+    assert not [of for of in served if is_wrong(of)]
+    # a model that nobody rescaled is refused beyond its window, as it should be
+    failed = [of for of in served if of["outcome"] == "failed"]
+    assert all(of["rescaling"] == "none" and of["length"] > of["window"] for of in failed)
     assert not [of for of in LINES if of["program"].startswith("Transformers") and of["largest_difference"] > 0]
