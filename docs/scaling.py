@@ -4,12 +4,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
@@ -17,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from distillation_step import SHAPES  # noqa: E402
 
 from trl_ext import RopeSFTConfig  # noqa: E402
-from trl_ext.engine_advice import TrainingBytes  # noqa: E402
+from trl_ext.engine_advice import TrainingBytes, model_on_meta  # noqa: E402
 from trl_ext.long_rows import GIB, plan_memory  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
@@ -221,15 +222,14 @@ def memory_on(shape: str, row: int, objective: str, n_gpus: int, *, all_weights:
     return " / ".join(f"{size / GIB:.0f}" for size in sizes)
 
 
+@cache
 def _on_meta(shape: str, all_weights: bool) -> Any:
-    with torch.device("meta"):
-        dtype = torch.float32 if all_weights else torch.bfloat16
-        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
-        if all_weights:
-            return model
-        from peft import LoraConfig, get_peft_model
+    if all_weights:
+        return model_on_meta(config_of(shape), None, torch.float32)
+    from peft import LoraConfig
 
-        return get_peft_model(model, LoraConfig(r=64, target_modules=["q_proj", "k_proj", "v_proj"]))
+    adapters = LoraConfig(r=64, target_modules=["q_proj", "k_proj", "v_proj"])
+    return model_on_meta(config_of(shape), adapters, torch.bfloat16)
 
 
 def tables() -> dict[str, str]:

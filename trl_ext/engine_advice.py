@@ -115,7 +115,7 @@ def engine_advice(model_config: Any, training: Any, peft_config: Any, dtype: Any
     """
     if training.max_length is None:
         raise ValueError("a plan needs the length of rows: give max_length.")
-    model = _on_meta(model_config, peft_config, dtype)
+    model = model_on_meta(model_config, peft_config, dtype)
     if training.trainable == "qkv":
         train_qkv_only(model)
     has_gpu = torch.cuda.is_available()
@@ -161,7 +161,7 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None) -> st
     return "\n".join(lines)
 
 
-def _on_meta(model_config: Any, peft_config: Any, dtype: Any) -> nn.Module:
+def model_on_meta(model_config: Any, peft_config: Any, dtype: Any) -> nn.Module:
     """The model without memory for its weights."""
     config = AutoConfig.from_pretrained(model_config) if isinstance(model_config, str) else model_config
     kind = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype

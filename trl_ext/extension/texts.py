@@ -56,9 +56,11 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         others, held_out, said = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
     else:
         held_out = _longest_first(texts[::_EVERY])
-        others = [text for i, text in enumerate(texts) if i % _EVERY and text not in set(held_out)]
+        measured = set(held_out)
+        others = [text for i, text in enumerate(texts) if i % _EVERY and text not in measured]
         n_copies = len(texts) - len(others) - len(held_out)
-        said = f"every {_EVERY}th document of --data" + (f" with its {n_copies} copies" if n_copies else "")
+        copies = f" with its {n_copies} cop{'y' if n_copies == 1 else 'ies'}" if n_copies else ""
+        said = f"every {_EVERY}th document of --data{copies}"
     try:
         text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
         _require(facts, held_out, options.to, n_rows)
