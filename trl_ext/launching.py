@@ -11,23 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from rope_patch.registry import unknown
 
 from . import rank_failures
 from .rank_failures import RankFailure
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
 _CONFIGS = Path(__file__).with_name("accelerate_configs")
 _FLAGS = ("--accelerate_config", "--num_processes", "--ranks_per_sequence")
 _SEQUENCE_SIZES = {"fsdp2-cp": "cp", "zero3-sp": "sp"}
 _ON_CPUS = "On CPUs: torchrun --nproc_per_node N -m trl_ext train RECIPE.yaml --use_cpu true --bf16 false."
-_OF_SYSTEM = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+_OF_SYSTEM = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL")  # not every system has them
 
 
 def config_names() -> list[str]:
@@ -94,6 +95,10 @@ class Launch:
             ValueError: there is no such config, no GPU, no DeepSpeed where it is needed, or GPUs cannot be shared so.
             KeyboardInterrupt: the user has stopped it.
         """
+        # not in every build of torch, and a run in one process comes by here too
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             file = folder / "accelerate.yaml"
@@ -176,7 +181,7 @@ def _launch(arguments: list[str], failures: Path) -> None:
         reports.setLevel(level)
 
 
-def _failure_of(error: ChildFailedError | subprocess.CalledProcessError, folder: Path) -> RankFailure:
+def _failure_of(error: "ChildFailedError | subprocess.CalledProcessError", folder: Path) -> RankFailure:
     """Why the first of the ranks failed, in words where it could leave none."""
     left = RankFailure.first(folder)
     if isinstance(error, subprocess.CalledProcessError):  # of one process alone
@@ -184,9 +189,9 @@ def _failure_of(error: ChildFailedError | subprocess.CalledProcessError, folder:
     rank, first = error.get_first_failure()
     for other, process in error.failures.items():
         # one that the system ends leaves no word, and those that wait for it fail in turn
-        if -process.exitcode in _OF_SYSTEM and process.timestamp <= first.timestamp + 1:
+        if process.signal_name() in _OF_SYSTEM and process.timestamp <= first.timestamp + 1:
             what = f"rank {other} was ended by {process.signal_name()}"
-            memory = ": the memory of the host may be too small" if process.exitcode == -signal.SIGKILL else ""
+            memory = ": the memory of the host may be too small" if process.signal_name() == "SIGKILL" else ""
             return RankFailure(other, 128 - process.exitcode, f"{what}{memory}.", 0.0)
     if left is not None:
         traceback = "\n" in left.text
