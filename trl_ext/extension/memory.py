@@ -66,19 +66,27 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     """Bytes at the peak of a step of one row at a time.
 
     With P parameters, T trained ones, n tokens, L layers, H features, I in an MLP, Q and K of queries and keys, V
-    entries of the vocabulary; w bytes of a weight and of a hidden state, t of a trained value (4 of adapters, else w),
-    and c of what is multiplied (2 under autocast, else w):
+    entries of the vocabulary, r ranks; w bytes of a weight and of a hidden state, t of a trained value (4 of adapters,
+    else w), and c of what is multiplied (2 under autocast, else w):
 
         weights = w P, and t T of adapters; gradients = t T; optimizer = 2 t T; teacher = w P without adapters
         casts = c times the weights of layers and head, where c < w
-        of a layer = n (2 (4 + w) H + 2 c H [c < w] + 3 c (Q + K) + 4 c I): two norms, inputs, attention, MLP
+        of a layer = n times the sum of
+            norms        4 H each in float32, and w H more where its weight is trained; so those of queries and keys
+            inputs       of products with trained weights, c H each: of q, k, v, gate and up where autocast copies
+                         each, else of two; of adapters (or q, k, v) 3 where autocast copies, else 1; of o's Q besides
+            attention    2 c (Q + K): q, k, v and the output
+            MLP          3 c I: gate, its activation, up; c I more, down's input, where down is trained
+            adapters     4 c r
         kept = L times that; with checkpointing L w n H, the inputs of layers
-        in flight = 2 c n I, gradients within the MLP; with checkpointing a layer's activations besides
-        loss = n H (3 w + c) + 4 V H for the head's gradient + 3/2 of the logits that exist at a time
+        in flight = 2 c n I, gradients within the MLP; with checkpointing a layer's activations besides; with a sliding
+            window below n a mask of n x n, in one byte and as numbers that are added to scores: (1 + c) n^2
+        loss = n H (3 w + c) + 4 V H for the head's gradient + 1.1 of the logits that exist at a time
 
-    Loss and layers are not in flight at the same time, so the larger of the two counts. Without accumulation gradients
+    What layers keep is what PyTorch saves for backward, which a test counts. Loss and layers are not in flight at the
+    same time, so the larger of the two counts, but masks stay from forward to backward. Without accumulation gradients
     come as kept activations go, so the larger of those two counts. A next-token loss has few logits at a time (TRL's);
-    a teacher's those of `rope_kernels.linear_ce_kl`.
+    a teacher's those of `rope_kernels.linear_ce_kl`, and a tenth more as measured.
 
     Args:
         size: of the model.
@@ -91,16 +99,12 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     c = 2 if step.autocast else w
     n, hidden = step.row_length, size.hidden
     head = size.vocabulary * hidden
-    of_layer = n * (
-        2 * (4 + w) * hidden
-        + (2 * c * hidden if c < w else 0)
-        + 3 * c * (size.queries + size.keys)
-        + 4 * c * size.intermediate
-    )
-    kept = size.n_layers * (w * n * hidden if step.checkpointing else of_layer)
+    of_layer = n * saved_of_layer(size, step)
+    masks = (1 + c) * n * n if 0 < size.sliding_window < n else 0
+    kept = masks + size.n_layers * (w * n * hidden if step.checkpointing else of_layer)
     in_flight = 2 * c * n * size.intermediate + (of_layer if step.checkpointing else 0)
     logits = min(_CHUNK[step.device], 2 * n * size.vocabulary * 4) if step.teacher else 0
-    loss = n * hidden * (3 * w + c) + (4 * head if step.train == "all" else 0) + logits * 3 // 2
+    loss = n * hidden * (3 * w + c) + (4 * head if step.train == "all" else 0) + logits * 11 // 10
     gradients = t * trained
     return Memory(
         weights=w * size.parameters + (t * trained if lora else 0),
@@ -111,3 +115,21 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
         activations=(kept if step.accumulates else max(kept - gradients, 0)) + max(in_flight - loss, 0),
         loss=loss,
     )
+
+
+def saved_of_layer(size: ModelSize, step: Step) -> int:
+    """Bytes a token that a layer keeps for its backward, as `peak_memory` sums them."""
+    w = step.weight_bytes
+    c = 2 if step.autocast else w
+    copies = c < w or (step.autocast and step.train == "lora")  # adapters take their input in float32
+    everything = step.train == "all"
+    norms = size.norms * (4 + w * everything) * size.hidden + (4 + c * everything) * size.normed
+    if everything:
+        inputs = (5 if copies else 2) * c * size.hidden
+    else:
+        inputs = (3 if copies else 1) * c * size.hidden
+    adapters = 0
+    if step.train == "lora":
+        adapters = 4 * c * step.lora_rank + (c * size.queries if copies else 0)
+    attention = 2 * c * (size.queries + size.keys)
+    return norms + inputs + adapters + attention + (3 + everything) * c * size.intermediate

@@ -8,7 +8,7 @@ from trl_ext.extension.memory import Step
 
 SIZE = ModelSize(
     parameters=8_030_261_248, in_layers=6_979_588_096, qkv=805_306_368, lora_per_rank=851_968, n_layers=32, n_full=32,
-    sliding_window=0, hidden=4096, intermediate=14336, queries=4096, keys=1024, vocabulary=128256,
+    sliding_window=0, hidden=4096, norms=2, normed=0, intermediate=14336, queries=4096, keys=1024, vocabulary=128256,
 )  # fmt: skip
 PEAK = 790e12  # of an H200's products of large matrices in bfloat16
 

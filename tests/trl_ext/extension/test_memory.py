@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rope_patch.rotary import find_decoder
 from trl_ext.extension.facts import ModelSize
-from trl_ext.extension.memory import Step, peak_memory
+from trl_ext.extension.memory import Step, peak_memory, saved_of_layer
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 GIB = 1 << 30
@@ -25,6 +27,16 @@ SHAPES = {
     "smollm2-135m": {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    },
+    "gemma3-270m": {
+        "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 640, "intermediate_size": 2048,
+        "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "sliding_window": 512,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
@@ -63,11 +75,74 @@ def steps_of_smollm2():
             yield pytest.param("smollm2-135m", more, length, run["peak_gib"], id=f"smollm2-{length}")
 
 
+EXTENSIONS = json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run["case"]) for run in EXTENSIONS])
+def test_the_plan_is_near_what_a_step_of_extend_took(run):
+    """All weights, q k v, adapters; with a teacher and without; checkpointing or not; a model with sliding windows."""
+    step = Step(
+        run["train"], 64, run["length"], True, run["checkpointing"], run["objective"] == "native-distill",
+        weight_bytes=2 if run["train"] == "lora" else 4,
+    )  # fmt: skip
+    assert peak_memory(size(run["shape"]), step).total / GIB == pytest.approx(run["peak_gib"], rel=0.05)
+
+
 @pytest.mark.parametrize(("shape", "more", "length", "measured"), [*steps_of_llama_and_qwen(), *steps_of_smollm2()])
 def test_the_plan_is_near_what_a_step_took(shape, more, length, measured):
     step = Step(row_length=length, autocast=True, checkpointing=True, teacher=False, **more)
     planned = peak_memory(size(shape), step).total / GIB
     assert planned == pytest.approx(measured, rel=0.15)
+
+
+N_TOKENS, RANK = 250, 8  # a number of tokens that is no weight's, by which saved activations are told from casts
+
+
+@pytest.mark.parametrize("train", ["all", "qkv", "lora"])
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_a_layer_keeps_what_pytorch_saves_for_its_backward(model_type, dtype, autocast, train):
+    """Counted on a CPU with hooks; the arithmetic leaves out sums over features, a few numbers a token."""
+    shape = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        model_type, **shape, head_dim=32, vocab_size=64, num_hidden_layers=2, layer_types=["full_attention"] * 2
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    sizes = ModelSize.of(model)
+    if train == "lora":
+        names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        model = get_peft_model(model, LoraConfig(r=RANK, target_modules=names), autocast_adapter_dtype=True)
+    elif train == "qkv":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in ("q_proj", "k_proj", "v_proj")))
+    counted = saved_bytes(model, 2, autocast) - saved_bytes(model, 1, autocast)
+    step = Step(train, RANK, N_TOKENS, autocast, False, False, weight_bytes=dtype.itemsize)
+    expected = saved_of_layer(sizes, step)
+    few = 4 * 2 * (8 + 2 + 2 * sizes.norms)
+    if model_type == "gemma3_text" and train == "all" and autocast:  # its norms stay in float32 to their end
+        few += 2 * sizes.normed + (2 * sizes.norms * sizes.hidden if dtype == torch.bfloat16 else 0)
+    assert expected <= counted / N_TOKENS <= expected + few
+
+
+def saved_bytes(model, n_layers, autocast):
+    """Bytes of all activations that a forward through the first layers saves."""
+    decoder, saved = find_decoder(model), {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.numel() >= N_TOKENS and N_TOKENS in tensor.shape:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    layers, decoder.layers, decoder.config.num_hidden_layers = decoder.layers, decoder.layers[:n_layers], n_layers
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        decoder(input_ids=torch.arange(N_TOKENS)[None] % 64, use_cache=False)
+    decoder.layers, decoder.config.num_hidden_layers = layers, len(layers)
+    return sum(n_bytes for n_bytes, _ in saved.values())
 
 
 def test_each_way_to_save_memory_saves_it():
