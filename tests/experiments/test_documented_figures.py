@@ -127,3 +127,38 @@ def test_documented_figures_of_the_extension_are_those_of_the_file():
         speed, memory = (median(r[name] for r in same) for name in ("tokens_per_second", "peak_gib"))
         over = speed / median(r["tokens_per_second"] for r in full), memory / median(r["peak_gib"] for r in full)
         assert f"| {rows} | {speed:.0f} | {over[0]:.2f} | {memory:.1f} | {over[1]:.2f} |" in documented
+
+
+def test_vllm_on_a_gpu_is_documented_as_the_file_has_it():
+    text = (RESULTS.parent / "serving.md").read_text().split("\n## vLLM on a GPU\n")[1].split("\n## ")[0]
+    for line in json.loads((RESULTS / "served-vllm-h200.json").read_text())["lines"]:
+        figures = f"{line['loss_within']:.3f} | {line['loss_beyond']:.3f} | {line['mean_difference']:.3f}"
+        counts = f"{line['largest_difference']:.2f} | {line['passkeys']} | {line['same_answers']}"
+        assert f"| {line['program']}, {line['dtype']} | {figures} | {counts} |\n" in text
+
+
+def test_the_first_hour_on_a_gpu_is_documented_as_the_file_has_it():
+    hour = json.loads((RESULTS / "first-hour-h200.json").read_text())
+    text = section("first_hour", "On one H200")
+    cells = {line["cell"]: line for line in hour["cells"]}
+    lengths = [1024 << i for i in range(7)]
+    for test, name in (("passkey", "passkeys"), ("niah-multikey", "keys among look-alikes")):
+        for when, whose in (("before", "first"), ("after", "model's")):
+            found = " | ".join(f"{float(cells[f'{test} at {length}'][whose]):.0f} %" for length in lengths)
+            assert f"| {name} {when} | {found} |\n" in text
+    assert not [line for line in hour["cells"] if line["outcome"] == "below"]
+    assert f"Of {len(hour['cells'])} cells none is worse" in text
+    for step, said in (("plan", "own text, the plan"), ("extend", "own text, all of it"), ("demo", "the demo, all of it")):
+        assert f"| {said} | {hour['seconds'][step] / 60:.1f} |" in text
+    values = {line["figure"]: line["values"] for line in hour["summary"]}
+    within, beyond = values["loss 64..8192 (nats per token)"], values["loss beyond 8192"]
+    assert f"went from {within['native']:.3f} to {within['extended']:.3f} nats" in text
+    assert f"from {beyond['native']:.3f} to {beyond['extended']:.3f}." in text
+
+
+def test_steps_of_extend_are_documented_as_the_file_has_them():
+    text = section("speed", "A step of `rope-patch extend`")
+    for run in json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]:
+        rate = run["operations_a_row"] / run["seconds_a_row"] / 1e12
+        assert f"| {run['shape']} | {run['length']} | {run['train']}" in text
+        assert f"| {run['peak_gib']:.1f} |" in text and f"| {run['seconds_a_row']:.2f} | {rate:.0f} |\n" in text

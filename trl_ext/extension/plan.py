@@ -16,6 +16,7 @@ from .writing import seconds_a_step, seconds_of_writing
 
 _WIDTH = 110  # characters of a line
 _PATIENCE = 60  # minutes
+_ANSWERS = {"cuda": 8.0, "cpu": 0.0}  # seconds a length: graphs for answers, and writing them (SmolLM2, one H200)
 _SAID = {
     "weights": "weights",
     "gradients": "gradients",
@@ -133,7 +134,9 @@ def _wrapped(text: str) -> str:
 
 
 def _hours(minutes: float) -> str:
-    return f"{minutes / 60:.0f} hours" if minutes >= 120 else f"{max(minutes, 1):.0f} minutes"
+    if minutes >= 120:
+        return f"{minutes / 60:.0f} hours"
+    return "1 minute" if minutes < 1.5 else f"{minutes:.0f} minutes"
 
 
 def row_counts(choices: Choices) -> dict[int, int]:
@@ -165,7 +168,8 @@ def _minutes(facts: ModelFacts, to: int, choices: Choices, step: Step, rate: Rat
     asked = len(measuring["measures"]) - 1
     lengths = [*measuring["lengths"] * measuring["prompts"] * asked, *[to] * measuring["n_rows"]]
     read = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
-    return Minutes(measure=read / 60, write=_seconds_of_writing(facts, choices, step, rate) / 60, train=train / 60)
+    answers = _ANSWERS[step.device] * len(measuring["lengths"]) if asked else 0.0
+    return Minutes(measure=(read + answers) / 60, write=_seconds_of_writing(facts, choices, step, rate) / 60, train=train / 60)
 
 
 def _seconds_of_writing(facts: ModelFacts, choices: Choices, step: Step, rate: Rate) -> float:

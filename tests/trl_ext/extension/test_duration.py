@@ -5,6 +5,7 @@ import pytest
 from trl_ext.extension.duration import Rate, forward_operations, step_operations
 from trl_ext.extension.facts import ModelSize
 from trl_ext.extension.memory import Step
+from trl_ext.extension.plan import _hours
 
 SIZE = ModelSize(
     parameters=8_030_261_248, in_layers=6_979_588_096, qkv=805_306_368, lora_per_rank=851_968, n_layers=32, n_full=32,
@@ -35,3 +36,10 @@ def test_operations_grow_with_what_is_done():
 def test_a_small_step_takes_as_long_as_it_takes_to_start_its_operations():
     rate = Rate(1e15, 1e-5)
     assert rate.seconds(1e6, 1000) == pytest.approx(0.01) and rate.seconds(6e14, 1000) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "said"), [(0.2, "1 minute"), (1.4, "1 minute"), (1.6, "2 minutes"), (119, "119 minutes"), (130, "2 hours")]
+)
+def test_minutes_in_words(minutes, said):
+    assert _hours(minutes) == said
