@@ -148,7 +148,11 @@ def test_the_first_hour_on_a_gpu_is_documented_as_the_file_has_it():
             assert f"| {name} {when} | {found} |\n" in text
     assert not [line for line in hour["cells"] if line["outcome"] == "below"]
     assert f"Of {len(hour['cells'])} cells none is worse" in text
-    for step, said in (("plan", "own text, the plan"), ("extend", "own text, all of it"), ("demo", "the demo, all of it")):
+    for step, said in (
+        ("plan", "own text, the plan"),
+        ("extend", "own text, all of it"),
+        ("demo", "the demo, all of it"),
+    ):
         assert f"| {said} | {hour['seconds'][step] / 60:.1f} |" in text
     values = {line["figure"]: line["values"] for line in hour["summary"]}
     within, beyond = values["loss 64..8192 (nats per token)"], values["loss beyond 8192"]

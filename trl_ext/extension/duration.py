@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from .facts import ModelSize
 from .memory import Step
 
-_SHARE = 0.6  # of the rate of a large product that a training step reaches, where products are what takes time
+_SHARE = 0.6  # of the rate of a large product that the operations of a step reach
+_MASKED_SHARE = 0.4  # of that, attention of all pairs of tokens under a mask
 _CALLS = 90  # operations that a layer's forward starts one by one; its backward starts twice as many
+_ADAPTER_CALLS = 70  # more of a layer with adapters on q, k, v and o
+_CHECKPOINT_CALLS = 200  # more of a layer that is checkpointed: what it keeps is handed to and fro one by one
 ROUGH = 2.0
 """Times by which minutes are off, either way, before the first steps are measured."""
 
@@ -24,16 +27,17 @@ class Rate:
     call: float
 
     def seconds(self, operations: float, calls: float) -> float:
-        """Of a training step: what it computes or what it starts, whichever takes longer."""
-        return max(operations / (_SHARE * self.operations), calls * self.call)
+        """Of what it computes and what it starts: neither hides the other, as was measured on an H200."""
+        return operations / (_SHARE * self.operations) + calls * self.call
 
 
 def step_operations(size: ModelSize, step: Step, length: int) -> float:
     """Floating-point operations of one row of n tokens, forward and backward.
 
     A product with P weights is 2 P n forward and 4 P n backward, of frozen weights 2 P n; a checkpointed layer has its
-    forward again, and the teacher one more. Attention of n tokens to m at most is 4 Q n m' forward, m' = n / 2 or the
-    sliding window, and 2.5 times that backward. The head meets student and teacher once.
+    forward again, and the teacher one more. Attention of n tokens is 4 Q n n / 2 forward, and 2.5 times that backward;
+    in layers with a sliding window 4 Q n n, which count 2.5 times, as a mask says there which tokens are seen. The head
+    meets student and teacher once.
 
     Args:
         size: of the model.
@@ -44,25 +48,32 @@ def step_operations(size: ModelSize, step: Step, length: int) -> float:
     backward = 1 if step.train == "lora" else 2
     layers = 2 * size.in_layers * length * (forwards + backward)
     head = 2 * size.vocabulary * size.hidden * length * (2 + step.teacher + (step.train == "all"))
-    attention = _attention(size, length) * (forwards + 2.5)
+    attention = _attention(size, length, masked=step.device == "cuda") * (forwards + 2.5)
     return float(layers + head + attention)
 
 
 def forward_operations(size: ModelSize, length: int) -> float:
-    """Floating-point operations of reading a row of n tokens without gradients and without logits of all tokens."""
-    return float(2 * size.in_layers * length + _attention(size, length))
+    """Floating-point operations of reading a row of n tokens without gradients and without logits of all tokens.
+
+    Layers with a sliding window are read without masks there, see `rope_patch.attention.plain`.
+    """
+    return float(2 * size.in_layers * length + _attention(size, length, masked=False))
 
 
-def _attention(size: ModelSize, length: int) -> float:
-    """Of a forward."""
-    near = min(size.sliding_window, length / 2)
+def _attention(size: ModelSize, length: int, *, masked: bool) -> float:
+    """Of a forward, as many as take so long without a mask."""
+    near: float = min(size.sliding_window, length / 2)
+    if masked and near < length / 2:
+        near = length / _MASKED_SHARE
     seen = size.n_full * length / 2 + (size.n_layers - size.n_full) * near
     return 4 * size.queries * length * seen
 
 
 def step_calls(size: ModelSize, step: Step) -> float:
     """Operations that one row starts one by one."""
-    return forward_calls(size) * (1 + step.checkpointing + step.teacher + 2)
+    forwards = 1 + step.checkpointing + step.teacher + 2  # backward starts as many as two
+    of_layer = forwards * (_CALLS + (_ADAPTER_CALLS if step.train == "lora" else 0))
+    return float(size.n_layers * (of_layer + (_CHECKPOINT_CALLS if step.checkpointing else 0)))
 
 
 def forward_calls(size: ModelSize) -> float:

@@ -169,7 +169,9 @@ def _minutes(facts: ModelFacts, to: int, choices: Choices, step: Step, rate: Rat
     lengths = [*measuring["lengths"] * measuring["prompts"] * asked, *[to] * measuring["n_rows"]]
     read = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)
     answers = _ANSWERS[step.device] * len(measuring["lengths"]) if asked else 0.0
-    return Minutes(measure=(read + answers) / 60, write=_seconds_of_writing(facts, choices, step, rate) / 60, train=train / 60)
+    return Minutes(
+        measure=(read + answers) / 60, write=_seconds_of_writing(facts, choices, step, rate) / 60, train=train / 60
+    )
 
 
 def _seconds_of_writing(facts: ModelFacts, choices: Choices, step: Step, rate: Rate) -> float:
