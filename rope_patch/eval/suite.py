@@ -34,7 +34,7 @@ from .short_text import ShortText, chosen_benchmarks, short_text
 from .subject import Subject
 from .text import text_rows
 from .view_kl import ViewKL, view_kl
-from .vllm_backend import check_vllm, vllm_answers
+from .vllm_backend import check_vllm, vllm_answers, vllm_version
 
 Backend = Literal["transformers", "vllm"]
 
@@ -348,6 +348,7 @@ def run_suite(
     if plan.backend == "vllm":
         for label in models:
             check_vllm(label, checkpoints.get(label))
+        settings_of_all["backend"] = f"vllm {vllm_version()}"
     if _READS_ROWS & set(plan.measures):
         _ = data.rows  # too little text shows before a model is loaded
     text = {"text": data_hash(*texts), "special": [data.special.begin, data.special.end]}

@@ -1,6 +1,7 @@
 """Retrieval prompts answered by vLLM, for those who have it: checked against our own reader, and told on the page."""
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ CHECKED = 4
 """Questions of each call that our own reader answers too."""
 NEAR_TIE = 0.25
 """Nats by which a token may be less likely than another and still be chosen in half precision."""
+_PIECES = 16  # of the questions of a call, after each of which the bar moves
 _SHARE = 0.85  # of free GPU memory that vLLM may take: the model itself stays beside it, to check answers
 
 _PROMPTS_ON_CPU = 8  # of the longest that are held at once: two of each wording
@@ -51,6 +53,11 @@ def check_vllm(label: str, checkpoint: str | None) -> None:
             f"{label} is an adapter, in {checkpoint}, which vLLM would serve without its RoPE: merge it and save the "
             "checkpoint (docs/serving.md), or leave out backend 'vllm'."
         )
+
+
+def vllm_version() -> str:
+    """Which vLLM answers; results of another one are not taken for its."""
+    return str(_vllm().__version__)
 
 
 @contextmanager
@@ -195,16 +202,22 @@ class _Engine:
         Raises:
             ValueError: a reply that differs from our reader's by more than rounding.
         """
+        replies: list[Reply] = []
+        size = max(math.ceil(len(questions) / _PIECES), CHECKED)
+        for first in range(0, len(questions), size):
+            replies += self._replies(questions[first : first + size])
+            done(len(replies))
+        return replies, self._compared(questions[:CHECKED], replies)
+
+    def _replies(self, questions: Sequence[Question]) -> list[Reply]:
         # one more token behind each beginning of the right answer: vLLM has read the prompt before
         written = self._generate([q.prompt for q in questions], [q.max_new_tokens for q in questions])
         beginnings = [[*q.prompt, *q.answer[:k]] for q in questions for k in range(1, len(q.answer))]
         behind = iter(self._generate(beginnings, [1] * len(beginnings)))
-        replies = [
+        return [
             Reply(ids, [*ids[: min(len(q.answer), 1)], *(next(behind)[0] for _ in q.answer[1:])])
             for q, ids in zip(questions, written, strict=True)
         ]
-        done(len(questions))
-        return replies, self._compared(questions[:CHECKED], replies)
 
     def close(self) -> None:
         """Give its memory back: another model comes after it."""

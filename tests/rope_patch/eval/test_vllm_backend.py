@@ -12,6 +12,7 @@ from support.tiny import tiny
 
 from rope_patch import patch_model
 from rope_patch.eval import EvalPlan, run_suite, vllm_backend, write_report
+from rope_patch.eval.reading import Question
 from rope_patch.eval.vllm_backend import vllm_answers
 from trl_ext import cli
 
@@ -110,6 +111,24 @@ def test_answers_and_choices_are_those_of_our_reader_and_the_page_says_so(vllm, 
     assert engine.hf_overrides == {"max_position_embeddings": 500}
     page = write_report(results, tmp_path / "r", title="t", settings={})
     assert "4 prompts that our own reader answered too, 4 got the same reply" in page.read_text()
+
+
+def test_answers_of_another_vllm_are_not_taken_for_its(vllm, folder, tmp_path):
+    plan = EvalPlan(("passkey",), length=300, lengths=(300,), trials=1, depths=(0.5,), backend="vllm")
+    for version, engines in (("0.0", 1), ("0.0", 1), ("0.1", 2)):
+        vllm.__version__ = version
+        run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path, checkpoints={"m": folder})
+        assert len(LLM.made) == engines
+
+
+def test_the_bar_moves_while_vllm_answers(vllm, folder):
+    questions, told = [Question([5 + k] * (20 + k), 2, [7, 8]) for k in range(40)], []
+    with vllm_answers(model(), folder, 70) as ask:
+        replies, said = ask(questions, told.append)
+        (whole, _), (few, _) = ask(questions[:1], told.append), ask(questions[39:], told.append)
+    assert told == [*range(4, 41, 4), 1, 1]
+    assert len(replies) == 40 and replies[:1] == whole and replies[39:] == few
+    assert "Of 4 prompts that our own reader answered too" in said
 
 
 @pytest.mark.slow
