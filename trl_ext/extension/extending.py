@@ -15,7 +15,7 @@ from rope_patch.environment import installed_versions
 from rope_patch.eval.cache import files_hash
 from rope_patch.eval.report import require_report
 from rope_patch.export import PROGRAMS, export, require_served
-from rope_patch.export.gguf import find_converter, require_runs
+from rope_patch.export.gguf import find_converter, require_known_tokenizer, require_runs
 from rope_patch.methods import resolve_view
 from rope_patch.registry import unknown
 
@@ -127,6 +127,9 @@ class _Run:
         self._require_folder()
         _require_targets(options)
         self.facts = ModelFacts.of(options.model)
+        backend = getattr(self.facts.tokenizer, "backend_tokenizer", None)
+        if "llama.cpp" in options.targets and backend is not None:
+            require_known_tokenizer(self.facts.config.model_type, backend.to_str())
         if options.to <= self.facts.window:
             raise ValueError(
                 f"--to must be beyond the window of {self.facts.window} positions that {options.model} was trained on, "

@@ -1,10 +1,14 @@
 """The whole way on tiny models: what is made, where a stopped run goes on, and what is refused before it begins."""
 
 import json
+import sys
 from functools import partial
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.byte_tokenizer import as_transformers_5_17_reads_it
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import trl_ext.extension.training as training_module
@@ -207,6 +211,15 @@ def test_a_mistake_is_told_before_anything_is_done(options, message, folder, mon
 def test_a_converter_that_does_not_start_is_told_before_anything_is_done(folder):
     (folder / "convert.py").write_text("import no_such_package\n")
     with pytest.raises(ImportError, match="convert.py does not start: .*no_such_package.* pip install -r "):
+        run(targets=["llama.cpp"], converter="convert.py")
+    assert not (folder / "out").exists()
+
+
+def test_a_tokenizer_that_llama_cpp_takes_for_another_is_told_before_anything_is_done(folder, monkeypatch):
+    as_transformers_5_17_reads_it().save_pretrained(folder / "base")
+    (folder / "convert.py").write_text("")
+    monkeypatch.setitem(sys.modules, "sentencepiece", SimpleNamespace(__spec__=ModuleSpec("sentencepiece", None)))
+    with pytest.raises(ValueError, match="would take this tokenizer for SentencePiece's"):
         run(targets=["llama.cpp"], converter="convert.py")
     assert not (folder / "out").exists()
 
