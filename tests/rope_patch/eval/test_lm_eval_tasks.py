@@ -453,11 +453,11 @@ def test_ifeval_without_its_data_for_sentences_is_refused_before_a_model_is_aske
     write_lines(tmp_path / "ifeval.jsonl", [{"prompt": "Say no.", "instruction_id_list": [], "kwargs": []}])
     present = {"there": False}
 
-    def find(name, *_, **__):
+    def load(language):
         if not present["there"]:
-            raise LookupError(name)
+            raise LookupError(language)
 
-    monkeypatch.setattr(nltk.data, "find", find)
+    monkeypatch.setattr(nltk.tokenize, "PunktTokenizer", load)
     with pytest.raises(ImportError, match="needs NLTK's data punkt_tab.* python -m nltk.downloader punkt_tab"):
         check_tasks(["ifeval"], tmp_path, 1000)
     present["there"] = True
