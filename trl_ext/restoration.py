@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -195,8 +196,11 @@ def restore(
         if config.process_index == 0:
             logger.warning(f"{name}: {coverage} {_reading(config, len(rows[name]))}")
     require_same_settings(root / "restore.json", plan, "output_dir")
-    record_settings(root / "restore.json", plan)
-    stopwatch = Stopwatch(root / "seconds.json")
+    ranks = PartialState()  # each of which runs all this; the first one writes
+    ranks.wait_for_everyone()
+    if ranks.is_main_process:
+        record_settings(root / "restore.json", plan)
+    stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
 
     def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
         """The model as the stage before left it in `folder`, or rescaled and with new adapters."""
@@ -221,10 +225,12 @@ def restore(
             student = load(before, quantized=True, dtype=dtype)
             stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
             del student
-            file.write_text(json.dumps(asdict(stages[name]), indent=1) + "\n", encoding="utf-8")
+            if ranks.is_main_process:
+                file.write_text(json.dumps(asdict(stages[name]), indent=1) + "\n", encoding="utf-8")
+            ranks.wait_for_everyone()
         before = root / name / "final"
     result = Restored(root / "model", stages["distil"], stages.get("extend"))
-    if not (result.folder / "config.json").is_file():
+    if ranks.is_main_process and not (result.folder / "config.json").is_file():
         weights_dtype = (
             getattr(pretrained, "dtype", None) or AutoModelForCausalLM.from_pretrained(model, **init_kwargs).dtype
         )
@@ -234,6 +240,7 @@ def restore(
         final.save_pretrained(result.folder)
         tokenizer.save_pretrained(result.folder)
         _write_card(final, tokenizer, [root / name / "final" for name in configs], result.folder)
+    ranks.wait_for_everyone()
     return result
 
 

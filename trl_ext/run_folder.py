@@ -28,10 +28,15 @@ def record_settings(file: Path, settings: Mapping[str, Any]) -> None:
 
 
 class Stopwatch:
-    """Seconds per step, kept in a file so that a run that was stopped still knows those of its earlier parts."""
+    """Seconds per step, kept in a file so that a run that was stopped still knows those of its earlier parts.
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    Args:
+        file: that keeps them.
+        writes: whether this process writes it: of several ranks, one.
+    """
+
+    def __init__(self, file: Path, *, writes: bool = True) -> None:
+        self.file, self.writes = file, writes
         self.times: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def __call__(self, step: str) -> "Stopwatch":
@@ -43,4 +48,5 @@ class Stopwatch:
 
     def __exit__(self, *error: object) -> None:
         self.times[self.step] = self.times.get(self.step, 0.0) + time.perf_counter() - self.begin
-        self.file.write_text(json.dumps(self.times, indent=2) + "\n", encoding="utf-8")
+        if self.writes:
+            self.file.write_text(json.dumps(self.times, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,10 @@
 """Two stages in one call, interrupted at every border, and what comes out of them."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.cards import card_in, run_code
 from support.characters import CHARACTERS, character_tokenizer
+from support.marks import needs_ranks
 from support.tiny import WINDOW, tiny
 from tokenizers import processors
 from transformers import AutoModelForCausalLM
@@ -236,6 +241,67 @@ def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):
     assert restored.distil.loss == whole.distil.loss and restored.extend.tokens == whole.extend.tokens
     calls.clear()
     assert run(folder, "parts") == restored and not calls
+
+
+OF_A_RANK = """
+import os, sys
+from pathlib import Path
+
+import test_restoration
+from transformers import PreTrainedModel
+
+rank, folder, write, save = os.environ["RANK"], Path(sys.argv[1]), Path.write_text, PreTrainedModel.save_pretrained
+wrote = []
+
+
+def write_text(file, *args, **kwargs):
+    wrote.append(str(file.relative_to(folder)))
+    return write(file, *args, **kwargs)
+
+
+def save_pretrained(model, out, *args, **kwargs):
+    wrote.append(str(Path(out).relative_to(folder)))
+    return save(model, out, *args, **kwargs)
+
+
+Path.write_text, PreTrainedModel.save_pretrained = write_text, save_pretrained
+one = {"per_device_train_batch_size": 1, "ddp_find_unused_parameters": False}
+stages = {name: {**options, **one} for name, options in test_restoration.STAGES.items()}
+result = test_restoration.run(folder, "two", peft=False, **stages)
+write(folder / f"rank{rank}.txt", f"{result.folder.name} {result.tokens}: {' '.join(wrote)}")
+"""
+
+
+@pytest.mark.slow
+@needs_ranks
+def test_two_ranks_restore_like_one_and_the_first_one_writes(folder):
+    (folder / "rank.py").write_text(OF_A_RANK)
+    tests = Path(__file__).parents[1]
+    paths = [tests.parent, tests.parent / "kernels", tests, Path(__file__).parent]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            "rank.py",
+            str(folder),
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone = run(folder, "one", peft=False)
+    first, second = ((folder / f"rank{rank}.txt").read_text().split(": ") for rank in (0, 1))
+    assert first[0] == second[0] == f"model {alone.tokens}" and second[1] == ""
+    written = first[1].split()
+    assert {"two/restore.json", "two/distil.json", "two/extend.json", "two/seconds.json", "two/model"} <= set(written)
+    torch.testing.assert_close(logits(folder / "two" / "model"), logits(alone.folder), rtol=1e-4, atol=1e-4)
 
 
 def test_stage_two_starts_from_stage_one(folder):
