@@ -329,6 +329,15 @@ def test_what_training_costs_in_the_readme():
         run["train_seconds"] / 60 for run in lines_of("keeping-seeds-h200.jsonl") if run["arm"] == "keep-2"
     )
     assert f"took {minutes[0]:.1f} to {minutes[-1]:.1f} minutes" in readme
+    hour = json.loads((RESULTS / "first-hour-h200.json").read_text())
+    assert f"it took [{hour['seconds']['extend'] / 60:.1f}](docs/results/first_hour.md" in readme
+    steps_of = {run["case"]: run for run in json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]}
+    a_million = hour["training"]["seconds"] / hour["training"]["tokens"] * 1e6 / 60
+    assert f"| 8192 and 1024 | {steps_of['smollm2 all']['peak_gib']:.1f} | {a_million:.1f} |" in readme
+    for case in ("gemma3 all checkpointing", "llama-8b lora"):
+        run = steps_of[case]
+        a_million = run["seconds_a_row"] / run["length"] * 1e6 / 60
+        assert f"| {run['length']} | {run['peak_gib']:.1f} | {a_million:.1f} |" in readme
 
 
 def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
