@@ -131,7 +131,7 @@ def export(
             if not has_tokenizer:
                 raise ValueError("llama.cpp needs the tokenizer in its file, and none was found beside the model.")
             if (tokenizer_json := unfinished / "tokenizer.json").is_file():
-                require_known_tokenizer(config.model_type, tokenizer_json.read_text())
+                require_known_tokenizer(config.model_type, tokenizer_json.read_text(encoding="utf-8"))
             convert(chosen_converter, unfinished)
         write_export_card(
             unfinished,

@@ -172,8 +172,9 @@ class ModelSize:
         in_layers = sum(p.numel() for p in decoder.parameters()) - embedding.numel()
         queries = config.num_attention_heads * head_dim
         keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
-        norms = [name for name, size in _norms(decoder) if size == config.hidden_size and name not in _HEAD_NORMS]
-        has_head_norms = any(name in _HEAD_NORMS for name, _ in _norms(decoder))
+        norms = _norms(decoder)
+        of_hidden = sum(size == config.hidden_size for name, size in norms if name not in _HEAD_NORMS)
+        has_head_norms = any(name in _HEAD_NORMS for name, _ in norms)
         return cls(
             parameters=in_layers + ends,
             in_layers=in_layers,
@@ -183,7 +184,7 @@ class ModelSize:
             n_full=n_full,
             sliding_window=(getattr(config, "sliding_window", None) or 0) if n_full < len(types) else 0,
             hidden=config.hidden_size,
-            norms=len(norms),
+            norms=of_hidden // config.num_hidden_layers,  # the last one stands behind the layers
             normed=queries + keys if has_head_norms else 0,
             intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             queries=queries,
@@ -203,10 +204,10 @@ def _attention_linears(decoder: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _norms(decoder: Any) -> list[tuple[str, int]]:
-    """(name, features) of every norm with a weight in the first layer."""
+def _norms(decoder: nn.Module) -> list[tuple[str, int]]:
+    """(name within its layer, features) of every norm with a weight."""
     return [
         (name.rpartition(".")[2], weight.numel())
-        for name, module in decoder.layers[0].named_modules()
+        for name, module in decoder.named_modules()
         if isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.dim() == 1
     ]
