@@ -330,7 +330,7 @@ def test_what_training_costs_in_the_readme():
     )
     assert f"took {minutes[0]:.1f} to {minutes[-1]:.1f} minutes" in readme
     hour = json.loads((RESULTS / "first-hour-h200.json").read_text())
-    assert f"it took [{hour['seconds']['extend'] / 60:.1f}](docs/results/first_hour.md" in readme
+    assert f"after, took [{hour['seconds']['extend'] / 60:.1f}](docs/results/first_hour.md" in readme
     steps_of = {run["case"]: run for run in json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]}
     a_million = hour["training"]["seconds"] / hour["training"]["tokens"] * 1e6 / 60
     assert f"| 8192 and 1024 | {steps_of['smollm2 all']['peak_gib']:.1f} | {a_million:.1f} |" in readme

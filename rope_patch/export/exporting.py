@@ -122,16 +122,14 @@ def export(
         window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
-        _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
         has_tokenizer = copy_tokenizer(_tokenizer_sources(model, causal_lm), unfinished)
+        if chosen_converter is not None:
+            _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
+        _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
         difference = None
         if reference is not None:
             difference = require_same_logits(unfinished, causal_lm, reference)
         if chosen_converter is not None:
-            if not has_tokenizer:
-                raise ValueError("llama.cpp needs the tokenizer in its file, and none was found beside the model.")
-            if (tokenizer_json := unfinished / "tokenizer.json").is_file():
-                require_known_tokenizer(config.model_type, tokenizer_json.read_text(encoding="utf-8"))
             convert(chosen_converter, unfinished)
         write_export_card(
             unfinished,
@@ -291,6 +289,14 @@ def _write(causal_lm: Any, config: Any, edits: dict[str, Edit], folder: Path, sh
                 writer.add(name, tensor)
             bar.update(len(group) > 1)
     writer.finish()
+
+
+def _require_convertible_tokenizer(folder: Path, model_type: str, has_tokenizer: bool) -> None:
+    """Raise ValueError if llama.cpp's converter finds no tokenizer in `folder`, or takes it for another."""
+    if not has_tokenizer:
+        raise ValueError("llama.cpp needs the tokenizer in its file, and none was found beside the model.")
+    if (tokenizer_json := folder / "tokenizer.json").is_file():
+        require_known_tokenizer(model_type, tokenizer_json.read_text(encoding="utf-8"))
 
 
 def _tokenizer_sources(model: nn.Module | str | Path, causal_lm: Any) -> list[str]:

@@ -33,6 +33,11 @@ class Step:
     weight_bytes: int = 4
     device: str = "cuda"
 
+    @property
+    def product_bytes(self) -> int:
+        """Of a value that is multiplied."""
+        return 2 if self.autocast else self.weight_bytes
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -96,7 +101,7 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     trained = {"all": size.parameters, "qkv": size.qkv, "lora": step.lora_rank * size.lora_per_rank}[step.train]
     w = step.weight_bytes
     t = 4 if lora else w
-    c = 2 if step.autocast else w
+    c = step.product_bytes
     n, hidden = step.row_length, size.hidden
     head = size.vocabulary * hidden
     of_layer = n * saved_of_layer(size, step)
@@ -119,8 +124,7 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
 
 def saved_of_layer(size: ModelSize, step: Step) -> int:
     """Bytes a token that a layer keeps for its backward, as `peak_memory` sums them."""
-    w = step.weight_bytes
-    c = 2 if step.autocast else w
+    w, c = step.weight_bytes, step.product_bytes
     copies = c < w or (step.autocast and step.train == "lora")  # adapters take their input in float32
     everything = step.train == "all"
     norms = size.norms * (4 + w * everything) * size.hidden + (4 + c * everything) * size.normed
