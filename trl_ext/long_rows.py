@@ -1,4 +1,7 @@
-"""Rows as long as memory allows: what a step needs by arithmetic, and what is done where that is too much."""
+"""Rows as long as memory allows: what a step needs by arithmetic, and what is done where that is too much.
+
+Attention does without masks of n x n also where all fits: they cost time besides.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +29,8 @@ logger = logging.get_logger(__name__)
 LongRows = Literal["auto", "on", "off"]
 
 GIB = 1 << 30
+MASKS_TO = 4096
+"""Tokens of a row from which on attention makes no mask of n x n, also where all fits; one has 48 MiB there."""
 _SHARE_OF_DEVICE = 0.92  # what fragments and what CUDA itself holds are left out
 _SHARE_OF_HOST = 0.7  # for rows of one length
 _MOST_OF_HOST = 0.85  # with what rows of other lengths have left pinned
@@ -95,6 +100,7 @@ class MemoryPlan:
         offloaded_layers: how many layers keep their input on the host when rows are long.
         offloaded: bytes of those.
         on: whether rows are treated as long.
+        mask_free: whether rows of `MASKS_TO` tokens and more are read without masks, on or not.
         reason: why.
     """
 
@@ -110,6 +116,7 @@ class MemoryPlan:
     offloaded_layers: int
     offloaded: int
     on: bool
+    mask_free: bool
     reason: str
 
     @property
@@ -166,7 +173,8 @@ def plan_memory(
     n_kept = find_decoder(model).config.num_hidden_layers + 1
     fixed, optimizer = _fixed_bytes(model, args.optim)
     at_once = held.at_once * tokens
-    layer, in_tiles = _layer_bytes(model, args, per_token, at_once, row_length or 0)
+    mask_free = mode != "off" and not args.torch_compile and why_masks_stay(model) is None
+    layer, in_tiles = _layer_bytes(model, args, per_token, at_once, row_length or 0, mask_free=mask_free)
     checkpoint = int(held.graphs * tokens * per_token.checkpoint)
     if args.gradient_checkpointing:
         checkpoints = n_kept * checkpoint
@@ -192,6 +200,7 @@ def plan_memory(
         offloaded_layers=offloaded_layers,
         offloaded=offloaded_layers * checkpoint,
         on=on,
+        mask_free=mask_free,
         reason=reason,
     )
 
@@ -241,16 +250,20 @@ def _state_bytes(optim: str, parameter: torch.Tensor) -> int:
 
 
 def _layer_bytes(
-    model: nn.Module, args: "RopeSFTConfig", per_token: RowMemory, tokens: float, row_length: int
+    model: nn.Module, args: "RopeSFTConfig", per_token: RowMemory, tokens: float, row_length: int, *, mask_free: bool
 ) -> tuple[int, int]:
-    """Bytes of one layer as Transformers runs it, and in tiles without masks."""
+    """Bytes of one layer whole, and in tiles without masks."""
     whole = tokens * max(per_token.attention, per_token.feed_forward)
     window = getattr(find_decoder(model).config, "sliding_window", None)
-    makes_masks = attention_kernel(find_causal_lm(model)) == "sdpa" and (
-        bool(window and row_length > window)
-        or args.packing
-        or args.padding_free
-        or args.per_device_train_batch_size > 1  # shorter rows are padded
+    makes_masks = (
+        attention_kernel(find_causal_lm(model)) == "sdpa"
+        and not (mask_free and row_length >= MASKS_TO)
+        and (
+            bool(window and row_length > window)
+            or args.packing
+            or args.padding_free
+            or args.per_device_train_batch_size > 1  # shorter rows are padded
+        )
     )
     # bool, and as numbers of 16 bits that are added to scores
     masks = 3 * args.per_device_train_batch_size * row_length**2 if makes_masks else 0
@@ -278,21 +291,22 @@ def host_memory() -> int:
 
 
 class LongRowTraining:
-    """Inside `active()`, steps run in tiles, without masks of n x n, with checkpoints on the host.
+    """Inside `active()`, steps run without masks of n x n; in tiles and with checkpoints on the host if the plan is on.
 
     Args:
         model: as it is trained, bare or wrapped.
-        plan: which says how many layers are offloaded.
+        plan: which says what is done, and how many layers are offloaded.
         *others: models that run beside it, such as a copy that teaches.
         shared: whether several ranks share a sequence, whose engine then attends without masks.
     """
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, *others: nn.Module, shared: bool = False) -> None:
         self.models, self.plan = (model, *others), plan
-        is_pinned = plan.offloaded_layers > 0
+        is_pinned = plan.on and plan.offloaded_layers > 0
         self.room = HostRoom(int(plan.host / _SHARE_OF_HOST * _MOST_OF_HOST)) if is_pinned else None
         reason = None if shared else why_masks_stay(model)
-        self.rows = None if shared or reason is not None else MaskFreeRows(model, *others)
+        least = 0 if plan.on else MASKS_TO
+        self.rows = None if shared or reason is not None else MaskFreeRows(model, *others, least=least)
         if reason is not None and attention_kernel(find_causal_lm(model)) == "sdpa":
             logger.warning(f"long_rows: attention keeps the masks that Transformers makes, since {reason}")
 
@@ -300,9 +314,10 @@ class LongRowTraining:
     def active(self) -> Iterator[None]:
         """To be open around forward and backward, outside of what watches the model's attention."""
         with ExitStack() as stack:
-            for model in self.models:
-                stack.enter_context(tiled(model, TILE))
-            stack.enter_context(offloaded_checkpoints(self.models[0], self.plan.offloaded_layers, self.room))
+            if self.plan.on:
+                for model in self.models:
+                    stack.enter_context(tiled(model, TILE))
+                stack.enter_context(offloaded_checkpoints(self.models[0], self.plan.offloaded_layers, self.room))
             if self.rows is not None:
                 stack.enter_context(self.rows.active())
             yield

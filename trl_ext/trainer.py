@@ -236,9 +236,9 @@ class RopeSFTTrainer(SFTTrainer):
         self.memory_plan = plan = plan_memory(self.model, args, rows, args.device, args.long_rows)
         if args.process_index == 0:
             (logger.warning if plan.on else logger.info)(str(plan))
-        if not plan.on:
+        if not plan.on and (not plan.mask_free or self._ranks is not None):
             return
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+        if plan.on and self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             offload_optimizer(args, plan, args.device)
         teacher = None if self._objective is None else self._objective.teacher
         copies = [teacher.copy] if isinstance(teacher, CopiedTeacher) else []

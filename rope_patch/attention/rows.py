@@ -61,9 +61,9 @@ class _Spans:
 
     def attend(self, call: AttentionCall, window: int | None) -> torch.Tensor:
         """Output [batch, n, n_heads, value_dim] of a layer, 0 on padding."""
-        sizes = self._sizes()
+        sizes, how = self._sizes(), (window, call.scale, call.options.get("dropout", 0.0))
         if self.batch == 1 and list(sizes.values()) == [self.n]:
-            return self.windowed.causal(call.query, call.key, call.value, window, call.scale).transpose(1, 2)
+            return self.windowed.causal(call.query, call.key, call.value, *how).transpose(1, 2)
         pieces = [by_token(x).split(list(sizes.values())) for x in (call.query, call.key, call.value)]
         shape = (call.query.shape[1], call.value.shape[-1])
         documents = {row * self.n + first for row, first, _ in self.spans}
@@ -73,7 +73,7 @@ class _Spans:
                 out.append(call.value.new_zeros(q.shape[0], *shape))
                 continue
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out.append(self.windowed.causal(q, k, v, window, call.scale)[0].transpose(0, 1))
+            out.append(self.windowed.causal(q, k, v, *how)[0].transpose(0, 1))
         return torch.cat(out).view(self.batch, self.n, *shape)
 
     def _sizes(self) -> dict[int, int]:
@@ -89,15 +89,17 @@ class MaskFreeRows:
     Args:
         model: bare or wrapped.
         *others: more models of the same attention, such as a copy that teaches.
+        least: rows of fewer tokens keep their masks, which cost little there.
 
     Raises:
         ValueError: the model needs its masks, as `why_masks_stay` says.
     """
 
-    def __init__(self, model: nn.Module, *others: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *others: nn.Module, least: int = 0) -> None:
         reason = why_masks_stay(model)
         if reason is not None:
             raise ValueError(f"rows cannot be read without masks in {type(find_causal_lm(model)).__name__}: {reason}")
+        self.least = least
         self.causal_lm: Any = find_causal_lm(model)
         self.decoders: list[Any] = [find_decoder(one) for one in (model, *others)]
         config = self.decoders[0].config
@@ -128,6 +130,8 @@ class MaskFreeRows:
             embeds: Any = kwargs["inputs_embeds"]
             ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
         batch, n = ids.shape
+        if n < self.least:
+            return None
         spans = [(row, 0, n) for row in range(batch)]
         if positions is not None or mask is not None:
             spans = Labelled.of({"input_ids": ids, "attention_mask": mask, "position_ids": positions}).spans

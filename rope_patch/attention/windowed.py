@@ -20,7 +20,13 @@ class WindowedAttention:
         self._visible: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int,
+        scale: float,
+        dropout: float = 0.0,
     ) -> torch.Tensor:
         """Output of the last n tokens of n_keys, [batch, n_heads, n, value_dim].
 
@@ -30,6 +36,7 @@ class WindowedAttention:
             value: [batch, n_kv_heads, n_keys, value_dim].
             window: most tokens that a query sees, itself counted, at least 1.
             scale: of the products.
+            dropout: probability with which a weight counts as 0, and the others for as much more.
         """
         n, n_heads = query.shape[2], query.shape[1]
         block = max(window, _BLOCK)
@@ -42,17 +49,25 @@ class WindowedAttention:
             # the kernels that take masks repeat shared keys themselves, the slow one in full precision
             k, v = repeated(k, n_heads), repeated(v, n_heads)
             visible = self._visible_in(window, q.shape[2], k.shape[2], q.device)
-            out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale))
+            out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale))
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
     def causal(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scale: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        scale: float,
+        dropout: float = 0.0,
     ) -> torch.Tensor:
         """Causal attention within the window, of the last queries; of all of them without one, or with a wider one."""
         if window is not None and window < key.shape[2]:
-            return self(query, key, value, window, scale)
+            return self(query, key, value, window, scale, dropout)
         shared = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shared)
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=shared
+        )
 
     def _visible_in(self, window: int, n: int, n_keys: int, device: torch.device) -> torch.Tensor:
         """[n, n_keys], whether a query sees a key, where the last of both is the same token."""

@@ -5,8 +5,10 @@ import torch
 from peft import LoraConfig
 from support.tiny import MIXED, gemma3, tiny
 from support.training import WAYS, documents, logged, trainer
+from torch.nn import functional as F  # noqa: N812
 from transformers import TrainerCallback
 
+from rope_patch.attention import windowed
 from rope_patch.distillation import CopiedTeacher
 from trl_ext import RopeSFTConfig, long_rows
 from trl_ext.long_rows import GIB, plan_memory
@@ -52,11 +54,10 @@ def step(folder, make_model, mode, adapters=None, dtype=torch.float64, **options
         folder,
         model=make_model().to(dtype),
         max_steps=1,
-        gradient_checkpointing=True,
         shuffle_dataset=False,
         long_rows=mode,
         peft_config=adapters,
-        **options,
+        **{"gradient_checkpointing": True, **options},
     )
     gradients = Gradients()
     run.add_callback(gradients)
@@ -115,6 +116,43 @@ def test_packed_rows_attend_within_documents_and_evaluate_alike(tmp_path):
     off, on = (step(tmp_path, gemma3, mode, **options) for mode in ("off", "on"))
     require_equal(on, off, tolerance=1e-5)
     assert on[2].evaluate()["eval_loss"] == pytest.approx(off[2].evaluate()["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("objective", ["clm", "self-distill", "native-distill", "relation-distill"])
+def test_auto_makes_no_masks_where_all_fits_and_gradients_are_the_same(objective, way, tmp_path, monkeypatch):
+    monkeypatch.setattr(long_rows, "MASKS_TO", 8)
+    masks, attend = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **o: (masks.append(o.get("attn_mask")), attend(*a, **o))[1]
+    )
+    monkeypatch.setattr(windowed, "_BLOCK", 4)
+    options = {"eval_dataset": documents(3), **WAYS[way], **OBJECTIVES[objective]}
+    off = step(tmp_path, gemma3, "off", **options)
+    most = max(mask.numel() for mask in masks if mask is not None)
+    masks.clear()
+    auto = step(tmp_path, gemma3, "auto", **options)
+    assert auto[2].memory_plan.mask_free and not auto[2].memory_plan.on
+    window = auto[2].model.config.sliding_window
+    block = max(window, 4) * (2 * window - 1)
+    assert max((mask.numel() for mask in masks if mask is not None), default=0) <= block
+    assert most > block or objective == "self-distill"  # whose two views never have masks
+    require_equal(auto, off, tolerance=1e-5)
+    assert auto[2].evaluate()["eval_loss"] == pytest.approx(off[2].evaluate()["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"mode": "off"}, {"torch_compile": True}, {"rows": 4095}])
+def test_masks_of_windows_count_where_they_are_made(options, big_host):
+    def layer(**options):
+        with torch.device("meta"):
+            model = gemma3()
+        mode = options.pop("mode", "auto")
+        settings = {"use_cpu": True, "per_device_train_batch_size": 1}
+        args = RopeSFTConfig(output_dir="out", **settings, **{k: v for k, v in options.items() if k != "rows"})
+        return plan_memory(model, args, options.get("rows", 4096), torch.device("cuda"), mode).layer
+
+    n = options.get("rows", 4096)
+    assert layer(**options) == pytest.approx(layer() * n / 4096 + 3 * n * n, rel=1e-6)
 
 
 def test_a_copy_that_teaches_is_tiled_and_reads_without_masks(tmp_path):

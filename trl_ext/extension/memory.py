@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from ..long_rows import MASKS_TO
 from .facts import ModelSize
 
 _CHUNK = {"cuda": 5 * 2**28, "cpu": 2**26}  # bytes of logits that exist at a time, see rope_kernels.linear_ce_kl
@@ -85,7 +86,7 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
             adapters     4 c r
         kept = L times that; with checkpointing L w n H, the inputs of layers
         in flight = 2 c n I, gradients within the MLP; with checkpointing a layer's activations besides; with a sliding
-            window below n a mask of n x n, in one byte and as numbers that are added to scores: (1 + c) n^2
+            window below n < 4096 a mask of n x n, in one byte and as numbers that are added to scores: (1 + c) n^2
         loss = n H (3 w + c) + 4 V H for the head's gradient + 1.1 of the logits that exist at a time
 
     What layers keep is what PyTorch saves for backward, which a test counts. Loss and layers are not in flight at the
@@ -105,7 +106,7 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     n, hidden = step.row_length, size.hidden
     head = size.vocabulary * hidden
     of_layer = n * saved_of_layer(size, step)
-    masks = (1 + c) * n * n if 0 < size.sliding_window < n else 0
+    masks = (1 + c) * n * n if 0 < size.sliding_window < n < MASKS_TO else 0
     kept = masks + size.n_layers * (w * n * hidden if step.checkpointing else of_layer)
     in_flight = 2 * c * n * size.intermediate + (of_layer if step.checkpointing else 0)
     logits = min(_CHUNK[step.device], 2 * n * size.vocabulary * 4) if step.teacher else 0

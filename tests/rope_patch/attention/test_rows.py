@@ -90,3 +90,31 @@ def test_what_needs_its_masks_is_refused(change, reason):
     change(model)
     with pytest.raises(ValueError, match=reason):
         MaskFreeRows(model)
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+def test_attention_drops_what_the_model_drops_in_training_alone(kind, monkeypatch):
+    dropped, attend = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **o: (dropped.append(o.get("dropout_p")), attend(*a, **o))[1]
+    )
+    model = tiny("qwen3", **MIXED, attention_dropout=0.25)
+    with MaskFreeRows(model).active():
+        for training, rate in ((True, 0.25), (False, 0.0)):
+            dropped.clear()
+            model.train(training)(**batch(kind), use_cache=False)
+            assert dropped and set(dropped) == {rate}
+
+
+def test_short_rows_keep_their_masks(monkeypatch):
+    data, masks, attend = batch("packed"), [], F.scaled_dot_product_attention
+    n = data["input_ids"].shape[1]
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **o: (masks.append(o.get("attn_mask")), attend(*a, **o))[1]
+    )
+    model = gemma3()
+    for least in (n, n + 1):
+        masks.clear()
+        with MaskFreeRows(model, least=least).active():
+            model(**data, use_cache=False)
+        assert any(mask is not None and mask.shape[-2:] == (n, n) for mask in masks) == (least > n)
