@@ -159,13 +159,12 @@ def main() -> None:
         "device": machine.name,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "rate": asdict(rate),
         "runs": [],
     }
     print(facts, flush=True)
     for name in args.cases:
         try:
-            facts["runs"].append(run(name, args.steps))
+            facts["runs"].append({**run(name, args.steps), "rate": asdict(rate)})
             print({k: v for k, v in facts["runs"][-1].items() if k != "size"}, flush=True)
         except torch.OutOfMemoryError as error:
             print(f"{name}: {error}", flush=True)

@@ -2,8 +2,8 @@
 
 Run:   python benchmarks/row_masks.py [--out FILE.jsonl] [--tokens 1024 2048 4096 8192 32768] [--repeats 3]
        python benchmarks/row_masks.py --quick        tiny layers, which a CPU can do
-Shape: the decoder, without its head, of Gemma-3-270M (15 of 18 layers have a window of 512) on rows of one document, and of
-Llama-3.2-1B on rows of documents of 512 and of 128 tokens; random weights, bf16, SDPA, layers checkpointed.
+Shape: the decoder, without its head, of Gemma-3-270M (15 of 18 layers have a window of 512) on rows of one document,
+and of Llama-3.2-1B on rows of documents of 512 and of 128 tokens; random weights, bf16, SDPA, layers checkpointed.
 
 A line for each shape, length of rows and of documents: seconds of the fastest forward and backward and GiB at its peak,
 with masks and without. `ratio` is the time with masks over that without. What does not fit has no figures.

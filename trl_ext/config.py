@@ -89,8 +89,8 @@ class RopeSFTConfig(SFTConfig):
         long_rows: "on" trains rows as long as memory allows, with the same gradients: feed-forward layers and norms run
             on some tokens at a time, checkpoints of layers wait on the host, attention makes no mask of n x n, and
             states of the optimizer can be moved to the host where they do not fit. "auto" switches that on where a step
-            would not fit the device by an estimate, which is told, and leaves out masks of 4096 x 4096 and more in any
-            case, but with `torch_compile`. "off" does none of it. "on" needs `gradient_checkpointing`.
+            would not fit the device by an estimate, which is told, and leaves out masks of 16384 x 16384 and more in
+            any case, but with `torch_compile`. "off" does none of it. "on" needs `gradient_checkpointing`.
     """
 
     _OWN_DICT_FIELDS: ClassVar = [

@@ -7,7 +7,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from .masks import causal_band
 
-_BLOCK = 1024  # queries that look through one window at once: shorter ones launch more, longer ones see less
+BLOCK = 1024
+"""Queries that look through one window at once, at least the window: shorter ones launch more, longer ones see less."""
 
 
 class WindowedAttention:
@@ -39,7 +40,7 @@ class WindowedAttention:
             dropout: probability with which a weight counts as 0, and the others for as much more.
         """
         n, n_heads = query.shape[2], query.shape[1]
-        block = max(window, _BLOCK)
+        block = max(window, BLOCK)
         # keys of the first block may begin before its queries, as those of every other one do
         before = min(key.shape[2] - n, window - 1)
         keys = _overlapping(key[:, :, key.shape[2] - n - before :], before, block, window - 1)

@@ -13,8 +13,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerB
 from ..attention.calls import attention_kernel, attention_name
 from ..rotary import find_decoder, named_rotary_modules, picks_by_row, rope_types
 from ..state import has_view
-from .kv_rows import KVRows
 from .reading import Question, Reader, Reply
+from .rows_check import bytes_if_alike
 from .subject import Subject
 
 # queries read at once on a CPU, or by a model's own `generate`: a longer chunk gains no speed
@@ -181,7 +181,7 @@ def bytes_per_token(causal_lm: Any) -> int | None:
     known = _checked.setdefault(causal_lm, {})
     name = attention_name(causal_lm)
     if name not in known:
-        known[name] = _bytes_if_alike(causal_lm)
+        known[name] = bytes_if_alike(causal_lm)
     return known[name] if known[name] > 0 else None
 
 
@@ -189,32 +189,6 @@ def _reads_whole_prompts(causal_lm: Any) -> bool:
     """Whether RoPE frequencies go by the longest position of a forward: parts of a prompt would get other ones."""
     types = {t for _, rotary in named_rotary_modules(causal_lm) for t in rope_types(rotary)}
     return any(map(picks_by_row, types))
-
-
-def _bytes_if_alike(causal_lm: Any) -> int:
-    """Bytes of keys and values of a token if rows give the logits of a plain forward, else -1."""
-    n, vocab_size = 24, causal_lm.get_output_embeddings().weight.shape[0]
-    device = causal_lm.get_input_embeddings().weight.device
-    ids = (7919 * torch.arange(1, n + 1, device=device) % vocab_size)[None]
-    plain = causal_lm(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
-    try:
-        rows = KVRows(causal_lm, 2, n)
-        with rows.attention():
-            rows.read(ids[:, :20], 0, 0, chunk=12)
-            rows.copy_prefix(0, 1, 2, 20)
-            rows.read(ids[:, 20:22].repeat(2, 1), 0, 20, chunk=8)
-            for k in (22, 23):
-                slots = torch.full((2,), k, device=device)
-                by_rows = rows.decode(ids[0, k].repeat(2), slots)[1].float()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # whatever a family does not take: its own `generate` knows how to call it
-        return -1
-    if by_rows.shape != plain.shape or not rows.calls:
-        return -1
-    # what attention does wrongly moves logits as far as they are apart; rounding in half precision, by a few percent
-    off = (by_rows - plain).norm() / (plain - plain.mean()).norm().clamp(min=1e-6)
-    return rows.bytes_per_token if off < 0.1 else -1
 
 
 def _generated(

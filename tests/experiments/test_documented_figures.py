@@ -166,3 +166,14 @@ def test_steps_of_extend_are_documented_as_the_file_has_them():
         rate = run["operations_a_row"] / run["seconds_a_row"] / 1e12
         assert f"| {run['shape']} | {run['length']} | {run['train']}" in text
         assert f"| {run['peak_gib']:.1f} |" in text and f"| {run['seconds_a_row']:.2f} | {rate:.0f} |\n" in text
+
+
+def test_rows_without_masks_are_documented_as_the_file_has_them():
+    text = section("speed", "Rows without masks")
+    runs = [run for run in read_lines(RESULTS / "row-masks-h200.jsonl") if run.get("masks")]
+    assert len(runs) > 10
+    for run in runs:
+        seconds = " | ".join(f"{run[way]['seconds']:.2f}" for way in ("masks", "none"))
+        gib = " | ".join(f"{run[way]['peak_gib']:.1f}" for way in ("masks", "none"))
+        case = f"{run['shape']} | {run['tokens']} | {run['document'] or 'all'}"
+        assert f"| {case} | {seconds} | {gib} | {run['ratio']:.2f} |\n" in text

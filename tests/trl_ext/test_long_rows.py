@@ -126,7 +126,7 @@ def test_auto_makes_no_masks_where_all_fits_and_gradients_are_the_same(objective
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *a, **o: (masks.append(o.get("attn_mask")), attend(*a, **o))[1]
     )
-    monkeypatch.setattr(windowed, "_BLOCK", 4)
+    monkeypatch.setattr(windowed, "BLOCK", 4)
     options = {"eval_dataset": documents(3), **WAYS[way], **OBJECTIVES[objective]}
     off = step(tmp_path, gemma3, "off", **options)
     most = max(mask.numel() for mask in masks if mask is not None)
@@ -141,7 +141,7 @@ def test_auto_makes_no_masks_where_all_fits_and_gradients_are_the_same(objective
     assert auto[2].evaluate()["eval_loss"] == pytest.approx(off[2].evaluate()["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"mode": "off"}, {"torch_compile": True}, {"rows": 4095}])
+@pytest.mark.parametrize("options", [{"mode": "off"}, {"torch_compile": True}, {"rows": 16383}])
 def test_masks_of_windows_count_where_they_are_made(options, big_host):
     def layer(**options):
         with torch.device("meta"):
@@ -149,10 +149,10 @@ def test_masks_of_windows_count_where_they_are_made(options, big_host):
         mode = options.pop("mode", "auto")
         settings = {"use_cpu": True, "per_device_train_batch_size": 1}
         args = RopeSFTConfig(output_dir="out", **settings, **{k: v for k, v in options.items() if k != "rows"})
-        return plan_memory(model, args, options.get("rows", 4096), torch.device("cuda"), mode).layer
+        return plan_memory(model, args, options.get("rows", 16384), torch.device("cuda"), mode).layer
 
-    n = options.get("rows", 4096)
-    assert layer(**options) == pytest.approx(layer() * n / 4096 + 3 * n * n, rel=1e-6)
+    n = options.get("rows", 16384)
+    assert layer(**options) == pytest.approx(layer() * n / 16384 + 3 * n * n, rel=1e-6)
 
 
 def test_a_copy_that_teaches_is_tiled_and_reads_without_masks(tmp_path):

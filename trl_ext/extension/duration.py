@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
+from ..long_rows import MASKS_TO
 from .facts import ModelSize
 from .memory import Step
 
-_SHARE = 0.6  # of the rate of a large product that the operations of a step reach
+_SHARE = 0.62  # of the rate of a large product that the operations of a step reach
 _MASKED_SHARE = 0.4  # of that, attention of all pairs of tokens under a mask
 _CALLS = 90  # operations that a layer's forward starts one by one; its backward starts twice as many
 _ADAPTER_CALLS = 70  # more of a layer with adapters on q, k, v and o
 _CHECKPOINT_CALLS = 200  # more of a layer that is checkpointed: what it keeps is handed to and fro one by one
+_BLOCK_CALLS = 20  # more of each block of queries in a layer with a window that is trained without masks
 ROUGH = 2.0
 """Times by which minutes are off, either way, before the first steps are measured."""
 
@@ -36,8 +38,8 @@ def step_operations(size: ModelSize, step: Step, length: int) -> float:
 
     A product with P weights is 2 P n forward and 4 P n backward, of frozen weights 2 P n; a checkpointed layer has its
     forward again, and the teacher one more. Attention of n tokens is 4 Q n n / 2 forward, and 2.5 times that backward;
-    in layers with a sliding window 4 Q n n, which count 2.5 times, as a mask says there which tokens are seen. The head
-    meets student and teacher once.
+    in layers with a sliding window 4 Q n of the keys that a block of queries meets, or of n where n < 16384. These
+    count 2.5 times, as a mask says there which tokens are seen. The head meets student and teacher once.
 
     Args:
         size: of the model.
@@ -48,7 +50,7 @@ def step_operations(size: ModelSize, step: Step, length: int) -> float:
     backward = 1 if step.train == "lora" else 2
     layers = 2 * size.in_layers * length * (forwards + backward)
     head = 2 * size.vocabulary * size.hidden * length * (2 + step.teacher + (step.train == "all"))
-    attention = _attention(size, length, masked=step.device == "cuda") * (forwards + 2.5)
+    attention = _attention(size, length, masked=length < MASKS_TO) * (forwards + 2.5)
     return float(layers + head + attention)
 
 
@@ -62,18 +64,25 @@ def forward_operations(size: ModelSize, length: int) -> float:
 
 def _attention(size: ModelSize, length: int, *, masked: bool) -> float:
     """Of a forward, as many as take so long without a mask."""
-    near: float = min(size.sliding_window, length / 2)
-    if masked and near < length / 2:
-        near = length / _MASKED_SHARE
+    near: float = length / 2
+    if _has_windows(size, length):
+        near = (length if masked else min(size.block * size.keys_in_block, length)) / _MASKED_SHARE
     seen = size.n_full * length / 2 + (size.n_layers - size.n_full) * near
     return 4 * size.queries * length * seen
+
+
+def _has_windows(size: ModelSize, length: int) -> bool:
+    return 0 < size.sliding_window < length
 
 
 def step_calls(size: ModelSize, step: Step) -> float:
     """Operations that one row starts one by one."""
     forwards = 1 + step.checkpointing + step.teacher + 2  # backward starts as many as two
     of_layer = forwards * (_CALLS + (_ADAPTER_CALLS if step.train == "lora" else 0))
-    return float(size.n_layers * (of_layer + (_CHECKPOINT_CALLS if step.checkpointing else 0)))
+    blocks = 0.0
+    if _has_windows(size, step.row_length) and step.row_length >= MASKS_TO:
+        blocks = (size.n_layers - size.n_full) * forwards * _BLOCK_CALLS * step.row_length / size.block
+    return float(size.n_layers * (of_layer + (_CHECKPOINT_CALLS if step.checkpointing else 0)) + blocks)
 
 
 def forward_calls(size: ModelSize) -> float:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rope_patch import describe
+from rope_patch.attention.windowed import BLOCK
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
@@ -155,6 +156,16 @@ class ModelSize:
     queries: int
     keys: int
     vocabulary: int
+
+    @property
+    def block(self) -> int:
+        """Queries that look through a window at once where no mask of n x n is made, see `rope_patch.attention`."""
+        return max(self.sliding_window, BLOCK)
+
+    @property
+    def keys_in_block(self) -> float:
+        """Keys that a block of queries meets, as multiples of these."""
+        return 1 + self.sliding_window / self.block
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelSize":

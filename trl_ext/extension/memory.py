@@ -86,7 +86,9 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
             adapters     4 c r
         kept = L times that; with checkpointing L w n H, the inputs of layers
         in flight = 2 c n I, gradients within the MLP; with checkpointing a layer's activations besides; with a sliding
-            window below n < 4096 a mask of n x n, in one byte and as numbers that are added to scores: (1 + c) n^2
+            window s below n the blocks of b = max(s, 1024) queries, their outputs, the keys and values that they
+            see, for each query head, and gradients of all, 4 c n Q (2 + s / b); where n < 16384 a mask of n x n in
+            their place, in one byte and as numbers that are added to scores, (1 + c) n^2
         loss = n H (3 w + c) + 4 V H for the head's gradient + 1.1 of the logits that exist at a time
 
     What layers keep is what PyTorch saves for backward, which a test counts. Loss and layers are not in flight at the
@@ -109,6 +111,8 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     masks = (1 + c) * n * n if 0 < size.sliding_window < n < MASKS_TO else 0
     kept = masks + size.n_layers * (w * n * hidden if step.checkpointing else of_layer)
     in_flight = 2 * c * n * size.intermediate + (of_layer if step.checkpointing else 0)
+    if 0 < size.sliding_window < n and n >= MASKS_TO:
+        in_flight += int(4 * c * n * size.queries * (1 + size.keys_in_block))
     logits = min(_CHUNK[step.device], 2 * n * size.vocabulary * 4) if step.teacher else 0
     loss = n * hidden * (3 * w + c) + (4 * head if step.train == "all" else 0) + logits * 11 // 10
     gradients = t * trained

@@ -30,7 +30,7 @@ def formula(call, window):
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("n", "n_keys"), [(9, 9), (1, 40), (33, 40), (40, 100)])
 def test_it_is_the_formula(n, n_keys, n_kv_heads, window, monkeypatch):
-    monkeypatch.setattr("rope_patch.attention.windowed._BLOCK", 8)
+    monkeypatch.setattr("rope_patch.attention.windowed.BLOCK", 8)
     given = call(n, n_keys, n_kv_heads)
     torch.testing.assert_close(Windows().attend(given, window), formula(given, window))
 

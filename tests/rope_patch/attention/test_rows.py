@@ -23,7 +23,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    monkeypatch.setattr(windowed, "_BLOCK", 4)
+    monkeypatch.setattr(windowed, "BLOCK", 4)
 
 
 def gradients(make_model, data, view, without_masks):

@@ -12,7 +12,7 @@ from rope_patch.attention.masks import causal_band
 @pytest.mark.parametrize("window", [1, 3, 6])
 @pytest.mark.parametrize("n", [1, 4, 23])
 def test_blocks_give_what_a_mask_gives(n, window, n_before, monkeypatch):
-    monkeypatch.setattr(windowed, "_BLOCK", 4)
+    monkeypatch.setattr(windowed, "BLOCK", 4)
     sizes = []
     masked = F.scaled_dot_product_attention
     q, k, v = (

@@ -90,7 +90,7 @@ def is_read_in_rows(model):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2, "prefill_chunk": 11}], ids=["at once", "in parts"])
 def test_answers_are_those_of_generate(name, options, monkeypatch):
-    monkeypatch.setattr("rope_patch.attention.windowed._BLOCK", 5)  # several blocks in these short prompts
+    monkeypatch.setattr("rope_patch.attention.windowed.BLOCK", 5)  # several blocks in these short prompts
     model, prompts = MODELS[name](), family(1)
     expected = alone(model, prompts, 12)
     assert len({tuple(r) for r in expected}) > 3  # else any would do
@@ -279,7 +279,7 @@ def test_arguments_without_sense_are_refused():
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in BY_ITS_OWN])
 @pytest.mark.parametrize("captured", [True, False], ids=["graph", "no graph"])
 def test_a_gpu_in_float32_says_what_the_cpu_says(name, captured, monkeypatch):
-    monkeypatch.setattr("rope_patch.attention.windowed._BLOCK", 5)
+    monkeypatch.setattr("rope_patch.attention.windowed.BLOCK", 5)
     steps, capture = [], decoding._Step._captured
     if captured:
         monkeypatch.setattr(decoding._Step, "_captured", lambda s, x: steps.append(capture(s, x)) or steps[-1])

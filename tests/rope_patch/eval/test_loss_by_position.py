@@ -36,7 +36,7 @@ def cross_entropies(model, rows):
 
 @pytest.mark.parametrize("name", SLIDING)
 def test_sliding_windows_are_read_without_a_mask_of_all_pairs(name, monkeypatch):
-    monkeypatch.setattr("rope_patch.attention.windowed._BLOCK", 16)
+    monkeypatch.setattr("rope_patch.attention.windowed.BLOCK", 16)
     model, rows, n = SLIDING[name](), tokens(2, 200), 200
     expected, masks = cross_entropies(model, rows), []
     attend = torch.nn.functional.scaled_dot_product_attention
