@@ -90,7 +90,7 @@ class RopeSFTConfig(SFTConfig):
             on some tokens at a time, checkpoints of layers wait on the host, attention makes no mask of n x n, and
             states of the optimizer can be moved to the host where they do not fit. "auto" switches that on where a step
             would not fit the device by an estimate, which is told, and leaves out masks of 16384 x 16384 and more in
-            any case, but with `torch_compile`. "off" does none of it. "on" needs `gradient_checkpointing`.
+            any case, but of compiled models. "off" does none of it. "on" needs `gradient_checkpointing`.
     """
 
     _OWN_DICT_FIELDS: ClassVar = [

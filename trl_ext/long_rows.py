@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
+from accelerate.utils.other import is_compiled_module
 from torch import nn
 from transformers.utils import logging
 
@@ -103,7 +104,7 @@ class MemoryPlan:
         offloaded_layers: how many layers keep their input on the host when rows are long.
         offloaded: bytes of those.
         on: whether rows are treated as long.
-        mask_free: whether rows of `MASKS_TO` tokens and more are read without masks, on or not.
+        mask_free: whether there may be rows of `MASKS_TO` tokens and more, which are read without masks, on or not.
         reason: why.
     """
 
@@ -176,7 +177,8 @@ def plan_memory(
     n_kept = find_decoder(model).config.num_hidden_layers + 1
     fixed, optimizer = _fixed_bytes(model, args.optim)
     at_once = held.at_once * tokens
-    mask_free = mode != "off" and not args.torch_compile and why_masks_stay(model) is None
+    may_be_long = row_length is None or row_length >= MASKS_TO
+    mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
     layer, in_tiles = _layer_bytes(model, args, per_token, at_once, row_length or 0, mask_free=mask_free)
     checkpoint = int(held.graphs * tokens * per_token.checkpoint)
     if args.gradient_checkpointing:
@@ -206,6 +208,12 @@ def plan_memory(
         mask_free=mask_free,
         reason=reason,
     )
+
+
+def _is_compiled(model: nn.Module, args: "RopeSFTConfig") -> bool:
+    """Whether torch.compile runs the model, or will: it would compile anew wherever attention is looked at."""
+    calls = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
+    return args.torch_compile or is_compiled_module(model) or any(call is not None for call in calls)
 
 
 def _embeddings(model: nn.Module) -> torch.Tensor:
@@ -260,7 +268,7 @@ def _layer_bytes(
     window = getattr(find_decoder(model).config, "sliding_window", None)
     makes_masks = (
         attention_kernel(find_causal_lm(model)) == "sdpa"
-        and not (mask_free and row_length >= MASKS_TO)
+        and not mask_free
         and (
             bool(window and row_length > window)
             or args.packing

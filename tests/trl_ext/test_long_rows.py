@@ -155,6 +155,22 @@ def test_masks_of_windows_count_where_they_are_made(options, big_host):
     assert layer(**options) == pytest.approx(layer() * n / 16384 + 3 * n * n, rel=1e-6)
 
 
+@pytest.mark.parametrize("compiled", ["whole", "a layer"])
+def test_a_compiled_model_and_short_rows_keep_their_masks(compiled, big_host):
+    args = RopeSFTConfig(output_dir="out", use_cpu=True)
+
+    def is_mask_free(model, rows=16384):
+        return plan_memory(model, args, rows, torch.device("cpu"), "auto").mask_free
+
+    model = gemma3()
+    assert is_mask_free(model) and is_mask_free(model, None) and not is_mask_free(model, 16383)
+    if compiled == "whole":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.model.layers[1].compile(backend="eager")
+    assert not is_mask_free(model)
+
+
 def test_a_copy_that_teaches_is_tiled_and_reads_without_masks(tmp_path):
     run = step(tmp_path, gemma3, "on", **OBJECTIVES["native-distill"])[2]
     assert isinstance(run._objective.teacher, CopiedTeacher)

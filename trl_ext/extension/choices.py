@@ -415,8 +415,8 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str) -> Choice:
     reason = "The rate that was measured, for SmolLM2-135M"
     if not measured:
         reason = (
-            f"The rate at which Gemma-3-270M stayed close to what it was, in two seeds: {_RATE:g}, which SmolLM2-135M "
-            "took, broke that model. A higher one may teach more"
+            f"The rate at which Gemma-3-270M stayed close to what it was, in three seeds: {_RATE:g}, which "
+            "SmolLM2-135M took, broke that model. A higher one may teach more"
         )
     if train == "lora":
         times, most = _LORA_RATES
