@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 from support.characters import CHARACTERS
 from support.retrieval import TEXT, TOKENIZER, lookup
 from support.tiny import tiny
@@ -10,6 +11,7 @@ from support.tiny import tiny
 import rope_patch.eval.reading as reading
 import rope_patch.eval.retrieval  # the package has a function of this name too
 from rope_patch.eval import RetrievalGrid, niah, passkey, prompt_grid
+from rope_patch.eval.generation import bytes_per_token
 from rope_patch.eval.needles import KINDS
 from rope_patch.eval.prompt_grid import ALL_WORDINGS
 from rope_patch.eval.reading import Reply
@@ -82,6 +84,8 @@ def test_a_cell_holds_as_many_prompts_as_asked_all_different_all_wordings_equall
 def test_grids_asked_together_are_those_of_each_kind_alone_and_read_less(monkeypatch):
     monkeypatch.setattr(reading, "_TOGETHER", {"cpu": 0})
     model, read = tiny(vocab_size=CHARACTERS), []
+    with torch.no_grad():
+        assert bytes_per_token(model)  # which is found out once, by a few forwards
     model.model.layers[0].register_forward_hook(lambda *x: read.append(x[2].shape[:2].numel()))
     options = {"depths": (0.3, 0.8), "trials": 2, "progress": False}
     kinds = ("passkey", "multikey", "multivalue", "multiquery", "ordinal")
