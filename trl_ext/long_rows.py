@@ -33,7 +33,7 @@ GIB = 1 << 30
 MASKS_TO = 16384
 """Tokens of a row from which on attention makes no mask of n x n, also where all fits; one takes 768 MiB there.
 
-Below, a mask takes no longer than a call for each document or block: `benchmarks/row_masks.py`.
+Below, a mask mostly takes no longer than a call for each document or block: `benchmarks/row_masks.py`.
 """
 _SHARE_OF_DEVICE = 0.92  # what fragments and what CUDA itself holds are left out
 _SHARE_OF_HOST = 0.7  # for rows of one length

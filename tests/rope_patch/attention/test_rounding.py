@@ -32,6 +32,12 @@ def test_what_is_not_finite_is_not_rounding():
     assert differs_by_rounding(plain, plain, plain)
 
 
+def test_outputs_without_any_spread_are_alike_if_they_are_the_same():
+    plain = torch.ones(SAMPLES, 8)
+    assert differs_by_rounding(plain, plain, plain)
+    assert not differs_by_rounding(2 * plain, plain, plain)
+
+
 def test_what_moves_outputs_in_every_way_is_not_rounding():
     plain = torch.randn(SAMPLES, 8)
     assert not differs_by_rounding(1.6 * plain, plain, 1.6 * plain)
