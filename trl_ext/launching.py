@@ -107,7 +107,7 @@ class Launch:
                 _launch(["--config_file", str(file), "-m", "trl_ext", *arguments], folder)
             except (ChildFailedError, subprocess.CalledProcessError) as error:
                 failure = _failure_of(error, folder)
-                print(failure.text, file=sys.stderr, flush=True)
+                print(f"\n{failure.text}", file=sys.stderr, flush=True)  # a bar may stand on the line
                 return failure.status
             except SignalException as error:
                 if error.sigval == signal.SIGINT:

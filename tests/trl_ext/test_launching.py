@@ -102,7 +102,7 @@ def test_the_first_failure_is_told(monkeypatch, capsys, ended, left, status, tex
 
     monkeypatch.setattr(launching, "_launch", launch)
     assert Launch("ddp").run(["train"]) == status
-    assert capsys.readouterr().err.startswith(text)
+    assert capsys.readouterr().err.startswith(f"\n{text}")
 
 
 def test_ctrl_c_stops_the_ranks_and_the_command(monkeypatch, capsys):
