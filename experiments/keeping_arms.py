@@ -62,6 +62,8 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
     # a weight above 0 is asked for; this one is none
     no_kl = replace(keep, training={**distilled, "native_args": {**weights, "weight": 1e-9}})
     keep_2, no_kl_2 = (replace(arm, rescale=ntk_2) for arm in (keep, no_kl))
+    # next-token loss of answers alone: that of all tokens doubles the KL from the native model
+    answers = replace(keep_2, training={**distilled, "native_args": {**weights, "text_weight": 0.0}})
     pose = {
         "view": "pose",
         "view_args": {"target": target, "window": row_length or window},
@@ -83,6 +85,10 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
         "keep-2-long": replace(keep_2, times=2),
         "keep-2-kl-3": replace(keep_2, training={**distilled, "native_args": {**weights, "weight": 3.0}}),
         "keep-2-half": replace(keep_2, kept=0.5),
+        "keep-2-answers": answers,
+        "keep-2-answers-half": replace(answers, kept=0.5),
+        "keep-2-answers-short": replace(answers, rows={"short": 0.5}),
+        "keep-2-answers-chats": replace(answers, shares={**answers.shares, kind_of_own: 2.0}),
         "keep-cold": replace(keep, rescale=cold),
         "keep-cold-2": replace(keep, rescale=cold_2),
     }
