@@ -41,6 +41,7 @@ from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, read_texts
 from rope_patch.eval.asking import Frame
 from rope_patch.eval.generation import greedy_answers, greedy_tokens
+from rope_patch.eval.harness import require_lm_eval
 from rope_patch.special_tokens import SpecialTokens
 from trl_ext.rows import make_rows, own_chats, own_texts
 
@@ -298,6 +299,8 @@ def main() -> None:
         show(args, tables, partial(plot, model=args.model))
         return
     require(parser, args, "model", "text", "held_out", "own")
+    if args.bench:  # what is lacking is told before hours of training
+        require_lm_eval()
     known = arms(args.window, args.target, "chats", args.row_length)
     names = chosen(parser, args, known)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
