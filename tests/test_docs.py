@@ -209,6 +209,43 @@ def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
     assert f"{at_7900} at 7900" in text_of("docs/choosing.md")
 
 
+def test_tables_of_the_arms_without_next_token_loss_of_text_are_those_of_the_file():
+    tables = keeping_results.tables(lines_of("keeping-answers-h200.jsonl")).split("\n\n")
+    page = (RESULTS / "keeping.md").read_text()
+    assert len(tables) == 4 and all(table in page for table in tables)
+    ((_, *cells),) = keeping_cells("keeping-answers-h200.jsonl", 2).values()
+    at_16384 = short(cells[9].split(" / ")[3])
+    of_seeds = [
+        mean(keeping_results.scores(run, "keys", 16384))
+        for run in lines_of("keeping-seeds-h200.jsonl")
+        if run["arm"] == "keep-2"
+    ]
+    least, most = (short(f"{value:.2f}") for value in (min(of_seeds), max(of_seeds)))
+    assert f"at 16384 tokens {at_16384}, keep-2's three seeds {least} to {most}" in " ".join(page.split())
+
+
+def test_the_table_of_long_rows_is_that_of_its_file():
+    header, *cases = lines_of("long-rows-h200.jsonl")
+    page = text_of("docs/results/speed.md")
+    whole = {}
+    for case in cases:
+        figures = [f"{case['seconds']:.2f}", f"{case['tokens_per_second']:.0f}", f"{case['tflops']:.0f}"]
+        figures += [f"{case['peak_gib']:.1f}", f"{case['planned_gib']:.1f}" if "planned_gib" in case else "-"]
+        figures.append(f"{case['peak_gib_with_32_layers']:.0f}" if "peak_gib_with_32_layers" in case else "-")
+        assert f"| {' | '.join(figures)} |" in page
+        whole[case["case"]] = figures[-1]
+    assert f"{header['trl']}; one step a case" in page
+    seconds = {case["case"]: case["seconds"] for case in cases}
+    for length in (65536, 131072):
+        ratio = seconds[f"trl-offload:{length}"] / seconds[f"clm:{length}:on"]
+        assert f"{ratio:.2f} times" in page
+    slower = [1 - seconds[case] / seconds["clm:65536:on"] for case in ("clm:65536", "trl:65536")]
+    assert "trains {:.0%} slower, {:.0%} slower than TRL".format(*slower).replace("%", " %") in page
+    next_token = [whole[f"clm:{length}:on"] for length in (262144, 524288)]
+    assert "262144 tokens takes {} GiB with all layers and one of 524288 tokens {},".format(*next_token) in page
+    assert f"self-distillation takes {whole['self-distill:262144:on']} GiB" in page
+
+
 def test_tables_of_the_second_model_are_those_of_the_file():
     tables = keeping_results.tables(lines_of("keeping-gemma-h200.jsonl")).split("\n\n")
     page = (RESULTS / "keeping.md").read_text()

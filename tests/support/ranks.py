@@ -63,6 +63,7 @@ def run_on_ranks(
         # ninja, which builds DeepSpeed's kernels, is beside this Python, whether or not its environment is active
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a rank that a signal ends says where
     }
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -71,11 +72,17 @@ def run_on_ranks(
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", str(_free_port())]
     command = [sys.executable, *(launcher if world > 1 else []), "-m", "support.ranks", str(out)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    # torchrun's own report comes last and says nothing
-    of_ranks = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
-    assert done.returncode == 0, "\n".join(of_ranks)[-5000:] or done.stderr[-6000:]
+    assert done.returncode == 0, _what_was_said(done.stderr)
     results: Runs = torch.load(out.with_suffix(".pt"))
     return results
+
+
+def _what_was_said(stderr: str, most: int = 40) -> str:
+    """The last lines of each rank, and of what has no rank: torchrun's report, and what a signal left."""
+    lines: dict[str, list[str]] = {}
+    for line in stderr.splitlines():
+        lines.setdefault(line.split(":")[0] if line.startswith("[rank") else "", []).append(line)
+    return "\n".join("\n".join(said[-most:]) for _, said in sorted(lines.items(), reverse=True))
 
 
 def _free_port() -> int:
