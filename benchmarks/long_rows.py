@@ -36,7 +36,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from rope_patch.offloaded import pinned_bytes
+from rope_patch.offloaded import PIECE, pinned_bytes
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
 GIB = 1 << 30
@@ -51,6 +51,7 @@ CASES = (
     "trl:65536",
     "trl-offload:65536",
     "trl-offload:131072",
+    "clm:342000:on",
     "clm:524288:on",
 )
 METHODS = ("clm", "self-distill", "trl", "trl-offload")
@@ -174,7 +175,7 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         trainer = make_trainer(case, length, args, model, folder, watch)
         plan = getattr(trainer, "memory_plan", None)
         if plan is not None and plan.on and plan.offloaded_layers:
-            pin(plan.offloaded // plan.offloaded_layers, plan.offloaded_layers)
+            pin(pinned_bytes(plan.offloaded // plan.offloaded_layers) * plan.offloaded_layers)
         trainer.train()
     seconds = sum(watch.seconds) / len(watch.seconds)
     line = {
@@ -190,9 +191,9 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return line
 
 
-def pin(size: int, n_tensors: int) -> None:
+def pin(size: int) -> None:
     """Have the host's memory pinned before time counts: PyTorch keeps it for tensors that come."""
-    held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(n_tensors)]
+    held = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(-(-size // PIECE))]
     del held
 
 

@@ -217,7 +217,7 @@ def memory_on(shape: str, row: int, objective: str, n_gpus: int, *, all_weights:
     plan = plan_memory(model, training, -(-row // (n_gpus if shared else 1)), torch.device("cpu"), "on")
     fixed = TrainingBytes.of(model, plan.optimizer, copies_teacher=objective == "relation-distill" and all_weights)
     on_each = fixed.on_each("fsdp2-cp" if shared else "fsdp2", n_gpus)
-    device = on_each + plan.layer_in_tiles + plan.loss
+    device = on_each + plan.at_once_when_on
     sizes = (device + plan.checkpoints, device, plan.checkpoints)
     return " / ".join(f"{size / GIB:.0f}" for size in sizes)
 

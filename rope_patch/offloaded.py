@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .rotary import find_decoder
@@ -17,71 +18,72 @@ def checkpointed_layers(model: nn.Module) -> list[Any]:
     return [module for module in find_decoder(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-class HostRoom:
-    """How much of the host's memory PyTorch may keep pinned for checkpoints of several lengths of rows.
-
-    PyTorch pins powers of two and keeps what it has pinned, for tensors of that size alone.
-
-    Args:
-        size: bytes that may be pinned at a time.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._pinned: dict[int, int] = {}
-
-    def make(self, tensor: torch.Tensor, times: int) -> None:
-        """Let go of what other sizes have pinned where so many copies of a tensor do not fit beside it."""
-        block = pinned_bytes(tensor.numel() * tensor.element_size())
-        if block in self._pinned:
-            return
-        if sum(self._pinned.values()) + times * block > self.size:
-            torch.cuda.synchronize()  # blocks that copies still read stay
-            torch._C._host_emptyCache()
-            self._pinned.clear()
-        self._pinned[block] = times * block
+PIECE = 1 << 26
+"""Bytes that are pinned at once: 64 MiB, a hundred times what it takes to start a copy."""
 
 
 def pinned_bytes(size: int) -> int:
-    """Bytes that PyTorch pins for a tensor of `size`: the next power of two."""
-    return 1 << max(size - 1, 0).bit_length()
+    """Bytes that are pinned for a tensor of `size`: whole pieces, or below one the next power of two."""
+    return PIECE * -(-size // PIECE) if size > PIECE else 1 << max(size - 1, 0).bit_length()
+
+
+class OnHost(saved_tensors_hooks):
+    """What is saved for backward inside waits in memory of the host, pinned where the tensor is of an accelerator.
+
+    What PyTorch's `save_on_cpu` does, in pieces of 64 MiB. PyTorch pins powers of two, which for a row of 2^k + 1
+    tokens is twice what it needs, and keeps what it has pinned for tensors of that size alone: pieces serve rows of any
+    length.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_to_host, _from_host)
+
+
+_Held = tuple[torch.device, torch.Size, list[torch.Tensor]]
+
+
+def _to_host(tensor: torch.Tensor) -> _Held:
+    pinned = tensor.device.type != "cpu"
+    numbers = PIECE // tensor.element_size()
+    pieces = []
+    for part in tensor.reshape(-1).split(numbers):
+        # also the last one is pinned whole, but for tensors that are smaller
+        room = part.numel() if tensor.numel() <= numbers else numbers
+        piece = torch.empty(room, dtype=tensor.dtype, pin_memory=pinned)[: part.numel()]
+        pieces.append(piece.copy_(part, non_blocking=pinned))
+    return tensor.device, tensor.shape, pieces
+
+
+def _from_host(held: _Held) -> torch.Tensor:
+    device, shape, pieces = held
+    tensor = torch.empty(shape, dtype=pieces[0].dtype, device=device)
+    for part, piece in zip(tensor.view(-1).split(PIECE // tensor.element_size()), pieces, strict=True):
+        part.copy_(piece, non_blocking=device.type != "cpu")
+    return tensor
 
 
 @contextmanager
-def offloaded_checkpoints(model: nn.Module, n_layers: int, room: HostRoom | None = None) -> Iterator[None]:
+def offloaded_checkpoints(model: nn.Module, n_layers: int) -> Iterator[None]:
     """Hold what the first `n_layers` checkpointed layers keep in pinned memory of the host, until backward.
 
-    What Transformers' own `offload` of activation checkpointing does to all layers, by PyTorch's `save_on_cpu`. Here
-    the layers that backward comes to first may keep theirs on the device, as host memory too has an end.
+    What Transformers' own `offload` of activation checkpointing does to all layers. Here the layers that backward comes
+    to first may keep theirs on the device, as host memory too has an end.
 
     Args:
         model: bare or wrapped, with checkpointing switched on.
         n_layers: of its decoder.
-        room: on the host; None where nothing is pinned, or all rows are as long.
     """
     with ExitStack() as stack:
         for layer in checkpointed_layers(model)[:n_layers]:
             if layer.gradient_checkpointing:
                 own = layer._gradient_checkpointing_func
-                layer._gradient_checkpointing_func = _Offloaded(own, n_layers, room)
+                layer._gradient_checkpointing_func = partial(_offloaded, own)
                 stack.callback(setattr, layer, "_gradient_checkpointing_func", own)
         yield
 
 
-class _Offloaded:
-    """A checkpointing function whose saved inputs go to the host."""
-
-    def __init__(self, checkpoint: Callable[..., Any], n_layers: int, room: HostRoom | None) -> None:
-        self.checkpoint, self.n_layers, self.room = checkpoint, n_layers, room
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the checkpointed layer gives, whose positional arguments are saved: hidden states."""
-        states = next((x for x in args if isinstance(x, torch.Tensor)), None)
-        if states is None:
-            return self.checkpoint(function, *args, **kwargs)
-        if self.room is not None:
-            self.room.make(states, self.n_layers)
-        device = states.device.type
-        # the hooks of the checkpoint lie on top of these while the layer runs, which keep nothing of what is inside
-        with save_on_cpu(pin_memory=device != "cpu", device_type=device):
-            return self.checkpoint(function, *args, **kwargs)
+def _offloaded(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the checkpointed layer gives, whose positional arguments are saved: hidden states."""
+    # the hooks of the checkpoint lie on top of these while the layer runs, which keep nothing of what is inside
+    with OnHost():
+        return checkpoint(function, *args, **kwargs)

@@ -18,8 +18,9 @@ from transformers.utils import logging
 
 from rope_patch.attention.calls import attention_kernel
 from rope_patch.attention.rows import MaskFreeRows, why_masks_stay
-from rope_patch.offloaded import HostRoom, checkpointed_layers, offloaded_checkpoints, pinned_bytes
-from rope_patch.rotary import find_causal_lm, find_decoder
+from rope_patch.distillation.teacher import adapter_layers
+from rope_patch.offloaded import checkpointed_layers, offloaded_checkpoints, pinned_bytes
+from rope_patch.rotary import find_causal_lm, find_decoder, text_modules
 from rope_patch.tiled import TILE, tiled
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ MASKS_TO = 16384
 Below, a mask mostly takes no longer than a call for each document or block: `benchmarks/row_masks.py`.
 """
 _SHARE_OF_DEVICE = 0.92  # what fragments and what CUDA itself holds are left out
-_SHARE_OF_HOST = 0.7  # for rows of one length
-_MOST_OF_HOST = 0.85  # with what rows of other lengths have left pinned
+_SHARE_OF_HOST = 0.7
 _LOSS_BYTES = 1.25 * GIB  # logits that exist at a time in the losses of this package
 _PAGED = "paged_adamw_32bit"
 # of a container, by either version of Linux's control groups
@@ -53,12 +53,13 @@ class RowMemory:
 
         checkpoint = r H, kept for each layer and once more for the last norm
         attention = c (4 H + 6 A + 2 K) + 4 A
-        feed-forward = c (7 I + 4 H) + 12 H
+        feed-forward = c (6 I + 4 H) + 12 H, and c I more where its weights are trained
 
     The second is what the backward of one layer's attention holds: the residual stream and its gradient, the norm's
     output, queries, keys, values, the output, and gradients of all, those of keys and values once for each query head,
     with what kernels sum queries' gradients up in, in float32. The third: what is between its matrices and gradients of
-    that, and the norm's float32 copies. A layer holds the larger of both; in tiles the third goes away.
+    that, and the norm's float32 copies; the last matrix keeps its input if it is trained. A layer holds the larger of
+    both; in tiles the third goes away.
 
     Args:
         checkpoint: what stays of a layer from forward to backward.
@@ -83,7 +84,7 @@ class RowMemory:
         return cls(
             checkpoint=residual * hidden,
             attention=activation_bytes * (4 * hidden + 6 * queries + 2 * keys) + 4 * queries,
-            feed_forward=activation_bytes * (7 * inner + 4 * hidden) + 12 * hidden,
+            feed_forward=activation_bytes * ((6 + _trains_feed_forward(decoder)) * inner + 4 * hidden) + 12 * hidden,
         )
 
 
@@ -93,12 +94,14 @@ class MemoryPlan:
 
     Args:
         tokens: of a row, padding counted, times rows of a batch.
-        fixed: weights, gradients and, on the device, the optimizer's states.
+        fixed: weights, gradients and, on the device, the optimizer's states; a frozen copy that teaches; what autocast
+            keeps of float32 weights.
         optimizer: of these, the states.
         checkpoints: what checkpointed layers keep.
         layer: what one layer holds while its backward runs.
-        layer_in_tiles: the same in tiles, without masks.
-        loss: logits that exist at a time, and states that are compared.
+        layer_in_tiles: the same in tiles, without masks, with its input, which comes back from the host.
+        loss: logits that exist at a time, and states that are compared; gone when layers run backward.
+        beside: what the objective keeps while layers run.
         capacity: of the device, for all of it.
         host: of the host, for offloaded checkpoints.
         offloaded_layers: how many layers keep their input on the host when rows are long.
@@ -115,6 +118,7 @@ class MemoryPlan:
     layer: int
     layer_in_tiles: int
     loss: int
+    beside: int
     capacity: int
     host: int
     offloaded_layers: int
@@ -126,20 +130,26 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         """Bytes on the device without anything done."""
-        return self.fixed + self.checkpoints + self.layer + self.loss
+        return self.fixed + self.checkpoints + self.beside + max(self.layer, self.loss)
+
+    @property
+    def at_once_when_on(self) -> int:
+        """Of it, what neither weights nor checkpoints are."""
+        return self.beside + max(self.layer_in_tiles, self.loss)
 
     @property
     def needed_when_on(self) -> int:
         """Bytes on the device in tiles and with offloaded checkpoints."""
-        return self.fixed + self.checkpoints - self.offloaded + self.layer_in_tiles + self.loss
+        return self.fixed + self.checkpoints - self.offloaded + self.at_once_when_on
 
     def __str__(self) -> str:
         parts = {
             "weights, gradients and optimizer": self.fixed,
             "checkpoints": self.checkpoints,
-            "one layer": self.layer,
-            "loss": self.loss,
+            "one layer, or the loss": max(self.layer, self.loss),
         }
+        if self.beside:
+            parts["kept by the objective"] = self.beside
         table = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
         text = (
             f"long_rows is {'on' if self.on else 'off'}: {self.reason} By estimate a step of {self.tokens} tokens "
@@ -168,14 +178,14 @@ def plan_memory(
         device: that trains.
         mode: `long_rows` of `args`.
     """
-    held = args.objective_options.held(find_decoder(model).config)
+    held = args.objective_options.held(find_decoder(model).config, _moved_share(args, row_length))
     bits_16 = args.bf16 or args.fp16
     embeddings = _embeddings(model)
     per_token = RowMemory.of(model, 2 if bits_16 else embeddings.element_size())
     tokens = args.per_device_train_batch_size * (row_length or 0)
     layers = checkpointed_layers(model) if args.gradient_checkpointing else []
     n_kept = find_decoder(model).config.num_hidden_layers + 1
-    fixed, optimizer = _fixed_bytes(model, args.optim)
+    fixed, optimizer = _fixed_bytes(model, args)
     at_once = held.at_once * tokens
     may_be_long = row_length is None or row_length >= MASKS_TO
     mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
@@ -189,9 +199,12 @@ def plan_memory(
     offloaded_layers = 0
     if device.type != "cpu":
         offloaded_layers = min(len(layers), host // pinned_bytes(checkpoint))
+    in_tiles += checkpoint if offloaded_layers else 0
     loss = int(min(_LOSS_BYTES, tokens * embeddings.shape[0] * 4) + held.states * tokens * per_token.checkpoint)
+    loss += 4 * embeddings.numel() * _head(model).requires_grad  # its gradient, as the loss sums it up
+    beside = int(held.beside * tokens * per_token.checkpoint)
     capacity = device_memory(device)
-    on, reason = _decide(mode, args, row_length, fixed + checkpoints + layer + loss, capacity, device)
+    on, reason = _decide(mode, args, row_length, fixed + checkpoints + beside + max(layer, loss), capacity, device)
     return MemoryPlan(
         tokens=tokens,
         fixed=fixed,
@@ -200,6 +213,7 @@ def plan_memory(
         layer=layer,
         layer_in_tiles=in_tiles,
         loss=loss,
+        beside=beside,
         capacity=capacity,
         host=host,
         offloaded_layers=offloaded_layers,
@@ -208,6 +222,23 @@ def plan_memory(
         mask_free=mask_free,
         reason=reason,
     )
+
+
+def _moved_share(args: "RopeSFTConfig", row_length: int | None) -> float:
+    """The largest share of a row that a draw of the view moves; 1 where rows are of several documents."""
+    if row_length is None or args.packing or args.padding_free:
+        return 1.0
+    try:
+        share = args.make_view().affected_share(torch.arange(row_length), torch.full((row_length,), row_length))
+    except ValueError:  # the view does not know it
+        return 1.0
+    return float((share > 0).double().mean())
+
+
+def _trains_feed_forward(decoder: nn.Module) -> bool:
+    """Whether weights of feed-forward layers are trained, or adapters on them."""
+    layers = (module for _, module in text_modules(decoder) if type(module).__name__.endswith("MLP"))
+    return any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
 
 
 def _is_compiled(model: nn.Module, args: "RopeSFTConfig") -> bool:
@@ -239,12 +270,25 @@ def _decide(
     return needed > capacity, f"{fits}, which is {'too little' if needed > capacity else 'enough'}."
 
 
-def _fixed_bytes(model: nn.Module, optim: str) -> tuple[int, int]:
-    """Bytes of weights, buffers, gradients and the optimizer's states, and those of the states alone."""
+def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig") -> tuple[int, int]:
+    """Bytes of all that does not grow with rows, and those of the optimizer's states alone."""
     weights = sum(_bytes(p) for p in model.parameters()) + sum(_bytes(b) for b in model.buffers())
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = sum(_state_bytes(optim, p) for p in trained)
-    return weights + sum(_bytes(p) for p in trained) + optimizer, optimizer
+    optimizer = sum(_state_bytes(args.optim, p) for p in trained)
+    fixed = weights + sum(_bytes(p) for p in trained) + optimizer
+    if args.objective_options.needs_teacher and not adapter_layers(model) and not args.teacher_offload:
+        fixed += weights
+    if args.bf16 or args.fp16:  # copies in 16 bits, of what is multiplied
+        layers: Any = find_decoder(model).layers
+        fixed += sum(2 * p.numel() for p in (*layers.parameters(), _head(model)) if p.dtype == torch.float32)
+    return fixed, optimizer
+
+
+def _head(model: nn.Module) -> torch.Tensor:
+    """The weights from hidden states to logits, [vocabulary, hidden]."""
+    layer: Any = find_causal_lm(model).get_output_embeddings()
+    weight: torch.Tensor = layer.weight
+    return weight
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -280,7 +324,7 @@ def _layer_bytes(
     masks = 3 * args.per_device_train_batch_size * row_length**2 if makes_masks else 0
     tile = min(tokens, TILE) * per_token.feed_forward
     stays = masks if why_masks_stay(model) is not None else 0
-    return int(whole + masks), int(tokens * per_token.attention + tile + stays)
+    return int(whole + masks), int(max(tokens * per_token.attention, tile) + stays)
 
 
 def device_memory(device: torch.device) -> int:
@@ -313,8 +357,6 @@ class LongRowTraining:
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, *others: nn.Module, shared: bool = False) -> None:
         self.models, self.plan = (model, *others), plan
-        is_pinned = plan.on and plan.offloaded_layers > 0
-        self.room = HostRoom(int(plan.host / _SHARE_OF_HOST * _MOST_OF_HOST)) if is_pinned else None
         reason = None if shared else why_masks_stay(model)
         least = 0 if plan.on else MASKS_TO
         self.rows = None if shared or reason is not None else MaskFreeRows(model, *others, least=least)
@@ -328,7 +370,7 @@ class LongRowTraining:
             if self.plan.on:
                 for model in self.models:
                     stack.enter_context(tiled(model, TILE))
-                stack.enter_context(offloaded_checkpoints(self.models[0], self.plan.offloaded_layers, self.room))
+                stack.enter_context(offloaded_checkpoints(self.models[0], self.plan.offloaded_layers))
             if self.rows is not None:
                 stack.enter_context(self.rows.active())
             yield

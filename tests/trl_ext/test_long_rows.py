@@ -11,7 +11,6 @@ from transformers import TrainerCallback
 from rope_patch.attention import windowed
 from rope_patch.distillation import CopiedTeacher
 from trl_ext import RopeSFTConfig, long_rows
-from trl_ext.long_rows import GIB, plan_memory
 
 TILE = 5
 YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
@@ -141,118 +140,12 @@ def test_auto_makes_no_masks_where_all_fits_and_gradients_are_the_same(objective
     assert auto[2].evaluate()["eval_loss"] == pytest.approx(off[2].evaluate()["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"mode": "off"}, {"torch_compile": True}, {"rows": 16383}])
-def test_masks_of_windows_count_where_they_are_made(options, big_host):
-    def layer(**options):
-        with torch.device("meta"):
-            model = gemma3()
-        mode = options.pop("mode", "auto")
-        settings = {"use_cpu": True, "per_device_train_batch_size": 1}
-        args = RopeSFTConfig(output_dir="out", **settings, **{k: v for k, v in options.items() if k != "rows"})
-        return plan_memory(model, args, options.get("rows", 16384), torch.device("cuda"), mode).layer
-
-    n = options.get("rows", 16384)
-    assert layer(**options) == pytest.approx(layer() * n / 16384 + 3 * n * n, rel=1e-6)
-
-
-@pytest.mark.parametrize("compiled", ["whole", "a layer"])
-def test_a_compiled_model_and_short_rows_keep_their_masks(compiled, big_host):
-    args = RopeSFTConfig(output_dir="out", use_cpu=True)
-
-    def is_mask_free(model, rows=16384):
-        return plan_memory(model, args, rows, torch.device("cpu"), "auto").mask_free
-
-    model = gemma3()
-    assert is_mask_free(model) and is_mask_free(model, None) and not is_mask_free(model, 16383)
-    if compiled == "whole":
-        model = torch.compile(model, backend="eager")
-    else:
-        model.model.layers[1].compile(backend="eager")
-    assert not is_mask_free(model)
-
-
 def test_a_copy_that_teaches_is_tiled_and_reads_without_masks(tmp_path):
     run = step(tmp_path, gemma3, "on", **OBJECTIVES["native-distill"])[2]
     assert isinstance(run._objective.teacher, CopiedTeacher)
     copied = run._objective.teacher.copy
     assert run._long_rows.models == (run.model, copied)
     assert run._long_rows.rows.decoders == [run.model.model, copied.model]
-
-
-def llama_plan(mode="auto", device="cuda", rows=65536, **options):
-    """The plan of an 8B model that is on no device, in 16 bits."""
-    with torch.device("meta"):
-        model = tiny(
-            dtype=torch.bfloat16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128,
-            num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
-        )  # fmt: skip
-    for parameter in model.parameters():
-        parameter.requires_grad_(options.get("trains", False))
-    options.pop("trains", None)
-    settings = {"use_cpu": True, "bf16": True, "gradient_checkpointing": True, "per_device_train_batch_size": 1}
-    args = RopeSFTConfig(output_dir="out", **{**settings, "long_rows": mode, **options})
-    return plan_memory(model, args, rows, torch.device(device), mode), args
-
-
-@pytest.fixture
-def big_host(monkeypatch):
-    monkeypatch.setattr(long_rows, "host_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(long_rows, "device_memory", lambda device: 60 * GIB)
-
-
-def test_the_plan_of_8b_with_adapters(big_host):
-    plan, _ = llama_plan()
-    assert plan.fixed / GIB == pytest.approx(14.96, abs=0.01)  # 8.03e9 weights of 2 bytes
-    assert plan.checkpoints == 33 * 65536 * 4096 * 2
-    assert plan.layer == 65536 * (2 * (7 * 14336 + 4 * 4096) + 12 * 4096)
-    assert not plan.on and "60.0 GiB for a step, which is enough" in str(plan)
-    assert plan.needed / GIB == pytest.approx(51, abs=1)
-
-
-def test_auto_switches_on_where_a_step_does_not_fit(big_host):
-    plan, _ = llama_plan(rows=131072)
-    assert plan.on and plan.needed > plan.capacity > plan.needed_when_on
-    assert plan.offloaded_layers == 32 and plan.offloaded == 32 << 30
-    assert "too little" in str(plan) and "the checkpoints of 32 layers on the host (32.0 GiB there)" in str(plan)
-
-
-def test_the_host_bounds_what_is_offloaded(big_host):
-    plan, _ = llama_plan(rows=350000)
-    assert plan.offloaded_layers == 25 and 25 * 4 * GIB <= plan.host  # 2.7 GiB each, which pin 4
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"device": "cpu"}, "on the CPU"),
-        ({"rows": None}, "length of rows is not known"),
-        ({"gradient_checkpointing": False}, "gradient_checkpointing is off"),
-        ({"mode": "off"}, "asks for it"),
-    ],
-)
-def test_auto_stays_off_with_a_reason(options, reason, big_host):
-    plan, _ = llama_plan(**{"rows": 1 << 20, **options})
-    assert not plan.on and reason in plan.reason
-
-
-def test_two_views_count_more_than_one_and_sequential_ones_do_not(big_host):
-    two = {"objective": "self-distill", "view": "skip"}
-    plain, both = llama_plan()[0], llama_plan(**two)[0]
-    one_by_one = llama_plan(**two, self_distill_args={"passes": "sequential"})[0]
-    assert both.checkpoints == 2 * plain.checkpoints and both.layer == 2 * plain.layer
-    assert one_by_one.checkpoints == plain.checkpoints and one_by_one.layer == plain.layer
-
-
-def test_states_of_the_optimizer_are_paged_where_they_do_not_fit(big_host):
-    plan, args = llama_plan(trains=True)
-    assert plan.optimizer == pytest.approx(plan.fixed / 2, rel=1e-6) and plan.needed_when_on > plan.capacity
-    chosen = args.optim
-    assert not long_rows.offload_optimizer(args, plan, torch.device("cpu")) and args.optim == chosen
-    assert long_rows.offload_optimizer(args, plan, torch.device("cuda")) and args.optim == "paged_adamw_32bit"
-    paged, args = llama_plan(trains=True, optim="paged_adamw_32bit")
-    assert paged.optimizer == 0 and paged.fixed == plan.fixed - plan.optimizer
-    args.optim = "adafactor"
-    assert not long_rows.offload_optimizer(args, plan, torch.device("cuda")) and args.optim == "adafactor"
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,14 @@ class Held:
     Args:
         graphs: of what checkpointed layers keep.
         at_once: of the tokens that go through a layer at a time.
-        states: tensors [tokens, hidden] beside, such as those that are compared.
+        states: tensors [tokens, hidden] while the loss is formed, such as those that are compared.
+        beside: such tensors that stay while layers run.
     """
 
     graphs: float = 1.0
     at_once: float = 1.0
     states: float = 2.0
+    beside: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,13 @@ class ObjectiveOptions(ABC):
         """Whether a step reads as many more windows of tokens as the rank's own documents have."""
         return False
 
-    def held(self, config: Any) -> Held:
-        """What of a batch lives at a time, at most, given the config of the decoder: for estimates of memory."""
+    def held(self, config: Any, moved: float = 1.0) -> Held:
+        """What of a batch lives at a time, at most: for estimates of memory.
+
+        Args:
+            config: of the decoder.
+            moved: the largest share of a row that is no longer where it was under a draw of the view.
+        """
         return Held()
 
     @abstractmethod

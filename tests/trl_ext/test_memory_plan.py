@@ -1,0 +1,172 @@
+"""The plan of a step's memory: by the formulas, near what an H200 measured, and when it switches long_rows on."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import long_rows as measured
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.tiny import gemma3, tiny
+from transformers import AutoModelForCausalLM
+
+from trl_ext import RopeSFTConfig, long_rows
+from trl_ext.long_rows import GIB, plan_memory
+
+FACTS, *CASES = map(
+    json.loads, (Path(__file__).parents[2] / "docs" / "results" / "long-rows-h200.jsonl").read_text().splitlines()
+)
+LINES = [line for line in CASES if "planned_gib" in line]  # TRL's trainer plans nothing
+
+
+@pytest.fixture
+def big_host(monkeypatch):
+    monkeypatch.setattr(long_rows, "host_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(long_rows, "device_memory", lambda device: 60 * GIB)
+
+
+def llama_plan(mode="auto", device="cuda", rows=65536, **options):
+    """The plan of an 8B model that is on no device, in 16 bits."""
+    with torch.device("meta"):
+        model = tiny(
+            dtype=torch.bfloat16, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128,
+            num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+        )  # fmt: skip
+    for parameter in model.parameters():
+        parameter.requires_grad_(options.get("trains", False))
+    options.pop("trains", None)
+    settings = {"use_cpu": True, "bf16": True, "gradient_checkpointing": True, "per_device_train_batch_size": 1}
+    args = RopeSFTConfig(output_dir="out", **{**settings, "long_rows": mode, **options})
+    return plan_memory(model, args, rows, torch.device(device), mode), args
+
+
+@pytest.mark.parametrize("options", [{"mode": "off"}, {"torch_compile": True}, {"rows": 16383}])
+def test_masks_of_windows_count_where_they_are_made(options, big_host):
+    def layer(**options):
+        with torch.device("meta"):
+            model = gemma3()
+        mode = options.pop("mode", "auto")
+        settings = {"use_cpu": True, "per_device_train_batch_size": 1}
+        args = RopeSFTConfig(output_dir="out", **settings, **{k: v for k, v in options.items() if k != "rows"})
+        return plan_memory(model, args, options.get("rows", 16384), torch.device("cuda"), mode).layer
+
+    n = options.get("rows", 16384)
+    assert layer(**options) == pytest.approx(layer() * n / 16384 + 3 * n * n, rel=1e-6)
+
+
+@pytest.mark.parametrize("compiled", ["whole", "a layer"])
+def test_a_compiled_model_and_short_rows_keep_their_masks(compiled, big_host):
+    args = RopeSFTConfig(output_dir="out", use_cpu=True)
+
+    def is_mask_free(model, rows=16384):
+        return plan_memory(model, args, rows, torch.device("cpu"), "auto").mask_free
+
+    model = gemma3()
+    assert is_mask_free(model) and is_mask_free(model, None) and not is_mask_free(model, 16383)
+    if compiled == "whole":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.model.layers[1].compile(backend="eager")
+    assert not is_mask_free(model)
+
+
+def test_the_plan_of_8b_with_adapters(big_host):
+    plan, _ = llama_plan()
+    assert plan.fixed / GIB == pytest.approx(14.96, abs=0.01)  # 8.03e9 weights of 2 bytes
+    assert plan.checkpoints == 33 * 65536 * 4096 * 2
+    assert plan.layer == 65536 * (2 * (6 * 14336 + 4 * 4096) + 12 * 4096)
+    assert not plan.on and "60.0 GiB for a step, which is enough" in str(plan)
+    assert plan.needed / GIB == pytest.approx(47, abs=1)
+
+
+def test_auto_switches_on_where_a_step_does_not_fit(big_host):
+    plan, _ = llama_plan(rows=131072)
+    assert plan.on and plan.needed > plan.capacity > plan.needed_when_on
+    assert plan.offloaded_layers == 32 and plan.offloaded == 32 << 30
+    assert "too little" in str(plan) and "the checkpoints of 32 layers on the host (32.0 GiB there)" in str(plan)
+
+
+def test_the_host_bounds_what_is_offloaded(big_host):
+    plan, _ = llama_plan(rows=350000)
+    assert plan.offloaded_layers == 32 and 32 * 2.75 * GIB <= plan.host  # 2.67 GiB each, in pieces of 64 MiB
+    plan, _ = llama_plan(rows=1 << 20)
+    assert plan.offloaded_layers == 12 and plan.offloaded == 12 * 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"device": "cpu"}, "on the CPU"),
+        ({"rows": None}, "length of rows is not known"),
+        ({"gradient_checkpointing": False}, "gradient_checkpointing is off"),
+        ({"mode": "off"}, "asks for it"),
+    ],
+)
+def test_auto_stays_off_with_a_reason(options, reason, big_host):
+    plan, _ = llama_plan(**{"rows": 1 << 20, **options})
+    assert not plan.on and reason in plan.reason
+
+
+def test_two_views_count_more_than_one_and_sequential_ones_do_not(big_host):
+    two = {"objective": "self-distill", "view": "skip"}
+    plain, both = llama_plan()[0], llama_plan(**two)[0]
+    one_by_one = llama_plan(**two, self_distill_args={"passes": "sequential"})[0]
+    assert both.checkpoints == pytest.approx(2 * plain.checkpoints, rel=1e-4)  # the first token never moves
+    assert both.layer == pytest.approx(2 * plain.layer, rel=1e-4)
+    half = llama_plan(**two, view_args={"split": 32768})[0]
+    assert half.checkpoints == 1.5 * plain.checkpoints and half.layer == 1.5 * plain.layer
+    packed = llama_plan(**two, view_args={"split": 32768}, packing=True, max_length=65536)[0]
+    assert packed.layer == 2 * plain.layer
+    few = llama_plan(**two, view_args={"split": 32768}, self_distill_args={"max_copies": 0.25})[0]
+    assert few.layer == 1.25 * plain.layer
+    assert one_by_one.checkpoints == plain.checkpoints and one_by_one.layer == plain.layer
+
+
+def test_what_an_objective_keeps_while_layers_run_counts_beside_them(big_host):
+    plain = llama_plan()[0]
+    relations = llama_plan(objective="relation-distill", rescale="pi", rescale_args={"factor": 4.0}, trains=True)[0]
+    assert relations.beside == 1.5 * 32 * 65536 * 4096 * 2 and plain.beside == 0
+    assert "kept by the objective 24.0" in str(relations) and "kept by the objective" not in str(plain)
+    assert relations.needed == relations.fixed + relations.checkpoints + relations.beside + relations.layer
+
+
+def test_a_copy_that_teaches_and_copies_in_16_bits_count(big_host):
+    def fixed(**options):
+        return llama_plan(trains=True, **options)[0].fixed
+
+    weights = fixed() / 4
+    teacher = {"objective": "native-distill"}
+    assert fixed(**teacher) == pytest.approx(5 * weights, rel=1e-6)
+    assert fixed(**teacher, teacher_offload=True) == fixed()
+
+
+@pytest.mark.parametrize("line", LINES, ids=[line["case"] for line in LINES])
+def test_the_plan_of_steps_that_an_h200_measured(line, monkeypatch):
+    """Those of benchmarks/long_rows.py: at most 5 % above what it took, and nothing below."""
+    monkeypatch.setattr(long_rows, "host_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(long_rows, "device_memory", lambda device: 128 * GIB)
+    with torch.device("meta"):
+        config = measured.config_of(Namespace(shape=FACTS["shape"], layers=FACTS["layers"]))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        model = get_peft_model(model, LoraConfig(r=FACTS["lora_rank"], target_modules=["q_proj", "k_proj", "v_proj"]))
+    of_method = {}
+    if line["method"] == "self-distill":
+        of_method = {"objective": "self-distill", "view": "skip", "view_args": {"split": line["length"] // 2}}
+    mode = "on" if line["long_rows"] else "off"
+    args = RopeSFTConfig(output_dir="out", use_cpu=True, bf16=True, per_device_train_batch_size=1, **of_method)
+    plan = plan_memory(model, args, line["length"], torch.device("cuda"), mode)
+    needed = plan.needed_when_on if line["long_rows"] else plan.needed
+    assert 1 <= needed / GIB / line["peak_gib"] < 1.05
+
+
+def test_states_of_the_optimizer_are_paged_where_they_do_not_fit(big_host):
+    plan, args = llama_plan(trains=True)
+    assert plan.optimizer == pytest.approx(plan.fixed / 2, rel=1e-6) and plan.needed_when_on > plan.capacity
+    chosen = args.optim
+    assert not long_rows.offload_optimizer(args, plan, torch.device("cpu")) and args.optim == chosen
+    assert long_rows.offload_optimizer(args, plan, torch.device("cuda")) and args.optim == "paged_adamw_32bit"
+    paged, args = llama_plan(trains=True, optim="paged_adamw_32bit")
+    assert paged.optimizer == 0 and paged.fixed == plan.fixed - plan.optimizer
+    args.optim = "adafactor"
+    assert not long_rows.offload_optimizer(args, plan, torch.device("cuda")) and args.optim == "adafactor"
