@@ -13,7 +13,8 @@ are from the native model's; short-text benchmarks, if --bench names a folder wi
 order and gaps.
 
 --own is a file of chats (of a base model texts) that the native model wrote; --make-own N writes it and ends.
-One JSON line an arm and seed is added to --out, with every prompt's score, so that arms can be compared in pairs.
+One JSON line an arm and seed is added to --out, with every prompt's score, so that arms can be compared in pairs. With
+--checkpoints a run that is cut off goes on: what it had measured is in OUT.parts.jsonl, and what it trained is kept.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from keeping_arms import Arm, arms
 from keeping_plot import plot
 from keeping_questions import KEYED, NEW_TOKENS, Asked, keyed, passkeys, right
 from keeping_results import tables
+from result_parts import Parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
@@ -129,8 +131,20 @@ def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> 
     return Dataset.from_dict({"input_ids": [r.ids for r in rows], "completion_mask": [r.labelled for r in rows]})
 
 
-def train_arm(name: str, arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> tuple[Any, dict[str, Any]]:
-    """The checkpoint that training ends with, how long it took and what was logged."""
+def trained(
+    name: str, arm: Arm, data: Data, args: argparse.Namespace, seed: int, parts: Parts
+) -> tuple[Any, dict[str, Any]]:
+    """The model of an arm, how long training took and what was logged; of an earlier run if that has kept both."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(args.checkpoints or folder) / f"{name}-{seed}"
+        if "training" not in parts.known or not checkpoint.is_dir():
+            parts.begin()
+            parts.get("training", lambda: train_arm(arm, data, args, seed, checkpoint))
+        return served(checkpoint), parts.known["training"]
+
+
+def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpoint: Path) -> dict[str, Any]:
+    """Save what training ends with; how long it took and what was logged."""
     begin = time.perf_counter()
     rows = training_rows(arm, data, args, seed)
     made = time.perf_counter()
@@ -140,12 +154,9 @@ def train_arm(name: str, arm: Arm, data: Data, args: argparse.Namespace, seed: i
     trainer = train(load(args.model), data.tokenizer, rows, fields, seed)
     if arm.kept < 1:
         mix_with(trainer.model, load(args.model), arm.kept)
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(args.checkpoints or folder) / f"{name}-{seed}"
-        trainer.save_model(str(checkpoint))
-        model = served(checkpoint)
+    trainer.save_model(str(checkpoint))
     history = logged(trainer)
-    return model, {
+    return {
         "rows_seconds": made - begin,
         "train_seconds": trainer.state.log_history[-1]["train_runtime"],
         "steps": trainer.state.global_step,
@@ -199,39 +210,54 @@ def _nll(native: Any, prompt: list[int], reply: list[int]) -> float:
     return -log_probs.gather(1, ids[0, -len(reply) :, None]).mean().item()
 
 
-def measure(model: Any, native: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is measured of a model in bf16."""
-    begin = time.perf_counter()
-    curve = loss_by_position(model, data.held_out, progress=False)
-    edges = [*(e for e in EDGES if e < curve.seq_len), curve.seq_len]
-    figures: dict[str, Any] = {"loss_by_position": curve.bins(edges), "own": own_text_figures(model, native, data)}
-    figures["asked"] = []
-    for (test, chat, length), questions in data.asked.items():
-        since = time.perf_counter()
-        prompts = [a.shared + tail for a in questions for tail in a.tails]
-        at_once = max(TOKENS_HELD // length, 1)
-        said = greedy_answers(model, data.tokenizer, prompts, max_new_tokens=NEW_TOKENS[test], batch_size=at_once)
-        wordings = [a.wording for a in questions for _ in a.answers]
-        shown = list(zip([answer for a in questions for answer in a.answers], said, strict=True))[:3]
-        cell = {"test": test, "chat": chat, "length": length, "scores": right(questions, said), "wordings": wordings}
-        cell["seconds"] = time.perf_counter() - since
-        figures["asked"].append({**cell, "shown": shown})
-        print(f"{test} at {length}: {fmean(cell['scores']):.2f} in {cell['seconds']:.0f} s", flush=True)
-    if args.bench:
-        from rope_patch.eval import short_text
+def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts: Parts) -> dict[str, Any]:
+    """Everything that is measured of a model in bf16, but for what `parts` has."""
 
-        since = time.perf_counter()
-        # through a chat template LAMBADA has no right answer from any model
-        accuracies = short_text(
-            model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=16, chat_template="off"
-        )
-        figures["short_text"] = {
-            "accuracy": accuracies.accuracy,
-            "scores": accuracies.scores,
-            "seconds": time.perf_counter() - since,
-        }
+    def losses() -> list[dict[str, float]]:
+        curve = loss_by_position(model, data.held_out, progress=False)
+        return curve.bins([*(e for e in EDGES if e < curve.seq_len), curve.seq_len])
+
+    begin = time.perf_counter()
+    figures: dict[str, Any] = {
+        "loss_by_position": parts.get("losses", losses),
+        "own": parts.get("own", partial(own_text_figures, model, native, data)),
+        "asked": [parts.get(f"{cell}", partial(asked, model, data, *cell)) for cell in data.asked],
+    }
+    if args.bench:
+        figures["short_text"] = parts.get("short_text", partial(short_text_figures, model, data, args))
     figures["measure_seconds"] = time.perf_counter() - begin
     return figures
+
+
+def asked(model: Any, data: Data, test: str, chat: bool, length: int) -> dict[str, Any]:
+    """What a model wrote to the questions of one test, form and length."""
+    since = time.perf_counter()
+    questions = data.asked[test, chat, length]
+    prompts = [a.shared + tail for a in questions for tail in a.tails]
+    at_once = max(TOKENS_HELD // length, 1)
+    said = greedy_answers(model, data.tokenizer, prompts, max_new_tokens=NEW_TOKENS[test], batch_size=at_once)
+    wordings = [a.wording for a in questions for _ in a.answers]
+    shown = list(zip([answer for a in questions for answer in a.answers], said, strict=True))[:3]
+    cell = {"test": test, "chat": chat, "length": length, "scores": right(questions, said), "wordings": wordings}
+    cell["seconds"] = time.perf_counter() - since
+    print(f"{test} at {length}: {fmean(cell['scores']):.2f} in {cell['seconds']:.0f} s", flush=True)
+    return {**cell, "shown": shown}
+
+
+def short_text_figures(model: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:
+    """Accuracy over the benchmarks of --bench, sample by sample."""
+    from rope_patch.eval import short_text
+
+    since = time.perf_counter()
+    # through a chat template LAMBADA has no right answer from any model
+    accuracies = short_text(
+        model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=16, chat_template="off"
+    )
+    return {
+        "accuracy": accuracies.accuracy,
+        "scores": accuracies.scores,
+        "seconds": time.perf_counter() - since,
+    }
 
 
 def summary(figures: dict[str, Any]) -> str:
@@ -258,15 +284,17 @@ def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace)
     own = "chats" if data.tokenizer.chat_template else "own_texts"
     arm = arms(args.window, args.target, own, args.row_length)[name]
     line: dict[str, Any] = {"window": args.window, "target": args.target}
+    kept = args.out.with_suffix(".parts.jsonl") if args.checkpoints else None
+    parts = Parts(kept, {"arm": name, "seed": seed, "question_seed": args.question_seed})
     if arm.shares is not None:
-        model, training = train_arm(name, arm, data, args, seed)
+        model, training = trained(name, arm, data, args, seed, parts)
         line |= training
         print(name, line["train_seconds"], line["log"], flush=True)
     else:
         model = served(args.model)
         if arm.rescale is not None:
             patch_model(model, arm.rescale[0], **arm.rescale[1])
-    yield line | measure(model, native, data, args)
+    yield line | measure(model, native, data, args, parts)
 
 
 def main() -> None:

@@ -112,6 +112,22 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     assert "| keep |" in keeping_results.table(runs)
     keeping.main()
     assert len(out.read_text().splitlines()) == 3, "what is measured is not measured again"
+    # a run that was cut off before its last part
+    parts = tmp_path / "out.parts.jsonl"
+    *others, last = parts.read_text().splitlines(keepends=True)
+    assert json.loads(last)["arm"] == "pose"
+    parts.write_text("".join(others))
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:2]))
+    monkeypatch.setattr(keeping, "train_arm", None)
+    keeping.main()
+    again = json.loads(out.read_text().splitlines()[-1])
+    assert parts.read_text().count("\n") == len(others) + 1
+    assert (
+        again["asked"][:-1] == runs[2]["asked"][:-1] and again["asked"][-1]["scores"] == runs[2]["asked"][-1]["scores"]
+    )
+    assert {k: again[k] for k in ("log", "own", "train_seconds")} == {
+        k: runs[2][k] for k in ("log", "own", "train_seconds")
+    }
 
 
 def test_the_figure_has_a_line_an_arm_of_means_over_seeds(tmp_path, monkeypatch):
