@@ -140,7 +140,9 @@ def texts(paths: list[str] | None, held_out: bool) -> Iterator[str]:
             yield file.read_text(encoding="utf-8", errors="replace")
 
 
-def lessons(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> Dataset:
+def lessons(
+    documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, seed: int = 0
+) -> Dataset:
     """Rows of the short window, a step of text and a step of exams in turn; of exams the answers have labels."""
     rows, _ = cut_into_rows(Dataset.from_list([{"text": d} for d in documents]), tokenizer, args.short)
     text = rows["input_ids"]
@@ -148,9 +150,9 @@ def lessons(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argp
     n_rows = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
 
     def made() -> Iterator[dict[str, list[int]]]:
-        rng = random.Random(0)
+        rng = random.Random(2 * seed)
         haystacks = itertools.cycle(text)
-        plain = itertools.cycle(random.Random(1).sample(list(text), len(text)))
+        plain = itertools.cycle(random.Random(2 * seed + 1).sample(list(text), len(text)))
         for step, row in itertools.product(range(fields["max_steps"]), range(n_rows)):
             if step % 2 == 0:
                 ids = next(plain)

@@ -1,0 +1,47 @@
+"""The arms of experiments/rpsd_far.py: RPSD, what its paper compares it with, and controls of equal strength."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SELF = {"objective": "self-distill"}
+SKIP = {**SELF, "view": "skip"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is trained under ABF.
+
+    Args:
+        fields: of RopeSFTConfig, besides those of all arms; None for what is not trained.
+        steps: as multiples of the others' steps.
+    """
+
+    fields: dict[str, Any] | None = field(default_factory=dict)
+    steps: float = 1.0
+
+
+def _control(kind: str, strength: float) -> Arm:
+    """A perturbation of the model in place of a view, in two passes of one batch."""
+    return Arm({**SELF, "self_distill_args": {"control": kind, "strength": strength}})
+
+
+def arms(row: int) -> dict[str, Arm]:
+    """Arms by name, for rows of so many tokens."""
+    return {
+        "abf": Arm(None),
+        "next-token": Arm({"objective": "clm"}),
+        # a step of self-distillation costs 1.6 of next-token training
+        "next-token x1.6": Arm({"objective": "clm"}, steps=1.6),
+        "pose": Arm({"objective": "clm", "view": "skip"}),
+        "skip": Arm(SKIP),
+        "skip, lambda .2": Arm({**SKIP, "kl_weight": 0.2}),
+        "skip, lambda .5": Arm({**SKIP, "kl_weight": 0.5}),
+        "skip, lambda 2": Arm({**SKIP, "kl_weight": 2.0}),
+        "skip, Y = L/2": Arm({**SKIP, "view_args": {"max_skip": row // 2}}),
+        "skip, Y = 2 L": Arm({**SKIP, "view_args": {"max_skip": 2 * row}}),
+        "cyclic": Arm({**SELF, "view": "cyclic"}),
+        # of a KL as large as the skip's: .018 nats in rows of 8192, where noise of .1 has .002 and dropout of .1 .53;
+        # the KL of noise grows with the square of its strength, that of dropout with its share. The log has what came.
+        "noise": _control("attention_noise", 0.3),
+        "dropout": _control("dropout", 0.0034),
+    }

@@ -1,0 +1,134 @@
+"""Tables of what experiments/rpsd_far.py found: what its --table prints.
+
+Figures are means over seeds. Behind those of exams stands the 95 % interval of the difference from next-token training:
+paired over exams, each of which counts by its mean over questions and seeds, as questions about one text are no
+independent prompts.
+"""
+
+from statistics import fmean, median
+from typing import Any
+
+from result_lines import mean_of, spread
+
+from rope_patch.eval.paired import paired_interval
+
+Run = dict[str, Any]
+CONTROL = "next-token"
+
+
+def by_exam(runs: list[Run], kind: str, length: int) -> list[float]:
+    """Of each exam the share of right answers, mean over the runs."""
+    cells = [c["marks"] for run in runs for c in run["exams"] if (c["kind"], c["length"]) == (kind, length)]
+    return [fmean(fmean(right for _, right in exam) for exam in same) for same in zip(*cells, strict=True)]
+
+
+def by_place(run: Run, kind: str, length: int, parts: int = 5) -> list[float | None]:
+    """Shares of right answers by where in the row the sentence is, in equal parts from its start."""
+    (cell,) = (c for c in run["exams"] if (c["kind"], c["length"]) == (kind, length))
+    answers = [answer for exam in cell["marks"] for answer in exam]
+    rights = [[right for depth, right in answers if int(parts * depth) == part] for part in range(parts)]
+    return [fmean(part) if part else None for part in rights]
+
+
+def kl(run: Run) -> float | None:
+    """The median KL of the last quarter of training, in nats; None where there is none."""
+    logged = [entry["kl"] for entry in run["log"] if "kl" in entry]
+    return median(logged[-max(len(logged) // 4, 1) :]) if logged else None
+
+
+def far_attention(run: Run, least: int) -> float:
+    """The share of attention that goes to keys at least so many tokens back."""
+    mass, edges = run["attention"]["mass"], run["attention"]["edges"]
+    return sum(share for share, begin in zip(mass, edges[:-1], strict=True) if begin >= least)
+
+
+def short_text(run: Run) -> float | None:
+    """Mean over all samples of all benchmarks."""
+    scores = [s for of_one in run.get("short_text", {}).get("scores", {}).values() for s in of_one]
+    return fmean(scores) if scores else None
+
+
+def cells_of(run: Run) -> list[tuple[str, int, int]]:
+    """(kind, length, YaRN's factor) of each cell, in their order."""
+    return sorted((c["kind"], c["length"], c["yarn"]) for c in run["exams"])
+
+
+def tables(runs: list[Run]) -> str:
+    """Markdown: exams by length, by the place of the answer, and everything else."""
+    by_arm: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        by_arm.setdefault(run["arm"], []).append(run)
+    return "\n\n".join((_exams(by_arm), _places(by_arm), _others(by_arm)))
+
+
+def _exams(by_arm: dict[str, list[Run]]) -> str:
+    cells = cells_of(next(iter(by_arm.values()))[0])
+    names = [f"{kind} {length}" + (f", YaRN {yarn}x" if yarn > 1 else "") for kind, length, yarn in cells]
+    lines = _head(["arm", "seeds", *names])
+    for arm, same in by_arm.items():
+        row = [arm, str(len(same))]
+        for kind, length, _ in cells:
+            shown = f"{fmean(by_exam(same, kind, length)):.3f}"
+            pairs = _pairs(same, by_arm.get(CONTROL, []))
+            if arm != CONTROL and pairs:
+                ours, theirs = (by_exam([pair[k] for pair in pairs], kind, length) for k in (0, 1))
+                low, high = paired_interval([a - b for a, b in zip(ours, theirs, strict=True)])
+                shown += f" ({low:+.3f} to {high:+.3f})"
+            row.append(shown)
+        lines.append(_line(row))
+    n_exams = len(by_exam(next(iter(by_arm.values())), *cells[0][:2]))
+    return "\n".join([*lines, "", f"{n_exams} texts a cell and seed; in brackets, from {CONTROL} of the same seeds."])
+
+
+def _pairs(runs: list[Run], controls: list[Run]) -> list[tuple[Run, Run]]:
+    """Runs with the control of their seed."""
+    by_seed = {run["seed"]: run for run in controls}
+    return [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
+
+
+def _places(by_arm: dict[str, list[Run]]) -> str:
+    cells = [c for c in cells_of(next(iter(by_arm.values()))[0]) if c[2] == 1][
+        1::2
+    ]  # of each kind, at the row's length
+    lines = _head(["arm", *(f"{kind} {length} by place of the answer, in fifths" for kind, length, _ in cells)])
+    for arm, same in by_arm.items():
+        row = [arm]
+        for kind, length, _ in cells:
+            parts = zip(*(by_place(run, kind, length) for run in same), strict=True)
+            known = [[p for p in part if p is not None] for part in parts]
+            row.append(" / ".join(f"{fmean(part):.2f}" if part else "-" for part in known))
+        lines.append(_line(row))
+    return "\n".join(lines)
+
+
+def _others(by_arm: dict[str, list[Run]]) -> str:
+    first = next(iter(by_arm.values()))[0]
+    row_end = first["loss x1"][-1]["end"]
+    names = [f"loss {b['first']}-{b['end']}" for b in first["loss x1"]]
+    far = f"loss {row_end}-{first['loss x4'][-1]['end']}, YaRN 4x"
+    lines = _head(
+        ["arm", *names, far, "KL of two views", f"attention beyond {row_end // 4}", "short text", "seconds of training"]
+    )
+    for arm, same in by_arm.items():
+        row = [arm, *(spread([run["loss x1"][k]["loss"] for run in same], 3) for k in range(len(names)))]
+        row.append(spread([mean_of(run["loss x4"], row_end, run["loss x4"][-1]["end"]) for run in same], 3))
+        for value, digits in ((kl, 4), (lambda run: far_attention(run, row_end // 4), 3), (short_text, 3)):
+            known = [found for run in same if (found := value(run)) is not None]
+            row.append(spread(known, digits) if known else "-")
+        row.append(f"{fmean(run['train_seconds'] for run in same):.0f}")
+        lines.append(_line(row))
+    return "\n".join(lines)
+
+
+def _head(names: list[str]) -> list[str]:
+    return [_line(names), "|---" * len(names) + "|"]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def summary(run: Run) -> str:
+    """A run in a line."""
+    found = [f"{kind} {length} {fmean(by_exam([run], kind, length)):.2f}" for kind, length, _ in cells_of(run)]
+    return "  ".join([*found, f"loss to {run['loss x1'][-1]['end']} {run['loss x1'][-1]['loss']:.3f}"])

@@ -1,0 +1,121 @@
+"""RPSD in its paper's regime: exams over whole rows, arms that are trained and measured far, tables with intervals."""
+
+import json
+import random
+import re
+
+import pytest
+import rpsd_far
+import rpsd_far_results as results
+from rpsd_far_arms import arms
+from support.characters import character_tokenizer
+from support.tiny import tiny
+
+from trl_ext import RopeSFTConfig
+
+SENTENCE = re.compile(r" The special magic number for (\S+) is: (\d+)\.")
+QUESTION = re.compile(r"magic number for (\S+) mentioned in the text above\? It is: (\d+)\.")
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A tiny model of characters in a folder, and documents to train on and to measure with."""
+    tokenizer, folder = character_tokenizer(), tmp_path / "model"
+    tiny(vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    draw = random.Random(0)
+    for name in ("train", "val"):
+        books = ["".join(draw.choices("abcdefgh ,.", k=14_000)) for _ in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
+    return folder, tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+
+
+@pytest.mark.parametrize("name", arms(32768))
+def test_arms_are_configurations_that_the_trainer_takes(name, tmp_path):
+    fields = arms(32768)[name].fields
+    if fields is not None:
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, **{**rpsd_far.FIELDS, **fields})
+
+
+def test_an_exam_lies_over_the_whole_row():
+    tokenizer = character_tokenizer()
+    text = [5 + k % 20 for k in range(12_000)]
+    exam = rpsd_far.exam_of("multikey", tokenizer, text, 30, random.Random(0))
+    assert len(exam.ids) == 12_000 and len(exam.answers) == 24
+    decoded = tokenizer.decode(exam.ids)
+    said, asked = dict(SENTENCE.findall(decoded)), QUESTION.findall(decoded)
+    assert len(said) == 30 and all(said[key] == value for key, value in asked)
+    assert min(exam.depths) < 0.2 and max(exam.depths) > 0.6
+
+
+@pytest.mark.slow
+def test_arms_are_taught_trained_and_measured_far(files, tmp_path, monkeypatch):
+    model, train, val = files
+    out, kept = tmp_path / "out.jsonl", tmp_path / "kept"
+    monkeypatch.setattr(rpsd_far, "QUESTIONS", 4)
+    monkeypatch.setattr(rpsd_far, "FACTORS", (1, 2, 4))
+    teach = '{"max_steps": 2, "per_device_train_batch_size": 1}'
+    monkeypatch.setattr(
+        "sys.argv",
+        ["rpsd_far", str(model), "--text", str(train), "--held-out", str(val), "--taught", str(tmp_path / "taught")]
+        + "--window 2048 --row 2200 --keys 8 --steps 2 --exams 2 --val-rows 1 --seeds 0 1 --arms abf skip".split()
+        + ["next-token", "--teach", teach, "--out", str(out), "--checkpoints", str(kept)],
+    )
+    rpsd_far.main()
+    runs = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["arm"], r["seed"]) for r in runs][:3] == [(n, 0) for n in ("abf", "skip", "next-token")]
+    assert [len(r["log"]) > 0 for r in runs[:3]] == [False, True, True]
+    config = json.loads((kept / "skip-0" / "config.json").read_text())
+    assert config["rope_parameters"]["rope_theta"] == 8e5 and config["max_position_embeddings"] == 2200
+    for run in runs:
+        assert results.cells_of(run) == [
+            (kind, length, yarn)
+            for kind in ("multikey", "ordinal")
+            for length, yarn in ((2048, 1), (2200, 1), (4400, 2), (8800, 4))
+        ]
+        assert [b["end"] for b in run["loss x4"]] == [2048, 2200, 4400, 8800]
+        assert 0.99 < sum(run["attention"]["mass"]) < 1.01
+    # seeds differ in what was taught, and arms of one seed begin alike
+    assert len({json.dumps(r["loss x1"]) for r in runs}) == len(runs)
+    assert results.kl(runs[1]) > 0 and results.kl(runs[2]) is None
+    exams, note, places, others = results.tables(runs).split("\n\n")
+    assert exams.splitlines()[0].endswith("ordinal 4400, YaRN 2x | ordinal 8800, YaRN 4x |") and "2 texts" in note
+    assert exams.count("(") == 2 * 8 and places.count("\n") == others.count("\n") == 4
+    # a run that was cut off goes on with what it had trained and measured
+    parts = tmp_path / "out.parts.jsonl"
+    *before, last = parts.read_text().splitlines(keepends=True)
+    assert json.loads(last)["seed"] == 1
+    parts.write_text("".join(before))
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:-1]))
+    monkeypatch.setattr(rpsd_far, "extend", None)
+    rpsd_far.main()
+    again = json.loads(out.read_text().splitlines()[-1])
+    assert {k: again[k] for k in ("exams", "log", "loss x1")} == {k: runs[-1][k] for k in ("exams", "log", "loss x1")}
+    assert [b["loss"] for b in again["loss x4"]] == pytest.approx([b["loss"] for b in runs[-1]["loss x4"]])
+
+
+def test_intervals_are_paired_over_exams_and_seeds():
+    def run(arm, seed, shares):
+        cell = {"kind": "multikey", "length": 100, "yarn": 1}
+        marks = [[(0.1, k < share) for k in range(4)] for share in shares]
+        bins = [{"first": 0, "end": 100, "loss": 3.0}]
+        of_all = {
+            "log": [],
+            "train_seconds": 1,
+            "loss x1": bins,
+            "loss x4": [*bins, {"first": 100, "end": 400, "loss": 4.0}],
+        }
+        return {
+            "arm": arm,
+            "seed": seed,
+            "exams": [{**cell, "marks": marks}, {**cell, "length": 200, "marks": marks}],
+            "attention": {"edges": [0, 25, 100], "mass": [0.75, 0.25]},
+            **of_all,
+        }
+
+    runs = [run("next-token", s, [1, 2, 1, 2]) for s in (0, 1)]
+    runs += [run("skip", 0, [2, 3, 2, 3]), run("skip", 1, [2, 3, 2, 3]), run("abf", 0, [1, 2, 1, 2])]
+    rows = {line.split(" | ")[0]: line for line in results.tables(runs).split("\n\n")[0].splitlines()}
+    assert "0.625 (+0.250 to +0.250)" in rows["| skip"] and "0.375 (+0.000 to +0.000)" in rows["| abf"]
+    assert results.far_attention(runs[0], 25) == 0.25
+    assert results.by_place(runs[0], "multikey", 100) == [0.375, None, None, None, None]
