@@ -4,19 +4,24 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+import extension_memory
 import long_rows as measured
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.tiny import gemma3, tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_ext import RopeSFTConfig, long_rows
+from trl_ext.extension.facts import ModelFacts
+from trl_ext.extension.options import ExtendOptions
+from trl_ext.extension.training import adapters, training_dtype, training_fields
 from trl_ext.long_rows import GIB, plan_memory
+from trl_ext.model_setup import train_qkv_only
 
-FACTS, *CASES = map(
-    json.loads, (Path(__file__).parents[2] / "docs" / "results" / "long-rows-h200.jsonl").read_text().splitlines()
-)
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+FACTS, *CASES = map(json.loads, (RESULTS / "long-rows-h200.jsonl").read_text().splitlines())
+OTHERS = json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]
 LINES = [line for line in CASES if "planned_gib" in line]  # TRL's trainer plans nothing
 
 
@@ -158,6 +163,26 @@ def test_the_plan_of_steps_that_an_h200_measured(line, monkeypatch):
     plan = plan_memory(model, args, line["length"], torch.device("cuda"), mode)
     needed = plan.needed_when_on if line["long_rows"] else plan.needed
     assert 1 <= needed / GIB / line["peak_gib"] < 1.05
+
+
+@pytest.mark.parametrize("line", OTHERS, ids=[line["case"] for line in OTHERS])
+def test_the_plan_of_other_steps_that_an_h200_measured(line, big_host):
+    """Those of benchmarks/extension_memory.py, which the plan's constants are not fitted to."""
+    shape, length, train, checkpointing, objective = extension_memory.CASES[line["case"]]
+    config = AutoConfig.for_model(**{"model_type": "llama", **extension_memory.SHAPES[shape]})
+    window = max(config.max_position_embeddings, length)
+    choices = extension_memory.choices_of(length, train, checkpointing, objective, window, "bf16")
+    options = ExtendOptions(model=shape, to=1, data=("none",), output="", rows_per_step=2, device="cuda")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=training_dtype(choices))
+        adapted = adapters(choices, ModelFacts(shape, config, None, window, torch.bfloat16))
+        model = model if adapted is None else get_peft_model(model, adapted)
+    if train == "qkv":
+        train_qkv_only(model)
+    args = RopeSFTConfig(output_dir="out", **{**training_fields(choices, options, 4), "use_cpu": True})
+    plan = plan_memory(model, args, length, torch.device("cuda"), "off")
+    gap = plan.needed / GIB / line["peak_gib"] - 1
+    assert -0.045 < gap < 0.135 if checkpointing else -0.145 < gap < 0.065
 
 
 def test_states_of_the_optimizer_are_paged_where_they_do_not_fit(big_host):
