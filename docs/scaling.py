@@ -19,7 +19,7 @@ from distillation_step import SHAPES  # noqa: E402
 
 from trl_ext import RopeSFTConfig  # noqa: E402
 from trl_ext.engine_advice import TrainingBytes, model_on_meta  # noqa: E402
-from trl_ext.long_rows import GIB, plan_memory  # noqa: E402
+from trl_ext.memory_plan import GIB, plan_memory  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
 RESULTS = ("distillation-step-h200.json", "self-distill-step-h200.json")

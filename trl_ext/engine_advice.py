@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.rotary import find_decoder
 
-from .long_rows import GIB, MemoryPlan, plan_memory
+from .memory_plan import GIB, MemoryPlan, plan_memory
 from .model_setup import train_qkv_only
 
 

@@ -38,7 +38,8 @@ from .checkpoint import require_no_adapter
 from .config import RopeSFTConfig
 from .cut_rows import cut_rows
 from .gpus import loading_on_one_gpu, tell_idle_gpus
-from .long_rows import LongRowTraining, MemoryPlan, offload_optimizer, plan_memory
+from .long_rows import LongRowTraining, offload_optimizer
+from .memory_plan import MemoryPlan, plan_memory
 from .method_record import record_of, require_same_method, training_method
 from .model_card import DatasetFacts, card_of, run_facts, runs_before
 from .model_setup import (

@@ -8,7 +8,7 @@ from support.training import tokenizer
 
 from trl_ext import RopeSFTConfig, cli
 from trl_ext.engine_advice import EngineNeed, TrainingBytes, choose_engine, engine_advice, engine_needs
-from trl_ext.long_rows import plan_memory
+from trl_ext.memory_plan import plan_memory
 
 
 def settings(folder, **options):

@@ -12,11 +12,11 @@ from peft import LoraConfig, get_peft_model
 from support.tiny import gemma3, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_ext import RopeSFTConfig, long_rows
+from trl_ext import RopeSFTConfig, long_rows, memory_plan
 from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.options import ExtendOptions
 from trl_ext.extension.training import adapters, training_dtype, training_fields
-from trl_ext.long_rows import GIB, plan_memory
+from trl_ext.memory_plan import GIB, plan_memory
 from trl_ext.model_setup import train_qkv_only
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -27,8 +27,8 @@ LINES = [line for line in CASES if "planned_gib" in line]  # TRL's trainer plans
 
 @pytest.fixture
 def big_host(monkeypatch):
-    monkeypatch.setattr(long_rows, "host_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(long_rows, "device_memory", lambda device: 60 * GIB)
+    monkeypatch.setattr(memory_plan, "host_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: 60 * GIB)
 
 
 def llama_plan(mode="auto", device="cuda", rows=65536, **options):
@@ -149,8 +149,8 @@ def test_a_copy_that_teaches_and_copies_in_16_bits_count(big_host):
 @pytest.mark.parametrize("line", LINES, ids=[line["case"] for line in LINES])
 def test_the_plan_of_steps_that_an_h200_measured(line, monkeypatch):
     """Those of benchmarks/long_rows.py: at most 5 % above what it took, and nothing below."""
-    monkeypatch.setattr(long_rows, "host_memory", lambda: 80 * GIB)
-    monkeypatch.setattr(long_rows, "device_memory", lambda device: 128 * GIB)
+    monkeypatch.setattr(memory_plan, "host_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: 128 * GIB)
     with torch.device("meta"):
         config = measured.config_of(Namespace(shape=FACTS["shape"], layers=FACTS["layers"]))
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..long_rows import MASKS_TO
+from ..memory_plan import MASKS_TO
 from .facts import ModelSize
 from .memory import Step
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from ..long_rows import MASKS_TO
+from ..memory_plan import MASKS_TO
 from .facts import ModelSize
 
 _CHUNK = {"cuda": 5 * 2**28, "cpu": 2**26}  # bytes of logits that exist at a time, see rope_kernels.linear_ce_kl

@@ -1,0 +1,335 @@
+"""What the memory of a training step is, by arithmetic, and whether rows are long for a device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+import torch
+from accelerate.utils.other import is_compiled_module
+from torch import nn
+
+from rope_patch.attention.calls import attention_kernel
+from rope_patch.attention.rows import why_masks_stay
+from rope_patch.distillation.teacher import adapter_layers
+from rope_patch.offloaded import checkpointed_layers, pinned_bytes
+from rope_patch.rotary import find_causal_lm, find_decoder, text_modules
+from rope_patch.tiled import TILE
+
+if TYPE_CHECKING:
+    from .config import RopeSFTConfig
+
+LongRows = Literal["auto", "on", "off"]
+
+GIB = 1 << 30
+MASKS_TO = 16384
+"""Tokens of a row from which on attention makes no mask of n x n, also where all fits; one takes 768 MiB there.
+
+Below, a mask mostly takes no longer than a call for each document or block: `benchmarks/row_masks.py`.
+"""
+_SHARE_OF_DEVICE = 0.92  # what fragments and what CUDA itself holds are left out
+_SHARE_OF_HOST = 0.7
+_LOSS_BYTES = 1.25 * GIB  # logits that exist at a time in the losses of this package
+# of a container, by either version of Linux's control groups
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class RowMemory:
+    """Bytes that a token of a row takes, counted for a decoder of the common shape.
+
+    With H channels, A of all query heads, K of all key heads, I of the feed-forward layer, and c bytes for each number
+    of a layer's activations and r of its residual stream:
+
+        checkpoint = r H, kept for each layer and once more for the last norm
+        attention = c (4 H + 6 A + 2 K) + 4 A
+        feed-forward = c (6 I + 4 H) + 12 H, and c I more where its weights are trained
+
+    The second is what the backward of one layer's attention holds: the residual stream and its gradient, the norm's
+    output, queries, keys, values, the output, and gradients of all, those of keys and values once for each query head,
+    with what kernels sum queries' gradients up in, in float32. The third: what is between its matrices and gradients of
+    that, and the norm's float32 copies; the last matrix keeps its input if it is trained. A layer holds the larger of
+    both; in tiles the third goes away.
+
+    Args:
+        checkpoint: what stays of a layer from forward to backward.
+        attention: what the backward of one layer's attention holds.
+        feed_forward: what the backward of one layer's feed-forward part holds.
+    """
+
+    checkpoint: int
+    attention: int
+    feed_forward: int
+
+    @classmethod
+    def of(cls, model: nn.Module, activation_bytes: int) -> "RowMemory":
+        """Those of a model, given c."""
+        decoder: Any = find_decoder(model)
+        config = decoder.config
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        queries, keys = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        residual = max(activation_bytes, _embeddings(model).element_size())
+        return cls(
+            checkpoint=residual * hidden,
+            attention=activation_bytes * (4 * hidden + 6 * queries + 2 * keys) + 4 * queries,
+            feed_forward=activation_bytes * ((6 + _trains_feed_forward(decoder)) * inner + 4 * hidden) + 12 * hidden,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a training step needs, in bytes, and what is done about it.
+
+    Args:
+        tokens: of a row, padding counted, times rows of a batch.
+        fixed: weights, gradients and, on the device, the optimizer's states; a frozen copy that teaches; what autocast
+            keeps of float32 weights.
+        optimizer: of these, the states.
+        checkpoints: what checkpointed layers keep.
+        layer: what one layer holds while its backward runs.
+        layer_in_tiles: the same in tiles, without masks, with its input, which comes back from the host.
+        loss: logits that exist at a time, and states that are compared; gone when layers run backward.
+        beside: what the objective keeps while layers run.
+        capacity: of the device, for all of it.
+        host: of the host, for offloaded checkpoints.
+        offloaded_layers: how many layers keep their input on the host when rows are long.
+        offloaded: bytes of those.
+        on: whether rows are treated as long.
+        mask_free: whether there may be rows of `MASKS_TO` tokens and more, which are read without masks, on or not.
+        reason: why.
+    """
+
+    tokens: int
+    fixed: int
+    optimizer: int
+    checkpoints: int
+    layer: int
+    layer_in_tiles: int
+    loss: int
+    beside: int
+    capacity: int
+    host: int
+    offloaded_layers: int
+    offloaded: int
+    on: bool
+    mask_free: bool
+    reason: str
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the device without anything done."""
+        return self.fixed + self.checkpoints + self.beside + max(self.layer, self.loss)
+
+    @property
+    def at_once_when_on(self) -> int:
+        """Of it, what neither weights nor checkpoints are."""
+        return self.beside + max(self.layer_in_tiles, self.loss)
+
+    @property
+    def needed_when_on(self) -> int:
+        """Bytes on the device in tiles and with offloaded checkpoints."""
+        return self.fixed + self.checkpoints - self.offloaded + self.at_once_when_on
+
+    def __str__(self) -> str:
+        parts = {
+            "weights, gradients and optimizer": self.fixed,
+            "checkpoints": self.checkpoints,
+            "one layer, or the loss": max(self.layer, self.loss),
+        }
+        if self.beside:
+            parts["kept by the objective"] = self.beside
+        table = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+        text = (
+            f"long_rows is {'on' if self.on else 'off'}: {self.reason} By estimate a step of {self.tokens} tokens "
+            f"needs {self.needed / GIB:.1f} GiB ({table})"
+        )
+        if not self.on:
+            return f"{text}."
+        return (
+            f"{text}; with tiles of {TILE} tokens and the checkpoints of {self.offloaded_layers} layers on the host "
+            f"({self.offloaded / GIB:.1f} GiB there), {self.needed_when_on / GIB:.1f} GiB."
+        )
+
+
+def plan_memory(
+    model: nn.Module, args: "RopeSFTConfig", row_length: int | None, device: torch.device, mode: LongRows
+) -> MemoryPlan:
+    """Count what a step needs and decide whether rows are long, from a model with adapters, on any device.
+
+    Weights count as they are, whole on each rank. States of the optimizer go by its name. `docs/long_rows.md` has the
+    formulas.
+
+    Args:
+        model: as it is trained.
+        args: of the trainer.
+        row_length: tokens of the longest row, None where that is not known.
+        device: that trains.
+        mode: `long_rows` of `args`.
+    """
+    held = args.objective_options.held(find_decoder(model).config, _moved_share(args, row_length))
+    bits_16 = args.bf16 or args.fp16
+    embeddings = _embeddings(model)
+    per_token = RowMemory.of(model, 2 if bits_16 else embeddings.element_size())
+    tokens = args.per_device_train_batch_size * (row_length or 0)
+    layers = checkpointed_layers(model) if args.gradient_checkpointing else []
+    n_kept = find_decoder(model).config.num_hidden_layers + 1
+    fixed, optimizer = _fixed_bytes(model, args)
+    at_once = held.at_once * tokens
+    may_be_long = row_length is None or row_length >= MASKS_TO
+    mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
+    layer, in_tiles = _layer_bytes(model, args, per_token, at_once, row_length or 0, mask_free=mask_free)
+    checkpoint = int(held.graphs * tokens * per_token.checkpoint)
+    if args.gradient_checkpointing:
+        checkpoints = n_kept * checkpoint
+    else:  # every layer keeps what one holds, without gradients about half of it
+        checkpoints = int(n_kept * held.graphs * tokens * (per_token.attention + per_token.feed_forward) / 2)
+    host = host_memory()
+    offloaded_layers = 0
+    if device.type != "cpu":
+        offloaded_layers = min(len(layers), host // pinned_bytes(checkpoint))
+    in_tiles += checkpoint if offloaded_layers else 0
+    loss = int(min(_LOSS_BYTES, tokens * embeddings.shape[0] * 4) + held.states * tokens * per_token.checkpoint)
+    loss += 4 * embeddings.numel() * _head(model).requires_grad  # its gradient, as the loss sums it up
+    beside = int(held.beside * tokens * per_token.checkpoint)
+    capacity = device_memory(device)
+    on, reason = _decide(mode, args, row_length, fixed + checkpoints + beside + max(layer, loss), capacity, device)
+    return MemoryPlan(
+        tokens=tokens,
+        fixed=fixed,
+        optimizer=optimizer,
+        checkpoints=checkpoints,
+        layer=layer,
+        layer_in_tiles=in_tiles,
+        loss=loss,
+        beside=beside,
+        capacity=capacity,
+        host=host,
+        offloaded_layers=offloaded_layers,
+        offloaded=offloaded_layers * checkpoint,
+        on=on,
+        mask_free=mask_free,
+        reason=reason,
+    )
+
+
+def _moved_share(args: "RopeSFTConfig", row_length: int | None) -> float:
+    """The largest share of a row that a draw of the view moves; 1 where rows are of several documents."""
+    if row_length is None or args.packing or args.padding_free:
+        return 1.0
+    try:
+        share = args.make_view().affected_share(torch.arange(row_length), torch.full((row_length,), row_length))
+    except ValueError:  # the view does not know it
+        return 1.0
+    return float((share > 0).double().mean())
+
+
+def _trains_feed_forward(decoder: nn.Module) -> bool:
+    """Whether weights of feed-forward layers are trained, or adapters on them."""
+    layers = (module for _, module in text_modules(decoder) if type(module).__name__.endswith("MLP"))
+    return any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
+
+
+def _is_compiled(model: nn.Module, args: "RopeSFTConfig") -> bool:
+    """Whether torch.compile runs the model, or will: it would compile anew wherever attention is looked at."""
+    calls = (getattr(module, "_compiled_call_impl", None) for module in model.modules())
+    return args.torch_compile or is_compiled_module(model) or any(call is not None for call in calls)
+
+
+def _embeddings(model: nn.Module) -> torch.Tensor:
+    """The embeddings of tokens, [vocabulary, hidden]."""
+    layer: Any = find_causal_lm(model).get_input_embeddings()
+    weight: torch.Tensor = layer.weight
+    return weight
+
+
+def _decide(
+    mode: LongRows, args: "RopeSFTConfig", row_length: int | None, needed: int, capacity: int, device: torch.device
+) -> tuple[bool, str]:
+    """Whether rows are treated as long, and why."""
+    if mode != "auto":
+        return mode == "on", f"long_rows={mode!r} asks for it."
+    if device.type == "cpu":
+        return False, "training runs on the CPU, whose memory is the host's."
+    if not args.gradient_checkpointing:
+        return False, "gradient_checkpointing is off, and long rows need it."
+    if row_length is None:
+        return False, "the length of rows is not known before they are read; give max_length, or long_rows='on'."
+    fits = f"the device has {capacity / GIB:.1f} GiB for a step"
+    return needed > capacity, f"{fits}, which is {'too little' if needed > capacity else 'enough'}."
+
+
+def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig") -> tuple[int, int]:
+    """Bytes of all that does not grow with rows, and those of the optimizer's states alone."""
+    weights = sum(_bytes(p) for p in model.parameters()) + sum(_bytes(b) for b in model.buffers())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = sum(_state_bytes(args.optim, p) for p in trained)
+    fixed = weights + sum(_bytes(p) for p in trained) + optimizer
+    if args.objective_options.needs_teacher and not adapter_layers(model) and not args.teacher_offload:
+        fixed += weights
+    if args.bf16 or args.fp16:  # copies in 16 bits, of what is multiplied
+        layers: Any = find_decoder(model).layers
+        fixed += sum(2 * p.numel() for p in (*layers.parameters(), _head(model)) if p.dtype == torch.float32)
+    return fixed, optimizer
+
+
+def _head(model: nn.Module) -> torch.Tensor:
+    """The weights from hidden states to logits, [vocabulary, hidden]."""
+    layer: Any = find_causal_lm(model).get_output_embeddings()
+    weight: torch.Tensor = layer.weight
+    return weight
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _state_bytes(optim: str, parameter: torch.Tensor) -> int:
+    """Bytes of two states for each weight on the device, by the name of the optimizer."""
+    if optim.startswith("paged") or optim in ("sgd", "adafactor"):
+        return 0
+    if "8bit" in optim:
+        return 2 * parameter.numel()
+    return 2 * parameter.numel() * (4 if "bnb" in optim else parameter.element_size())
+
+
+def _layer_bytes(
+    model: nn.Module, args: "RopeSFTConfig", per_token: RowMemory, tokens: float, row_length: int, *, mask_free: bool
+) -> tuple[int, int]:
+    """Bytes of one layer whole, and in tiles without masks."""
+    whole = tokens * max(per_token.attention, per_token.feed_forward)
+    window = getattr(find_decoder(model).config, "sliding_window", None)
+    makes_masks = (
+        attention_kernel(find_causal_lm(model)) == "sdpa"
+        and not mask_free
+        and (
+            bool(window and row_length > window)
+            or args.packing
+            or args.padding_free
+            or args.per_device_train_batch_size > 1  # shorter rows are padded
+        )
+    )
+    # bool, and as numbers of 16 bits that are added to scores
+    masks = 3 * args.per_device_train_batch_size * row_length**2 if makes_masks else 0
+    tile = min(tokens, TILE) * per_token.feed_forward
+    stays = masks if why_masks_stay(model) is not None else 0
+    return int(whole + masks), int(max(tokens * per_token.attention, tile) + stays)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes that training may take on a device: what is free, and what PyTorch holds already."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(_SHARE_OF_DEVICE * (free + torch.cuda.memory_reserved(device)))
+    return int(_SHARE_OF_DEVICE * psutil.virtual_memory().available)
+
+
+def host_memory() -> int:
+    """Bytes that this process may pin on the host; a container's limit counts, and other ranks of the host share it."""
+    available = psutil.virtual_memory().available
+    for limit in _LIMITS:
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            available = min(available, int(text) - psutil.Process().memory_info().rss)
+    ranks = torch.cuda.device_count() if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
+    return max(int(_SHARE_OF_HOST * available / max(ranks, 1)), 0)
