@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from rope_patch.attention import windowed
 from rope_patch.distillation import CopiedTeacher
-from trl_ext import RopeSFTConfig, long_rows
+from trl_ext import RopeSFTConfig, long_rows, memory_plan
 
 TILE = 5
 YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
@@ -120,7 +120,8 @@ def test_packed_rows_attend_within_documents_and_evaluate_alike(tmp_path):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("objective", ["clm", "self-distill", "native-distill", "relation-distill"])
 def test_auto_makes_no_masks_where_all_fits_and_gradients_are_the_same(objective, way, tmp_path, monkeypatch):
-    monkeypatch.setattr(long_rows, "MASKS_TO", 8)
+    for module in (memory_plan, long_rows):  # which plans, and which trains
+        monkeypatch.setattr(module, "MASKS_TO", 8)
     masks, attend = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *a, **o: (masks.append(o.get("attn_mask")), attend(*a, **o))[1]
