@@ -20,6 +20,7 @@ One JSON line an arm and seed is added to --out, with every prompt's score, so t
 import argparse
 import itertools
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,11 +37,12 @@ from keeping_arms import Arm, arms
 from keeping_plot import plot
 from keeping_questions import KEYED, NEW_TOKENS, Asked, keyed, passkeys, right
 from keeping_results import tables
+from peft import LoraConfig
 from result_parts import Parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
-from rope_patch.eval import loss_by_position, read_texts
+from rope_patch.eval import context_gain, loss_by_position, read_texts
 from rope_patch.eval.asking import Frame
 from rope_patch.eval.generation import greedy_answers, greedy_tokens
 from rope_patch.eval.harness import require_lm_eval
@@ -74,6 +76,7 @@ class Data:
 
     tokenizer: Any
     texts: list[str]
+    gains: list[float]
     held_out: torch.Tensor
     own: list[list[int]]
     held_out_own: list[list[int]]
@@ -114,6 +117,30 @@ def all_asked(tokenizer: Any, held_out: torch.Tensor, args: argparse.Namespace) 
     return questions
 
 
+@torch.no_grad()
+def gains_of(native: Any, tokenizer: Any, texts: list[str], window: int) -> list[float]:
+    """What the native model gains in the first window of each text from more than its last eighth, nats a token."""
+    begin = SpecialTokens.of(tokenizer).begin
+    gains = []
+    for text in texts:
+        rows = held_out_rows(tokenizer, [text], window, 1)
+        short = window // 8
+        gains.append(
+            context_gain(native, rows, begin=begin, short=short, stride=short, progress=False).total
+            if len(rows)
+            else -math.inf
+        )
+    return gains
+
+
+def texts_of(arm: Arm, data: Data) -> list[str]:
+    """The texts that an arm is trained on, in their order."""
+    if arm.gain is None:
+        return data.texts
+    least = sorted(data.gains, reverse=True)[round(arm.gain * len(data.gains)) - 1]
+    return [text for text, gain in zip(data.texts, data.gains, strict=True) if gain >= least]
+
+
 def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> Dataset:
     assert arm.shares is not None
     kind_of_own = "chats" if data.tokenizer.chat_template else "own_texts"
@@ -121,7 +148,7 @@ def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> 
         data.tokenizer,
         arm.times * args.rows,
         length=arm.row_length or args.window,
-        texts=data.texts,
+        texts=texts_of(arm, data),
         shares=arm.shares,
         seed=seed,
         progress=False,
@@ -151,10 +178,11 @@ def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpo
     fields = {**TRAINING, "max_length": arm.row_length or args.window, **arm.rescaling(), **arm.training}
     if args.rate is not None:
         fields["learning_rate"] = args.rate
-    trainer = train(load(args.model), data.tokenizer, rows, fields, seed)
+    trainer = train(load(args.model), data.tokenizer, rows, fields, seed, **adapters_of(arm))
+    model = trainer.model if arm.lora is None else trainer.model.merge_and_unload()
     if arm.kept < 1:
-        mix_with(trainer.model, load(args.model), arm.kept)
-    trainer.save_model(str(checkpoint))
+        mix_with(model, load(args.model), arm.kept)
+    model.save_pretrained(checkpoint)
     history = logged(trainer)
     return {
         "rows_seconds": made - begin,
@@ -163,6 +191,14 @@ def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpo
         "learning_rate": fields["learning_rate"],
         "log": history[:: max(len(history) // 8, 1)] + history[-1:],
     }
+
+
+def adapters_of(arm: Arm) -> dict[str, Any]:
+    """The trainer's adapters, of an arm that trains some."""
+    if arm.lora is None:
+        return {}
+    config = LoraConfig(r=arm.lora, lora_alpha=2 * arm.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    return {"peft_config": config}
 
 
 @torch.no_grad()
@@ -340,9 +376,12 @@ def main() -> None:
         return
     held_out = held_out_rows(tokenizer, list(read_texts(args.held_out)), args.target, args.held_out_rows)
     texts_of_model = json.loads(args.own.read_text())
+    texts = list(read_texts(args.text))
+    chooses = any(known[name].gain is not None for name in names)
     data = Data(
         tokenizer,
-        list(read_texts(args.text)),
+        texts,
+        gains_of(native, tokenizer, texts, args.window) if chooses else [],
         held_out,
         texts_of_model[args.held_out_own :],
         texts_of_model[: args.held_out_own],

@@ -18,6 +18,9 @@ class Arm:
         row_length: tokens of a row; None for the window.
         times: rows, in so many times as there are of other arms.
         training: fields of RopeSFTConfig beside those that all arms have.
+        lora: rank of adapters on all matrices of layers, which are trained in place of all weights and merged.
+        gain: share of the texts to train on, those whose tokens a far context helps most
+            (`rope_patch.eval.context_gain`); None takes all.
         kept: share of what training changed in each weight that is kept: weights are w_native + kept (w_trained -
             w_native), WiSE-FT's mix (arXiv:2109.01903), under the arm's rescaling.
     """
@@ -28,6 +31,8 @@ class Arm:
     row_length: int | None = None
     times: int = 1
     training: Options = field(default_factory=dict)
+    lora: int | None = None
+    gain: float | None = None
     kept: float = 1.0
 
     def rescaling(self) -> dict[str, Any]:
@@ -64,6 +69,10 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
     keep_2, no_kl_2 = (replace(arm, rescale=ntk_2) for arm in (keep, no_kl))
     # next-token loss of answers alone: that of all tokens doubles the KL from the native model
     answers = replace(keep_2, training={**distilled, "native_args": {**weights, "text_weight": 0.0}})
+    # arXiv:2405.09673: adapters take ten times the rate of all weights
+    lora = replace(keep_2, training={**distilled, "native_args": weights, "learning_rate": 3e-3}, lora=64)
+    qkv = replace(keep_2, training={**distilled, "native_args": weights, "trainable": "qkv"})
+    slow = replace(keep_2, training={**distilled, "native_args": weights, "learning_rate": 1e-4})
     pose = {
         "view": "pose",
         "view_args": {"target": target, "window": row_length or window},
@@ -84,7 +93,20 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
         "keep-2": keep_2,
         "keep-2-long": replace(keep_2, times=2),
         "keep-2-kl-3": replace(keep_2, training={**distilled, "native_args": {**weights, "weight": 3.0}}),
+        "keep-2-quarter": replace(keep_2, kept=0.25),
         "keep-2-half": replace(keep_2, kept=0.5),
+        "keep-2-three-quarters": replace(keep_2, kept=0.75),
+        "keep-2-lora": lora,
+        "keep-2-lora-slow": replace(lora, training={**lora.training, "learning_rate": 1e-3}),
+        "keep-2-qkv": qkv,
+        "keep-2-slow": slow,
+        "keep-2-gain": replace(keep_2, gain=1 / 3),
+        # DroPE: positions are dropped, and training is to make up for them; without gaps, which would move nothing
+        "drop": replace(
+            keep_2,
+            rescale=("drop-rope", {"max_position_embeddings": target}),
+            training={"objective": "native-distill", "native_args": weights, "learning_rate": 3e-4},
+        ),
         "keep-2-answers": answers,
         "keep-2-answers-half": replace(answers, kept=0.5),
         "keep-2-answers-short": replace(answers, rows={"short": 0.5}),

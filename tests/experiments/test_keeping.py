@@ -1,6 +1,7 @@
 """The search for what keeps: prompts of one length, rows that hold their answers, indices that only gaps move."""
 
 import json
+import math
 import random
 import sys
 
@@ -11,6 +12,7 @@ import keeping_questions as questions
 import keeping_results
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
@@ -19,7 +21,8 @@ from trl_ext import RopeSFTConfig
 
 ARMS = (
     "native yarn ntk ntk-2 ntk-4 pose no-kl no-kl-2 no-kl-cold no-kl-cold-2 keep keep-2 keep-2-long keep-2-kl-3 "
-    "keep-2-half keep-2-answers keep-2-answers-half keep-2-answers-short keep-2-answers-chats keep-cold keep-cold-2"
+    "keep-2-quarter keep-2-half keep-2-three-quarters keep-2-lora keep-2-lora-slow keep-2-qkv keep-2-slow keep-2-gain "
+    "drop keep-2-answers keep-2-answers-half keep-2-answers-short keep-2-answers-chats keep-cold keep-cold-2"
 ).split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
@@ -94,39 +97,46 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         sys,
         "argv",
         f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own_texts} "
-        f"--held-out-own 2 --arms native keep pose --window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
+        f"--held-out-own 2 --arms native keep keep-2-lora keep-2-gain drop pose --window 2048 --target 4096 "
+        f"--rows 6 --lengths 1400 --prompts 16 "
         f"--held-out-rows 2 --checkpoints {tmp_path}/kept --out {out}".split(),
     )
     keeping.main()
     runs = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["arm"] for r in runs] == ["native", "keep", "pose"]
+    assert [r["arm"] for r in runs] == ["native", "keep", "keep-2-lora", "keep-2-gain", "drop", "pose"]
     assert runs[0]["own"]["kl"] == pytest.approx(0, abs=1e-6) and runs[1]["own"]["kl"] > 0
-    assert {"kl", "ce", "text_ce"} <= runs[1]["log"][0].keys() and runs[2]["steps"] == 1
+    assert {"kl", "ce", "text_ce"} <= runs[1]["log"][0].keys() and runs[-1]["steps"] == 1
     assert {c["chat"] for c in runs[0]["asked"]} == ({False, True} if chat else {False})
     assert ("replies" in runs[1]["own"]) == chat
     kept = {folder.name: json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "kept").iterdir()}
     assert {name: c["rope_parameters"]["rope_type"] for name, c in kept.items()} == {
         "keep-0": "default",
+        "keep-2-lora-0": "default",
+        "keep-2-gain-0": "default",
+        "drop-0": "llama3",
         "pose-0": "yarn",
     }
     assert "| keep |" in keeping_results.table(runs)
+    base, merged = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "kept" / "keep-2-lora-0"))
+    assert base.keys() == merged.keys()  # a plain checkpoint, no adapter
     keeping.main()
-    assert len(out.read_text().splitlines()) == 3, "what is measured is not measured again"
+    assert len(out.read_text().splitlines()) == len(runs), "what is measured is not measured again"
     # a run that was cut off before its last part
     parts = tmp_path / "out.parts.jsonl"
     *others, last = parts.read_text().splitlines(keepends=True)
     assert json.loads(last)["arm"] == "pose"
     parts.write_text("".join(others))
-    out.write_text("".join(out.read_text().splitlines(keepends=True)[:2]))
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:-1]))
     monkeypatch.setattr(keeping, "train_arm", None)
     keeping.main()
     again = json.loads(out.read_text().splitlines()[-1])
     assert parts.read_text().count("\n") == len(others) + 1
     assert (
-        again["asked"][:-1] == runs[2]["asked"][:-1] and again["asked"][-1]["scores"] == runs[2]["asked"][-1]["scores"]
+        again["asked"][:-1] == runs[-1]["asked"][:-1]
+        and again["asked"][-1]["scores"] == runs[-1]["asked"][-1]["scores"]
     )
     assert {k: again[k] for k in ("log", "own", "train_seconds")} == {
-        k: runs[2][k] for k in ("log", "own", "train_seconds")
+        k: runs[-1][k] for k in ("log", "own", "train_seconds")
     }
 
 
@@ -152,3 +162,15 @@ def test_weights_are_mixed_with_those_before_training():
     keeping.mix_with(trained, native, 0.25)
     for name, weight in trained.named_parameters():
         torch.testing.assert_close(weight, 0.75 * ends[0][name] + 0.25 * ends[1][name])
+
+
+def test_texts_are_chosen_by_what_far_context_gains_in_them():
+    data = keeping.Data(None, ["a", "b", "c"], [0.1, -math.inf, 0.2], torch.zeros(0), [], [], {})
+    for gain, expected in ((None, ["a", "b", "c"]), (1 / 3, ["c"]), (2 / 3, ["a", "c"])):
+        assert keeping.texts_of(keeping_arms.Arm(gain=gain), data) == expected
+
+
+def test_a_text_shorter_than_the_window_gains_nothing(tokenizer):
+    model = tiny("llama", vocab_size=CHARACTERS, max_position_embeddings=256)
+    long, short = keeping.gains_of(model, tokenizer, ["abc " * 200, "abc"], 128)
+    assert math.isfinite(long) and short == -math.inf
