@@ -4,6 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 from rope_patch.rescalings import Rescaling
@@ -57,6 +60,37 @@ def keep_quantised_weights(model: nn.Module) -> None:
     for module in modules:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def computed_in(accelerator: Accelerator) -> torch.dtype | None:
+    """The dtype that FSDP or DeepSpeed casts weights to before it computes with them; None: it takes them as they are.
+
+    Elsewhere autocast does so, one operation at a time.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        policy = getattr(accelerator.state.fsdp_plugin, "mixed_precision_policy", None)
+        return getattr(policy, "param_dtype", None)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return None
+
+
+def require_uncast_codes(model: nn.Module, accelerator: Accelerator) -> None:
+    """Raise ValueError if FSDP would cast 4-bit weights, which are not the numbers that their dtype says.
+
+    Those that lie in integers, bitsandbytes' default, are not cast: accelerate leaves them whole on each GPU.
+    """
+    dtype = computed_in(accelerator)
+    if dtype is None or accelerator.distributed_type != DistributedType.FSDP:
+        return
+    for parameter in model.parameters():
+        is_coded = type(parameter).__name__ == "Params4bit" and parameter.is_floating_point()
+        if is_coded and parameter.dtype != dtype:
+            held, wanted = (str(each).removeprefix("torch.") for each in (parameter.dtype, dtype))
+            raise ValueError(
+                f"FSDP computes in {wanted} here, and would cast 4-bit weights that lie in {held}, which destroys "
+                f"them: set bnb_4bit_quant_storage to {wanted!r}."
+            )
 
 
 _QKV = re.compile(r"(^|\.)(q_proj|k_proj|v_proj|qkv_proj|query_key_value|Wqkv|c_attn)\.")

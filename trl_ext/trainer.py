@@ -43,11 +43,13 @@ from .memory_plan import MemoryPlan, plan_memory
 from .method_record import record_of, require_same_method, training_method
 from .model_card import DatasetFacts, card_of, run_facts, runs_before
 from .model_setup import (
+    computed_in,
     forget_earlier_trainer,
     has_rope,
     is_patched,
     keep_quantised_weights,
     require_new_rescaling,
+    require_uncast_codes,
     train_qkv_only,
 )
 from .objective_checks import check_objective, check_shared_sequences
@@ -205,12 +207,13 @@ class RopeSFTTrainer(SFTTrainer):
                 self._ranks.pad_collator(self.data_collator)
         self._rate_since: tuple[float, float] | None = None
         keep_quantised_weights(self.model)
+        require_uncast_codes(self.model, self.accelerator)
         if config.trainable == "qkv":
             train_qkv_only(self.model)
         self._objective = self._make_objective(config)
         if self._objective is not None:  # also of a family whose own loss takes no count of the step
             self.model_accepts_loss_kwargs = True
-        self._shard_teacher()
+        self._hold_teacher()
         self._shifted = self._make_shifted(config)
         self.memory_plan: MemoryPlan | None = None
         self._long_rows: LongRowTraining | None = None
@@ -448,10 +451,15 @@ class RopeSFTTrainer(SFTTrainer):
         check_objective(self)
         return objective_of(args).build(self.model, args, self.accelerator)
 
-    def _shard_teacher(self) -> None:
-        """Hold a teacher's copy as FSDP2 holds the student: in parts."""
+    def _hold_teacher(self) -> None:
+        """Hold a teacher's copy as the engine holds the student: in its dtype, and under FSDP2 in parts."""
         teacher = None if self._objective is None else self._objective.teacher
-        if isinstance(teacher, CopiedTeacher) and self.accelerator.is_fsdp2 and not teacher.offload:
+        if not isinstance(teacher, CopiedTeacher):
+            return
+        dtype = computed_in(self.accelerator)
+        if dtype is not None:
+            teacher.cast(dtype)
+        if self.accelerator.is_fsdp2 and not teacher.offload:
             teacher.shard()
 
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:

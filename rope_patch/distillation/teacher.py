@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..adapter_watch import adapter_configs
@@ -103,6 +104,12 @@ class CopiedTeacher:
         healed(RopeParameters.of(decoder), decoder).write_modules(decoder)
         if offload:
             self.copy.to("cpu")
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Hold weights in the dtype that an engine computes the student in without autocast; frequencies stay."""
+        for parameter in self.copy.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
 
     def shard(self) -> None:
         """Hold the copy in parts on all ranks, by FSDP2: a forward gathers one layer after the other.

@@ -2,15 +2,19 @@
 
 On a CPU ranks talk by gloo, on GPUs by NCCL. A case is options of `support.training.trainer` that JSON can hold, and
 "adapters", options of LoRA; "documents" and "evaluated", of the datasets, with "repeated", how many of the first follow
-the last; "model", options of the tiny model, or the folder of one; "resume", a checkpoint; "saves", whether the model
-is saved at the end; "in_parts", whether engines that shard weights also save them so.
+the last; "model", options of the tiny model, or the folder of one; "quantized", options of bitsandbytes for weights in
+4 bits; "micro_batches", in an optimizer step, of all ranks; "resume", a checkpoint; "saves", whether the model is saved
+at the end; "in_parts", whether engines that shard weights also save them so.
 """
 
+import faulthandler
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,8 +28,11 @@ RELATION = {"objective": "relation-distill", **PI}
 ADAPTERS = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]}
 LOGGED = ("loss", "ce", "kl", "relation/", "hidden/", "view/", "grad_norm", "num_tokens", "weighted_ce", "view_ce")
 
+_HANGS = {"cpu": 1800, "cuda": 300}  # seconds after which a job is ended
+
 Runs = dict[str, dict[str, Any]]
-"""Name -> {"steps": entries of the log, "evaluated": metrics, "weights": name -> tensor on the CPU}."""
+"""Name -> {"steps": entries of the log, "evaluated": metrics, "weights": name -> tensor on the CPU, "moved": how far
+each has gone}, or {"failed": what was said}."""
 
 
 def run_on_ranks(
@@ -35,9 +42,10 @@ def run_on_ranks(
     engine: str = "ddp",
     shared: int = 1,
     device: str = "cpu",
+    raises: bool = True,
     **common: Any,
 ) -> Runs:
-    """Train each case on `world` ranks.
+    """Train each case on `world` ranks. One that fails alike on all ranks leaves the next ones to run.
 
     Args:
         folder: for files.
@@ -46,15 +54,12 @@ def run_on_ranks(
         engine: "ddp", "fsdp2", "zero2" or "zero3".
         shared: ranks that share each sequence, by a ring under "fsdp2" and by Ulysses under ZeRO.
         device: "cpu" or "cuda".
+        raises: whether a case that has failed raises AssertionError here, or is left to `require_alike`.
         **common: options of all cases.
     """
     out = folder / f"{engine}-{world}-{shared}"
-    job = {
-        "engine": engine,
-        "shared": shared,
-        "device": device,
-        "cases": {n: {**common, **c} for n, c in cases.items()},
-    }
+    cases = {name: _with_saved_model({**common, **case}, folder) for name, case in cases.items()}
+    job = {"engine": engine, "shared": shared, "device": device, "cases": cases}
     out.with_suffix(".json").write_text(json.dumps(job))
     ours = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
     environment = {
@@ -71,10 +76,39 @@ def run_on_ranks(
         environment["CUDA_VISIBLE_DEVICES"] = "0"
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", str(_free_port())]
     command = [sys.executable, *(launcher if world > 1 else []), "-m", "support.ranks", str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, _what_was_said(done.stderr)
-    results: Runs = torch.load(out.with_suffix(".pt"))
+    said = _run(command, environment, _HANGS[device])
+    results: Runs = torch.load(out.with_suffix(".pt")) if out.with_suffix(".pt").exists() else {}
+    if said is not None:  # the ranks were ended while they ran the first case without a result
+        left = [name for name in cases if name not in results]
+        results |= {name: {"failed": f"it was not run, as {left[0]!r} ended its ranks"} for name in left}
+        results |= {name: {"failed": said} for name in left[:1]}
+        assert left, said
+    if raises:
+        failed = [f"{name}: {result['failed']}" for name, result in results.items() if "failed" in result]
+        assert not failed, "\n".join(failed)
     return results
+
+
+def _run(command: list[str], environment: dict[str, str], most_seconds: int) -> str | None:
+    """Run a job; what was said if it failed, None if it did not."""
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as job:
+        try:
+            _, stderr = job.communicate(timeout=most_seconds)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # torchrun ends its ranks
+            _, stderr = job.communicate(timeout=60)
+    return _what_was_said(stderr) if job.returncode else None
+
+
+def _with_saved_model(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The case with a folder for its model, if weights are quantised, which happens as they are loaded."""
+    if "quantized" not in case:
+        return case
+    from support.tiny import tiny
+
+    tiny(**case.get("model", {})).save_pretrained(folder / "unquantized")
+    return {**case, "model": str(folder / "unquantized")}
 
 
 def _what_was_said(stderr: str, most: int = 40) -> str:
@@ -91,31 +125,56 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def require_alike(alone: Runs, together: Runs, tolerance: float = 2e-5, weights: float = 1e-5) -> None:
-    """Fail where steps, evaluations or weights of several ranks are not those of one.
+def require_alike(
+    alone: Runs, together: Runs, tolerance: float = 2e-5, weights: float = 1e-5, parts: float = 1.0, moved: float = 0.0
+) -> None:
+    """Fail where steps, evaluations or weights of several ranks are not those of one, and name each such case.
 
     Args:
         alone: on one rank.
         together: on several.
-        tolerance: of what is logged, relative; evaluations get fifty times as much, of weights that have gone apart.
+        tolerance: of what is logged, relative, but for draws, which are the same; evaluations get fifty times as much,
+            up to a tenth, of weights that have gone apart.
         weights: of each weight, against the largest of its tensor.
+        parts: how many times `tolerance` all but the loss gets: parts of it are of few rows, and gradients have norms.
+        moved: of each weight, against how far those of its tensor have gone, on top of `weights`.
     """
     assert alone.keys() == together.keys()
+    failed = []
     for name, expected in alone.items():
         actual = together[name]
-        for step, (ours, theirs) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
-            _require_close(ours, theirs, tolerance, f"{name}, step {step}")
-        _require_close(actual["evaluated"], expected["evaluated"], 50 * tolerance, f"{name}, evaluated")
-        for key, weight in expected["weights"].items():
-            gap = (actual["weights"][key] - weight).abs().max() / weight.abs().max().clamp(min=1e-6)
-            assert gap < weights, f"{name}: {key} differs by {gap:.2g}"
+        try:
+            _require_run(name, expected, actual, tolerance, parts)
+            _require_weights(name, expected, actual, weights, moved)
+        except AssertionError as error:
+            failed.append(str(error))
+    assert not failed, f"{len(failed)} of {len(alone)} cases:\n" + "\n".join(failed)
 
 
-def _require_close(actual: dict[str, float], expected: dict[str, float], tolerance: float, where: str) -> None:
+def _require_run(name: str, expected: Any, actual: Any, tolerance: float, parts: float) -> None:
+    for who, run in (("one rank", expected), ("several ranks", actual)):
+        assert "failed" not in run, f"{name} on {who}: {run['failed']}"
+    for step, (ours, theirs) in enumerate(zip(actual["steps"], expected["steps"], strict=True)):
+        _require_close(ours, theirs, tolerance, parts, f"{name}, step {step}")
+    _require_close(actual["evaluated"], expected["evaluated"], min(50 * tolerance, 0.1), 1.0, f"{name}, evaluated")
+
+
+def _require_weights(name: str, expected: Any, actual: Any, weights: float, moved: float) -> None:
+    for key, weight in expected["weights"].items():
+        gap, largest = (actual["weights"][key] - weight).abs().max(), weight.abs().max()
+        allowed = weights * largest.clamp(min=1e-6) + moved * expected["moved"][key]
+        assert gap < allowed, f"{name}: {key} differs by {gap:.2g}, of {largest:.2g}; allowed are {allowed:.2g}"
+
+
+def _require_close(
+    actual: dict[str, float], expected: dict[str, float], tolerance: float, parts: float, where: str
+) -> None:
     # TRL's own loss has no parts, and ours may stand in for it
     assert actual.keys() >= expected.keys(), (where, expected.keys() - actual.keys())
     for key, value in expected.items():
-        assert abs(actual[key] - value) <= tolerance * max(abs(value), 0.1), (where, key, actual[key], value)
+        is_drawn = key.startswith("view/") or key == "num_tokens"
+        relative = 1e-6 if is_drawn else tolerance * (1.0 if key == "loss" else parts)
+        assert abs(actual[key] - value) <= relative * max(abs(value), 0.1), (where, key, actual[key], value)
 
 
 def _options(engine: str, world: int, shared: int, device: str, bf16: bool, in_parts: bool) -> dict[str, Any]:
@@ -123,6 +182,7 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool, in_p
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType, ParallelismConfig
+    from transformers import training_args
 
     if world == 1:
         return {"use_cpu": device == "cpu"}
@@ -135,6 +195,7 @@ def _options(engine: str, world: int, shared: int, device: str, bf16: bool, in_p
         PartialState(cpu=True)
         kind = DistributedType.MULTI_GPU if engine == "fsdp2" else DistributedType.DEEPSPEED
         PartialState._shared_state["distributed_type"] = kind
+        training_args.is_torch_bf16_gpu_available = lambda: True  # so has Transformers bf16
         parallelism["accelerator_config"] = {"use_configured_state": True}
         if engine != "fsdp2":
             import deepspeed
@@ -186,7 +247,7 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
         "optim": "sgd",
         "max_steps": 3,
         "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4 // n_sequences,
+        "gradient_accumulation_steps": options.pop("micro_batches", 4) // n_sequences,
         **_options(engine, world, shared, device, options.get("bf16", False), options.pop("in_parts", False)),
         "train_dataset": _repeating(**{"n": 24, **options.pop("documents", {})}),
         # ranks have as many batches each, so that no document is repeated to fill one
@@ -196,9 +257,17 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
     resume, saves = options.pop("resume", None), options.pop("saves", False)
     if adapters is not None:
         settings["peft_config"] = LoraConfig(**adapters)
-    model = model if isinstance(model, str) else tiny(**model)
     folder = Path(options.pop("output_dir", f"{engine}-{world}-run"))
+    quantized = options.pop("quantized", None)
+    model = model if isinstance(model, str) else tiny(**model)
+    if quantized is not None:
+        settings["quantization_config"] = _in_4_bits(**quantized)
+    if device == "cuda":
+        settings["ddp_timeout"] = 90  # NCCL then ends a rank that waits for another in vain
     run = trainer(folder, model=model, **{**settings, **options})
+    trained = [n for n, p in run.model.named_parameters() if p.requires_grad or quantized is None]
+    in_parts = engine == "zero3" and world > 1
+    before = _weights(run.model, trained, in_parts)
     run.train(resume_from_checkpoint=resume)
     if saves:
         run.save_model()
@@ -206,7 +275,18 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
     evaluated = {
         k: v for k, v in run.evaluate().items() if k.startswith(("eval_loss", "eval_ce", "eval_kl", "eval_rel"))
     }
-    return {"steps": steps, "evaluated": evaluated, "weights": _weights(run.model, engine == "zero3" and world > 1)}
+    weights = _weights(run.model, trained, in_parts)
+    if run.is_deepspeed_enabled and options.get("bf16"):  # which has rounded the weights that it begins with
+        weights |= _of_optimizer(run.model, trained)
+        weights = {name: before[name] + (weight - before[name].bfloat16()) for name, weight in weights.items()}
+    moved = {name: (weight - before[name]).abs().max() for name, weight in weights.items()}
+    return {"steps": steps, "evaluated": evaluated, "weights": weights, "moved": moved}
+
+
+def _in_4_bits(**options: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_quant_type": "nf4", **options})
 
 
 def _repeating(n: int, repeated: int = 0, **options: Any) -> Any:
@@ -224,8 +304,11 @@ def _forget_ulysses() -> None:
     ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
 
 
-def _weights(model: Any, partitioned: bool) -> dict[str, torch.Tensor]:
-    parameters = dict(model.named_parameters())
+def _weights(model: Any, names: list[str], partitioned: bool) -> dict[str, torch.Tensor]:
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # FSDP2 leaves the head gathered, in the dtype that it computes in
+            module.reshard()
+    parameters = {name: p for name, p in model.named_parameters() if name in names}
     gathered: Any = nullcontext()
     if partitioned:
         import deepspeed
@@ -234,6 +317,24 @@ def _weights(model: Any, partitioned: bool) -> dict[str, torch.Tensor]:
     with gathered:
         whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in parameters.items()}
         return {n: p.detach().float().cpu().clone() for n, p in whole.items()}
+
+
+def _of_optimizer(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
+    """The float32 weights that DeepSpeed trains beside those of 16 bits, where it does."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    trained = {name: p for name, p in model.named_parameters() if name in names and p.requires_grad}
+    return {name: safe_get_full_fp32_param(p).detach().cpu().clone() for name, p in trained.items()}
+
+
+def _all_failed(out: Path, case: int, rank: int, world: int, wait: float = 20.0) -> bool:
+    """Whether the other ranks fail in the same case too, so that none waits for another."""
+    files = [out.with_name(f"{out.name}-failed-{case}-{r}") for r in range(world)]
+    files[rank].touch()
+    until = time.monotonic() + wait
+    while time.monotonic() < until and not all(file.exists() for file in files):
+        time.sleep(0.1)
+    return all(file.exists() for file in files)
 
 
 def main() -> None:
@@ -246,15 +347,21 @@ def main() -> None:
         from support import cpu_ring
 
         cpu_ring.install()
-    results = {}
-    for name, options in job["cases"].items():
+    faulthandler.dump_traceback_later(_HANGS[device] - 20)  # where it hangs
+    results: Runs = {}
+    for number, (name, options) in enumerate(job["cases"].items()):
         if shared > 1 and engine != "fsdp2":
             _forget_ulysses()
         print(f"{engine} on {world} ranks, {shared} a sequence: {name}", file=sys.stderr, flush=True)
-        results[name] = _train(options, engine, world, shared, device)
-    if rank == 0:
-        torch.save(results, out.with_suffix(".pt"))
-    if world > 1:
+        try:
+            results[name] = _train(options, engine, world, shared, device)
+        except Exception:
+            results[name] = {"failed": traceback.format_exc()}
+            if not _all_failed(out, number, rank, world):
+                raise
+        if rank == 0:
+            torch.save(results, out.with_suffix(".pt"))
+    if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sys.stdout.flush()

@@ -48,7 +48,14 @@ def trainer(output_dir: Path, trainer_class=RopeSFTTrainer, config_class=RopeSFT
     """A trainer of a tiny model; `options` go to the config, apart from those of the trainer itself."""
     added = {
         name: options.pop(name)
-        for name in ("peft_config", "data_collator", "eval_dataset", "processing_class", "compute_metrics")
+        for name in (
+            "peft_config",
+            "quantization_config",
+            "data_collator",
+            "eval_dataset",
+            "processing_class",
+            "compute_metrics",
+        )
         if name in options
     }
     dataset = options.pop("train_dataset", None) or documents()

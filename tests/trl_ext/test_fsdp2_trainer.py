@@ -1,5 +1,8 @@
 """Steps under FSDP2 on several ranks are those of one, for every objective; a run goes on on other ranks."""
 
+import shutil
+from importlib.util import find_spec
+
 import pytest
 import torch
 from support.ranks import ADAPTERS, PI, RELATION, SELF, require_alike, run_on_ranks
@@ -28,6 +31,56 @@ def test_two_ranks_train_like_one(tmp_path):
     steps = {"max_steps": 10, "learning_rate": 1e-3}
     alone, together = run_on_ranks(tmp_path, CASES, 1, **steps), run_on_ranks(tmp_path, CASES, 2, "fsdp2", **steps)
     require_alike(alone, together, tolerance=1e-4)
+
+
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None or shutil.which("c++") is None, reason="needs DeepSpeed and a C++ compiler"
+)
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+# weights are coded in blocks of 64
+IN_4_BITS = {"model": {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}, "adapters": ADAPTERS}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_a_copy_that_teaches_is_computed_in_the_dtype_of_the_student(tmp_path, engine):
+    """FSDP2 and DeepSpeed cast the student's weights; tolerances are of bfloat16."""
+    cases = {"relations": {**RELATION, "bf16": True}, "hidden": {"objective": "hidden-distill", **PI, "bf16": True}}
+    alone, together = run_on_ranks(tmp_path, cases, 1), run_on_ranks(tmp_path, cases, 2, engine)
+    require_alike(alone, together, tolerance=2e-2, parts=3.0, moved=0.4)
+
+
+@pytest.mark.slow
+@needs_bitsandbytes
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_weights_in_4_bits_train_like_on_one_rank(tmp_path):
+    """Split where they lie in numbers of the dtype that is computed in, whole where they lie in integers.
+
+    Adapters are in bfloat16, as TRL has it.
+    """
+    settings = {**IN_4_BITS, "learning_rate": 1e-2, "max_steps": 4}
+    split = {"bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "float32"}
+    cases = {
+        "view": {"view": "skip", "quantized": split, "saves": True},
+        "self-distill": {**SELF, "gradient_checkpointing": True, "quantized": split},
+        "relations": {**RELATION, "quantized": split},
+        "integers": {**RELATION, "quantized": {"bnb_4bit_compute_dtype": "float32"}},
+    }
+    alone = run_on_ranks(tmp_path, cases, 1, **settings)
+    together = run_on_ranks(tmp_path, cases, 2, "fsdp2", **settings)
+    require_alike(alone, together, tolerance=2e-3, parts=10.0, weights=1e-2, moved=0.1)
+
+
+@pytest.mark.slow
+@needs_bitsandbytes
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_weights_in_4_bits_that_would_be_cast_are_refused(tmp_path):
+    options = {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "float32"}
+    with pytest.raises(
+        AssertionError, match="ValueError: FSDP computes in .* set bnb_4bit_quant_storage to 'bfloat16'"
+    ):
+        run_on_ranks(tmp_path, {"view": {"view": "skip", "bf16": True, "quantized": options}}, 2, "fsdp2", **IN_4_BITS)
 
 
 @pytest.mark.slow
