@@ -58,5 +58,5 @@ def _by_prompt(seeds: Sequence[Run], test: str, length: int) -> list[float]:
 def _draw(axes: Any, lengths: Sequence[int], cells: Sequence[Sequence[float]], label: str) -> None:
     means = [fmean(cell) for cell in cells]
     (line,) = axes.plot(lengths, means, marker="o", markersize=3, label=label)
-    low, high = zip(*(paired_interval(cell) for cell in cells), strict=True)
+    low, high = zip(*(paired_interval(cell, bounds=(0.0, 1.0)) for cell in cells), strict=True)
     axes.fill_between(lengths, low, high, color=line.get_color(), alpha=0.12, linewidth=0)

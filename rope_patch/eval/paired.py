@@ -14,31 +14,52 @@ _VALUES_AT_ONCE = 1 << 22
 
 
 def paired_interval(
-    differences: Sequence[float], *, confidence: float = CONFIDENCE, draws: int = _DRAWS, seed: int = 0
+    differences: Sequence[float],
+    *,
+    confidence: float = CONFIDENCE,
+    draws: int = _DRAWS,
+    seed: int = 0,
+    bounds: tuple[float, float] | None = None,
 ) -> tuple[float, float]:
     """Bootstrap interval of the mean of paired differences: quantiles of the means of resampled pairs.
 
     The quantiles lie further out than (1 -+ confidence) / 2, by Student's t and the n - 1 of a variance: with few pairs
     the plain percentile interval is too narrow.
 
+    Where all n pairs differ alike, by d, resamples do too, and say nothing of pairs that were not drawn. Of those there
+    may be a share p with p = 1 - ((1 - confidence) / 2)^(1/n), and with `bounds` the interval reaches from
+    d + p (bounds[0] - d) to d + p (bounds[1] - d).
+
     Args:
         differences: [n], of the two models' scores on each prompt, n >= 2.
         confidence: how often such intervals hold the true mean.
         draws: resamples.
         seed: of the resampling, so that a report gives the same interval again.
+        bounds: the least and the largest difference that a pair can have, (-1, 1) of right and wrong answers; None
+            where there are none, as of losses.
 
     Returns:
         Its low and high end.
 
     Raises:
-        ValueError: fewer than two pairs.
+        ValueError: fewer than two pairs, or a difference outside of `bounds`.
 
     Source: Efron, 1979 (bootstrap); Hesterberg, What Teachers Should Know About the Bootstrap, arXiv:1411.5279,
-    expanded percentile interval.
+    expanded percentile interval; Clopper and Pearson, 1934, for pairs that differ alike.
     """
     n = len(differences)
     if n < 2:
         raise ValueError(f"an interval needs at least 2 pairs, got {n}.")
+    if bounds is not None:
+        least, largest = bounds
+        if not least <= min(differences) <= max(differences) <= largest:
+            raise ValueError(
+                f"differences must lie within bounds={bounds}, got {min(differences)} to {max(differences)}."
+            )
+        if min(differences) == max(differences):
+            unseen = 1 - ((1 - confidence) / 2) ** (1 / n)
+            alike = differences[0]
+            return alike + unseen * (least - alike), alike + unseen * (largest - alike)
     values = torch.tensor(differences, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     at_once = max(_VALUES_AT_ONCE // n, 1)

@@ -301,7 +301,8 @@ def _cell(
     if len(first) < 2:
         return []
     differences = [b - a for a, b in zip(first, second, strict=True)]
-    low, high = paired_interval(differences)
+    are_shares = higher_is_better and all(0 <= score <= 1 for score in (*first, *second))
+    low, high = paired_interval(differences, bounds=(-1.0, 1.0) if are_shares else None)
     right_or_wrong = higher_is_better and {*first, *second} <= {0, 1}
     mean = fmean(first)
     return [

@@ -89,7 +89,8 @@ class Subject:
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy in nats, float32 [batch, n], of targets [batch, n] given the hidden states before them."""
-        rows, labels = hidden.flatten(0, 1), targets.flatten()
+        # of a model that is spread over GPUs, hidden states may be on another one than the head, and ids on a third
+        rows, labels = (x.to(self.head.weight.device) for x in (hidden.flatten(0, 1), targets.flatten()))
         if self._head_is_linear:
             bias = getattr(self.head, "bias", None)
             return linear_ce_rows(rows, self.head.weight, labels, bias=bias).view(targets.shape)
@@ -109,7 +110,7 @@ class Subject:
         """Whether logits are hidden W^T + b: some families scale or cap them after it, adapters may sit on it."""
         bias = getattr(self.head, "bias", None)
         with torch.no_grad():
-            probe = self.causal_lm.get_input_embeddings().weight[:16].detach().to(self.head.weight.dtype)
+            probe = self.causal_lm.get_input_embeddings().weight[:16].detach().to(self.head.weight)
             # logits up to 1000, so that a cap shows
             probe = probe * (1000 / F.linear(probe, self.head.weight).abs().max().clamp(min=1e-6))
             plain, logits = F.linear(probe, self.head.weight, bias).float(), self._logits(probe).float()

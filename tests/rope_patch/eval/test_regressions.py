@@ -85,6 +85,22 @@ def test_intervals_are_those_of_all_resamples():
         paired_interval([1.0])
 
 
+@pytest.mark.parametrize("n", [2, 40])
+@pytest.mark.parametrize("alike", [-1.0, 0.0, 0.5, 1.0])
+def test_pairs_that_differ_alike_leave_room_for_others(n, alike):
+    """The ends are where so many pairs in a row that are alike become as unlikely as the interval allows."""
+    low, high = paired_interval([alike] * n, bounds=(-1.0, 1.0))
+    for end, bound in ((low, -1.0), (high, 1.0)):
+        if bound == alike:
+            assert end == alike
+        else:
+            others = (end - alike) / (bound - alike)
+            assert (1 - others) ** n == pytest.approx(0.025)
+    assert paired_interval([alike] * n) == (alike, alike)  # losses have no bounds
+    with pytest.raises(ValueError, match="within bounds=\\(-1.0, 1.0\\), got 0.0 to 1.5"):
+        paired_interval([0.0, 1.5], bounds=(-1.0, 1.0))
+
+
 def test_students_t_is_that_of_the_tables():
     table = {5: 2.5706, 10: 2.2281, 30: 2.0423, 199: 1.9720}
     assert {n: _student_t(0.975, n) for n in table} == pytest.approx(table, rel=1e-3)
