@@ -19,6 +19,7 @@ def check_objective(trainer: "RopeSFTTrainer") -> None:
     _refuse_what_only_trls_loss_has(trainer)
     _refuse_reentrant_checkpointing(trainer)
     _refuse_short_contexts(trainer)
+    _refuse_spread_models(trainer)
 
 
 def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> None:
@@ -109,4 +110,14 @@ def _refuse_short_contexts(trainer: "RopeSFTTrainer") -> None:
         raise ValueError(
             "token_weighting='longce' and kl_longce read short windows of a row's tokens without its images: leave "
             "them out for a dataset with images."
+        )
+
+
+def _refuse_spread_models(trainer: "RopeSFTTrainer") -> None:
+    devices = {str(p.device) for p in trainer.model.parameters() if p.device.type not in ("cpu", "meta")}
+    if len(devices) > 1:
+        raise ValueError(
+            f"objective {trainer.args.objective!r} computes its loss on one GPU, and device_map has spread the model "
+            f"over {', '.join(sorted(devices))}: train it in parts by `rope-patch train RECIPE.yaml "
+            "--accelerate_config fsdp2`, by `accelerate launch` of a script, or load it with device_map={'': 0}."
         )

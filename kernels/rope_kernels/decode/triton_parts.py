@@ -66,18 +66,19 @@ def decode_attention_in_parts(
     out = torch.empty(batch, n_heads, n_parts, value_dim, device=q.device, dtype=torch.float32)
     lse = torch.empty(batch, n_heads, n_parts, device=q.device, dtype=torch.float32)
     wide = max(head_dim, value_dim) > 128 or q.dtype == torch.float32  # tiles of keys and values share an SM's memory
-    _decode_part_kernel[(batch * n_kv_heads, n_parts)](
-        q, k, v, begin, end, out, lse,
-        q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
-        n_kv_heads, n_heads // n_kv_heads, head_dim, value_dim, n_parts, sm_scale * 1.4426950408889634,
-        PART=_PART,
-        BLOCK_G=max(16, triton.next_power_of_2(n_heads // n_kv_heads)),
-        BLOCK_N=32 if wide else 64,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-        num_warps=4,
-        num_stages=2 if wide else 3,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current GPU, and a model may be spread over several
+        _decode_part_kernel[(batch * n_kv_heads, n_parts)](
+            q, k, v, begin, end, out, lse,
+            q.stride(0), q.stride(1), *k.stride()[:3], *v.stride()[:3],
+            n_kv_heads, n_heads // n_kv_heads, head_dim, value_dim, n_parts, sm_scale * 1.4426950408889634,
+            PART=_PART,
+            BLOCK_G=max(16, triton.next_power_of_2(n_heads // n_kv_heads)),
+            BLOCK_N=32 if wide else 64,
+            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+            num_warps=4,
+            num_stages=2 if wide else 3,
+        )  # fmt: skip
     share = torch.exp2(lse - lse.amax(-1, keepdim=True))
     share = share / share.sum(-1, keepdim=True)
     return (share[..., None] * out).sum(2).to(v.dtype)

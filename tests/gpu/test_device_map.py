@@ -1,0 +1,96 @@
+"""A model that `device_map` spreads over two GPUs of one process reads, is measured and answers like one on one GPU."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from support.tiny import MIXED, WINDOW, tiny, tokens
+from support.training import tokenizer, trainer
+
+from rope_patch import native_rope, patch_model, rope_view, unpatch_model
+from rope_patch.eval import loss_by_position
+from rope_patch.eval.generation import greedy_answers
+from rope_patch.views import PerLayer, Skip
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+L = 20
+SKIP = Skip(split=8, skip=30)
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def spread(model):
+    """The first layer on the first GPU, the others, norm and head on the second."""
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+    return dispatch_model(
+        model, {**places, "model.layers.1": 1, "model.layers.2": 1, "model.norm": 1, "lm_head": 1}, main_device=0
+    )
+
+
+def pair(family="llama", **config):
+    """The same model on one GPU, and over two."""
+    model = tiny(family, **config)
+    return copy.deepcopy(model).cuda(0), spread(model)
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("patched", ["before", "after"])
+@pytest.mark.parametrize("view", [SKIP, PerLayer(view=SKIP, layers=(1, 2))], ids=["skip", "per-layer"])
+def test_logits_under_a_rescaling_and_a_view(patched, view):
+    ids, one, two = tokens(2, L).cuda(0), tiny().cuda(0), tiny()
+    plain = logits(one, ids)
+    if patched == "before":
+        patch_model(two, "yarn", factor=4.0)
+    two = spread(two)
+    if patched == "after":
+        patch_model(two, "yarn", factor=4.0)
+    patch_model(one, "yarn", factor=4.0)
+    torch.testing.assert_close(logits(two, ids), logits(one, ids), **CLOSE)
+    with rope_view(one, view), rope_view(two, view):
+        seen = logits(two, ids)
+        torch.testing.assert_close(seen, logits(one, ids), **CLOSE)
+    assert (seen - logits(two, ids)).abs().max() > 1e-2
+    with native_rope(two):
+        torch.testing.assert_close(logits(two, ids), plain, **CLOSE)
+    torch.testing.assert_close(logits(unpatch_model(two), ids), plain, **CLOSE)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_by_position(tied):
+    rows = tokens(2, WINDOW)
+    one = tiny(tie_word_embeddings=tied).cuda(0)
+    two = spread(tiny(tie_word_embeddings=tied))
+    expected, actual = (loss_by_position(patch_model(m, "pi", factor=2.0), rows, progress=False) for m in (one, two))
+    torch.testing.assert_close(actual.loss, expected.loss, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize(("family", "config"), [("llama", {}), ("qwen3", MIXED)], ids=["llama", "sliding"])
+def test_greedy_answers(family, config):
+    prompts = [tokens(n).tolist() for n in (L, L, L + 5)]
+    expected, actual = (
+        greedy_answers(patch_model(m, "pi", factor=2.0), tokenizer(), prompts, max_new_tokens=8)
+        for m in pair(family, **config)
+    )
+    assert actual == expected
+
+
+def test_trls_loss_trains_under_a_view(tmp_path):
+    steps = [
+        [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+        for k, model in enumerate(pair())
+        for run in [trainer(tmp_path / str(k), model=model, view="skip", use_cpu=False)]
+        if run.train()
+    ]
+    assert steps[1] == pytest.approx(steps[0], rel=1e-3)
+
+
+def test_a_loss_of_our_own_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="device_map has spread the model over cuda:0, cuda:1"):
+        trainer(tmp_path, model=spread(tiny()), objective="self-distill", view="skip", use_cpu=False)
