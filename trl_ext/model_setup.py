@@ -75,17 +75,21 @@ def computed_in(accelerator: Accelerator) -> torch.dtype | None:
     return None
 
 
-def require_uncast_codes(model: nn.Module, accelerator: Accelerator) -> None:
-    """Raise ValueError if FSDP would cast 4-bit weights, which are not the numbers that their dtype says.
+def require_unharmed_codes(model: nn.Module, accelerator: Accelerator) -> None:
+    """Raise ValueError if FSDP would cast codes of 4 bits, or take what decodes those of 8 bits off their weights.
 
-    Those that lie in integers, bitsandbytes' default, are not cast: accelerate leaves them whole on each GPU.
+    Codes of 4 bits that lie in integers, bitsandbytes' default, stay whole on each GPU: accelerate leaves them out.
     """
-    dtype = computed_in(accelerator)
-    if dtype is None or accelerator.distributed_type != DistributedType.FSDP:
+    if accelerator.distributed_type != DistributedType.FSDP:
         return
+    dtype = computed_in(accelerator)
     for parameter in model.parameters():
-        is_coded = type(parameter).__name__ == "Params4bit" and parameter.is_floating_point()
-        if is_coded and parameter.dtype != dtype:
+        kind = type(parameter).__name__
+        if kind == "Int8Params":
+            raise ValueError(
+                "FSDP does not train on weights in 8 bits: take load_in_4bit with bnb_4bit_quant_storage, or DDP."
+            )
+        if kind == "Params4bit" and parameter.is_floating_point() and dtype not in (None, parameter.dtype):
             held, wanted = (str(each).removeprefix("torch.") for each in (parameter.dtype, dtype))
             raise ValueError(
                 f"FSDP computes in {wanted} here, and would cast 4-bit weights that lie in {held}, which destroys "

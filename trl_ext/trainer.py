@@ -49,7 +49,7 @@ from .model_setup import (
     is_patched,
     keep_quantised_weights,
     require_new_rescaling,
-    require_uncast_codes,
+    require_unharmed_codes,
     train_qkv_only,
 )
 from .objective_checks import check_objective, check_shared_sequences
@@ -207,7 +207,7 @@ class RopeSFTTrainer(SFTTrainer):
                 self._ranks.pad_collator(self.data_collator)
         self._rate_since: tuple[float, float] | None = None
         keep_quantised_weights(self.model)
-        require_uncast_codes(self.model, self.accelerator)
+        require_unharmed_codes(self.model, self.accelerator)
         if config.trainable == "qkv":
             train_qkv_only(self.model)
         self._objective = self._make_objective(config)

@@ -286,7 +286,7 @@ def _train(options: dict[str, Any], engine: str, world: int, shared: int, device
 def _in_4_bits(**options: Any) -> Any:
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_4bit=True, **{"bnb_4bit_quant_type": "nf4", **options})
+    return BitsAndBytesConfig(**{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", **options})
 
 
 def _repeating(n: int, repeated: int = 0, **options: Any) -> Any:

@@ -75,12 +75,18 @@ def test_weights_in_4_bits_train_like_on_one_rank(tmp_path):
 @pytest.mark.slow
 @needs_bitsandbytes
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_weights_in_4_bits_that_would_be_cast_are_refused(tmp_path):
-    options = {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "float32"}
-    with pytest.raises(
-        AssertionError, match="ValueError: FSDP computes in .* set bnb_4bit_quant_storage to 'bfloat16'"
-    ):
-        run_on_ranks(tmp_path, {"view": {"view": "skip", "bf16": True, "quantized": options}}, 2, "fsdp2", **IN_4_BITS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bnb_4bit_quant_storage": "float32"}, "set bnb_4bit_quant_storage to 'bfloat16'"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "does not train on weights in 8 bits"),
+    ],
+    ids=["cast", "8-bits"],
+)
+def test_quantised_weights_that_fsdp_would_destroy_are_refused(tmp_path, options, message):
+    cases = {"view": {**IN_4_BITS, "view": "skip", "bf16": True, "quantized": options}}
+    with pytest.raises(AssertionError, match=f"ValueError: FSDP .*{message}"):
+        run_on_ranks(tmp_path, cases, 2, "fsdp2")
 
 
 @pytest.mark.slow
