@@ -223,8 +223,7 @@ def command_of(name: str, n_gpus: int, out: Path, folder: Path, args: argparse.N
     if not torch.cuda.is_available():  # plain ranks that talk by gloo: what this script does is tested so
         return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(n_gpus), *own]
     file = folder / "accelerate.yaml"
-    settings = Launch(case.engine, n_gpus).settings()
-    file.write_text(yaml.safe_dump({**settings, "main_process_port": 0}))
+    file.write_text(yaml.safe_dump(Launch(case.engine, n_gpus).settings()))
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *own]
 
 

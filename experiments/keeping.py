@@ -3,7 +3,7 @@
 Run: python experiments/keeping.py MODEL --text books.jsonl.xz ... --held-out held-out.jsonl.xz --own chats.json
          [--arms NAME ...] [--seeds 0 1 2] [--target 65536] [--bench FOLDER] [--minutes 9] [--part K/N]
          [--checkpoints FOLDER] [--out FILE.jsonl]
-     python experiments/keeping.py --table FILE.jsonl ... [--arms NAME ...] [--plot FILE]
+     python experiments/keeping.py --table FILE.jsonl ... [--arms NAME ...] [--plot FILE] [--beside NAME]
 
 An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch rows` and fields of RopeSFTConfig. It
 is trained on --rows rows of the window, in bf16 autocast over float32 weights, and measured in bf16: loss by position
@@ -337,6 +337,7 @@ def main() -> None:
     parser = study_parser(__doc__, "keeping.jsonl")
     parser.add_argument("model", nargs="?")
     parser.add_argument("--plot", type=Path, help="draw the files of --table: answers by length")
+    parser.add_argument("--beside", metavar="NAME", help="with --table: differences from this arm, with intervals")
     parser.add_argument("--text", nargs="+", help="JSON lines with `text`: documents to train on")
     parser.add_argument("--held-out", nargs="+", help="JSON lines with `text`: documents to measure on")
     parser.add_argument("--own", type=Path, help="chats or texts of the native model")
@@ -360,7 +361,7 @@ def main() -> None:
     parser.add_argument("--bench-limit", type=int, default=200, help="samples of each benchmark")
     args = parser.parse_args()
     if args.table:
-        show(args, tables, partial(plot, model=args.model))
+        show(args, partial(tables, beside=args.beside), partial(plot, model=args.model))
         return
     require(parser, args, "model", "text", "held_out", "own")
     if args.bench:  # what is lacking is told before hours of training

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from keeping_results import Run, scores
+from keeping_results import Run, over_seeds, scores
 
 from rope_patch.eval.figures import add_legend, compact, mark_window, new_figure, save_figure
 from rope_patch.eval.paired import paired_interval
@@ -36,7 +36,12 @@ def plot(runs: list[Run], path: Path, model: str | None = None) -> list[Path]:
     for axes, test in zip(panels, tests, strict=True):
         for arm in dict.fromkeys(run["arm"] for run in runs):
             seeds = [run for run in runs if run["arm"] == arm]
-            _draw(axes, lengths, [_by_prompt(seeds, test, n) for n in lengths], NAMES.get(arm, arm))
+            _draw(
+                axes,
+                lengths,
+                [over_seeds([scores(run, test, n) for run in seeds]) for n in lengths],
+                NAMES.get(arm, arm),
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [compact(n) for n in lengths], rotation=30)
         axes.minorticks_off()
@@ -48,11 +53,6 @@ def plot(runs: list[Run], path: Path, model: str | None = None) -> list[Path]:
         figure.suptitle(model)
     add_legend(figure, panels[0], columns=3)
     return save_figure(figure, path)
-
-
-def _by_prompt(seeds: Sequence[Run], test: str, length: int) -> list[float]:
-    """Of each prompt the mean over seeds."""
-    return [fmean(same) for same in zip(*(scores(run, test, length) for run in seeds), strict=True)]
 
 
 def _draw(axes: Any, lengths: Sequence[int], cells: Sequence[Sequence[float]], label: str) -> None:

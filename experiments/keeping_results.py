@@ -7,6 +7,7 @@ paired difference, by bootstrap over prompts of the mean over seeds, lies beyond
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -100,6 +101,37 @@ def table(runs: list[Run]) -> str:
     return "\n".join([*lines, "", f"{conditions}short text {len(short_text(first))} samples."])
 
 
+def differences(runs: list[Run], beside: str) -> str:
+    """Markdown of how far arms are from one of them, on the same prompts: means over seeds, with 95 % intervals."""
+    by_arm: dict[str, list[Run]] = {}
+    for run in runs:
+        by_arm.setdefault(run["arm"], []).append(run)
+    if beside not in by_arm:
+        return ""
+    lengths = sorted({c["length"] for c in runs[0]["asked"]})
+    measures: dict[str, Callable[[Run], list[float]]] = {"short text": short_text, "ended": ended}
+    for test in TESTS:
+        measures |= {f"{test} at {n}": partial(scores, test=test, length=n) for n in lengths}
+    measures = {name: measure for name, measure in measures.items() if measure(by_arm[beside][0])}
+    lines = ["| " + " | ".join(["arm", *measures]) + " |", "|---" * (1 + len(measures)) + "|"]
+    for arm, seeds in by_arm.items():
+        if arm == beside:
+            continue
+        row = [f"{arm}, {len(seeds)} and {len(by_arm[beside])} seeds"]
+        for measure in measures.values():
+            ours, theirs = (over_seeds([measure(run) for run in same]) for same in (seeds, by_arm[beside]))
+            pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+            low, high = paired_interval(pairs, bounds=(-1.0, 1.0))
+            row.append(f"{fmean(pairs):+.3f} ({low:+.3f} to {high:+.3f})")
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join([f"Right answers more than {beside}, of each prompt, and the paired 95 % interval:", "", *lines])
+
+
+def over_seeds(of_seeds: list[list[float]]) -> list[float]:
+    """Of each prompt the mean over seeds."""
+    return [fmean(values) for values in zip(*of_seeds, strict=True)]
+
+
 def by_prompts(runs: list[Run]) -> dict[tuple[int, int], list[Run]]:
     """Runs on the same prompts: of one seed of questions, and as many."""
     groups: dict[tuple[int, int], list[Run]] = {}
@@ -108,6 +140,7 @@ def by_prompts(runs: list[Run]) -> dict[tuple[int, int], list[Run]]:
     return groups
 
 
-def tables(runs: list[Run]) -> str:
-    """One table for each set of prompts."""
-    return "\n\n".join(table(same) for same in by_prompts(runs).values())
+def tables(runs: list[Run], beside: str | None = None) -> str:
+    """One table for each set of prompts, or with `beside` one of differences from that arm."""
+    of_prompts = table if beside is None else partial(differences, beside=beside)
+    return "\n\n".join(text for same in by_prompts(runs).values() if (text := of_prompts(same)))

@@ -174,3 +174,16 @@ def test_a_text_shorter_than_the_window_gains_nothing(tokenizer):
     model = tiny("llama", vocab_size=CHARACTERS, max_position_embeddings=256)
     long, short = keeping.gains_of(model, tokenizer, ["abc " * 200, "abc"], 128)
     assert math.isfinite(long) and short == -math.inf
+
+
+def test_arms_differ_by_the_means_of_prompts_over_seeds():
+    def run(arm, seed, right):
+        cells = [{"test": "passkey", "chat": False, "length": 1024, "scores": right}]
+        return {"arm": arm, "seed": seed, "question_seed": 0, "asked": cells, "own": {}, "short_text": {}}
+
+    runs = [run("keep-2", 0, [1, 1, 1, 1]), run("keep-2", 1, [1, 1, 1, 1]), run("pose", 0, [0, 0, 0, 0])]
+    text = keeping_results.tables(runs, beside="keep-2")
+    assert "| arm | passkey at 1024 |" in text and "keep-2, 2" not in text
+    # four prompts alike leave room for .6 of others: 1 - .025 ** (1 / 4)
+    assert "| pose, 1 and 2 seeds | -1.000 (-1.000 to +0.205) |" in text
+    assert keeping_results.tables(runs[:1], beside="pose") == ""
