@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .model_spec import ModelSpec
+
 TARGETS = ("transformers", "vllm", "sglang", "llama.cpp", "mlx")  # those of rope_patch.export, whose import is slow
 
 
@@ -17,7 +19,10 @@ def add_commands(commands: Any) -> None:
     )
     export.set_defaults(run=run_export, output_dir=None)
     export.add_argument(
-        "model", metavar="MODEL_OR_ADAPTER", help="hub id or folder of a checkpoint, folder of an adapter"
+        "model",
+        metavar="MODEL_OR_ADAPTER[@METHOD:OPTION=VALUE,...]",
+        help="hub id or folder of a checkpoint, folder of an adapter; behind @ a rescaling to apply first, e.g. "
+        "my-model@ntk:factor=8",
     )
     export.add_argument("--output", type=Path, required=True, help="folder to write, new or empty")
     export.add_argument("--target", choices=TARGETS, default="transformers", help="default: %(default)s")
@@ -44,6 +49,22 @@ def add_commands(commands: Any) -> None:
     )
 
 
+def _rescaled(text: str) -> ModelSpec | None:
+    """The model and the rescaling that `text` names; None where it names a model alone.
+
+    Raises:
+        ValueError: another form, an unknown rescaling, or a label, which an export has no use for.
+    """
+    if "@" not in text or Path(text).exists():
+        return None
+    path = text.partition("@")[0]
+    # `eval` takes LABEL=PATH; a folder may have such a name, too
+    spec = ModelSpec.parse("model=" + text)
+    if "=" in path and not Path(path).exists():
+        raise ValueError(f"export takes no label before MODEL_OR_ADAPTER, and there is no {path!r}.")
+    return spec
+
+
 def run_export(args: argparse.Namespace) -> int:
     """Export, and print what was written and the command that serves it."""
     from rope_patch import export
@@ -52,12 +73,14 @@ def run_export(args: argparse.Namespace) -> int:
 
     from ..checkpoint import base_of_adapter, require_checkpoint
 
-    require_whole_weights(args.model, "MODEL_OR_ADAPTER")
-    base = base_of_adapter(args.model)
-    require_checkpoint(base or args.model, f"MODEL_OR_ADAPTER {args.model}" if base else "MODEL_OR_ADAPTER")
+    spec = _rescaled(args.model)
+    path = args.model if spec is None else spec.path
+    require_whole_weights(path, "MODEL_OR_ADAPTER")
+    base = base_of_adapter(path)
+    require_checkpoint(base or path, f"MODEL_OR_ADAPTER {path}" if base else "MODEL_OR_ADAPTER")
     require_writable(args.output.parent)
     done = export(
-        args.model,
+        args.model if spec is None else spec.load("cpu", "auto"),
         args.output,
         target=args.target,
         converter=args.converter,

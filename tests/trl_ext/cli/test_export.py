@@ -27,5 +27,39 @@ def test_a_refusal_is_one_line(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_rescaling_behind_the_model_is_applied_first(tmp_path, capsys):
+    tiny().save_pretrained(tmp_path / "model")
+    command = ["export", f"{tmp_path / 'model'}@ntk:factor=8", "--output", str(tmp_path / "out"), "--no-check"]
+    assert main(command) == 0
+    patched = patch_model(tiny(), "ntk", factor=8.0).config
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["rope_parameters"] == patched.rope_parameters
+    assert written["max_position_embeddings"] == patched.max_position_embeddings
+
+
+def test_a_rescaling_that_the_program_reads_wrong_is_refused(tmp_path, capsys):
+    tiny().save_pretrained(tmp_path / "model")
+    rescaled = f"{tmp_path / 'model'}@dynamic-ntk:factor=4"
+    assert main(["export", rescaled, "--output", str(tmp_path / "out"), "--target", "sglang"]) == 2
+    assert "sglang would serve this model wrong" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("{folder}@nkt:factor=8", "Did you mean 'ntk'"),
+        ("{folder}@ntk", "factor"),
+        ("long={folder}@ntk:factor=8", "export takes no label"),
+        ("{folder}-2@ntk:factor=8", "MODEL_OR_ADAPTER"),
+    ],
+)
+def test_another_form_is_one_line(tmp_path, capsys, model, says):
+    tiny().save_pretrained(tmp_path / "model")
+    named = model.format(folder=tmp_path / "model")
+    assert main(["export", named, "--output", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_the_targets_are_those_of_the_package():
     assert tuple(PROGRAMS) == TARGETS
