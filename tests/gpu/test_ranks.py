@@ -4,6 +4,7 @@ The processes of an engine start once, for the first test that asks for it, and 
 order of importance.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -95,9 +96,9 @@ OF_ENGINE = {
 # ten small steps move weights by a ten thousandth of the largest: a bound against that alone would pass untrained ones
 EXACT = {"tolerance": 1e-3, "weights": 2e-6, "moved": 0.1}
 # One GPU and DDP round each product to bfloat16, FSDP2 and ZeRO also sums between layers and gradients where ranks add
-# them: 8 bits each time. On a CPU losses differ by up to 0.4 %, parts of a KL and norms of gradients by 3 %, and what
-# ten steps add up to by 16 %. A gradient of half the size would differ by 50 %.
-ROUNDED = {"tolerance": 2e-2, "parts": 3.0, "moved": 0.4}
+# them: 8 bits each time. On a CPU losses differ by up to 0.5 %, parts of a KL and norms of gradients by 5 %, and what
+# ten steps add up to by 25 %. A gradient of half the size would differ by 50 %.
+ROUNDED = {"tolerance": 2e-2, "parts": 5.0, "moved": 0.4}
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
@@ -105,22 +106,22 @@ needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reaso
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory):
     """Compares cases under an engine with one GPU; each engine runs once, with all of its cases."""
-    done = {}
+    together = {}
 
-    def runs(world, engine, shared, cases):
-        if (world, engine, shared) not in done:
-            folder = tmp_path_factory.mktemp("runs")
-            done[world, engine, shared] = run_on_ranks(
-                folder, cases, world, engine, shared, device="cuda", raises=False
-            )
-        return done[world, engine, shared]
+    def run(cases, world, engine, shared):
+        folder = tmp_path_factory.mktemp(f"{engine}-{world}-{shared}")
+        return run_on_ranks(folder, cases, world, engine, shared, device="cuda", raises=False)
 
-    def of(cases, engine, shared=1, **tolerances):
-        alone = runs(1, "ddp", 1, FLOAT32 | CORNERS | BF16 | RING_BF16 | QLORA)
-        together = runs(2, engine, shared, OF_ENGINE[engine, shared])
-        require_alike({name: alone[name] for name in cases}, {name: together[name] for name in cases}, **tolerances)
+    with ThreadPoolExecutor(1) as beside:  # the first engine runs meanwhile
+        alone = beside.submit(run, FLOAT32 | CORNERS | BF16 | RING_BF16 | QLORA, 1, "ddp", 1)
 
-    return of
+        def of(cases, engine, shared=1, **tolerances):
+            if (engine, shared) not in together:
+                together[engine, shared] = run(OF_ENGINE[engine, shared], 2, engine, shared)
+            runs = alone.result(), together[engine, shared]
+            require_alike(*({name: of_all[name] for name in cases} for of_all in runs), **tolerances)
+
+        yield of
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
