@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from support.tiny import gemma3, tiny
 
-from rope_patch.attention.rounding import SAMPLES, differs_by_rounding
+from rope_patch.attention.rounding import SAMPLES, differs_by_rounding, inputs_rounded_otherwise
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1e-6, 0.03, 0.1])
@@ -41,3 +42,18 @@ def test_outputs_without_any_spread_are_alike_if_they_are_the_same():
 def test_what_moves_outputs_in_every_way_is_not_rounding():
     plain = torch.randn(SAMPLES, 8)
     assert not differs_by_rounding(1.6 * plain, plain, 1.6 * plain)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [tiny, gemma3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embeddings_move_by_a_digit_each_way_and_back(make, dtype):
+    model = make().to(dtype)
+    embed, ids = model.get_input_embeddings(), torch.arange(64).view(2, 32) % 40
+    before = embed(ids)
+    with inputs_rounded_otherwise(model):
+        moved = embed(ids)
+    change = (moved.double() - before.double())[before != 0] / before.double()[before != 0]
+    assert 0.4 < (change > 0).double().mean() < 0.6
+    assert change.abs().max() <= 1.01 * torch.finfo(dtype).eps and change.abs().mean() > torch.finfo(dtype).eps / 4
+    assert embed(ids).equal(before)
