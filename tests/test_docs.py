@@ -246,6 +246,25 @@ def test_the_table_of_long_rows_is_that_of_its_file():
     assert f"self-distillation takes {whole['self-distill:262144:on']} GiB" in page
 
 
+def test_the_table_of_two_gpus_is_that_of_its_file():
+    page = text_of("docs/results/speed.md")
+    timed, memory = {}, {}
+    for line in lines_of("several-gpus-h200.jsonl"):
+        memory[line["case"], line["gpus"]] = f"{line['peak_gib']:.1f}"
+        if "seconds" in line:
+            timed[line["case"], line["gpus"]] = line["tokens_per_second"]
+    for case in ("self-distill", "pose"):
+        one, two = timed[case, 1], timed[case, 2]
+        figures = [f"{one:.0f}", memory[case, 1], f"{two:.0f}", memory[case, 2], f"{two / (2 * one):.0%}"]
+        assert f"| {' | '.join(figures).replace('%', ' %')} |" in page
+    ring, trl = memory["ring-clm", 2], memory["ring-trl", 2]
+    assert f"{ring} GiB on each GPU for a next-token row of 131072 tokens in a ring, and {trl} by TRL" in page
+    efficiency = [
+        f"{timed[case, 2] / (2 * timed[case, 1]):.0%}".replace("%", " %") for case in ("self-distill", "pose")
+    ]
+    assert " and ".join(efficiency) in text_of("docs/scaling.md")
+
+
 def test_tables_of_the_second_model_are_those_of_the_file():
     tables = keeping_results.tables(lines_of("keeping-gemma-h200.jsonl")).split("\n\n")
     page = (RESULTS / "keeping.md").read_text()
