@@ -269,6 +269,19 @@ def test_tables_of_the_second_model_are_those_of_the_file():
     tables = keeping_results.tables(lines_of("keeping-gemma-h200.jsonl")).split("\n\n")
     page = (RESULTS / "keeping.md").read_text()
     assert len(tables) == 4 and all(table in page for table in tables)
+    beside = keeping_results.tables(lines_of("keeping-gemma-h200.jsonl"), beside="no-kl-2").splitlines()
+    (row,) = (row for row in beside if row.startswith("| keep-2"))
+    assert row in page
+    for low, high in re.findall(r"\((\S+) to (\S+)\)", row):
+        assert float(low) < 0 < float(high)
+    stopped = {(line["arm"], line["seed"]): line["means"] for line in lines_of("keeping-gemma-stopped-h200.jsonl")}
+    found = sorted(means["passkey at 2048"] for (arm, _), means in stopped.items() if arm == "pose")
+    assert len(found) == 3
+    least, most, untrained = (
+        short(f"{share:.2f}") for share in (found[0], found[-1], stopped["yarn", 0]["passkey at 2048"])
+    )
+    assert f"wrote {least} to {most} of the passkeys in three seeds" in page
+    assert f"without training {untrained})" in page
     cells = {arm: keeping_cells("keeping-gemma-h200.jsonl", 2)[arm] for arm in ("keep-2", "native")}
     assert not any("*" in row for row in tables[2].splitlines() if row.startswith("| keep-2")), "nothing is lost"
     found, had = (short(cells[arm][9].split(" / ")[-1]) for arm in ("keep-2", "native"))
