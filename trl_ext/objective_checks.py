@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
 from rope_patch.local_layers import is_local
 from rope_patch.rotary import find_causal_lm
 
@@ -86,14 +84,13 @@ def _refuse_reentrant_checkpointing(trainer: "RopeSFTTrainer") -> None:
     checkpointing: Any = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
     if not (args.gradient_checkpointing and checkpointing.get("use_reentrant")):
         return
-    remedy = "Set gradient_checkpointing_kwargs={'use_reentrant': False}."
-    if is_deepspeed_zero3_enabled() and find_causal_lm(trainer.model) is not trainer.model:
-        remedy = (
-            "TRL sets use_reentrant=True for adapters under ZeRO-3: leave gradient_checkpointing_kwargs out, which "
-            "Transformers 5.23 takes for False, set gradient_checkpointing=False, or use FSDP2 or ZeRO-2."
-        )
+    if not trainer._asked_reentrant:
+        # TRL's doing for adapters under ZeRO-3, whose other checkpointing DeepSpeed once failed at; 0.19.8 does not
+        checkpointing["use_reentrant"] = False
+        return
     raise ValueError(
-        f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. {remedy}"
+        f"objective {args.objective!r} loses its gradient without an error under reentrant checkpointing. Set "
+        "gradient_checkpointing_kwargs={'use_reentrant': False}."
     )
 
 

@@ -159,6 +159,8 @@ class RopeSFTTrainer(SFTTrainer):
             config = with_masked_loss(config, train_dataset)
             require_text(train_dataset, "train_dataset", config)
             require_text(eval_dataset, "eval_dataset", config)
+        checkpointing: Any = config.gradient_checkpointing_kwargs or {}  # parsed from JSON by now
+        self._asked_reentrant = bool(checkpointing.get("use_reentrant"))
         with loading_on_one_gpu(config):
             super().__init__(
                 model,
