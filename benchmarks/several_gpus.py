@@ -227,6 +227,14 @@ def command_of(name: str, n_gpus: int, out: Path, folder: Path, args: argparse.N
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), *own]
 
 
+def memory_in_use() -> dict[str, float]:
+    """GiB that the GPUs hold before a case begins: where another program has them, its time does not count."""
+    if not torch.cuda.is_available():
+        return {}
+    free = [torch.cuda.mem_get_info(gpu) for gpu in range(torch.cuda.device_count())]
+    return {"gib_in_use_before": max(total - unused for unused, total in free) / GIB}
+
+
 def measure(name: str, n_gpus: int, args: argparse.Namespace, until: float) -> dict[str, Any]:
     """The line of a case, or why there is none."""
     with tempfile.TemporaryDirectory() as name_of_folder:
@@ -238,6 +246,7 @@ def measure(name: str, n_gpus: int, args: argparse.Namespace, until: float) -> d
             first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
             environment["CUDA_VISIBLE_DEVICES"] = first
         command = command_of(name, n_gpus, out, folder, args)
+        in_use = memory_in_use()
         begin = time.perf_counter()
         try:
             ended = subprocess.run(
@@ -248,7 +257,7 @@ def measure(name: str, n_gpus: int, args: argparse.Namespace, until: float) -> d
         if not out.exists():
             print(ended.stdout[-2000:], ended.stderr[-8000:], sep="\n", file=sys.stderr, flush=True)
             return {"error": f"the process ended with {ended.returncode}: {ended.stderr[-600:]}"}
-        return {**json.loads(out.read_text()), "wall_seconds": time.perf_counter() - begin}
+        return {**json.loads(out.read_text()), "wall_seconds": time.perf_counter() - begin, **in_use}
 
 
 def main() -> None:
