@@ -62,6 +62,18 @@ def keep_quantised_weights(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def forget_unfinished_forwards(model: nn.Module) -> None:
+    """Let FSDP2 gather the last norm and the head again after an evaluation by TRL's loss.
+
+    accelerate puts both into one group, and TRL reads the head's weight without calling it. Torch before 2.13 waits for
+    that call until a backward comes, and once something is saved, which splits the weights, forwards fail.
+    """
+    for module in model.modules():
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        if state is not None:
+            getattr(state, "_modules_to_run_forward", set()).clear()
+
+
 def computed_in(accelerator: Accelerator) -> torch.dtype | None:
     """The dtype that FSDP or DeepSpeed casts weights to before it computes with them; None: it takes them as they are.
 

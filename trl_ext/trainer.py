@@ -45,6 +45,7 @@ from .model_card import DatasetFacts, card_of, run_facts, runs_before
 from .model_setup import (
     computed_in,
     forget_earlier_trainer,
+    forget_unfinished_forwards,
     has_rope,
     is_patched,
     keep_quantised_weights,
@@ -781,6 +782,7 @@ class RopeSFTTrainer(SFTTrainer):
         if self._ranks is not None and self._ranks.engine == "cp":
             self.gather_function = self._ranks.gather_of_rings  # for this loop: Trainer takes its own again
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        forget_unfinished_forwards(self.model)
         metrics = cast(dict[str, float], output.metrics)
         for name, mean in self._means["eval"].take().items():
             metrics[f"{metric_key_prefix}_{name}"] = mean

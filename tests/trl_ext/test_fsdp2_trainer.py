@@ -14,6 +14,13 @@ from trl_ext.model_setup import require_unharmed_codes
 SHORT = {"short_context": 6, "stride": 4}
 CASES = {
     "view": {"view": "posaug"},
+    "view, evaluated and saved on the way": {
+        "view": "skip",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    },
     # ranks read short windows in unequal numbers
     "longce": {"token_weighting": "longce", "longce_args": SHORT},
     "self-distill": {**SELF, "gradient_checkpointing": True},
