@@ -38,19 +38,18 @@ import trl
 import yaml
 from accelerate import PartialState
 from datasets import Dataset
-from distillation_step import SHAPES, stand_in_tokenizer, synchronize
+from distillation_step import SHAPES, stand_in_tokenizer
+from long_rows import GIB, TINY, Watch
 from peft import LoraConfig
 from torch import distributed
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from rope_patch.environment import device_name
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.launching import Launch
 
-GIB = 1 << 30
 WARM_UP = 2048  # tokens of a row of the first step
-TINY = 64  # rows of the tiny shape are so many times shorter
 SELF = {"objective": "self-distill", "view": "skip"}
 
 
@@ -89,24 +88,6 @@ CASES = {
     "ring-clm": Case("fsdp2-cp", 131072, {}, shared=True),
     "ring-trl": Case("fsdp2-cp", 131072, {}, shared=True, trainer=SFTTrainer),
 }
-
-
-class Watch(TrainerCallback):
-    """Seconds of all steps but the first, and the peak of memory in them."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        synchronize()
-        if state.global_step == 1 and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        self.begin = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        synchronize()
-        if state.global_step > 1:
-            self.seconds.append(time.perf_counter() - self.begin)
 
 
 def build(case: Case, args: argparse.Namespace) -> Any:
