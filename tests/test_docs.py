@@ -263,6 +263,9 @@ def test_the_table_of_two_gpus_is_that_of_its_file():
         f"{timed[case, 2] / (2 * timed[case, 1]):.0%}".replace("%", " %") for case in ("self-distill", "pose")
     ]
     assert " and ".join(efficiency) in text_of("docs/scaling.md")
+    assert f"[{efficiency[0].removesuffix(' %')} and {efficiency[1]}](docs/results/speed.md#two-gpus)" in text_of(
+        "README.md"
+    )
 
 
 def test_tables_of_the_second_model_are_those_of_the_file():
