@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import yaml
@@ -89,5 +90,7 @@ def test_other_extras_are_named_where_they_are_asked_for(folder):
         ): "rope-patch[plots]",
     }
     blocked = ["peft", "bitsandbytes", "flash_attn", "wandb", "deepspeed", "matplotlib"]
+    if find_spec("deepspeed"):  # Transformers looks for an installed one, and takes a blocked import for a bug
+        del commands["train", "deepspeed.yaml"]
     for named, (said, status) in zip(commands.values(), told(blocked, list(map(list, commands))), strict=True):
         assert status == "status 2" and "pip install" in said and named in said, said
