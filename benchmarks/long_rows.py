@@ -126,14 +126,13 @@ def build(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
 
 
-def make_trainer(case: Case, length: int, args: argparse.Namespace, model: Any, folder: str, watch: Watch) -> Any:
-    vocabulary = model.config.vocab_size
-    sizes = [min(WARM_UP, length), *[length] * args.steps]
-    device: dict[str, Any] = {"bf16": True} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False}
-    options: dict[str, Any] = {
+def training_options(folder: str, n_steps: int, rows: int) -> dict[str, Any]:
+    """Fields of SFTConfig for `n_steps` steps of `rows` rows that are tokens already, in order, with checkpointing."""
+    has_gpu = torch.cuda.is_available()
+    return {
         "output_dir": folder,
-        "per_device_train_batch_size": 1,
-        "max_steps": len(sizes),
+        "per_device_train_batch_size": rows,
+        "max_steps": n_steps,
         "train_sampling_strategy": "sequential",
         "max_length": None,
         "gradient_checkpointing": True,
@@ -143,8 +142,15 @@ def make_trainer(case: Case, length: int, args: argparse.Namespace, model: Any, 
         "logging_steps": 1,
         "disable_tqdm": True,
         "dataset_kwargs": {"skip_prepare_dataset": True},
-        **device,
+        "bf16": has_gpu,
+        "use_cpu": not has_gpu,
     }
+
+
+def make_trainer(case: Case, length: int, args: argparse.Namespace, model: Any, folder: str, watch: Watch) -> Any:
+    vocabulary = model.config.vocab_size
+    sizes = [min(WARM_UP, length), *[length] * args.steps]
+    options = training_options(folder, len(sizes), rows=1)
     # twice the row, for the view to reach beyond it
     factor = max(2 * length / model.config.max_position_embeddings, 2.0)
     own: dict[str, Any] = {"rescale": "pi", "rescale_args": {"factor": factor}}

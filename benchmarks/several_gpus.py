@@ -39,7 +39,7 @@ import yaml
 from accelerate import PartialState
 from datasets import Dataset
 from distillation_step import SHAPES, stand_in_tokenizer
-from long_rows import GIB, TINY, Watch
+from long_rows import GIB, TINY, Watch, training_options
 from peft import LoraConfig
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -101,7 +101,7 @@ def build(case: Case, args: argparse.Namespace) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
 
 
-def fields_of(case: Case, length: int, window: int, n_rows: int, folder: str) -> dict[str, Any]:
+def fields_of(case: Case, length: int, window: int, n_steps: int, folder: str) -> dict[str, Any]:
     """Options of the trainer."""
     fields = dict(case.fields)
     reached = 2 * length
@@ -112,24 +112,7 @@ def fields_of(case: Case, length: int, window: int, n_rows: int, folder: str) ->
         fields["view_args"] = {**fields["view_args"], "target": reached}
     if case.trainer is RopeSFTTrainer:
         fields |= {"rescale": "pi", "rescale_args": {"factor": max(reached / window, 2.0)}}
-    has_gpu = torch.cuda.is_available()
-    return {
-        "output_dir": folder,
-        "per_device_train_batch_size": case.rows,
-        "max_steps": n_rows,
-        "train_sampling_strategy": "sequential",
-        "max_length": None,
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "save_strategy": "no",
-        "report_to": [],
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "bf16": has_gpu,
-        "use_cpu": not has_gpu,
-        **fields,
-    }
+    return {**training_options(folder, n_steps, case.rows), **fields}
 
 
 def length_of(case: Case, args: argparse.Namespace) -> int:

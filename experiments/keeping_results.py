@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from result_lines import mean_of, spread
+from result_lines import mean_of, runs_by_arm, spread
 
 from rope_patch.eval.paired import paired_interval
 
@@ -49,7 +49,7 @@ def cell(of_seeds: list[list[float]], native: list[float] | None, digits: int = 
     mean = f"{abs(fmean(map(fmean, of_seeds))):.{digits}f}"
     if native is None:
         return mean
-    _, high = paired_interval([fmean(values) - other for *values, other in zip(*of_seeds, native, strict=True)])
+    _, high = paired_interval([a - b for a, b in zip(over_seeds(of_seeds), native, strict=True)])
     return mean + ("*" if high < 0 else "")
 
 
@@ -82,10 +82,7 @@ def table(runs: list[Run]) -> str:
     tests = [t for t in TESTS if scores(first, t, lengths[0])]  # early runs have fewer
     columns += [f"{tests[0]} at {' / '.join(map(str, lengths))}", *tests[1:]]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    by_arm: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda r: r["arm"] != "native"):
-        by_arm.setdefault(run["arm"], []).append(run)
-    for arm, seeds in by_arm.items():
+    for arm, seeds in runs_by_arm(sorted(runs, key=lambda r: r["arm"] != "native")).items():
         row = [arm, str(len(seeds))]
         row += [spread([mean_of(run["loss_by_position"], a, b) for run in seeds], 3) for a, b in between]
         row.append(spread([run["own"]["kl"] for run in seeds], 3))
@@ -103,23 +100,21 @@ def table(runs: list[Run]) -> str:
 
 def differences(runs: list[Run], beside: str) -> str:
     """Markdown of how far arms are from one of them, on the same prompts: means over seeds, with 95 % intervals."""
-    by_arm: dict[str, list[Run]] = {}
-    for run in runs:
-        by_arm.setdefault(run["arm"], []).append(run)
-    if beside not in by_arm:
+    arms = runs_by_arm(runs)
+    if beside not in arms:
         return ""
     lengths = sorted({c["length"] for c in runs[0]["asked"]})
     measures: dict[str, Callable[[Run], list[float]]] = {"short text": short_text, "ended": ended}
     for test in TESTS:
         measures |= {f"{test} at {n}": partial(scores, test=test, length=n) for n in lengths}
-    measures = {name: measure for name, measure in measures.items() if measure(by_arm[beside][0])}
+    measures = {name: measure for name, measure in measures.items() if measure(arms[beside][0])}
     lines = ["| " + " | ".join(["arm", *measures]) + " |", "|---" * (1 + len(measures)) + "|"]
-    for arm, seeds in by_arm.items():
+    for arm, seeds in arms.items():
         if arm == beside:
             continue
-        row = [f"{arm}, {len(seeds)} and {len(by_arm[beside])} seeds"]
+        row = [f"{arm}, {len(seeds)} and {len(arms[beside])} seeds"]
         for measure in measures.values():
-            ours, theirs = (over_seeds([measure(run) for run in same]) for same in (seeds, by_arm[beside]))
+            ours, theirs = (over_seeds([measure(run) for run in same]) for same in (seeds, arms[beside]))
             pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
             low, high = paired_interval(pairs, bounds=(-1.0, 1.0))
             row.append(f"{fmean(pairs):+.3f} ({low:+.3f} to {high:+.3f})")

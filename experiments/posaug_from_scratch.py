@@ -25,7 +25,6 @@ import json
 import math
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import Any
 
 import torch
 from harness import DEVICE, Line, Run, autocast, carry_out, chosen, require, show, study_parser
-from result_lines import Deadline, held, orderings, spread
+from result_lines import Deadline, held, orderings, runs_by_arm, spread
 from token_text import first_rows, read_facts, read_stream
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -295,9 +294,7 @@ def penalties(runs: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
 def summary(runs: list[dict[str, Any]]) -> str:
     """Markdown: means over seeds with half of their span, and the paper's orderings seed by seed."""
     penalty = penalties(runs)
-    by_arm: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for run in runs:
-        by_arm[run["arm"]].append(run)
+    by_arm = runs_by_arm(runs)
     window, length = runs[0]["window"], runs[0]["spans"][1]
     lines = [
         f"{runs[0]['parameters'] / 1e6:.1f}M parameters without embeddings, {runs[0]['tokens'] / 1e6:.0f}M tokens "

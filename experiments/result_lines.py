@@ -45,6 +45,14 @@ def share(runs: Sequence[T], part: str) -> list[T]:
     return list(runs[int(number) :: int(total)])
 
 
+def runs_by_arm(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs of each arm, in their order."""
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        arms.setdefault(run["arm"], []).append(run)
+    return arms
+
+
 def mean_of(bins: list[dict[str, float]], first: int, end: int) -> float:
     """Mean loss of the positions from first to end, of bins that lie within."""
     inside = [b for b in bins if first <= b["first"] and b["end"] <= end]

@@ -8,7 +8,7 @@ independent prompts.
 from statistics import fmean, median
 from typing import Any
 
-from result_lines import mean_of, spread
+from result_lines import mean_of, runs_by_arm, spread
 
 from rope_patch.eval.paired import paired_interval
 
@@ -55,9 +55,7 @@ def cells_of(run: Run) -> list[tuple[str, int, int]]:
 
 def tables(runs: list[Run]) -> str:
     """Markdown: exams by length, by the place of the answer, and everything else."""
-    by_arm: dict[str, list[Run]] = {}
-    for run in sorted(runs, key=lambda run: run["seed"]):
-        by_arm.setdefault(run["arm"], []).append(run)
+    by_arm = runs_by_arm(sorted(runs, key=lambda run: run["seed"]))
     return "\n\n".join((_exams(by_arm), _places(by_arm), _others(by_arm)))
 
 

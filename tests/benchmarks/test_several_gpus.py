@@ -42,14 +42,14 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
 
 def test_views_reach_as_far_in_shorter_rows():
     """Gaps grow with rows, and the window is rescaled to where they end."""
-    fields = several_gpus.fields_of(several_gpus.CASES["pose"], length=128, window=256, n_rows=2, folder="")
+    fields = several_gpus.fields_of(several_gpus.CASES["pose"], length=128, window=256, n_steps=2, folder="")
     assert fields["view_args"] == {"target": 1024} and fields["rescale_args"] == {"factor": 4.0}
 
 
 def test_rows_that_gpus_share_have_no_fixed_split():
     """Whose short first row would have to be half as long as the others."""
     own, shared = (
-        several_gpus.fields_of(several_gpus.CASES[name], length=256, window=512, n_rows=2, folder="")
+        several_gpus.fields_of(several_gpus.CASES[name], length=256, window=512, n_steps=2, folder="")
         for name in ("self-distill", "ring")
     )
     assert own["view_args"] == {"split": 128} and "view_args" not in shared
