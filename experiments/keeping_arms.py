@@ -23,6 +23,10 @@ class Arm:
             (`rope_patch.eval.context_gain`); None takes all.
         kept: share of what training changed in each weight that is kept: weights are w_native + kept (w_trained -
             w_native), WiSE-FT's mix (arXiv:2109.01903), under the arm's rescaling.
+        evidence: rows that the model answers itself, taught by the native model which reads one sentence
+            (keeping_evidence.py), in so many times as there are of other arms; they are its training then. None for
+            training on given rows.
+        after: arm of whose trained weights training starts; None for the native ones. For `evidence` alone.
     """
 
     rescale: tuple[str, Options] | None = None
@@ -34,6 +38,8 @@ class Arm:
     lora: int | None = None
     gain: float | None = None
     kept: float = 1.0
+    evidence: float | None = None
+    after: str | None = None
 
     def rescaling(self) -> dict[str, Any]:
         """Its fields of RopeSFTConfig."""
@@ -73,6 +79,10 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
     lora = replace(keep_2, training={**distilled, "native_args": weights, "learning_rate": 3e-3}, lora=64)
     qkv = replace(keep_2, training={**distilled, "native_args": weights, "trainable": "qkv"})
     slow = replace(keep_2, training={**distilled, "native_args": weights, "learning_rate": 1e-4})
+    # fewer steps than of other arms, at their rate; from trained weights at a third of it, as less is left to learn
+    evidence = Arm(
+        ntk_2, {"questions": 1.0}, row_length=row_length, training={**gaps, "learning_rate": 3e-4}, evidence=0.375
+    )
     pose = {
         "view": "pose",
         "view_args": {"target": target, "window": row_length or window},
@@ -111,6 +121,8 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
         "keep-2-answers-half": replace(answers, kept=0.5),
         "keep-2-answers-short": replace(answers, rows={"short": 0.5}),
         "keep-2-answers-chats": replace(answers, shares={**answers.shares, kind_of_own: 2.0}),
+        "evidence": evidence,
+        "keep-2-evidence": replace(evidence, training={**gaps, "learning_rate": 1e-4}, after="keep-2"),
         "keep-cold": replace(keep, rescale=cold),
         "keep-cold-2": replace(keep, rescale=cold_2),
     }

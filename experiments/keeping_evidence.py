@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from evidence_rows import EvidenceRow, closing_tokens
+from evidence_rows import EvidenceRow, closing_tokens, evidence_rows
 from harness import autocast
 from transformers import get_scheduler
 
@@ -36,6 +36,32 @@ from rope_patch.views import View
 
 NEW_TOKENS = 16  # of an answer, at most
 ROWS_PER_STEP = 8
+
+
+def train_on_evidence(
+    model: Any,
+    teacher: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    n: int,
+    *,
+    length: int,
+    view: View,
+    rate: float,
+    seed: int,
+) -> dict[str, Any]:
+    """`distil_from_evidence` on `n` rows in `texts`, each of `length` tokens with room for its answer.
+
+    Half of the rows are in the tokenizer's chat template, if it has one.
+    """
+    begin = time.perf_counter()
+    chat = 0.5 if tokenizer.chat_template else 0.0
+    rows = evidence_rows(tokenizer, texts, n, length=length - NEW_TOKENS, chat=chat, seed=seed)
+    made = time.perf_counter() - begin
+    return {
+        "rows_seconds": made,
+        **distil_from_evidence(model, teacher, tokenizer, rows, view, rate=rate, seed=seed),
+    }
 
 
 def distil_from_evidence(

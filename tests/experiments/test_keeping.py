@@ -22,7 +22,8 @@ from trl_ext import RopeSFTConfig
 ARMS = (
     "native yarn ntk ntk-2 ntk-4 pose no-kl no-kl-2 no-kl-cold no-kl-cold-2 keep keep-2 keep-2-long keep-2-kl-3 "
     "keep-2-quarter keep-2-half keep-2-three-quarters keep-2-lora keep-2-lora-slow keep-2-qkv keep-2-slow keep-2-gain "
-    "drop keep-2-answers keep-2-answers-half keep-2-answers-short keep-2-answers-chats keep-cold keep-cold-2"
+    "drop keep-2-answers keep-2-answers-half keep-2-answers-short keep-2-answers-chats evidence keep-2-evidence "
+    "keep-cold keep-cold-2"
 ).split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 

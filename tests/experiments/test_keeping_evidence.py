@@ -1,13 +1,18 @@
 """Self-distillation from short evidence: the loss, what either side reads, and indices that are drawn once."""
 
+import argparse
 import copy
+import json
 import math
 import random
 
+import keeping
 import keeping_evidence
 import pytest
 import torch
 from evidence_rows import evidence_rows
+from keeping_arms import arms
+from safetensors.torch import load_file
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
@@ -40,12 +45,13 @@ def student(native):
     return patch_model(copy.deepcopy(native), "ntk", factor=16.0)
 
 
-def rows_of(tokenizer, n=4, **options):
+def book():
     draw = random.Random(0)
-    sentences = (" ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(5)) + ". " for _ in range(200))
-    return evidence_rows(
-        tokenizer, ["".join(sentences)], n, **{"length": LENGTH, "chat": 0.5, "facts": 3, "seed": 0, **options}
-    )
+    return "".join(" ".join("".join(draw.choices("abcdefgh", k=4)) for _ in range(5)) + ". " for _ in range(200))
+
+
+def rows_of(tokenizer, n=4, **options):
+    return evidence_rows(tokenizer, [book()], n, **{"length": LENGTH, "chat": 0.5, "facts": 3, "seed": 0, **options})
 
 
 def indices_read(model, monkeypatch):
@@ -185,3 +191,48 @@ def test_the_student_comes_nearer_to_the_teacher(tokenizer, student, native):
 )
 def test_an_answer_is_right_with_the_whole_value_in_it(value, text, expected):
     assert keeping_evidence.holds(value, text) == expected
+
+
+@pytest.mark.parametrize("name", ["evidence", "keep-2-evidence"])
+def test_an_arm_starts_from_the_weights_that_it_names_and_keeps_a_plain_checkpoint(
+    name, tokenizer, native, tmp_path, monkeypatch
+):
+    native.save_pretrained(tmp_path / "model")
+    started, steps = [], keeping_evidence.distil_from_evidence
+
+    def first_steps(model, teacher, tokenizer, rows, view, *, rate, seed):
+        started.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+        assert len(rows) == 3 and all(len(row.prompt) == 1184 for row in rows)
+        return steps(model, teacher, tokenizer, rows, view, rate=rate, seed=seed)
+
+    monkeypatch.setattr(keeping_evidence, "distil_from_evidence", first_steps)
+    trained = []
+
+    def keep_2(model, tokenizer, rows, fields, seed, **more):
+        trained.append(fields["objective"])
+        return Trainer(patch_model(model, fields["rescale"], **fields["rescale_args"]))
+
+    class Trainer:
+        def __init__(self, model):
+            self.model = model
+            self.model.lm_head.weight.data += 1
+            self.state = argparse.Namespace(log_history=[{"loss": 0.0, "train_runtime": 0.0}], global_step=0)
+
+    monkeypatch.setattr(keeping, "training_rows", lambda *_: None)
+    monkeypatch.setattr(keeping, "train", keep_2)
+    data = keeping.Data(tokenizer, [book() * 3], [], torch.zeros(0), [[5] * 40], [], {})
+    args = argparse.Namespace(
+        model=tmp_path / "model", window=1200, target=9600, row_length=None, rows=8, rate=None, checkpoints=None
+    )
+    arm = arms(1200, 9600, "chats")[name]
+    for _ in range(2):
+        line = keeping.train_arm(arm, data, args, 0, tmp_path / f"{name}-0")
+    after = "keep-2" if name == "keep-2-evidence" else "native"
+    assert (line["started_from"], line["steps"], line["student_tokens"]) == (after, 1, 3 * 1184)
+    assert line["log"][0]["tokens"] == line["answer_tokens"] and {"rows_seconds", "train_seconds"} <= line.keys()
+    expected = native.lm_head.weight + (1 if after == "keep-2" else 0)
+    assert all(torch.equal(weights["lm_head.weight"], expected) for weights in started)
+    assert trained == (["native-distill"] if after == "keep-2" else []), "what is there is not trained again"
+    config = json.loads((tmp_path / f"{name}-0" / "config.json").read_text())["rope_parameters"]
+    assert config["rope_type"] == "default" and config["rope_theta"] > 16 * 1e4
+    assert load_file(tmp_path / f"{name}-0" / "model.safetensors").keys() == native.state_dict().keys()
