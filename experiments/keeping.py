@@ -12,6 +12,9 @@ the chat template; replies to users' texts of the native model's own chats, and 
 are from the native model's; short-text benchmarks, if --bench names a folder with them. A seed draws rows, their
 order and gaps.
 
+With --rescaling FILE, of factor_search.py, there are two more arms: "searched", the model under the rescaling that was
+found, and "keep-2-searched", trained under it. The file of another search needs another --out.
+
 --own is a file of chats (of a base model texts) that the native model wrote; --make-own N writes it and ends.
 One JSON line an arm and seed is added to --out, with every prompt's score, so that arms can be compared in pairs. With
 --checkpoints a run that is cut off goes on: what it had measured is in OUT.parts.jsonl, and what it trained is kept.
@@ -32,6 +35,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from factor_results import searched_rescaling
 from harness import DEVICE, Line, Run, carry_out, chosen, load, logged, require, show, study_parser, train
 from keeping_arms import Arm, arms
 from keeping_evidence import train_on_evidence
@@ -345,11 +349,17 @@ def summary(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def known_arms(args: argparse.Namespace, kind_of_own: str) -> dict[str, Arm]:
+    """Every arm by name, with those of --rescaling."""
+    searched = searched_rescaling(args.rescaling) if args.rescaling else None
+    return arms(args.window, args.target, kind_of_own, args.row_length, searched)
+
+
 def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace) -> Iterator[Line]:
     """Train one arm, if it trains, and measure it."""
     own = "chats" if data.tokenizer.chat_template else "own_texts"
-    arm = arms(args.window, args.target, own, args.row_length)[name]
-    line: dict[str, Any] = {"window": args.window, "target": args.target}
+    arm = known_arms(args, own)[name]
+    line: dict[str, Any] = {"window": args.window, "target": args.target, "rescale": arm.rescale}
     kept = args.out.with_suffix(".parts.jsonl") if args.checkpoints else None
     parts = Parts(kept, {"arm": name, "seed": seed, "question_seed": args.question_seed})
     if arm.shares is not None:
@@ -379,6 +389,9 @@ def main() -> None:
     parser.add_argument(
         "--row-length", type=int, help="tokens of a row that is trained on; by default the window, or what an arm has"
     )
+    parser.add_argument(
+        "--rescaling", type=Path, metavar="FILE", help="of factor_search.py: adds arms under its result"
+    )
     parser.add_argument("--rate", type=float, help="learning rate of every arm that trains; by default its own")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 7900, 16384, 32768, 60000])
     parser.add_argument("--prompts", type=int, default=200, help="of a test and length within the window; half beyond")
@@ -396,7 +409,7 @@ def main() -> None:
     require(parser, args, "model", "text", "held_out", "own")
     if args.bench:  # what is lacking is told before hours of training
         require_lm_eval()
-    known = arms(args.window, args.target, "chats", args.row_length)
+    known = known_arms(args, "chats")
     names = chosen(parser, args, known)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     native = served(args.model)

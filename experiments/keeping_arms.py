@@ -46,7 +46,13 @@ class Arm:
         return {} if self.rescale is None else {"rescale": self.rescale[0], "rescale_args": self.rescale[1]}
 
 
-def arms(window: int, target: int, kind_of_own: str, row_length: int | None = None) -> dict[str, Arm]:
+def arms(
+    window: int,
+    target: int,
+    kind_of_own: str,
+    row_length: int | None = None,
+    searched: tuple[str, Options] | None = None,
+) -> dict[str, Arm]:
     """Every arm by name.
 
     Args:
@@ -54,6 +60,7 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
         target: positions to be reached.
         kind_of_own: kind of rows that the model wrote itself, "chats" or, of a base model, "own_texts".
         row_length: tokens of the rows that are trained on; None for the window, and for four windows in arm "pose".
+        searched: a rescaling that was searched for (factor_search.py): adds two arms, of it untrained and trained.
     """
     times = target / window
     yarn = ("yarn", {"factor": times})
@@ -88,6 +95,9 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
         "view_args": {"target": target, "window": row_length or window},
         "learning_rate": 5e-4,
     }
+    of_search = (
+        {} if searched is None else {"searched": Arm(searched), "keep-2-searched": replace(keep_2, rescale=searched)}
+    )
     return {
         "native": Arm(),
         "yarn": Arm(yarn),
@@ -125,4 +135,5 @@ def arms(window: int, target: int, kind_of_own: str, row_length: int | None = No
         "keep-2-evidence": replace(evidence, training={**gaps, "learning_rate": 1e-4}, after="keep-2"),
         "keep-cold": replace(keep, rescale=cold),
         "keep-cold-2": replace(keep, rescale=cold_2),
+        **of_search,
     }

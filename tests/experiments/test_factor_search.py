@@ -4,7 +4,10 @@ import json
 import math
 import random
 import sys
+from dataclasses import replace
 
+import keeping
+import keeping_arms
 import keeping_questions as questions
 import numpy as np
 import pytest
@@ -17,6 +20,8 @@ from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import WINDOW, tiny
 
 from rope_patch import patch_model
+from rope_patch.eval.asking import Frame
+from trl_ext import RopeSFTConfig
 
 factor_search = pytest.importorskip("factor_search", reason="needs cmaes")
 
@@ -118,13 +123,20 @@ def tokenizer():
 TEXTS = [[5 + (7 * i * i + k) % 40 for i in range(3000)] for k in range(4)]
 
 
-@pytest.mark.parametrize("rescale", [None, ("ntk", {"factor": 16.0})], ids=["native", "ntk"])
+SEARCHED = Divisors((1.0, 1.5, 3.0, 8.0), 1.1).rescale(1024, 8192)
+
+
+@pytest.mark.parametrize("rescale", [None, ("ntk", {"factor": 16.0}), SEARCHED], ids=["native", "ntk", "searched"])
 def test_fitness_is_that_of_whole_prompts_without_shared_reading(rescale, tokenizer, monkeypatch):
     monkeypatch.setattr(questions, "TAIL", 300)
     model = tiny(vocab_size=CHARACTERS, max_position_embeddings=1024)
     books = books_with_questions(tokenizer, TEXTS, [1000, 1300], 2, 2)
     figures = fitness(model, books, rescale, 0.5)
     assert model.config.rope_parameters["rope_type"] == "default", "the rescaling is off again"
+
+    # another candidate in between leaves nothing behind
+    fitness(model, books, Divisors((1.0, 2.0, 2.0, 2.0), 1.0).rescale(1024, 8192), 0.5)
+    assert fitness(model, books, rescale, 0.5) == figures
 
     plain = tiny(vocab_size=CHARACTERS, max_position_embeddings=1024)
     if rescale:
@@ -267,3 +279,45 @@ def test_the_start_is_an_arm_of_that_name_or_the_best():
     assert factor_search.start_of("best", arms) == "pi" and factor_search.start_of("yarn", arms) == "yarn"
     with pytest.raises(ValueError, match="--start best needs arms that are measured"):
         factor_search.start_of("best", [])
+
+
+def test_what_was_found_is_a_rescaling_of_the_arms(tmp_path):
+    out = tmp_path / "out.jsonl"
+    for divisor in (2.0, 3.0):
+        method, options = Divisors((1.0, divisor), 1.1).rescale(8192, 65536)
+        add_line(out, {"line": "best", "rescale": method, "rescale_args": options})
+    plain, known = (keeping_arms.arms(8192, 65536, "chats", searched=s) for s in (None, searched_rescaling(out)))
+    assert known.keys() - plain.keys() == {"searched", "keep-2-searched"}
+    assert known["searched"].rescale[1]["long_factor"] == [1.0, 3.0] and known["searched"].shares is None
+    arm = known["keep-2-searched"]
+    assert replace(arm, rescale=None) == replace(known["keep-2"], rescale=None)
+    config = RopeSFTConfig(output_dir=str(tmp_path), **{**keeping.TRAINING, **arm.rescaling(), **arm.training})
+    assert config.rescale == "longrope" and dict(config.rescale_args) == arm.rescale[1]
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_and_answers_under_what_was_found(tokenizer, tmp_path, monkeypatch):
+    model, found, out = (tmp_path / name for name in ("model", "found.jsonl", "out.jsonl"))
+    tiny(vocab_size=CHARACTERS, max_position_embeddings=2048).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    method, options = Divisors((1.0, 1.5, 3.0, 8.0), 1.1).rescale(2048, 4096)
+    add_line(found, {"line": "best", "rescale": method, "rescale_args": options})
+    draw = random.Random(0)
+    for name in ("train", "val"):
+        books = [" ".join("".join(draw.choices("abcdefgh", k=5)) for _ in range(1500)) for _ in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
+    frame = Frame.of(tokenizer, True)
+    turn = tokenizer(frame.turn, add_special_tokens=False)["input_ids"]
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps([[*frame.begin, 30, 31, *turn, *([32, 33] * 10)] for _ in range(4)]))
+    monkeypatch.setattr(questions, "TAIL", 200)
+    monkeypatch.setattr(keeping, "REPLY", 4)
+    monkeypatch.setitem(keeping.TRAINING, "gradient_accumulation_steps", 1)  # the first step has a rate of 0
+    line = f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own} --window 2048"
+    line += f" --held-out-own 2 --target 4096 --rows 2 --lengths 1400 2300 --prompts 4 --held-out-rows 1 --out {out}"
+    monkeypatch.setattr(sys, "argv", f"{line} --rescaling {found} --arms searched keep-2-searched".split())
+    keeping.main()
+    untrained, trained = read_lines(out)
+    assert untrained["rescale"] == trained["rescale"] == [method, options] and trained["steps"] > 1
+    assert {len(c["scores"]) > 0 for c in trained["asked"]} == {True}
+    assert trained["loss_by_position"] != untrained["loss_by_position"]
