@@ -12,6 +12,9 @@ the chat template; replies to users' texts of the native model's own chats, and 
 are from the native model's; short-text benchmarks, if --bench names a folder with them. A seed draws rows, their
 order and gaps.
 
+Arms with "evidence" in their name learn from answers of their own to fewer rows (keeping_evidence.py). The weights that
+one starts from are those in --checkpoints; if they are not there, they are trained first.
+
 With --rescaling FILE, of factor_search.py, there are two more arms: "searched", the model under the rescaling that was
 found, and "keep-2-searched", trained under it. The file of another search needs another --out.
 
