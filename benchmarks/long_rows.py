@@ -94,20 +94,21 @@ class Case:
 
 
 class Watch(TrainerCallback):
-    """Time and peak memory of all steps but the first."""
+    """Time and peak memory of all steps but the first, or so many of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, unwatched: int = 1) -> None:
+        self.unwatched = unwatched
         self.seconds: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         synchronize()
-        if state.global_step == 1 and torch.cuda.is_available():
+        if state.global_step == self.unwatched and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self.begin = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         synchronize()
-        if state.global_step > 1:
+        if state.global_step > self.unwatched:
             self.seconds.append(time.perf_counter() - self.begin)
 
 

@@ -126,15 +126,17 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     length = length_of(case, args)
     state = PartialState(cpu=not torch.cuda.is_available())
     n_ranks = state.num_processes
-    watch = Watch()
+    # Ulysses reads a row a rank and takes a step for each of them, which all ranks share
+    in_turn = n_ranks if case.engine == "zero3-sp" else 1
+    watch = Watch(in_turn)
     with tempfile.TemporaryDirectory() as folder:
         window = SHAPES[args.shape or case.shape]["max_position_embeddings"]
-        options = fields_of(case, length, window, 1 + args.steps, folder)
+        options = fields_of(case, length, window, in_turn * (1 + args.steps), folder)
         # before the model: ZeRO-3 makes its weights in parts
         config = (RopeSFTConfig if case.trainer is RopeSFTTrainer else SFTConfig)(**options)
         model = build(case, args)
-        # a ring reads each row on every rank, Ulysses a row a rank, which then share each of them in turn
-        of_step = case.rows * (n_ranks if not case.shared or case.engine == "zero3-sp" else 1)
+        # a ring reads each row on every rank
+        of_step = case.rows * (in_turn if case.shared else n_ranks)
         # a short row of a skip must have the split that all rows have
         short = length // 2 + min(WARM_UP, length) // 2 if "split" in options.get("view_args", {}) else WARM_UP
         lengths = [min(short, length)] * of_step + [length] * (of_step * args.steps)
@@ -158,6 +160,7 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         peak = peak.to(state.device)
         distributed.all_reduce(peak, op=distributed.ReduceOp.MAX)
     tokens = length * case.rows * (1 if case.shared else n_ranks)
+    require_read(trainer, tokens * len(watch.seconds), in_turn)
     return {
         "tokens": tokens,
         "seconds": seconds,
@@ -166,6 +169,13 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "long_rows": bool(getattr(getattr(trainer, "memory_plan", None), "on", False)),
     }
+
+
+def require_read(trainer: Any, tokens: int, unwatched: int) -> None:
+    """Fail where the steps that were timed, all but the first `unwatched`, did not read so many tokens."""
+    read = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    if type(trainer) is RopeSFTTrainer and read[-1] - read[unwatched - 1] != tokens:
+        raise RuntimeError(f"{tokens} tokens are timed and {read[-1] - read[unwatched - 1]:.0f} were read: {read}")
 
 
 def worker(args: argparse.Namespace) -> None:
