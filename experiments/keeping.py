@@ -183,6 +183,8 @@ def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpo
     """Save what training ends with; how long it took and what was logged."""
     if arm.evidence is not None:
         return train_by_answers(arm, data, args, seed, checkpoint)
+    if arm.after is not None:
+        return mixed(arm, data, args, seed, checkpoint)
     begin = time.perf_counter()
     rows = training_rows(arm, data, args, seed)
     made = time.perf_counter()
@@ -191,8 +193,6 @@ def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpo
         fields["learning_rate"] = args.rate
     trainer = train(load(args.model), data.tokenizer, rows, fields, seed, **adapters_of(arm))
     model = trainer.model if arm.lora is None else trainer.model.merge_and_unload()
-    if arm.kept < 1:
-        mix_with(model, load(args.model), arm.kept)
     model.save_pretrained(checkpoint)
     history = logged(trainer)
     return {
@@ -205,16 +205,12 @@ def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpo
 
 
 def train_by_answers(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpoint: Path) -> dict[str, Any]:
-    """`train_arm` of an arm that learns from its own answers; the arm that it starts from is trained if it is not."""
+    """`train_arm` of an arm that learns from its own answers."""
     assert arm.evidence is not None and arm.rescale is not None
     if arm.after is None:
         model = patch_model(load(args.model), arm.rescale[0], **arm.rescale[1])
     else:
-        start = checkpoint.with_name(f"{arm.after}-{seed}")
-        if not start.is_dir():
-            own = "chats" if data.tokenizer.chat_template else "own_texts"
-            train_arm(arms(args.window, args.target, own, args.row_length)[arm.after], data, args, seed, start)
-        model = load(start)
+        model = load(checkpoint_of(arm.after, data, args, seed, checkpoint))
     figures = train_on_evidence(
         model,
         load(args.model),
@@ -228,6 +224,24 @@ def train_by_answers(arm: Arm, data: Data, args: argparse.Namespace, seed: int, 
     )
     model.save_pretrained(checkpoint)
     return {"started_from": arm.after or "native", **figures}
+
+
+def mixed(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpoint: Path) -> dict[str, Any]:
+    """`train_arm` of an arm that takes back a share of what another's training changed, and trains nothing."""
+    assert arm.after is not None
+    model = load(checkpoint_of(arm.after, data, args, seed, checkpoint))
+    mix_with(model, load(args.model), arm.kept)
+    model.save_pretrained(checkpoint)
+    return {"started_from": arm.after, "kept": arm.kept, "train_seconds": 0.0, "log": []}
+
+
+def checkpoint_of(name: str, data: Data, args: argparse.Namespace, seed: int, beside: Path) -> Path:
+    """What an arm's training ended with, in the folder that `beside` is in; it is trained if it is not there."""
+    folder = beside.with_name(f"{name}-{seed}")
+    if not folder.is_dir():
+        own = "chats" if data.tokenizer.chat_template else "own_texts"
+        train_arm(arms(args.window, args.target, own, args.row_length)[name], data, args, seed, folder)
+    return folder
 
 
 def adapters_of(arm: Arm) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Arm:
         evidence: rows that the model answers itself, taught by the native model which reads one sentence
             (keeping_evidence.py), in so many times as there are of other arms; they are its training then. None for
             training on given rows.
-        after: arm of whose trained weights training starts; None for the native ones. For `evidence` alone.
+        after: arm whose trained weights `evidence` starts from, or are mixed; None for the native ones, and where
+            neither is asked for.
     """
 
     rescale: tuple[str, Options] | None = None
@@ -113,9 +114,9 @@ def arms(
         "keep-2": keep_2,
         "keep-2-long": replace(keep_2, times=2),
         "keep-2-kl-3": replace(keep_2, training={**distilled, "native_args": {**weights, "weight": 3.0}}),
-        "keep-2-quarter": replace(keep_2, kept=0.25),
-        "keep-2-half": replace(keep_2, kept=0.5),
-        "keep-2-three-quarters": replace(keep_2, kept=0.75),
+        "keep-2-quarter": replace(keep_2, kept=0.25, after="keep-2"),
+        "keep-2-half": replace(keep_2, kept=0.5, after="keep-2"),
+        "keep-2-three-quarters": replace(keep_2, kept=0.75, after="keep-2"),
         "keep-2-lora": lora,
         "keep-2-lora-slow": replace(lora, training={**lora.training, "learning_rate": 1e-3}),
         "keep-2-qkv": qkv,
@@ -128,7 +129,7 @@ def arms(
             training={"objective": "native-distill", "native_args": weights, "learning_rate": 3e-4},
         ),
         "keep-2-answers": answers,
-        "keep-2-answers-half": replace(answers, kept=0.5),
+        "keep-2-answers-half": replace(answers, kept=0.5, after="keep-2-answers"),
         "keep-2-answers-short": replace(answers, rows={"short": 0.5}),
         "keep-2-answers-chats": replace(answers, shares={**answers.shares, kind_of_own: 2.0}),
         "evidence": evidence,

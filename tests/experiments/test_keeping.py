@@ -98,13 +98,13 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         sys,
         "argv",
         f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own_texts} "
-        f"--held-out-own 2 --arms native keep keep-2-lora keep-2-gain drop pose --window 2048 --target 4096 "
-        f"--rows 6 --lengths 1400 --prompts 16 "
+        f"--held-out-own 2 --arms native keep keep-2-half keep-2-lora keep-2-gain drop pose --window 2048 "
+        f"--target 4096 --rows 6 --lengths 1400 --prompts 16 "
         f"--held-out-rows 2 --checkpoints {tmp_path}/kept --out {out}".split(),
     )
     keeping.main()
     runs = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["arm"] for r in runs] == ["native", "keep", "keep-2-lora", "keep-2-gain", "drop", "pose"]
+    assert [r["arm"] for r in runs] == ["native", "keep", "keep-2-half", "keep-2-lora", "keep-2-gain", "drop", "pose"]
     assert runs[0]["own"]["kl"] == pytest.approx(0, abs=1e-6) and runs[1]["own"]["kl"] > 0
     assert {"kl", "ce", "text_ce"} <= runs[1]["log"][0].keys() and runs[-1]["steps"] == 1
     assert {c["chat"] for c in runs[0]["asked"]} == ({False, True} if chat else {False})
@@ -112,14 +112,21 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     kept = {folder.name: json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "kept").iterdir()}
     assert {name: c["rope_parameters"]["rope_type"] for name, c in kept.items()} == {
         "keep-0": "default",
+        "keep-2-0": "default",
+        "keep-2-half-0": "default",
         "keep-2-lora-0": "default",
         "keep-2-gain-0": "default",
         "drop-0": "llama3",
         "pose-0": "yarn",
     }
     assert "| keep |" in keeping_results.table(runs)
-    base, merged = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "kept" / "keep-2-lora-0"))
+    base, merged, whole, half = (
+        load_file(folder / "model.safetensors")
+        for folder in (model, *(tmp_path / "kept" / f"{name}-0" for name in ("keep-2-lora", "keep-2", "keep-2-half")))
+    )
     assert base.keys() == merged.keys()  # a plain checkpoint, no adapter
+    for name, weight in half.items():
+        torch.testing.assert_close(weight, (whole[name] + base[name]) / 2)
     keeping.main()
     assert len(out.read_text().splitlines()) == len(runs), "what is measured is not measured again"
     # a run that was cut off before its last part
