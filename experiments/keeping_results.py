@@ -63,7 +63,7 @@ def spans(run: Run) -> list[tuple[int, int]]:
 def table(runs: list[Run]) -> str:
     """Markdown of runs on the same prompts; without the native model among them nothing is marked."""
     native = next((r for r in runs if r["arm"] == "native"), None)
-    first = native or runs[0]
+    first = native or max(runs, key=lambda run: len(run["asked"]))
     lengths = sorted({c["length"] for c in first["asked"]})
     between = spans(first)
 
@@ -115,6 +115,9 @@ def differences(runs: list[Run], beside: str) -> str:
         row = [f"{arm}, {len(seeds)} and {len(arms[beside])} seeds"]
         for measure in measures.values():
             ours, theirs = (over_seeds([measure(run) for run in same]) for same in (seeds, arms[beside]))
+            if not ours:
+                row.append("-")
+                continue
             pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
             low, high = paired_interval(pairs, bounds=(-1.0, 1.0))
             row.append(f"{fmean(pairs):+.3f} ({low:+.3f} to {high:+.3f})")
@@ -127,15 +130,21 @@ def over_seeds(of_seeds: list[list[float]]) -> list[float]:
     return [fmean(values) for values in zip(*of_seeds, strict=True)]
 
 
-def by_prompts(runs: list[Run]) -> dict[tuple[int, int], list[Run]]:
-    """Runs on the same prompts: of one seed of questions, and as many."""
-    groups: dict[tuple[int, int], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run["question_seed"], sum(len(c["scores"]) for c in run["asked"])), []).append(run)
-    return groups
+def by_prompts(runs: list[Run]) -> list[list[Run]]:
+    """Runs on the same prompts. One that was cut off before its last prompts is with those that answered them too."""
+    asked = [{(run["question_seed"], *_cell_of(c)) for c in run["asked"]} for run in runs]
+    groups: dict[int, list[Run]] = {}
+    for run, own in zip(runs, asked, strict=True):
+        most = max((others for others in asked if others >= own), key=len)
+        groups.setdefault(asked.index(most), []).append(run)
+    return list(groups.values())
+
+
+def _cell_of(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return cell["test"], cell["chat"], cell["length"], len(cell["scores"])
 
 
 def tables(runs: list[Run], beside: str | None = None) -> str:
     """One table for each set of prompts, or with `beside` one of differences from that arm."""
     of_prompts = table if beside is None else partial(differences, beside=beside)
-    return "\n\n".join(text for same in by_prompts(runs).values() if (text := of_prompts(same)))
+    return "\n\n".join(text for same in by_prompts(runs) if (text := of_prompts(same)))

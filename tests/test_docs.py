@@ -9,6 +9,7 @@ from statistics import mean, median, stdev
 import keeping_results
 import paper_claims
 import pytest
+import scaling
 from support.training import trainer
 
 from rope_patch.patch import view_source
@@ -225,7 +226,8 @@ def test_tables_of_the_arms_without_next_token_loss_of_text_are_those_of_the_fil
 
 
 def test_the_table_of_long_rows_is_that_of_its_file():
-    header, *cases = lines_of("long-rows-h200.jsonl")
+    header, *lines = lines_of("long-rows-h200.jsonl")
+    cases = [line for line in lines if "case" in line]  # another run has a header of its own
     page = text_of("docs/results/speed.md")
     whole = {}
     for case in cases:
@@ -244,48 +246,83 @@ def test_the_table_of_long_rows_is_that_of_its_file():
     next_token = [whole[f"clm:{length}:on"] for length in (262144, 524288)]
     assert "262144 tokens takes {} GiB with all layers and one of 524288 tokens {},".format(*next_token) in page
     assert f"self-distillation takes {whole['self-distill:262144:on']} GiB" in page
+    assert f"A row of 342000 tokens takes {whole['clm:342000:on']} GiB with all layers" in page
+    assert f"[{whole['clm:342000:on']} GiB](docs/results/speed.md#long-rows-on-one-gpu)" in text_of("README.md")
 
 
-def test_the_table_of_two_gpus_is_that_of_its_file():
+def test_the_tables_of_two_gpus_are_those_of_their_file():
     page = text_of("docs/results/speed.md")
-    timed, memory = {}, {}
+    own_rows = ("self-distill", "pose", "relation-distill")
+    timed, memory, shared = {}, {}, []
     for line in lines_of("several-gpus-h200.jsonl"):
         memory[line["case"], line["gpus"]] = f"{line['peak_gib']:.1f}"
-        if "seconds" in line:
+        if line["case"] in own_rows:
             timed[line["case"], line["gpus"]] = line["tokens_per_second"]
-    for case in ("self-distill", "pose"):
+        elif "seconds" in line:
+            shared.append(line)
+    efficiency = []
+    for case in own_rows:
         one, two = timed[case, 1], timed[case, 2]
-        figures = [f"{one:.0f}", memory[case, 1], f"{two:.0f}", memory[case, 2], f"{two / (2 * one):.0%}"]
-        assert f"| {' | '.join(figures).replace('%', ' %')} |" in page
+        efficiency.append(f"{two / (2 * one):.0%}".replace("%", " %"))
+        figures = [f"{one:.0f}", memory[case, 1], f"{two:.0f}", memory[case, 2], efficiency[-1]]
+        assert f"| {' | '.join(figures)} |" in page
     ring, trl = memory["ring-clm", 2], memory["ring-trl", 2]
-    assert f"{ring} GiB on each GPU for a next-token row of 131072 tokens in a ring, and {trl} by TRL" in page
-    efficiency = [
-        f"{timed[case, 2] / (2 * timed[case, 1]):.0%}".replace("%", " %") for case in ("self-distill", "pose")
-    ]
-    assert " and ".join(efficiency) in text_of("docs/scaling.md")
-    assert f"[{efficiency[0].removesuffix(' %')} and {efficiency[1]}](docs/results/speed.md#two-gpus)" in text_of(
-        "README.md"
-    )
+    assert f"takes {ring} GiB on each GPU in a ring, and {trl} by TRL's trainer" in page
+    assert " and ".join(efficiency[:2]) in text_of("docs/scaling.md")
+    assert f"and {efficiency[2]} under `ddp`" in text_of("docs/scaling.md")
+    readme = text_of("README.md")
+    assert f"[{efficiency[0].removesuffix(' %')} and {efficiency[1]}](docs/results/speed.md#two-gpus)" in readme
+    assert f"under `ddp` at {efficiency[2]}" in readme
+
+    names = {"ring": "ring, `fsdp2-cp`", "ulysses": "Ulysses, `zero3-sp`"}
+    config = scaling.config_of("qwen3-4b")
+    assert len(shared) == 3
+    for line in shared:
+        config.num_hidden_layers = line["layers"]
+        operations = scaling.flops_per_token(config, line["length"], all_weights=True)
+        runs = scaling.measured_runs()
+        ideal = 2 * scaling.speed(runs) / operations / scaling.cost(runs, "self-distill sequential")
+        figures = [str(line["length"]), names[line["case"]], f"{line['seconds']:.2f}"]
+        figures += [f"{line['tokens_per_second']:.0f}", f"{line['peak_gib']:.1f}"]
+        figures.append(f"{line['tokens_per_second'] / ideal:.0%}".replace("%", " %"))
+        assert f"| {' | '.join(figures)} |" in page
+        if line["length"] == 262144:
+            said = (
+                f"took {line['seconds']:.1f} seconds at 262144 tokens, by this arithmetic {line['length'] / ideal:.1f}"
+            )
+            assert said in text_of("docs/scaling.md")
 
 
 def test_tables_of_the_second_model_are_those_of_the_file():
     tables = keeping_results.tables(lines_of("keeping-gemma-h200.jsonl")).split("\n\n")
     page = (RESULTS / "keeping.md").read_text()
     assert len(tables) == 4 and all(table in page for table in tables)
+    said = " ".join(page.split())
     beside = keeping_results.tables(lines_of("keeping-gemma-h200.jsonl"), beside="no-kl-2").splitlines()
     (row,) = (row for row in beside if row.startswith("| keep-2"))
     assert row in page
     for low, high in re.findall(r"\((\S+) to (\S+)\)", row):
         assert float(low) < 0 < float(high)
+    beside_native = keeping_results.tables(lines_of("keeping-gemma-h200.jsonl"), beside="native").splitlines()
+    for arm, sentence in (
+        ("pose", "{} of the prompts at 2048 tokens ({} to {})"),
+        ("yarn", "{} of the passkeys at 2048 ({} to {})"),
+    ):
+        (row,) = (row for row in beside_native if row.startswith(f"| {arm},"))
+        loss, low, high = (abs(float(x)) for x in re.findall(r"[+-][.\d]+", row.split(" | ")[2]))
+        assert sentence.format(*(f"{x:.3f}".removeprefix("0") for x in (loss, high, low))) in said
     stopped = {(line["arm"], line["seed"]): line["means"] for line in lines_of("keeping-gemma-stopped-h200.jsonl")}
     found = sorted(means["passkey at 2048"] for (arm, _), means in stopped.items() if arm == "pose")
     assert len(found) == 3
     least, most, untrained = (
         short(f"{share:.2f}") for share in (found[0], found[-1], stopped["yarn", 0]["passkey at 2048"])
     )
-    assert f"wrote {least} to {most} of the passkeys in three seeds" in page
-    assert f"without training {untrained})" in page
-    cells = {arm: keeping_cells("keeping-gemma-h200.jsonl", 2)[arm] for arm in ("keep-2", "native")}
+    assert f"wrote {least} to {most} of the passkeys in three seeds" in said
+    assert f"without training {untrained})" in said
+    cells = keeping_cells("keeping-gemma-h200.jsonl", 2)
+    middle = {arm: cells[arm][9].split(" / ")[1] for arm in ("pose", "keep-2")}
+    pose, recipe = (short(middle[arm]) for arm in ("pose", "keep-2"))
+    assert f"finds {pose} of the numbers at 30000 tokens, where the recipe finds {recipe}" in said
     assert not any("*" in row for row in tables[2].splitlines() if row.startswith("| keep-2")), "nothing is lost"
     found, had = (short(cells[arm][9].split(" / ")[-1]) for arm in ("keep-2", "native"))
     assert f"found {found} of the numbers at 120000, where it had found {had}" in text_of("README.md")

@@ -151,7 +151,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
 def test_the_figure_has_a_line_an_arm_of_means_over_seeds(tmp_path, monkeypatch):
     def run(arm, seed, scores):
         cells = [{"test": "passkey", "chat": False, "length": n, "scores": scores} for n in (1024, 2048)]
-        return {"arm": arm, "seed": seed, "asked": cells}
+        return {"arm": arm, "seed": seed, "question_seed": 0, "asked": cells}
 
     drawn = []
     monkeypatch.setattr(keeping_plot, "save_figure", lambda figure, path: drawn.append(figure) or [path])
@@ -160,6 +160,15 @@ def test_the_figure_has_a_line_an_arm_of_means_over_seeds(tmp_path, monkeypatch)
     (axes,) = drawn[0].axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert lines["as it came"] == [0.5, 0.5] and lines["the recipe"] == [0.875, 0.875]
+
+
+def test_a_run_that_was_cut_off_stands_beside_those_that_answered_the_same_prompts():
+    def run(arm, *lengths, prompts=4):
+        cells = [{"test": "passkey", "chat": False, "length": n, "scores": [1] * prompts} for n in lengths]
+        return {"arm": arm, "question_seed": 0, "asked": cells}
+
+    cut, whole, others = run("pose", 1024), run("native", 1024, 2048), run("native", 1024, prompts=8)
+    assert keeping_results.by_prompts([cut, others, whole]) == [[cut, whole], [others]]
 
 
 def test_weights_are_mixed_with_those_before_training():
