@@ -1,10 +1,11 @@
 """Several GPUs give the draws, losses, evaluations and weights of one: ranks talk by NCCL.
 
-The processes of an engine start once, for the first test that asks for it, and run all of its cases. Tests come in
-order of importance. What a test finds is printed as it ends, past pytest's capture: a machine may be gone before pytest
-reports.
+The processes of an engine start once and run all of its cases, several engines at a time where there are cores for
+them: cases are small, and wait for launches. Tests come in order of importance. What a test finds is printed as it
+ends, past pytest's capture: a machine may be gone before pytest reports.
 """
 
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -103,10 +104,9 @@ OF_ENGINE = {
     ("ddp", 1): FLOAT32 | BF16,
     ("fsdp2", 1): FLOAT32 | CORNERS | BF16 | QLORA | SPLIT,
     ("fsdp2", 2): FLOAT32 | RING_BF16,
-    ("zero2", 1): FLOAT32 | BF16,
-    ("zero3", 1): FLOAT32 | BF16,
-    ("zero3", 2): FLOAT32,
 }
+if find_spec("deepspeed"):
+    OF_ENGINE |= {("zero2", 1): FLOAT32 | BF16, ("zero3", 1): FLOAT32 | BF16, ("zero3", 2): FLOAT32}
 # ten small steps move weights by a ten thousandth of the largest: a bound against that alone would pass untrained ones
 EXACT = {"tolerance": 1e-3, "weights": 2e-6, "moved": 0.1}
 # One GPU and DDP round each product to bfloat16, FSDP2 and ZeRO also sums between layers and gradients where ranks add
@@ -117,30 +117,41 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="nee
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 
+CORES_OF_AN_ENGINE = 4
+
+
+def on(*engines: str | tuple[str, int]) -> pytest.MarkDecorator:
+    """Parametrizes a test by engines, with the GPUs that share a row."""
+    pairs = [(engine, 1) if isinstance(engine, str) else engine for engine in engines]
+    return pytest.mark.parametrize(("engine", "shared"), pairs)
+
+
 @pytest.fixture(scope="module")
-def compare(tmp_path_factory, pytestconfig):
-    """Compares cases under an engine with one GPU; each engine runs once, with all of its cases."""
-    together = {}
+def compare(request, tmp_path_factory, pytestconfig):
+    """Compares cases under an engine with one GPU; each engine that tests ask for runs once, with all of its cases."""
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    of_tests = [item.callspec.params for item in request.session.items if item.path == request.path]
+    asked = dict.fromkeys((params["engine"], params["shared"]) for params in of_tests)
 
     def tell(what):
         with capture.global_and_fixture_disabled():
             print(f"\n{what}", file=sys.stderr, flush=True)
 
     def run(cases, world, engine, shared):
-        folder = tmp_path_factory.mktemp(f"{engine}-{world}-{shared}")
-        return run_on_ranks(folder, cases, world, engine, shared, device="cuda", raises=False)
+        folder, since = tmp_path_factory.mktemp(f"{engine}-{world}-{shared}"), time.monotonic()
+        try:
+            return run_on_ranks(folder, cases, world, engine, shared, device="cuda", raises=False)
+        finally:
+            tell(f"{engine} on {world}, {shared} a row: all cases took {time.monotonic() - since:.0f} s")
 
-    with ThreadPoolExecutor(1) as beside:  # the first engine runs meanwhile
+    at_a_time = max((os.cpu_count() or 1) // CORES_OF_AN_ENGINE, 1)
+    with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(at_a_time) as pool:
         alone = beside.submit(run, FLOAT32 | CORNERS | BF16 | RING_BF16 | QLORA | SPLIT, 1, "ddp", 1)
+        together = {key: pool.submit(run, OF_ENGINE[key], 2, *key) for key in asked if key in OF_ENGINE}
 
         def of(cases, engine, shared=1, **tolerances):
             try:
-                if (engine, shared) not in together:
-                    since = time.monotonic()
-                    together[engine, shared] = run(OF_ENGINE[engine, shared], 2, engine, shared)
-                    tell(f"{engine}, {shared} a row: all cases took {time.monotonic() - since:.0f} s")
-                runs = alone.result(), together[engine, shared]
+                runs = alone.result(), together[engine, shared].result()
                 require_alike(*({name: of_all[name] for name in cases} for of_all in runs), **tolerances)
             except AssertionError as error:
                 tell(f"{engine}, {shared} a row: {error}")
@@ -149,55 +160,61 @@ def compare(tmp_path_factory, pytestconfig):
         yield of
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_two_gpus_train_like_one(compare, engine):
-    compare(FLOAT32, engine, **EXACT)
+@on("ddp", "fsdp2")
+def test_two_gpus_train_like_one(compare, engine, shared):
+    compare(FLOAT32, engine, shared, **EXACT)
 
 
-def test_a_ring_trains_like_one_gpu(compare):
-    compare(FLOAT32, "fsdp2", shared=2, **EXACT)
+@on(("fsdp2", 2))
+def test_a_ring_trains_like_one_gpu(compare, engine, shared):
+    compare(FLOAT32, engine, shared, **EXACT)
 
 
-def test_short_contexts_and_two_backwards_a_batch_under_fsdp2(compare):
-    compare(CORNERS, "fsdp2", **EXACT)
+@on("fsdp2")
+def test_short_contexts_and_two_backwards_a_batch(compare, engine, shared):
+    compare(CORNERS, engine, shared, **EXACT)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_two_gpus_train_like_one_in_bf16(compare, engine):
-    compare(BF16, engine, **ROUNDED)
+@on("ddp", "fsdp2")
+def test_two_gpus_train_like_one_in_bf16(compare, engine, shared):
+    compare(BF16, engine, shared, **ROUNDED)
 
 
-def test_a_ring_in_bf16_takes_rows_of_any_length(compare):
-    compare(RING_BF16, "fsdp2", shared=2, **ROUNDED)
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
-def test_deepspeed_trains_like_one(compare, engine):
-    compare(FLOAT32, engine, **EXACT)
+@on(("fsdp2", 2))
+def test_a_ring_in_bf16_takes_rows_of_any_length(compare, engine, shared):
+    compare(RING_BF16, engine, shared, **ROUNDED)
 
 
 @needs_deepspeed
-def test_ulysses_trains_like_one(compare):
-    compare(FLOAT32, "zero3", shared=2, **EXACT)
+@on("zero2", "zero3")
+def test_deepspeed_trains_like_one(compare, engine, shared):
+    compare(FLOAT32, engine, shared, **EXACT)
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
-def test_deepspeed_trains_like_one_in_bf16(compare, engine):
-    compare(BF16, engine, **ROUNDED)
+@on(("zero3", 2))
+def test_ulysses_trains_like_one(compare, engine, shared):
+    compare(FLOAT32, engine, shared, **EXACT)
+
+
+@needs_deepspeed
+@on("zero2", "zero3")
+def test_deepspeed_trains_like_one_in_bf16(compare, engine, shared):
+    compare(BF16, engine, shared, **ROUNDED)
 
 
 @needs_bitsandbytes
-def test_weights_in_4_bits_under_fsdp2(compare):
-    compare(QLORA, "fsdp2", weights=1e-2, **ROUNDED)  # adapters are in bfloat16 then, by TRL
+@on("fsdp2")
+def test_weights_in_4_bits(compare, engine, shared):
+    compare(QLORA, engine, shared, weights=1e-2, **ROUNDED)  # adapters are in bfloat16 then, by TRL
 
 
 @needs_bitsandbytes
-def test_weights_in_4_bits_that_fsdp2_splits(compare):
+@on("fsdp2")
+def test_weights_in_4_bits_that_an_engine_splits(compare, engine, shared):
     """As one GPU where torch copies all bits, or refused."""
     try:
-        compare(SPLIT, "fsdp2", weights=1e-2, **ROUNDED)
+        compare(SPLIT, engine, shared, weights=1e-2, **ROUNDED)
     except AssertionError as error:
         if copies_bits(torch.bfloat16, torch.device("cuda")) or str(error).count("pytorch issue 159333") != len(SPLIT):
             raise
