@@ -106,6 +106,29 @@ def make_exam(
     return Exam(ids, answers, [begins[i] / length for i in chosen], n_text)
 
 
+def exam_over(
+    kind: Kind, tokenizer: PreTrainedTokenizerBase, text: Sequence[int], keys: int, rng: random.Random, questions: int
+) -> Exam:
+    """An exam as long as `text`, with `keys` look-alikes or repeated keys anywhere in it."""
+    return make_exam(kind, tokenizer, text, len(text), len(text) // keys, rng, questions)
+
+
+def sitting(
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: Sequence[int],
+    length: int,
+    n_exams: int,
+    keys: int,
+    questions: int,
+) -> list[Exam]:
+    """The exams of a kind and length that all models sit, in texts from anywhere in `haystack`."""
+    rng = random.Random(7)
+    begins = [rng.randrange(len(haystack) - length + 1) for _ in range(n_exams)]
+    texts = (haystack[begin : begin + length] for begin in begins)
+    return [exam_over(kind, tokenizer, text, keys, rng, questions) for text in texts]
+
+
 def needle_exam(
     kind: Needle,
     tokenizer: PreTrainedTokenizerBase,
@@ -149,6 +172,11 @@ def accuracy(model: Any, exam: Exam) -> list[tuple[float, bool]]:
     logits = model(ids, use_cache=False, logits_to_keep=places - 1).logits
     hits = (logits[0].argmax(-1) == ids[0, places]).cpu().split([end - first for first, end in exam.answers])
     return [(depth, bool(of_answer.all())) for depth, of_answer in zip(exam.depths, hits, strict=True)]
+
+
+def marks(model: Any, sat: Sequence[Exam]) -> list[list[tuple[float, bool]]]:
+    """Of each exam the depth of each answer, to three digits, and whether it is right."""
+    return [[(round(depth, 3), right) for depth, right in accuracy(model, exam)] for exam in sat]
 
 
 def _look_alikes(n: int, rng: random.Random) -> list[tuple[str, str]]:

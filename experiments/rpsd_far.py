@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from exams import KINDS, Exam, Kind, accuracy, make_exam
+from exams import KINDS, Exam, Kind, exam_over, marks, sitting
 from harness import (
     DEVICE,
     Line,
@@ -75,28 +75,20 @@ def rows_of(documents: list[str], tokenizer: Any, args: argparse.Namespace, seed
         pieces = [d[k : k + args.row] for d in ids for k in range(0, len(d) - args.row + 1, args.row)]
         for piece in rng.sample(pieces, len(pieces)):
             if rng.random() < args.mix:
-                yield {"input_ids": exam_of(rng.choice(KINDS), tokenizer, piece, args.keys, rng).ids}
+                yield {"input_ids": exam_over(rng.choice(KINDS), tokenizer, piece, args.keys, rng, QUESTIONS).ids}
             else:
                 yield {"input_ids": piece}
 
     return Dataset.from_generator(made)
 
 
-def exam_of(kind: Kind, tokenizer: Any, text: list[int], keys: int, rng: random.Random) -> Exam:
-    """An exam as long as `text`, whose sentences lie anywhere in it."""
-    return make_exam(kind, tokenizer, text, len(text), len(text) // keys, rng, QUESTIONS)
-
-
 def sittings(tokenizer: Any, haystack: list[int], args: argparse.Namespace) -> dict[tuple[int, int, Kind], list[Exam]]:
     """The exams of each factor of YaRN, length and kind, which all models sit."""
     lengths = [(1, args.window), *((factor, factor * args.row) for factor in FACTORS)]
-    cells = {}
-    for (factor, length), kind in itertools.product(lengths, KINDS):
-        rng = random.Random(7)
-        begins = [rng.randrange(len(haystack) - length + 1) for _ in range(args.exams)]
-        texts = (haystack[begin : begin + length] for begin in begins)
-        cells[factor, length, kind] = [exam_of(kind, tokenizer, text, args.keys, rng) for text in texts]
-    return cells
+    return {
+        (factor, length, kind): sitting(kind, tokenizer, haystack, length, args.exams, args.keys, QUESTIONS)
+        for (factor, length), kind in itertools.product(lengths, KINDS)
+    }
 
 
 def taught(args: argparse.Namespace, documents: list[str], tokenizer: Any, seed: int) -> Path:
@@ -164,11 +156,6 @@ def measure(
             if args.bench:
                 figures["short_text"] = parts.get("short_text", partial(short_text_of, model, tokenizer, args))
     return figures
-
-
-def marks(model: Any, sat: list[Exam]) -> list[list[tuple[float, bool]]]:
-    """Of each exam the depth of each answer and whether it is right."""
-    return [[(round(depth, 3), right) for depth, right in accuracy(model, exam)] for exam in sat]
 
 
 def losses(model: Any, rows: torch.Tensor, args: argparse.Namespace) -> list[dict[str, float]]:

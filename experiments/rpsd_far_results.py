@@ -56,10 +56,12 @@ def cells_of(run: Run) -> list[tuple[str, int, int]]:
 def tables(runs: list[Run]) -> str:
     """Markdown: exams by length, by the place of the answer, and everything else."""
     by_arm = runs_by_arm(sorted(runs, key=lambda run: run["seed"]))
-    return "\n\n".join((_exams(by_arm), _places(by_arm), _others(by_arm)))
+    of_rows = [cell for cell in cells_of(next(iter(by_arm.values()))[0]) if cell[2] == 1][1::2]  # not of the window
+    return "\n\n".join((exam_table(by_arm, CONTROL), place_table(by_arm, of_rows), _others(by_arm)))
 
 
-def _exams(by_arm: dict[str, list[Run]]) -> str:
+def exam_table(by_arm: dict[str, list[Run]], control: str) -> str:
+    """Markdown: shares of right answers of each cell, with intervals of the difference from `control`."""
     cells = cells_of(next(iter(by_arm.values()))[0])
     names = [f"{kind} {length}" + (f", YaRN {yarn}x" if yarn > 1 else "") for kind, length, yarn in cells]
     lines = _head(["arm", "seeds", *names])
@@ -67,27 +69,25 @@ def _exams(by_arm: dict[str, list[Run]]) -> str:
         row = [arm, str(len(same))]
         for kind, length, _ in cells:
             shown = f"{fmean(by_exam(same, kind, length)):.3f}"
-            pairs = _pairs(same, by_arm.get(CONTROL, []))
-            if arm != CONTROL and pairs:
+            pairs = pairs_of(same, by_arm.get(control, []))
+            if arm != control and pairs:
                 ours, theirs = (by_exam([pair[k] for pair in pairs], kind, length) for k in (0, 1))
                 low, high = paired_interval([a - b for a, b in zip(ours, theirs, strict=True)])
                 shown += f" ({low:+.3f} to {high:+.3f})"
             row.append(shown)
         lines.append(_line(row))
     n_exams = len(by_exam(next(iter(by_arm.values())), *cells[0][:2]))
-    return "\n".join([*lines, "", f"{n_exams} texts a cell and seed; in brackets, from {CONTROL} of the same seeds."])
+    return "\n".join([*lines, "", f"{n_exams} texts a cell and seed; in brackets, from {control} of the same seeds."])
 
 
-def _pairs(runs: list[Run], controls: list[Run]) -> list[tuple[Run, Run]]:
+def pairs_of(runs: list[Run], controls: list[Run]) -> list[tuple[Run, Run]]:
     """Runs with the control of their seed."""
     by_seed = {run["seed"]: run for run in controls}
     return [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
 
 
-def _places(by_arm: dict[str, list[Run]]) -> str:
-    cells = [c for c in cells_of(next(iter(by_arm.values()))[0]) if c[2] == 1][
-        1::2
-    ]  # of each kind, at the row's length
+def place_table(by_arm: dict[str, list[Run]], cells: list[tuple[str, int, int]]) -> str:
+    """Markdown: shares of right answers of these cells by where in the row the sentence is."""
     lines = _head(["arm", *(f"{kind} {length} by place of the answer, in fifths" for kind, length, _ in cells)])
     for arm, same in by_arm.items():
         row = [arm]

@@ -7,6 +7,7 @@ import re
 import pytest
 import rpsd_far
 import rpsd_far_results as results
+from exams import exam_over
 from rpsd_far_arms import arms
 from support.characters import character_tokenizer
 from support.tiny import tiny
@@ -40,7 +41,7 @@ def test_arms_are_configurations_that_the_trainer_takes(name, tmp_path):
 def test_an_exam_lies_over_the_whole_row():
     tokenizer = character_tokenizer()
     text = [5 + k % 20 for k in range(12_000)]
-    exam = rpsd_far.exam_of("multikey", tokenizer, text, 30, random.Random(0))
+    exam = exam_over("multikey", tokenizer, text, 30, random.Random(0), 24)
     assert len(exam.ids) == 12_000 and len(exam.answers) == 24
     decoded = tokenizer.decode(exam.ids)
     said, asked = dict(SENTENCE.findall(decoded)), QUESTION.findall(decoded)
