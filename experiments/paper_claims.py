@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from posaug_from_scratch import penalties
+from posaug_results import penalties
 from restoration import recovery_ratio
 from result_lines import held, mean_of, read_lines
 from rpsd_small_scale import score

@@ -1,8 +1,8 @@
 """PosAug from scratch at 10.6M parameters: what each law, range and layer choice does to the cliff beyond the window.
 
 Run: python experiments/token_text.py TOKENS --train books.jsonl.xz ... --val held-out.jsonl.xz --vocabulary 16384
-     python experiments/posaug_from_scratch.py TOKENS [--tokens 2e8] [--arms NAME ...] [--seeds 42 137 2024]
-         [--out FILE.jsonl] [--minutes 8.5 --state FOLDER] [--part K/N]
+     python experiments/posaug_from_scratch.py TOKENS [--tokens 5e8] [--mix 0.25] [--exams 128] [--arms NAME ...]
+         [--seeds 42 137 2024] [--out FILE.jsonl] [--checkpoints FOLDER] [--minutes 8.5] [--part K/N]
      python experiments/posaug_from_scratch.py --table FILE.jsonl ...
 
 The paper's recipe (its 10.6M row): 384 wide, 6 layers of 6 heads of 64, SwiGLU of 1024, RMSNorm, tied embeddings,
@@ -13,325 +13,222 @@ texts, in place of the paper's 50257, so that the head costs less than the layer
 and read the same rows in the same order; each epoch cuts and orders the text anew. All go through `patch_model`, the
 baseline with view="standard". Layers are compiled and views drawn outside of them: every arm runs the same kernels.
 
-Measured at true positions on 20 spans of 16384 tokens, one a book: cliff, loss within the window, exact context gain.
-One JSON line an arm and seed is added to --out, and what is in it is not done again. A run that --minutes cuts off is
-kept in --state and goes on from there, with the same draws and rows. --part shares the runs among processes, on one GPU
-or several (CUDA_VISIBLE_DEVICES). --table prints means over seeds, and which of the paper's orderings hold.
+Text alone leaves context beyond 512 tokens unused. With --mix a share of the rows of each step are exams (exams.py):
+--keys look-alikes anywhere in the row, all of which are asked at its end; of these rows the answers alone count.
+
+Some arms (posaug_arms.py) start from the weights that another one ended with, which are in --checkpoints: those that
+train a finished baseline on for --retrofit of its steps, the whole recipe anew with its warmup and cosine, and those
+that are read under YaRN, whose factor is the length that is read over the window.
+
+Measured at true positions on 20 spans of 16384 tokens, one a book: cliff, loss within the window, exact context gain,
+and the gain in both of its forms with chunks of --chunks tokens; with --exams so many exams at each of --lengths, of
+which --questions keys are asked, teacher-forced. One JSON line an arm and seed is added to --out, with the figures of
+each span and the mark of each answer, and what is in it is not done again. With --checkpoints a run that --minutes cuts
+off goes on, with the same draws and rows: what it had measured is in OUT.parts.jsonl. --part shares the runs among
+processes, on one GPU or several (CUDA_VISIBLE_DEVICES); where arms start from others, give each process seeds of its
+own instead. --table prints means over seeds, intervals, and which of the paper's orderings hold.
 """
 
 import argparse
 import itertools
 import json
-import math
-import statistics
-import time
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from harness import DEVICE, Line, Run, autocast, carry_out, chosen, require, show, study_parser
-from result_lines import Deadline, held, orderings, runs_by_arm, spread
+from exams import KINDS, Exam, marks, sitting
+from harness import DEVICE, Line, Run, autocast, carry_out, chosen, load, require, show, study_parser
+from posaug_arms import Arm, arms
+from posaug_results import tables
+from posaug_training import Training, drawn_model
+from result_parts import Parts
 from token_text import first_rows, read_facts, read_stream
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from rope_patch import patch_model
 from rope_patch.eval import context_gain, loss_by_position
-from rope_patch.heads import head_losses
-from rope_patch.patch import view_source
-
-GIB = 1 << 30
-WARM_UP = 10  # steps that no rate is taken from: compilation
-SHAPE = {
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-}
-PEAK_LR, LAST_LR, WARMUP_SHARE = 6e-4, 6e-5, 500 / 1907
 
 
-def arms(window: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> (view, options)."""
-    posaug: dict[str, Any] = {"view": "posaug"}
-    return {
-        "baseline": ("standard", {}),
-        "uniform": ("posaug", {}),
-        "log-uniform": ("posaug", {"law": "log-uniform"}),
-        "downscale-only": ("posaug", {"high": 1.0}),
-        "upper-only": ("posaug", {"low": 1.0}),
-        "step": ("posaug", {"curriculum": "step"}),
-        # ours: an alpha for each row, and skips that reach as far
-        "uniform, rows": ("posaug", {"granularity": "sample"}),
-        "step, rows": ("posaug", {"granularity": "sample", "curriculum": "step"}),
-        "skip": ("skip", {"max_skip": 7 * window}),
-        "skip, log": ("skip", {"max_skip": 7 * window, "law": "log-uniform"}),
-        "step 1/16..16": ("posaug", {"low": 1 / 16, "high": 16.0, "curriculum": "step"}),
-        "bottom": ("per-layer", {"view": posaug, "layers": "bottom"}),
-        "top": ("per-layer", {"view": posaug, "layers": "top"}),
-        "independent": ("per-layer", {"view": posaug, "layers": "independent"}),
-        "rpe": ("rpe", {"max_index": 8 * window}),
-        "fixed-4": ("posaug", {"low": 4.0, "high": 4.0}),
-        "discrete": ("posaug", {"law": "discrete"}),
-        "random-base": ("random-base", {}),
-    }
-
-
-# (metric, the arm that is lower, the arm that is higher, the paper's figures), without what differs by less than 5 %.
-# Cliffs are those of its ablations at 10.6M (measured at 8K), penalties and gains those at 42.5M (at 16K).
-ORDERINGS = [
-    ("cliff", "uniform", "baseline", "1.07 < 2.28"),
-    ("cliff", "step", "uniform", "0.72 < 1.07"),
-    ("cliff", "step 1/16..16", "step", "0.24 < 0.72"),
-    ("cliff", "log-uniform", "uniform", "0.96 < 1.07; 0.18 > 0.06 at 42.5M"),
-    ("cliff", "uniform", "upper-only", "1.07 < 1.15"),
-    ("cliff", "upper-only", "downscale-only", "1.15 < 2.17"),
-    ("cliff", "uniform", "downscale-only", "1.07 < 2.17"),
-    ("cliff", "top", "bottom", "1.50 < 2.36"),
-    ("cliff", "uniform", "top", "1.07 < 1.50"),
-    ("cliff", "independent", "uniform", "0.73 < 1.07"),
-    ("cliff", "fixed-4", "uniform", "0.58 < 1.07"),
-    ("cliff", "random-base", "baseline", "1.09 < 2.28"),
-    ("penalty", "uniform", "rpe", "1.4 % < 14.3 %"),
-    ("gain", "baseline", "uniform", "-0.71 < 2.51, by the paper's own measure"),
-]
-
-
-class Rows:
-    """Rows of window + 1 tokens of a stream, each token once an epoch, in an order of its own.
+@dataclass(frozen=True)
+class Data:
+    """What all arms share.
 
     Args:
-        stream: ids, on the device that rows are wanted on, [tokens] int16 with the bits of uint16.
-        window: tokens of a row, less the last label.
-        seed: of orders and of where the first row begins.
+        stream: ids of the text to train on.
+        val: spans to measure on, [spans, length].
+        vocabulary: entries.
+        tokenizer: for exams; None where there are none.
+        exams: that are measured, of each kind and length.
     """
 
-    def __init__(self, stream: torch.Tensor, window: int, seed: int) -> None:
-        self.stream, self.window, self.seed = stream, window, seed
-        self.a_epoch = (len(stream) - 1) // window - 1  # one less than fit, as the first begins anywhere in a window
-        if self.a_epoch < 1:
-            raise ValueError(f"{len(stream)} tokens hold no row of {window} in every cut: give more text.")
-        self.known: tuple[int, torch.Tensor] | None = None
-
-    def of(self, first: int, count: int) -> torch.Tensor:
-        """Rows first .. first + count - 1 of an endless sequence of epochs, [count, window + 1] int64."""
-        starts = torch.tensor(
-            [int(self._starts(i // self.a_epoch)[i % self.a_epoch]) for i in range(first, first + count)]
-        )
-        tokens = torch.arange(self.window + 1, device=self.stream.device)
-        return self.stream[starts.to(self.stream.device)[:, None] + tokens].long() & 0xFFFF
-
-    def _starts(self, epoch: int) -> torch.Tensor:
-        if self.known is None or self.known[0] != epoch:
-            rng = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            offset = torch.randint(self.window, (), generator=rng)
-            self.known = epoch, offset + self.window * torch.randperm(self.a_epoch, generator=rng)
-        return self.known[1]
+    stream: torch.Tensor
+    val: torch.Tensor
+    vocabulary: int
+    tokenizer: Any
+    exams: dict[tuple[str, int], list[Exam]]
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warmup, then a cosine down to the last rate."""
-    warmup = max(round(WARMUP_SHARE * steps), 1)
-    if step < warmup:
-        return PEAK_LR * (step + 1) / warmup
-    return LAST_LR + (PEAK_LR - LAST_LR) * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
-
-
-class Training:
-    """One arm and seed: model, optimizer and how far they are."""
-
-    def __init__(self, name: str, seed: int, args: argparse.Namespace, stream: torch.Tensor, vocabulary: int) -> None:
-        self.name, self.seed, self.args = name, seed, args
-        self.device = stream.device
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            **{**SHAPE, "vocab_size": vocabulary, "max_position_embeddings": args.window, **args.override}
-        )
-        # float32 weights, multiplied in bf16
-        self.model: Any = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-        self.model.to(self.device)
-        view, options = arms(args.window)[name]
-        patch_model(self.model, view, seed=seed, **options)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-            betas=(0.9, 0.95),
-            fused=self.device.type == "cuda",
-        )
-        self.rows = Rows(stream, args.window, seed)
-        self.steps = max(round(args.tokens / (args.batch * args.window)), 1)
-        self.step, self.seconds, self.timed_steps, self.peak = 0, 0.0, 0, 0
-        self.log: list[dict[str, float]] = []
-        self.file = None if args.state is None else args.state / f"{name.replace('/', '-')}-{seed}.pt"
-        if self.file is not None and self.file.is_file():
-            self._load()
-
-    def train(self, deadline: Deadline) -> bool:
-        """Go on to the last step; False if time was up before, and what there is was kept."""
-        model, args, source = self.model.train(), self.args, view_source(self.model)
-        assert source is not None
-        if not args.eager:
-            for layer in model.model.layers:
-                # not the hooks around it, in which views are; all layers share one graph
-                layer.forward = torch.compile(layer.forward, dynamic=False, fullgraph=True)
-        first, weight = self.step, 1 / (args.batch * args.window)
-        weights = torch.full((args.micro_batch * args.window,), weight, device=self.device)
-        sums: list[torch.Tensor] = []
-        while self.step < self.steps:
-            if not deadline.leaves(0):
-                self._save()
-                return False
-            begin = time.perf_counter()
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.step, self.steps)
-            rows = self.rows.of(self.step * args.batch, args.batch)
-            total = torch.zeros((), device=self.device)
-            for number, micro in enumerate(rows.split(args.micro_batch)):
-                source.clock.set(self.step, number * args.micro_batch, self.step / self.steps)
-                with autocast(self.model):
-                    hidden = model.model(input_ids=micro[:, :-1], use_cache=False).last_hidden_state
-                    labels = micro[:, 1:].flatten()
-                    loss, _ = head_losses(model, hidden.flatten(0, 1), None, labels, weights[: len(labels)], None)
-                loss.backward()
-                total += loss.detach()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            self.step += 1
-            sums.append(total)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            if self.step - first > WARM_UP:
-                self.seconds += time.perf_counter() - begin
-                self.timed_steps += 1
-            if self.step % args.log_steps == 0 or self.step == self.steps:
-                mean = torch.stack(sums).mean().item()
-                sums.clear()
-                if not math.isfinite(mean):
-                    raise FloatingPointError(f"arm {self.name!r}, seed {self.seed}: loss {mean} by step {self.step}.")
-                self.log.append({"step": self.step, "loss": round(mean, 4)})
-        return True
-
-    def finish(self) -> dict[str, Any]:
-        """Measure, and let go of what was kept."""
-        for layer in self.model.model.layers:
-            layer.__dict__.pop("forward", None)  # other shapes would compile anew
-        args, val = self.args, self.args.val_rows
-        begin = time.perf_counter()
-        with autocast(self.model):
-            curve = loss_by_position(self.model, val, progress=False)
-            gain = context_gain(self.model, val, short=min(512, args.window // 4), batch_size=32, progress=False)
-        ends = [args.window * k // 4 + 1 for k in (1, 2, 4, 6, 8, 12, 16, 24)]
-        edges = [64, *(e for e in ends if 64 < e < curve.seq_len), curve.seq_len]
-        tokens = args.batch * args.window
-        figures = {
-            "view": arms(args.window)[self.name],
-            "tokens": self.steps * tokens,
-            "epochs": self.steps * args.batch / self.rows.a_epoch,
-            "parameters": sum(p.numel() for p in self.model.model.layers.parameters()),
-            "vocabulary": self.model.config.vocab_size,
-            "window": args.window,
-            "spans": list(val.shape),
-            "in_window": curve.in_window(),
-            "cliff": curve.cliff(),
-            "gain": gain.total,
-            "loss_by_position": curve.bins(edges),
-            "gain_by_position": gain.table(),
-            "tokens_per_second": self.timed_steps * tokens / self.seconds if self.timed_steps else None,
-            "train_seconds": self.seconds,
-            "measure_seconds": time.perf_counter() - begin,
-            "peak_gib": self._peak() / GIB,
-            "compiled": not args.eager,
-            "log": self.log,
+def read_data(args: argparse.Namespace) -> Data:
+    """Text of the folder, and exams in its held-out part."""
+    stream = torch.from_numpy(read_stream(args.folder, "train").view("<i2").copy())
+    val = torch.from_numpy(first_rows(args.folder, "val", args.length, args.spans))
+    tokenizer, exams = None, {}
+    if args.mix or args.exams:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes that make exams are forked
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(args.folder / "tokenizer.json"))
+    if args.exams:
+        exams = {
+            (kind, n): sitting(kind, tokenizer, val.flatten().tolist(), n, args.exams, args.keys, args.questions)
+            for kind, n in itertools.product(args.kinds, args.lengths)
         }
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
-        return figures
-
-    def _peak(self) -> int:
-        return max(self.peak, torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0)
-
-    def _plan(self) -> dict[str, Any]:
-        """What a kept run must agree on to be gone on with."""
-        args = self.args
-        return {"steps": self.steps, "batch": args.batch, "window": args.window, "stream": len(self.rows.stream)}
-
-    def _save(self) -> None:
-        if self.file is None:
-            return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        kept = {"plan": self._plan(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        counted = {"step": self.step, "seconds": self.seconds, "timed_steps": self.timed_steps, "log": self.log}
-        new = self.file.with_suffix(".new")
-        torch.save({**kept, **counted, "peak": self._peak()}, new)
-        new.replace(self.file)
-
-    def _load(self) -> None:
-        assert self.file is not None
-        kept = torch.load(self.file, map_location=self.device, weights_only=True)
-        if kept["plan"] != self._plan():
-            raise ValueError(f"{self.file} holds a run with {kept['plan']}, not {self._plan()}: remove it.")
-        self.model.load_state_dict(kept["model"])
-        self.optimizer.load_state_dict(kept["optimizer"])
-        for name in ("step", "seconds", "timed_steps", "log", "peak"):
-            setattr(self, name, kept[name])
+    return Data(stream, val, read_facts(args.folder)["vocabulary"], tokenizer, exams)
 
 
-def penalties(runs: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
-    """(arm, seed) -> rise of the loss within the window over the baseline of the same seed, in percent."""
-    baseline = {r["seed"]: r["in_window"] for r in runs if r["arm"] == "baseline"}
+def checkpoint(name: str, seed: int, args: argparse.Namespace) -> Path | None:
+    """Where the finished weights of an arm are kept."""
+    return None if args.checkpoints is None else args.checkpoints / f"{name.replace('/', ' by ')}-{seed}"
+
+
+def finished(name: str, seed: int, args: argparse.Namespace) -> Any:
+    """The model of an arm that another one starts from.
+
+    Raises:
+        ValueError: it is not in --checkpoints.
+    """
+    folder = checkpoint(name, seed, args)
+    if folder is None or not folder.is_dir():
+        raise ValueError(f"arm {name!r}, seed {seed}, is to be in --checkpoints first: got no folder {folder}.")
+    return load(folder)
+
+
+def trained(name: str, arm: Arm, seed: int, data: Data, args: argparse.Namespace, parts: Parts) -> Any:
+    """The model of an arm, with what is known of its training in `parts`; None where time was up."""
+    folder = checkpoint(name, seed, args)
+    if folder is not None and folder.is_dir() and "training" in parts.known:
+        return load(folder)
+    start = (
+        drawn_model(seed, data.vocabulary, args).to(DEVICE) if arm.after is None else finished(arm.after, seed, args)
+    )
+    file = None if folder is None else folder.with_name(f"{folder.name}.pt")
+    training = Training(start, arm, seed, args, data.stream, data.tokenizer, file)
+    if not training.train(args.deadline):
+        print(f"{name:16} seed {seed:5}  at step {training.step} of {training.steps} when time was up", flush=True)
+        return None
+    parts.begin()
+    model = training.end()
+    if folder is not None:
+        model.save_pretrained(folder)
+    parts.get("training", training.figures)
+    if file is not None:
+        file.unlink(missing_ok=True)
+    return model
+
+
+def measures(model: Any, yarn: bool, data: Data, args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """What finds each part of the figures, by name."""
+
+    def at(length: int, find: Callable[..., Any], *more: Any) -> Any:
+        if yarn:
+            patch_model(model, "yarn", factor=max(length / args.window, 1.0))
+        with autocast(model):
+            return find(model, *more)
+
+    short = min(512, args.window // 4)
     return {
-        (r["arm"], r["seed"]): 100 * (r["in_window"] / baseline[r["seed"]] - 1) for r in runs if r["seed"] in baseline
+        "loss": partial(at, args.length, losses, data.val, args.window, short),
+        **{f"gain {chunk}": partial(at, args.length, gains, data.val, short, chunk) for chunk in args.chunks},
+        **{f"{kind} {n}": partial(at, n, marks, sat) for (kind, n), sat in data.exams.items()},
     }
 
 
-def summary(runs: list[dict[str, Any]]) -> str:
-    """Markdown: means over seeds with half of their span, and the paper's orderings seed by seed."""
-    penalty = penalties(runs)
-    by_arm = runs_by_arm(runs)
-    window, length = runs[0]["window"], runs[0]["spans"][1]
-    lines = [
-        f"{runs[0]['parameters'] / 1e6:.1f}M parameters without embeddings, {runs[0]['tokens'] / 1e6:.0f}M tokens "
-        f"({runs[0]['epochs']:.1f} epochs), window {window}, {runs[0]['spans'][0]} spans of {length}, {runs[0]['gpu']}",
-        "",
-        f"| arm | seeds | loss 64..{window} | penalty % | cliff | G({length}), exact | tokens/s | GiB |",
-        "|---|---|---|---|---|---|---|---|",
+def losses(model: Any, val: torch.Tensor, window: int, short: int) -> Line:
+    """Loss and exact gain by position over all spans, and the loss of each span within the window and beyond it."""
+    curve = loss_by_position(model, val, progress=False)
+    gain = context_gain(model, val, short=short, batch_size=32, progress=False)
+    ends = [window * k // 4 + 1 for k in (1, 2, 4, 6, 8, 12, 16, 24)]
+    edges = [64, *(e for e in ends if 64 < e < curve.seq_len), curve.seq_len]
+    of_spans = [loss_by_position(model, span[None], progress=False) for span in val]
+    return {
+        "in_window": curve.in_window(window),
+        "cliff": curve.cliff(window),
+        "gain": gain.total,
+        "loss_by_position": curve.bins(edges),
+        "gain_by_position": gain.table(),
+        "of_spans": [{"in_window": c.in_window(window), "beyond": c.mean(window + 1, c.seq_len)} for c in of_spans],
+    }
+
+
+def gains(model: Any, val: torch.Tensor, short: int, chunk: int) -> Line:
+    """The context gain of each span in both forms, with chunks of so many tokens."""
+    found = [
+        context_gain(model, span[None], kind="paper", short=short, stride=chunk, batch_size=32, progress=False)
+        for span in val
     ]
-    for arm, same in by_arm.items():
-        cost = [penalty[arm, r["seed"]] for r in same if (arm, r["seed"]) in penalty]
-        cells = [spread([r["in_window"] for r in same], 3), spread(cost, 2) if cost else "-"]
-        cells += [spread([r["cliff"] for r in same], 3), spread([r["gain"] for r in same], 3)]
-        rates = [r["tokens_per_second"] for r in same if r["tokens_per_second"]]
-        cells += [f"{statistics.mean(rates):,.0f}" if rates else "-", f"{max(r['peak_gib'] for r in same):.1f}"]
-        lines.append(f"| {arm} | {len(same)} | " + " | ".join(cells) + " |")
+    return {"chunk": chunk, "exact": [g.exact for g in found], "paper": [g.total for g in found]}
 
-    def value(run: dict[str, Any], metric: str) -> float | None:
-        return penalty.get((run["arm"], run["seed"])) if metric == "penalty" else run[metric]
 
-    lines += ["", *orderings(ORDERINGS, runs, value)]
-    cliffs = {(r["arm"], r["seed"]): r["cliff"] for r in runs}
-    both = [s for s in sorted({r["seed"] for r in runs}) if {("baseline", s), ("uniform", s)} <= set(cliffs)]
-    tenth = held([cliffs["uniform", s] <= cliffs["baseline", s] / 10 for s in both])
-    lines.append(f"| cliff of uniform at most a tenth of the baseline's | 0.060 and 1.915 | {tenth} |")
-    cheap = held([penalty["uniform", s] <= 2 for s in both])
-    lines.append(f"| penalty of uniform at most 2 % | 1.8 % | {cheap} |")
-    return "\n".join(lines)
+def results(name: str, seed: int, data: Data, args: argparse.Namespace) -> Iterator[Line]:
+    """Train and measure one arm, as far as there is time."""
+    arm = arms(args.window, args.retrofit)[name]
+    parts = Parts(args.out.with_suffix(".parts.jsonl") if args.checkpoints else None, {"arm": name, "seed": seed})
+    if not args.deadline.leaves(0):
+        print(f"{name:16} seed {seed:5}  not begun: time was up", flush=True)
+        return
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    if arm.yarn:
+        assert arm.after is not None
+        model = finished(arm.after, seed, args)
+        parts.get("training", lambda: {"view": ["standard", {}], "after": arm.after, "tokens": 0, "log": []})
+    else:
+        model = trained(name, arm, seed, data, args, parts)
+    if model is None:
+        return
+    for part, find in measures(model, arm.yarn, data, args).items():
+        if part not in parts.known and args.checkpoints and not args.deadline.leaves(0):
+            print(f"{name:16} seed {seed:5}  measured up to {part!r} when time was up", flush=True)
+            return
+        parts.get(part, find)
+    yield {
+        **parts.known["training"],
+        "yarn": arm.yarn,
+        "parameters": sum(p.numel() for p in model.model.layers.parameters()),
+        "vocabulary": data.vocabulary,
+        "window": args.window,
+        "spans": list(data.val.shape),
+        "keys": args.keys,
+        **parts.known["loss"],
+        "gains": [parts.known[f"gain {chunk}"] for chunk in args.chunks],
+        "exams": [
+            {"kind": kind, "length": n, "yarn": 1, "marks": parts.known[f"{kind} {n}"]} for kind, n in data.exams
+        ],
+    }
 
 
 def main() -> None:
     parser = study_parser(__doc__, "posaug_from_scratch.jsonl", seeds=(42, 137, 2024))
     parser.add_argument("folder", nargs="?", type=Path, help="of token files")
-    parser.add_argument("--tokens", type=float, default=2e8, help="that each arm is trained on")
-    parser.add_argument("--state", type=Path, help="folder that a run is kept in when time is up")
+    parser.add_argument("--tokens", type=float, default=2e8, help="that each arm is trained on; the paper has 5e8")
+    parser.add_argument(
+        "--retrofit", type=float, default=0.1, help="steps of a baseline that is trained on, of its own"
+    )
+    parser.add_argument("--checkpoints", type=Path, help="folder that keeps what is trained, as ARM-SEED")
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=128, help="rows of a step")
     parser.add_argument("--micro-batch", type=int, default=64, help="rows of a forward")
+    parser.add_argument("--mix", type=float, default=0.0, help="share of the rows of a step that are exams")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["multikey"], help="of exams")
+    parser.add_argument("--keys", type=int, default=16, help="look-alike keys of an exam")
+    parser.add_argument("--workers", type=int, default=4, help="processes that make the exams of the next steps")
+    parser.add_argument("--exams", type=int, default=0, help="of each kind and length that are measured")
+    parser.add_argument("--questions", type=int, default=8, help="of an exam that is measured")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384], help="of exams")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[128, 512, 1024], help="tokens, of the gain's forms")
     parser.add_argument("--length", type=int, default=16384, help="tokens of a span that is measured")
     parser.add_argument("--spans", type=int, default=20)
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
@@ -339,29 +236,20 @@ def main() -> None:
     parser.add_argument("--log-steps", type=int, default=50)
     args = parser.parse_args()
     if args.table:
-        show(args, summary, None)
+        show(args, tables, None)
         return
     require(parser, args, "folder")
     if args.batch % args.micro_batch:
         parser.error(f"--micro-batch must divide --batch={args.batch}, got {args.micro_batch}")
-    names = chosen(parser, args, arms(args.window))
+    known = arms(args.window, args.retrofit)
+    names = chosen(parser, args, known, [name for name, arm in known.items() if arm.after is None])
+    if args.checkpoints is None and (starting := [name for name in names if known[name].after is not None]):
+        parser.error(f"arms {', '.join(starting)} start from others, which are to be in --checkpoints")
     torch.set_float32_matmul_precision("high")
-    stream = torch.from_numpy(read_stream(args.folder, "train").view("<i2").copy()).to(DEVICE)
-    args.val_rows = torch.from_numpy(first_rows(args.folder, "val", args.length, args.spans))
-    vocabulary = read_facts(args.folder)["vocabulary"]
-
-    def results(name: str, seed: int) -> Iterator[Line]:
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        training = Training(name, seed, args, stream, vocabulary)
-        if training.train(args.deadline):
-            yield training.finish()
-        else:
-            print(f"{name:16} seed {seed:5}  at step {training.step} of {training.steps} when time was up", flush=True)
-
+    data = read_data(args)
     # seeds outermost: what a slice leaves undone is a whole comparison less, not an arm
     runs = [
-        Run(f"{name:16} seed {seed:5}", {"arm": name, "seed": seed}, partial(results, name, seed))
+        Run(f"{name:16} seed {seed:5}", {"arm": name, "seed": seed}, partial(results, name, seed, data, args))
         for seed, name in itertools.product(args.seeds, names)
     ]
     carry_out(runs, args, shown)
@@ -369,9 +257,10 @@ def main() -> None:
 
 def shown(line: Line) -> str:
     """A line of the file in one of the terminal."""
-    rate = line["tokens_per_second"] or 0
-    losses = f"in window {line['in_window']:.3f}  cliff {line['cliff']:.3f}  G {line['gain']:.3f}"
-    return f"{losses}  {rate:,.0f} tokens/s  {line['peak_gib']:.1f} GiB"
+    found = [f"in window {line['in_window']:.3f}  cliff {line['cliff']:.3f}  G {line['gain']:.3f}"]
+    found += [f"{c['kind']} {c['length']} {fmean(r for e in c['marks'] for _, r in e):.2f}" for c in line["exams"]]
+    rate = line.get("tokens_per_second")
+    return "  ".join([*found, *([f"{rate:,.0f} tokens/s  {line['peak_gib']:.1f} GiB"] if rate else [])])
 
 
 if __name__ == "__main__":

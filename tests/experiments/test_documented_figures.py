@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import extension
-import posaug_from_scratch
+import posaug_results
 import restoration
 import rpsd_small_scale
 from result_lines import read_lines
@@ -76,7 +76,7 @@ def test_documented_figures_of_small_models_are_those_of_their_files():
     """PosAug from scratch, by arm; exams of RPSD's comparison, by arm and length."""
     runs = read_lines(RESULTS / "posaug-from-scratch-h200.jsonl")
     documented = page("positions")
-    penalty = posaug_from_scratch.penalties(runs)
+    penalty = posaug_results.penalties(runs)
     for same in by_arm(runs):
         cells = [f"{mean(r['in_window'] for r in same):.3f}"]
         cells.append(f"{mean(penalty[r['arm'], r['seed']] for r in same):.2f}" if same[0]["arm"] != "baseline" else "-")
