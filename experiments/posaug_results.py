@@ -97,12 +97,9 @@ def tables(runs: list[Run]) -> str:
     by_arm = runs_by_arm(sorted(known, key=lambda run: run["seed"]))
     if known:
         parts += [loss_table(by_arm), gain_table(by_arm)]
-    if any(run["exams"] for run in known):
-        window = known[0]["window"]
-        parts += [
-            exam_table(by_arm, "baseline"),
-            place_table(by_arm, [cell for cell in cells_of(known[0]) if cell[1] == window]),
-        ]
+    if examined := runs_by_arm([run for same in by_arm.values() for run in same if run["exams"]]):
+        cells = cells_of(next(iter(examined.values()))[0])
+        parts += [exam_table(examined, "baseline"), place_table(examined, cells)]
     if known:
         parts.append("\n".join(orderings(FURTHER, known, further)))
     return "\n\n".join(parts)

@@ -72,7 +72,7 @@ def exam_table(by_arm: dict[str, list[Run]], control: str) -> str:
             pairs = pairs_of(same, by_arm.get(control, []))
             if arm != control and pairs:
                 ours, theirs = (by_exam([pair[k] for pair in pairs], kind, length) for k in (0, 1))
-                low, high = paired_interval([a - b for a, b in zip(ours, theirs, strict=True)])
+                low, high = paired_interval([a - b for a, b in zip(ours, theirs, strict=True)], bounds=(-1.0, 1.0))
                 shown += f" ({low:+.3f} to {high:+.3f})"
             row.append(shown)
         lines.append(_line(row))

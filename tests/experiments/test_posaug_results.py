@@ -41,7 +41,7 @@ def test_tables_have_differences_from_the_baseline_of_the_same_seeds():
     read = detailed("uniform, YaRN", 1, 0.5, 3.0, [0, 0])
     lines.append({k: v for k, v in read.items() if k not in ("peak_gib", "tokens_per_second")} | {"tokens": 0})
     known, _, losses, note, gains, of_gains, exams, of_exams, places, further = tables(lines).split("\n\n")[1:]
-    del known, of_gains
+    assert known.startswith("| arm | seeds | loss 64..32 |") and of_gains.startswith("Nats a token")
     assert "| baseline | 2 | 4.500 | 5.500 | 1.000 |" in losses
     # 0.1875 is the mean of 0.125 and 0.25 over seeds, twice that beyond the window; both spans alike
     assert "| uniform | 2 | 4.688 (+0.188 to +0.188) | 5.875 (+0.375 to +0.375) | 1.188 (+0.188 to +0.188) |" in losses
@@ -50,10 +50,14 @@ def test_tables_have_differences_from_the_baseline_of_the_same_seeds():
     assert "| gain | seeds | exact, chunks of 8 | paper, chunks of 8 |" in gains
     assert "| uniform | 2 | 0.250 (+0.250 to +0.250) | 2.000 (+2.000 to +2.000) |" in gains
     assert "| baseline | 2 | 0.500 | 0.500 |" in exams
-    assert "| uniform | 2 | 1.000 (+0.500 to +0.500) | 1.000 (+0.500 to +0.500) |" in exams
-    assert "| uniform, YaRN | 1 | 0.000 (-0.500 to -0.500) | 0.000 (-0.500 to -0.500) |" in exams
+    # two exams that differ alike leave a share of 1 - .025^(1/2) = .842 unseen, which may differ by -1 to 1
+    assert "| uniform | 2 | 1.000 (-0.763 to +0.921) | 1.000 (-0.763 to +0.921) |" in exams
+    assert "| uniform, YaRN | 1 | 0.000 (-0.921 to +0.763) | 0.000 (-0.921 to +0.763) |" in exams
     assert of_exams.startswith("2 texts a cell and seed; in brackets, from baseline of the same seeds")
-    assert "| baseline | 1.00 / - / - / - / 0.00 |" in places and "multikey 32 by place" in places
+    assert (
+        "| baseline | 1.00 / - / - / - / 0.00 | 1.00 / - / - / - / 0.00 |" in places
+        and "multikey 32 by place" in places
+    )
     for row in (
         "exams beyond the window: baseline < uniform | 48.4 < 67.6 | 2 of 2 seeds",
         "cliff: retrofit < baseline | 0.45 < 2.84 | not run",
@@ -68,4 +72,4 @@ def test_intervals_widen_with_spans_that_disagree():
     text = tables(lines)
     row = next(row for row in text.splitlines() if row.startswith("| uniform | 1 | 4.750 ("))
     low, high = (float(x) for x in row.split("(")[1].split(")")[0].split(" to "))
-    assert low <= 0.0 and 0.5 <= high and "| uniform | 1 | 0.500 (-0.500 to +0.500)" in text
+    assert low <= 0.0 and 0.5 <= high and "| uniform | 1 | 0.500 (" in text

@@ -117,6 +117,7 @@ def test_intervals_are_paired_over_exams_and_seeds():
     runs = [run("next-token", s, [1, 2, 1, 2]) for s in (0, 1)]
     runs += [run("skip", 0, [2, 3, 2, 3]), run("skip", 1, [2, 3, 2, 3]), run("abf", 0, [1, 2, 1, 2])]
     rows = {line.split(" | ")[0]: line for line in results.tables(runs).split("\n\n")[0].splitlines()}
-    assert "0.625 (+0.250 to +0.250)" in rows["| skip"] and "0.375 (+0.000 to +0.000)" in rows["| abf"]
+    # four exams that differ alike leave a share of 1 - .025^(1/4) unseen, which may differ by -1 to 1
+    assert "0.625 (-0.503 to +0.702)" in rows["| skip"] and "0.375 (-0.602 to +0.602)" in rows["| abf"]
     assert results.far_attention(runs[0], 25) == 0.25
     assert results.by_place(runs[0], "multikey", 100) == [0.375, None, None, None, None]
