@@ -43,8 +43,9 @@ from harness import DEVICE, Line, Run, carry_out, chosen, load, logged, require,
 from keeping_arms import Arm, arms
 from keeping_evidence import train_on_evidence
 from keeping_plot import plot
-from keeping_questions import KEYED, NEW_TOKENS, Asked, keyed, passkeys, right
+from keeping_questions import KEYED, NEW_TOKENS, Asked, answered, keyed, passkeys
 from keeping_results import tables
+from native_kl import kl_from
 from peft import LoraConfig
 from result_parts import Parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,14 +53,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_patch import patch_model
 from rope_patch.eval import context_gain, loss_by_position, read_texts
 from rope_patch.eval.asking import Frame
-from rope_patch.eval.generation import greedy_answers, greedy_tokens
+from rope_patch.eval.generation import greedy_tokens
 from rope_patch.eval.harness import require_lm_eval
 from rope_patch.special_tokens import SpecialTokens
 from rope_patch.views.by_name import resolve_view
 from trl_ext.rows import make_rows, own_chats, own_texts
 
 EDGES = [64, *(2**k for k in range(10, 18))]
-TOKENS_HELD = 2**19  # in the caches of prompts that are answered together: three runs share a GPU's memory
 REPLY = 128  # tokens of a reply in a chat, at most
 GPU = torch.cuda.is_available()
 # of all arms: those of arXiv:2309.10400's fine-tuning but for the rate, which an arm has
@@ -268,13 +268,7 @@ def own_text_figures(model: Any, native: Any, data: Data) -> dict[str, Any]:
     replies, of instruct models: of each reply that the model writes to a user's text of those chats, the mean over
     tokens of -ln p of the native model, the tokens, and whether it ended.
     """
-    total = tokens = 0.0
-    for text in data.held_out_own:
-        ids = torch.tensor([text], device=model.device)
-        log_probs = [m(input_ids=ids).logits[0].float().log_softmax(-1) for m in (native, model)]
-        total += float((log_probs[0].exp() * (log_probs[0] - log_probs[1])).sum())
-        tokens += len(text)
-    figures: dict[str, Any] = {"kl": total / tokens}
+    figures: dict[str, Any] = {"kl": kl_from(native, model, data.held_out_own)}
     if not data.tokenizer.chat_template:
         return figures
     turn = data.tokenizer(Frame.of(data.tokenizer, True).turn, add_special_tokens=False)["input_ids"]
@@ -318,17 +312,8 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts
 
 def asked(model: Any, data: Data, test: str, chat: bool, length: int) -> dict[str, Any]:
     """What a model wrote to the questions of one test, form and length."""
-    since = time.perf_counter()
-    questions = data.asked[test, chat, length]
-    prompts = [a.shared + tail for a in questions for tail in a.tails]
-    at_once = max(TOKENS_HELD // length, 1)
-    said = greedy_answers(model, data.tokenizer, prompts, max_new_tokens=NEW_TOKENS[test], batch_size=at_once)
-    wordings = [a.wording for a in questions for _ in a.answers]
-    shown = list(zip([answer for a in questions for answer in a.answers], said, strict=True))[:3]
-    cell = {"test": test, "chat": chat, "length": length, "scores": right(questions, said), "wordings": wordings}
-    cell["seconds"] = time.perf_counter() - since
-    print(f"{test} at {length}: {fmean(cell['scores']):.2f} in {cell['seconds']:.0f} s", flush=True)
-    return {**cell, "shown": shown}
+    cell = {"test": test, "chat": chat, "length": length}
+    return {**cell, **answered(model, data.tokenizer, test, data.asked[test, chat, length], length)}
 
 
 def short_text_figures(model: Any, data: Data, args: argparse.Namespace) -> dict[str, Any]:

@@ -6,17 +6,22 @@ and a number each in a book, of which each is asked in turn, so that eight promp
 several wordings; training rows (trl_ext.rows) have others.
 """
 
+import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 from rope_patch.eval.asking import Frame
+from rope_patch.eval.generation import greedy_answers
 from rope_patch.eval.wordings import PASSKEY_FILLER
 
 Keyed = Literal["keys", "words"]
 NEW_TOKENS = {"passkey": 10, "keys": 12, "words": 8}
 KEYS = 8  # sentences in a book
+TOKENS_HELD = 2**19  # in the caches of prompts that are answered together: three runs share a GPU's memory
 TAIL = 64  # tokens kept for the question and the beginning of its answer, at most: all prompts of a length read alike
 # needle, question, beginning of the answer
 PASSKEY = [
@@ -136,3 +141,31 @@ def right(questions: list[Asked], replies: list[str]) -> list[int]:
     """1 for each reply that has its answer in it."""
     answers = [answer for a in questions for answer in a.answers]
     return [int(answer in reply) for answer, reply in zip(answers, replies, strict=True)]
+
+
+def raw_questions(
+    tokenizer: Any, books: Sequence[Sequence[int]], lengths: Sequence[int], prompts: int, seed: int = 0
+) -> dict[tuple[str, int], list[Asked]]:
+    """At least so many passkeys and keyed numbers at each length, in raw text, by test and length."""
+    questions: dict[tuple[str, int], list[Asked]] = {}
+    for length in lengths:
+        questions["passkey", length] = passkeys(tokenizer, length, prompts, False, seed)
+        questions["keys", length] = keyed("keys", tokenizer, books, length, math.ceil(prompts / KEYS), False, seed)
+    return questions
+
+
+def answered(model: Any, tokenizer: Any, test: str, questions: list[Asked], length: int) -> dict[str, Any]:
+    """What a model wrote to the questions of one test and length: score and wording of each, and a few texts."""
+    since = time.perf_counter()
+    prompts = [a.shared + tail for a in questions for tail in a.tails]
+    at_once = max(TOKENS_HELD // length, 1)
+    said = greedy_answers(model, tokenizer, prompts, max_new_tokens=NEW_TOKENS[test], batch_size=at_once)
+    scores = right(questions, said)
+    seconds = time.perf_counter() - since
+    print(f"{test} at {length}: {fmean(scores):.2f} in {seconds:.0f} s", flush=True)
+    return {
+        "scores": scores,
+        "wordings": [a.wording for a in questions for _ in a.answers],
+        "seconds": seconds,
+        "shown": list(zip([answer for a in questions for answer in a.answers], said, strict=True))[:3],
+    }

@@ -14,9 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from posaug_results import penalties
-from restoration import recovery_ratio
 from result_lines import held, mean_of, read_lines
 from rpsd_small_scale import score
+
+from rope_patch.eval import recovery_ratio
 
 Run = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

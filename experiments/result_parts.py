@@ -1,5 +1,6 @@
 """Parts of a result that is not whole yet, so that a run which is cut off goes on where it was."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,10 @@ class Parts:
             self._add(name, self.known[name])
         value: T = self.known[name]
         return value
+
+    def remember(self, key: Mapping[str, Any], find: Callable[[], T]) -> T:
+        """`get` for measures of `rope_patch.eval`, which name their parts by such keys."""
+        return self.get(json.dumps(key), find)
 
     def _add(self, name: str | None, value: Any) -> None:
         if self.file is not None:

@@ -58,6 +58,7 @@ _SEED = 42  # lm-eval's own
 SHORTEST_LENGTH = 4096  # tokens that RULER begins at; its generators do not fill much shorter prompts
 _SHOWN = 200  # characters of a prompt that are kept with its reply: its question
 TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
+RulerPrompts = dict[tuple[int, str], list[dict[str, Any]]]
 _NEEDS_TEXT = tuple(name for name, options in _NEEDLES.items() if options["type_haystack"] == "essay")
 
 
@@ -152,6 +153,7 @@ def ruler(
     chat_template: ChatTemplate = "auto",
     progress: bool = True,
     remember: Remember = afresh,
+    prompts: RulerPrompts | None = None,
 ) -> Ruler:
     """Score RULER's tasks with lm-eval's own prompts, generators and metrics.
 
@@ -173,6 +175,8 @@ def ruler(
             there is one. Lengths include it.
         progress: whether to show a bar over tasks and lengths.
         remember: keeps each task and length as soon as it is done.
+        prompts: those of `ruler_prompts` of the same lengths, samples and chat_template, whose tasks are then measured
+            and which several models can be asked; None makes them of the other arguments.
 
     Raises:
         ImportError: lm-eval is not installed.
@@ -181,21 +185,25 @@ def ruler(
     Source: RULER, arXiv:2404.06654.
     """
     require_lm_eval()
-    chosen = chosen_tasks(tasks, haystack=haystack, squad=squad, hotpotqa=hotpotqa)
     chat = uses_chat_template(tokenizer, chat_template)
-    frame = Frame.of(tokenizer, chat)
-    if samples < 1 or not lengths or not chosen:
-        raise ValueError(f"samples must be at least 1 and lengths not empty, got {samples} and {list(lengths)}.")
+    # all prompts first: what cannot be made at some length shows before anything is measured
+    documents = prompts or ruler_prompts(
+        tokenizer,
+        lengths,
+        tasks=tasks,
+        samples=samples,
+        haystack=haystack,
+        squad=squad,
+        hotpotqa=hotpotqa,
+        chat_template=chat_template,
+        progress=progress,
+    )
+    chosen = list(dict.fromkeys(task for _, task in documents))
     scores: dict[str, list[float]] = {task: [] for task in chosen}
     prompt_scores: dict[str, list[list[float]]] = {task: [] for task in chosen}
     replies: list[dict[str, Any]] = []
     positions: dict[str, dict[str, Any]] = {}
     cells = [(length, task) for length in lengths for task in chosen]
-    # all prompts first: what cannot be made at some length shows before anything is measured
-    documents = {
-        (n, task): _documents(task, tokenizer, n - frame.tokens, samples, haystack, squad, hotpotqa)
-        for n, task in tqdm(cells, desc="RULER prompts", unit="task", disable=not progress)
-    }
     for n, task in tqdm(cells, desc="RULER", unit="task", disable=not progress):
 
         def score(n: int = n, task: str = task) -> dict[str, Any]:
@@ -213,6 +221,39 @@ def ruler(
         if result["answer_positions"] is not None:
             positions[str(n)] = result["answer_positions"]
     return Ruler(list(lengths), scores, samples, positions, prompt_scores, replies)
+
+
+def ruler_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    *,
+    tasks: Sequence[str] | None = None,
+    samples: int = 100,
+    haystack: str | None = None,
+    squad: str | Path | None = None,
+    hotpotqa: str | Path | None = None,
+    chat_template: ChatTemplate = "auto",
+    progress: bool = True,
+) -> RulerPrompts:
+    """The prompts that `ruler` makes of the same arguments: making many long ones takes minutes.
+
+    Returns:
+        (length, task) -> lm-eval's documents, which JSON can hold.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+        ValueError: an unknown task, one whose data were not given, no sample or no length.
+    """
+    require_lm_eval()
+    chosen = chosen_tasks(tasks, haystack=haystack, squad=squad, hotpotqa=hotpotqa)
+    if samples < 1 or not lengths or not chosen:
+        raise ValueError(f"samples must be at least 1 and lengths not empty, got {samples} and {list(lengths)}.")
+    beside = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
+    cells = [(length, task) for length in lengths for task in chosen]
+    return {
+        (n, task): _documents(task, tokenizer, n - beside, samples, haystack, squad, hotpotqa)
+        for n, task in tqdm(cells, desc="RULER prompts", unit="task", disable=not progress)
+    }
 
 
 def chosen_tasks(tasks: Sequence[str] | None, *, haystack: object, squad: object, hotpotqa: object) -> list[str]:

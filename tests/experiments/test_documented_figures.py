@@ -7,7 +7,7 @@ from statistics import mean, median
 
 import extension
 import posaug_results
-import restoration
+import restoration_results
 import rpsd_small_scale
 from result_lines import read_lines
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 def test_documented_losses_and_recoveries_are_those_of_the_file():
     """Means of every arm with a row in the text, and no row without an arm."""
-    printed = restoration.table(read_lines(RESULTS / "restoration-h200.jsonl"))
+    printed = restoration_results.table(read_lines(RESULTS / "restoration-h200.jsonl"))
     documented = page("restoration")
 
     def means(table):
