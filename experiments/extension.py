@@ -18,6 +18,12 @@ is in it is not done again. Seeds are outermost, so a slice leaves whole compari
 not be through by then, as far as runs in --out tell, those of the same method if there are any; --part shares the runs
 among processes, on one GPU or several (CUDA_VISIBLE_DEVICES).
 
+--prompts asks passkeys and keyed numbers among look-alikes, which the model answers as it writes; every prompt's score
+is in the lines, and --table has differences from "b=0" with intervals, and keyed numbers by their distance. --rates
+trains every method at each rate; --best takes the rate of such a file with the least "choice", the loss up to the
+target on --choosing-rows held-out rows of which nothing else is reported. With --checkpoints a run that is cut off goes
+on, within its training and its measures.
+
 --cost trains every method for that many steps after two that warm up, measures nothing else, and is for a GPU without
 other work: seconds and peak memory, first with one row at a time and then with as many as make --at-once tokens. The
 methods take turns in each seed's round.
@@ -30,7 +36,6 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +43,7 @@ from typing import Any, Literal
 import torch
 from datasets import Dataset
 from exams import NEEDLES, Exam, Needle, accuracy, needle_exam
+from extension_arms import CUE, CUES, Method, every_method, methods
 from extension_results import plot, summary
 from harness import (
     Line,
@@ -46,6 +52,7 @@ from harness import (
     autocast,
     carry_out,
     chosen,
+    kept_folder,
     load,
     logged,
     require,
@@ -53,6 +60,9 @@ from harness import (
     study_parser,
     train,
 )
+from keeping_questions import answered, raw_questions
+from rates import add_rate_arguments, rates_of
+from result_parts import Parts
 from token_text import first_rows, read_documents
 from transformers import AutoTokenizer, TrainerCallback
 
@@ -63,109 +73,9 @@ from rope_patch.eval.wordings import PASSKEY_FILLER
 from trl_ext.cues import cue_ids
 
 GIB = 1 << 30
-CUE = "sentence"
 Stage = Literal["only", "first", "last"]
 WARM_UP = 2  # steps of --cost without a count
 SPANS = [(64, 8192), (8192, 16384), (16384, 32768), (32768, 65536)]
-
-
-@dataclass(frozen=True)
-class Method:
-    """One row of the comparison.
-
-    Args:
-        fields: of RopeSFTConfig, None for no training.
-        row: tokens of a row as it is cut from the text.
-        read: tokens of it that are trained on, a cue included.
-        long: share of the tokens that go to next-token training at full length, after the others.
-    """
-
-    fields: dict[str, Any] | None
-    row: int
-    read: int
-    long: float = 0.0
-
-
-def skip_distillation(max_skip: int, **view_args: Any) -> dict[str, Any]:
-    """Fields of RopeSFTConfig: the model's own predictions at true positions teach those under a skip."""
-    return {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": max_skip, **view_args}}
-
-
-def methods(window: int, target: int, cue: int) -> dict[str, Method]:
-    """The methods that papers propose, their controls and skip distillation, by name.
-
-    Args:
-        window: native, in tokens.
-        target: in positions.
-        cue: tokens of EndPrompt's cue.
-    """
-    end = {"view": "endprompt", "view_args": {"target": target}, "cue": CUE}
-    at_random = {"view_args": {"target": target, "placement": "random"}}
-    factor = target / window
-    return {
-        "none": Method(None, window, window),
-        "full length": Method({}, target, target),
-        "endprompt": Method(end, window - cue, window),
-        "et(pose)": Method({**end, **at_random}, window - cue, window),
-        "b=0": Method({**end, "cue": "none"}, window, window),
-        "pose": Method(
-            {"view": "pose", "view_args": {"target": target, "window": window}}, min(4 * window, target), window
-        ),
-        "posaug": Method({"view": "posaug", "view_args": {"low": 1 / factor, "high": factor}}, window, window),
-        "skip distil": Method(skip_distillation(target - window), window, window),
-        "longrecipe": Method({"view": "longrecipe", "view_args": {"target": target}}, window, window),
-    }
-
-
-def combinations(window: int, target: int) -> dict[str, Method]:
-    """Forms of skip distillation, and what none of the papers has; parents are "b=0", "skip distil" and "posaug".
-
-    Args:
-        window: native, in tokens.
-        target: in positions.
-    """
-    far, factor = target - window, target / window
-    skip = skip_distillation(far)
-    by_rows = {"low": 1 / factor, "high": factor, "granularity": "sample"}
-    scaled = {**by_rows, "law": "log-uniform"}
-
-    def with_args(**args: Any) -> dict[str, Any]:
-        return {**skip, "self_distill_args": args}
-
-    fields_by_name: dict[str, dict[str, Any]] = {
-        # what of the view or of the distillation does it
-        "clm on skips": {"view": "skip", "view_args": skip["view_args"]},
-        "skip distil near": skip_distillation(far // 4),
-        "skip distil log": skip_distillation(far, law="log-uniform"),
-        "skip distil late": skip_distillation(far, curriculum="step"),
-        "several gaps": {
-            "objective": "self-distill",
-            "view": "pose",
-            "view_args": {"target": target, "chunks": 4},
-            "self_distill_args": {"reduction": "token"},
-        },
-        # another teacher, other weights of rows
-        "native teacher": with_args(teacher="native"),
-        "uniform rows": with_args(reduction="uniform"),
-        "longce rows": with_args(kl_longce={"short_context": window // 8, "stride": window // 16}),
-        "top rows": with_args(kl_top=0.5),
-        # other methods with it, and by themselves
-        "posaug, rows": {"view": "posaug", "view_args": by_rows},
-        "posaug kl": {"objective": "self-distill", "view": "posaug", "view_args": scaled},
-        "skip and posaug kl": {
-            "objective": "self-distill",
-            "view": "compose",
-            "view_args": {"views": [{"view": "skip", "max_skip": far}, {"view": "posaug", **scaled}]},
-        },
-        "restore and extend": {**skip, "restore_every": 4},
-    }
-    long = {f"skip distil, {share:.0%} long": Method(skip, window, window, share) for share in (0.25, 0.5)}
-    return {**{name: Method(fields, window, window) for name, fields in fields_by_name.items()}, **long}
-
-
-def every_method(window: int, target: int, cue: int) -> dict[str, Method]:
-    """`methods` and `combinations`."""
-    return {**methods(window, target, cue), **combinations(window, target)}
 
 
 class Steps(TrainerCallback):
@@ -221,8 +131,10 @@ def train_method(
     steps: int,
     at_once: int,
     stage: Stage = "only",
+    rate: float | None = None,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Train in place; what it cost and its log."""
+    """Train in place, at --learning-rate or `rate`; what it cost and its log. One that `folder` has goes on."""
     rows_a_step = max(args.step_tokens // method.read, 1)
     together = max(min(at_once // method.read, rows_a_step), 1)
     if args.step_tokens % method.read or rows_a_step % together:
@@ -232,7 +144,7 @@ def train_method(
         )
     assert method.fields is not None
     fields: dict[str, Any] = {
-        "learning_rate": args.learning_rate,
+        "learning_rate": args.learning_rate if rate is None else rate,
         **rate_of(stage, steps),
         "weight_decay": 0.0,
         "gradient_checkpointing": True,
@@ -250,10 +162,12 @@ def train_method(
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
-    trainer = train(model, tokenizer, args.rows(method.row), fields, seed, args.compile, callbacks=[watch])
+    kept = None if folder is None else folder / stage
+    trainer = train(model, tokenizer, args.rows(method.row), fields, seed, args.compile, kept, callbacks=[watch])
+    timed = watch.seconds[WARM_UP:] or watch.seconds  # one that went on may have none left
     return {
         "train_seconds": time.perf_counter() - begin,
-        "seconds_a_step": statistics.median(watch.seconds[min(WARM_UP, steps - 1) :]),
+        "seconds_a_step": statistics.median(timed) if timed else None,
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if gpu else None,
         "rows_at_once": together,
         "rows_a_step": rows_a_step,
@@ -295,87 +209,165 @@ def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, 
     return exams
 
 
-def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int) -> dict[str, Any]:
-    """Loss by position, passkey as written, teacher-forced digits, and short text, under autocast as in training."""
+def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int, parts: Parts) -> dict[str, Any]:
+    """Everything that is measured of a model, under autocast as in training, but for what `parts` has."""
     begin = time.perf_counter()
     model.eval()  # a view that is sampled in training is not in force
+    lengths = lengths_within(args, target)
     with autocast(model):
-        curve = loss_by_position(model, args.val_rows, progress=False)
-        lengths = lengths_within(args, target)
-        # the wording that all lines of the results were asked in
-        keys = passkey(
-            model, tokenizer, lengths, trials=args.trials, wordings=(0,), chat_template="off", progress=False
-        )
-        teacher_forced = {
-            kind: {
-                str(n): statistics.mean(right for exam in by_length[n] for _, right in accuracy(model, exam))
-                for n in lengths
-            }
-            for kind, by_length in args.needles.items()
+        figures: Line = {
+            "loss_by_position": parts.get("losses", partial(losses, model, args.val_rows)),
+            "passkey": parts.get("passkey", partial(passkeys_found, model, tokenizer, lengths, args)),
+            "teacher_forced": parts.get("teacher_forced", partial(teacher_forced, model, lengths, args)),
+            "short": None,
+            "short_mean": None,
         }
-        short = None
+        if args.choosing is not None:
+            rows = args.choosing[:, :target]
+            figures["choice"] = parts.get("choice", partial(mean_loss, model, rows))
+        figures["asked"] = [
+            {
+                "test": test,
+                "length": n,
+                **parts.get(f"{test} {n}", partial(answered, model, tokenizer, test, questions, n)),
+            }
+            for (test, n), questions in args.asked.items()
+            if n in lengths
+        ]
         if args.short_data is not None:
-            short = short_text(model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64)
-    edges = sorted({e for span in SPANS for e in span if e < curve.seq_len} | {curve.seq_len})
+            short = short_text(
+                model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64, remember=parts.remember
+            )
+            figures |= {"short": short.accuracy, "short_mean": short.mean, "short_scores": short.scores}
+    return {**figures, "measure_seconds": time.perf_counter() - begin}
+
+
+def losses(model: Any, rows: torch.Tensor) -> list[dict[str, float]]:
+    """Loss between the edges of spans."""
+    curve = loss_by_position(model, rows, progress=False)
+    bins: list[dict[str, float]] = curve.bins(
+        sorted({e for span in SPANS for e in span if e < curve.seq_len} | {curve.seq_len})
+    )
+    return bins
+
+
+def mean_loss(model: Any, rows: torch.Tensor) -> float:
+    """Behind the first tokens, which have too little context."""
+    curve = loss_by_position(model, rows, progress=False)
+    return float(curve.mean(SPANS[0][0], curve.seq_len))
+
+
+def passkeys_found(model: Any, tokenizer: Any, lengths: list[int], args: argparse.Namespace) -> dict[str, float]:
+    """Passkeys as written, by length, in the wording that all lines of the results were asked in."""
+    found = passkey(model, tokenizer, lengths, trials=args.trials, wordings=(0,), chat_template="off", progress=False)
+    return {str(n): share for n, share in zip(lengths, found.by_length, strict=True)}
+
+
+def teacher_forced(model: Any, lengths: list[int], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Shares of right digits of each kind of needle, by length."""
     return {
-        "loss_by_position": curve.bins(edges),
-        "passkey": {str(n): a for n, a in zip(lengths, keys.by_length, strict=True)},
-        "teacher_forced": teacher_forced,
-        "short": None if short is None else short.accuracy,
-        "short_mean": None if short is None else short.mean,
-        "measure_seconds": time.perf_counter() - begin,
+        kind: {
+            str(n): statistics.mean(right for exam in by_length[n] for _, right in accuracy(model, exam))
+            for n in lengths
+        }
+        for kind, by_length in args.needles.items()
     }
 
 
-def key_of(kind: str, seed: int, target: int, schedule: str | None, method: str, args: Any) -> list[Any]:
+def key_of(kind: str, seed: int, target: int, schedule: str | None, method: str, rate: Any, args: Any) -> list[Any]:
     """What makes two runs the same; what does not train has neither seed nor rate."""
     if method in ("native", "none"):
         return [kind, target if schedule else None, schedule, method]
-    return [kind, target, schedule, method, seed, args.tokens, args.learning_rate, json.dumps(args.override)]
+    return [kind, target, schedule, method, seed, args.tokens, rate, json.dumps(args.override)]
 
 
 def quality(
-    args: argparse.Namespace, tokenizer: Any, cue: int, seed: int, target: int, schedule: str | None, name: str
+    args: argparse.Namespace,
+    tokenizer: Any,
+    cues: dict[str, int],
+    seed: int,
+    target: int,
+    schedule: str | None,
+    name: str,
+    rate: float | None,
 ) -> Iterator[Line]:
     """Train one method, if it trains, and measure it."""
-    model = rescaled(args, schedule, target)
-    method = None if name == "native" else every_method(args.window, target, cue)[name]
-    cost: dict[str, Any] = {}
-    if method is not None and method.fields is not None:
-        steps = max(args.tokens // args.step_tokens, 1)
-        of_long = round(method.long * steps)
-        stage: Stage = "first" if of_long else "only"
-        cost = train_method(model, tokenizer, method, args, seed, steps - of_long, args.at_once, stage)
-        if of_long:
-            full = methods(args.window, target, cue)["full length"]
-            cost = joined(cost, train_method(model, tokenizer, full, args, seed, of_long, args.at_once, "last"))
-        cost["steps"] = steps
-    yield {
-        "method": name,
-        "schedule": schedule,
-        "target": target,
-        "seed": seed,
-        "tokens": cost["steps"] * args.step_tokens if cost else 0,
-        "learning_rate": args.learning_rate if cost else None,
-        "override": args.override,
-        **cost,
-        **measure(model, tokenizer, args, target),
-    }
+    method = None if name == "native" else every_method(args.window, target, cues)[name]
+    trains = method is not None and method.fields is not None
+    key = key_of("quality", seed, target, schedule, name, rate, args)
+    parts = Parts(args.out.with_suffix(".parts.jsonl") if args.checkpoints else None, {"key": key})
+    training: Line = {}
+    with kept_folder("-".join(map(str, key[:-1])), args.checkpoints) as folder:
+        end = folder / "model"
+        if trains:
+            if "training" not in parts.known or not end.is_dir():
+                parts.begin()
+                parts.get(
+                    "training", partial(train_into, end, args, tokenizer, cues, seed, target, schedule, name, rate)
+                )
+            training = parts.known["training"]
+        model = load(end) if trains else rescaled(args, schedule, target)
+        yield {
+            "method": name,
+            "schedule": schedule,
+            "target": target,
+            "seed": seed,
+            "tokens": training["steps"] * args.step_tokens if training else 0,
+            "learning_rate": rate if trains else None,
+            "override": args.override,
+            **training,
+            **measure(model, tokenizer, args, target, parts),
+        }
 
 
-def qualities(args: argparse.Namespace, tokenizer: Any, cue: int, names: list[str]) -> list[Run]:
+def train_into(
+    end: Path,
+    args: argparse.Namespace,
+    tokenizer: Any,
+    cues: dict[str, int],
+    seed: int,
+    target: int,
+    schedule: str | None,
+    name: str,
+    rate: float | None,
+) -> Line:
+    """Train one method in its stages and save the model; what it cost."""
+    model, method = rescaled(args, schedule, target), every_method(args.window, target, cues)[name]
+    kept = end.parent if args.checkpoints else None
+    steps = max(args.tokens // args.step_tokens, 1)
+    of_long = round(method.long * steps)
+    stage: Stage = "first" if of_long else "only"
+    cost = train_method(model, tokenizer, method, args, seed, steps - of_long, args.at_once, stage, rate, kept)
+    if of_long:
+        full = methods(args.window, target, cues[CUE])["full length"]
+        long = train_method(model, tokenizer, full, args, seed, of_long, args.at_once, "last", rate, kept)
+        cost = joined(cost, long)
+    model.save_pretrained(end)
+    return {**cost, "steps": steps}
+
+
+def qualities(args: argparse.Namespace, tokenizer: Any, cues: dict[str, int], names: list[str]) -> list[Run]:
     """Every run of the comparison."""
-    plan: list[tuple[int, int, str | None, str]] = [(args.seeds[0], max(args.targets), None, "native")]
-    for seed, target, schedule in itertools.product(args.seeds, args.targets, args.schedules):
-        plan += [(seed, target, schedule, name) for name in names if name != "none" or seed == args.seeds[0]]
+    first, farthest = args.seeds[0], max(args.targets)
+    plan: list[tuple[int, int, str | None, str, float | None]] = [(first, farthest, None, "native", None)]
+    for seed, target, schedule, name in itertools.product(args.seeds, args.targets, args.schedules, names):
+        if name == "none":
+            plan += [(seed, target, schedule, name, None)] if seed == first else []
+            continue
+        of = {"method": name, "target": target, "schedule": schedule}
+        plan += [
+            (seed, target, schedule, name, rate)
+            for rate in rates_of(args, of, args.learning_rate, field="learning_rate")
+        ]
     return [
         Run(
-            f"{name:12} {schedule} to {target}, seed {seed}",
-            {"kind": "quality", "key": key_of("quality", seed, target, schedule, name, args)},
-            partial(quality, args, tokenizer, cue, seed, target, schedule, name),
-            {"kind": "quality", "method": name, "target": target},
+            f"{name:12} {schedule} to {target}, seed {seed}" + (f", rate {rate:g}" if rate else ""),
+            {"kind": "quality", "key": key_of("quality", seed, target, schedule, name, rate, args)},
+            partial(quality, args, tokenizer, cues, seed, target, schedule, name, rate),
+            # one that is kept goes on in the next slice of time, however long it takes
+            None if args.checkpoints else {"kind": "quality", "method": name, "target": target},
         )
-        for seed, target, schedule, name in plan
+        for seed, target, schedule, name, rate in plan
     ]
 
 
@@ -388,11 +380,11 @@ def cost(
     yield {**settings, "tokens_per_second": args.step_tokens / trained["seconds_a_step"], **trained}
 
 
-def costs(args: argparse.Namespace, tokenizer: Any, cue: int, names: list[str]) -> list[Run]:
+def costs(args: argparse.Namespace, tokenizer: Any, cues: dict[str, int], names: list[str]) -> list[Run]:
     """Every method with one row at a time, and with as many as --at-once has."""
     runs, one_row = [], 1
     for seed, target, schedule, name in itertools.product(args.seeds, args.targets, args.schedules, names):
-        method = every_method(args.window, target, cue)[name]
+        method = every_method(args.window, target, cues)[name]
         for n in (one_row, args.at_once):
             if method.fields is None or (n != one_row and n < 2 * method.read):
                 continue
@@ -428,7 +420,13 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=1 << 16)
     parser.add_argument("--at-once", type=int, default=1 << 15, help="tokens of a forward, one row at least")
     parser.add_argument("--learning-rate", type=float, default=2e-4)
+    add_rate_arguments(parser, "loss up to the target on --choosing-rows")
     parser.add_argument("--val-rows", type=int, default=4)
+    parser.add_argument(
+        "--choosing-rows", type=int, default=0, help="held-out rows behind them, for choosing rates and nothing else"
+    )
+    parser.add_argument("--prompts", type=int, default=0, help="passkeys and keyed numbers of each length, as written")
+    parser.add_argument("--checkpoints", type=Path, help="folder that keeps what a run trains until it is through")
     parser.add_argument("--val-length", type=int, default=65536)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="of passkey")
     parser.add_argument("--trials", type=int, default=1, help="prompts of each length and of each of ten depths")
@@ -441,17 +439,21 @@ def main() -> None:
         return
     require(parser, args, "model", "folder")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    cue = len(cue_ids(tokenizer, CUE))
+    cues = {name: len(cue_ids(tokenizer, name)) for name in CUES}
     target = max(args.targets)
-    names = chosen(parser, args, every_method(args.window, target, cue), methods(args.window, target, cue))
+    names = chosen(parser, args, every_method(args.window, target, cues), methods(args.window, target, cues[CUE]))
     documents = read_documents(args.folder, "train")
     args.rows = cache(partial(rows_of, documents))
     if args.cost:
-        carry_out(costs(args, tokenizer, cue, names), args, shown)
+        carry_out(costs(args, tokenizer, cues, names), args, shown)
         return
-    args.val_rows = torch.from_numpy(first_rows(args.folder, "val", args.val_length, args.val_rows))
+    n_rows = args.val_rows
+    held_out = torch.from_numpy(first_rows(args.folder, "val", args.val_length, n_rows + args.choosing_rows))
+    args.val_rows, args.choosing = held_out[:n_rows], held_out[n_rows:] if args.choosing_rows else None
+    books = args.val_rows.tolist()
+    args.asked = raw_questions(tokenizer, books, lengths_within(args, target), args.prompts) if args.prompts else {}
     args.needles = needles(tokenizer, args)
-    carry_out(qualities(args, tokenizer, cue, names), args, shown)
+    carry_out(qualities(args, tokenizer, cues, names), args, shown)
 
 
 if __name__ == "__main__":

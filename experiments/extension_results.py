@@ -3,14 +3,19 @@
 import json
 import statistics
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from exams import NEEDLES
+from keeping_questions import KEYS
+from paired_results import Scores, by_distance, cell_scores, cells_of, difference, head, macro, row, seed_pairs
 from result_lines import mean_of, spread
 
 from rope_patch.eval import recovery_ratio
 from rope_patch.eval.figures import add_legend, compact, new_figure, save_figure
+
+CONTROL = "b=0"  # EndPrompt without a cue, and so without a view: the rescaling and the books
 
 
 def shown(values: list[float], digits: int) -> str:
@@ -55,6 +60,7 @@ def summary(lines: list[dict[str, Any]]) -> str:
             cells.append(shown(kept, 1))
             table.append("| " + " | ".join(cells) + " |")
         tables.append("\n".join(table))
+        tables += compared(here)
     costs: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for run in lines:
         if run["kind"] == "cost":
@@ -74,6 +80,43 @@ def summary(lines: list[dict[str, Any]]) -> str:
             table.append("| " + " | ".join(cells) + " |")
         tables.append("\n".join(table))
     return "\n\n".join(tables)
+
+
+def compared(runs: list[dict[str, Any]]) -> list[str]:
+    """What prompts have scores for, of one target and schedule: differences from "b=0", and numbers by distance.
+
+    A method at several rates is compared at each with "b=0" at the same one, or with the only one that there is. In
+    brackets stands the paired 95 % interval, over prompts, of the mean over seeds.
+    """
+    scored = [r for r in runs if r.get("asked") or r.get("short_scores")]
+    if not scored:
+        return []
+    same: dict[tuple[str, float | None], list[dict[str, Any]]] = defaultdict(list)
+    for run in scored:
+        same[run["method"], run["learning_rate"]].append(run)
+    cells = cells_of(scored)
+    by: dict[str, Scores] = {f"{test} {n}": partial(cell_scores, test=test, length=n) for test, n in cells}
+    by["short text"] = lambda run: macro(run.get("short_scores", {}))
+    controls = {rate: group for (name, rate), group in same.items() if name == CONTROL}
+    lengths = [n for test, n in cells if test == "keys"]
+    above = head(["method", "rate", "seeds", *by])
+    written = head(
+        ["as written", "rate", "seeds", *(f"{test} {n}" for test, n in cells)]
+        + [f"keys {n} by distance, nearest eighth first" for n in lengths]
+    )
+    for (name, rate), group in same.items():
+        shown_rate = f"{rate:g}" if rate else "-"
+        control = next(iter(controls.values())) if len(controls) == 1 else controls.get(rate, [])
+        # what does not train has one run, for all seeds of the control
+        pairs = seed_pairs(group, control) if rate else [(group[0], run) for run in control]
+        if name != CONTROL and pairs:
+            above.append(row([name, shown_rate, str(len(pairs)), *(difference(pairs, s) for s in by.values())]))
+        means = [f"{statistics.mean(s for run in group for s in cell_scores(run, *cell)):.2f}" for cell in cells]
+        distances = [by_distance(group, n, KEYS) for n in lengths]
+        written.append(row([name, shown_rate, str(len(group)), *means, *distances]))
+    counts = ", ".join(f"{name} {len(scores(scored[0]))}" for name, scores in by.items())
+    said = f'Scores above "{CONTROL}", of the same seeds. Prompts a cell and seed: {counts}.'
+    return ["\n".join([said, "", *above]), *(["\n".join(written)] if cells else [])]
 
 
 def plot(lines: list[dict[str, Any]], path: Path, window: int) -> list[Path]:

@@ -3,10 +3,12 @@
 import argparse
 import gc
 import json
+import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from compiled import compiled_tokenwise
 from datasets import Dataset
 from result_lines import Deadline, add_line, read_lines, share, versions
 from transformers import AutoModelForCausalLM
+from transformers.trainer_utils import get_last_checkpoint
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
@@ -171,10 +174,26 @@ def autocast(model: Any) -> torch.autocast:
     return torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
 
 
+@contextmanager
+def kept_folder(name: str, checkpoints: Path | None) -> Iterator[Path]:
+    """A folder for what a run trains: in `checkpoints` it stays until the run is through, so that it can go on."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(checkpoints or scratch) / name.replace("/", " by ")
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def train(
-    model: Any, tokenizer: Any, rows: Dataset, fields: Mapping[str, Any], seed: int, compiled: bool = False, **more: Any
+    model: Any,
+    tokenizer: Any,
+    rows: Dataset,
+    fields: Mapping[str, Any],
+    seed: int,
+    compiled: bool = False,
+    folder: Path | None = None,
+    **more: Any,
 ) -> RopeSFTTrainer:
-    """Train in place without checkpoints; the trainer as it ends.
+    """Train in place; the trainer as it ends.
 
     Args:
         model: float32 weights.
@@ -183,15 +202,21 @@ def train(
         fields: of RopeSFTConfig.
         seed: of the trainer.
         compiled: compile norms and MLPs.
+        folder: gets eight checkpoints on the way, of which the last is kept and gone on from; None for none.
         more: further arguments of RopeSFTTrainer.
     """
     gpu = DEVICE == "cuda"
     common = {"bf16": gpu, "use_cpu": not gpu, "logging_steps": 8, "report_to": [], "disable_tqdm": True}
-    with tempfile.TemporaryDirectory() as folder:
-        config = RopeSFTConfig(**{**common, **fields, "save_strategy": "no", "seed": seed, "output_dir": folder})
+    saves: dict[str, Any] = {"save_strategy": "no"}
+    if folder is not None:
+        saves = {"save_strategy": "steps", "save_steps": max(fields["max_steps"] // 8, 1), "save_total_limit": 1}
+    last = get_last_checkpoint(folder) if folder is not None and folder.is_dir() else None
+    with tempfile.TemporaryDirectory() as scratch:
+        output = str(folder or scratch)
+        config = RopeSFTConfig(**{**common, **fields, **saves, "seed": seed, "output_dir": output})
         trainer = RopeSFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, **more)
         with compiled_tokenwise(trainer.model, compiled):
-            trainer.train()
+            trainer.train(resume_from_checkpoint=last)
     return trainer
 
 

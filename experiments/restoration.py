@@ -23,11 +23,8 @@ model before its rescaling, rates, and differences with intervals; --plot draws 
 
 import argparse
 import itertools
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -43,6 +40,7 @@ from harness import (
     carry_out,
     chosen,
     has,
+    kept_folder,
     load,
     logged,
     require,
@@ -97,7 +95,7 @@ def run(arm: Arm, key: Line, args: argparse.Namespace, data: Data) -> Iterator[L
     """Train one arm, and measure it after each stage that --out does not have, or as it is where it has none."""
     known = {line["after"] for line in read_lines(args.out) if has(line, key)}
     before = None
-    with folder_of(key, args.checkpoints) as folder:
+    with kept_folder("-".join(map(str, key.values())), args.checkpoints) as folder:
         for stage in arm.stages:
             parts = Parts(args.out.with_suffix(".parts.jsonl") if args.checkpoints else None, {**key, "after": stage})
             training: Line = {}
@@ -111,15 +109,6 @@ def run(arm: Arm, key: Line, args: argparse.Namespace, data: Data) -> Iterator[L
                 model = begun(arm, before, args)
                 whole = model.merge_and_unload() if before is not None and arm.lora is not None else model
                 yield {"after": stage, **measure(whole, args, data, parts), **training}
-
-
-@contextmanager
-def folder_of(key: Line, checkpoints: Path | None) -> Iterator[Path]:
-    """A folder for what the stages of a run train: in `checkpoints` it stays until the run is through."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(checkpoints or scratch) / "-".join(str(value).replace("/", " by ") for value in key.values())
-        yield folder
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def begun(arm: Arm, before: Path | None, args: argparse.Namespace) -> Any:
