@@ -20,9 +20,19 @@ from trl_ext.memory_plan import GIB, plan_memory
 from trl_ext.model_setup import train_qkv_only
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-FACTS, *CASES = map(json.loads, (RESULTS / "long-rows-h200.jsonl").read_text().splitlines())
 OTHERS = json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]
-LINES = [line for line in CASES if "planned_gib" in line]  # TRL's trainer plans nothing
+
+
+def measured_steps():
+    """Lines of the file with the header of their run."""
+    for line in map(json.loads, (RESULTS / "long-rows-h200.jsonl").read_text().splitlines()):
+        if "case" not in line:
+            header = line
+        elif "planned_gib" in line:  # TRL's trainer plans nothing
+            yield header | line
+
+
+LINES = list(measured_steps())
 
 
 @pytest.fixture
@@ -152,9 +162,9 @@ def test_the_plan_of_steps_that_an_h200_measured(line, monkeypatch):
     monkeypatch.setattr(memory_plan, "host_memory", lambda: 80 * GIB)
     monkeypatch.setattr(memory_plan, "device_memory", lambda device: 128 * GIB)
     with torch.device("meta"):
-        config = measured.config_of(Namespace(shape=FACTS["shape"], layers=FACTS["layers"]))
+        config = measured.config_of(Namespace(shape=line["shape"], layers=line["layers"]))
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-        model = get_peft_model(model, LoraConfig(r=FACTS["lora_rank"], target_modules=["q_proj", "k_proj", "v_proj"]))
+        model = get_peft_model(model, LoraConfig(r=line["lora_rank"], target_modules=["q_proj", "k_proj", "v_proj"]))
     of_method = {}
     if line["method"] == "self-distill":
         of_method = {"objective": "self-distill", "view": "skip", "view_args": {"split": line["length"] // 2}}
