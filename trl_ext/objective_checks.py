@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from rope_patch.local_layers import is_local
 from rope_patch.rotary import find_causal_lm
 
+from .engines.sequence_ranks import SequenceRanks
 from .objectives import objective_of
-from .sequence_ranks import SequenceRanks
 
 if TYPE_CHECKING:
     from .trainer import RopeSFTTrainer

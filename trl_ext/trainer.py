@@ -37,27 +37,25 @@ from rope_patch.views.base import TRUE_POSITIONS
 from .checkpoint import require_no_adapter
 from .config import RopeSFTConfig
 from .cut_rows import cut_rows
+from .engines.saves_in_parts import remove_weights, saves_in_parts, weights_gathered
+from .engines.sequence_ranks import SequenceRanks, gradient_factor
+from .engines.weights import forget_unfinished_forwards, hold_like_student, require_unharmed_codes
 from .gpus import loading_on_one_gpu, tell_idle_gpus
 from .long_rows import LongRowTraining, offload_optimizer
 from .memory_plan import MemoryPlan, plan_memory
 from .method_record import record_of, require_same_method, training_method
 from .model_card import DatasetFacts, card_of, run_facts, runs_before
 from .model_setup import (
-    computed_in,
     forget_earlier_trainer,
-    forget_unfinished_forwards,
     has_rope,
     is_patched,
     keep_quantised_weights,
     require_new_rescaling,
-    require_unharmed_codes,
     train_qkv_only,
 )
 from .objective_checks import check_objective, check_shared_sequences
 from .objectives import Objective, objective_of
 from .repeated_rows import without_repeated
-from .saves_in_parts import remove_weights, saves_in_parts, weights_gathered
-from .sequence_ranks import SequenceRanks, gradient_factor
 from .small_steps import warn_of_lost_steps
 from .step_means import Part, StepMeans
 from .training_set import (
@@ -216,7 +214,8 @@ class RopeSFTTrainer(SFTTrainer):
         self._objective = self._make_objective(config)
         if self._objective is not None:  # also of a family whose own loss takes no count of the step
             self.model_accepts_loss_kwargs = True
-        self._hold_teacher()
+        if self._teacher_copy is not None:
+            hold_like_student(self._teacher_copy, self.accelerator)
         self._shifted = self._make_shifted(config)
         self.memory_plan: MemoryPlan | None = None
         self._long_rows: LongRowTraining | None = None
@@ -247,8 +246,7 @@ class RopeSFTTrainer(SFTTrainer):
             return
         if plan.on and self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             offload_optimizer(args, plan, args.device)
-        teacher = None if self._objective is None else self._objective.teacher
-        copies = [teacher.copy] if isinstance(teacher, CopiedTeacher) else []
+        copies = [] if self._teacher_copy is None else [self._teacher_copy.copy]
         self._long_rows = LongRowTraining(self.model, plan, *copies, shared=self._ranks is not None)
 
     def _row_length(self) -> int | None:
@@ -454,16 +452,10 @@ class RopeSFTTrainer(SFTTrainer):
         check_objective(self)
         return objective_of(args).build(self.model, args, self.accelerator)
 
-    def _hold_teacher(self) -> None:
-        """Hold a teacher's copy as the engine holds the student: in its dtype, and under FSDP2 in parts."""
+    @property
+    def _teacher_copy(self) -> CopiedTeacher | None:
         teacher = None if self._objective is None else self._objective.teacher
-        if not isinstance(teacher, CopiedTeacher):
-            return
-        dtype = computed_in(self.accelerator)
-        if dtype is not None:
-            teacher.cast(dtype)
-        if self.accelerator.is_fsdp2 and not teacher.offload:
-            teacher.shard()
+        return teacher if isinstance(teacher, CopiedTeacher) else None
 
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
         if args.shifted_attention is None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.ranks import ADAPTERS, PI, RELATION, SELF, require_alike, run_on_ranks
 
-from trl_ext.model_setup import copies_bits
+from trl_ext.engines.weights import copies_bits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,7 +26,7 @@ from rope_patch.registry import unknown
 from rope_patch.rotary import find_decoder
 from rope_patch.state import state_of
 
-from ..sequence_ranks import SequenceRanks, gradient_factor
+from ..engines.sequence_ranks import SequenceRanks, gradient_factor
 from ..step_means import Part
 from .alternating import AlternatingObjective
 from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field

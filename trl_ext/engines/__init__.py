@@ -1,0 +1,1 @@
+"""What a trainer does differently under FSDP, DeepSpeed and ranks that share a sequence: one file per subject."""
