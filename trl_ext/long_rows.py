@@ -3,10 +3,11 @@
 Attention does without masks of n x n also where all fits: they cost time besides.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,14 +15,18 @@ from transformers.utils import logging
 
 from rope_patch.attention.calls import attention_kernel
 from rope_patch.attention.rows import MaskFreeRows, why_masks_stay
+from rope_patch.distillation import CopiedTeacher
 from rope_patch.offloaded import offloaded_checkpoints
 from rope_patch.rotary import find_causal_lm
 from rope_patch.tiled import TILE, tiled
 
-from .memory_plan import GIB, MASKS_TO, MemoryPlan
+from .engines.sequence_ranks import SequenceRanks
+from .memory_plan import GIB, MASKS_TO, MemoryPlan, plan_memory
+from .training_set import longest_document
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
+    from .trainer import RopeSFTTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -57,6 +62,41 @@ class LongRowTraining:
             if self.rows is not None:
                 stack.enter_context(self.rows.active())
             yield
+
+
+def plan_long_rows(
+    trainer: "RopeSFTTrainer", ranks: SequenceRanks | None, copy: CopiedTeacher | None
+) -> tuple[MemoryPlan, LongRowTraining | None]:
+    """Decide whether rows are long for the device, and say so.
+
+    Args:
+        trainer: its model is patched, and its optimizer not made yet unless the user has.
+        ranks: those that share each sequence.
+        copy: that teaches.
+
+    Returns:
+        The plan, and what steps run inside of, None where nothing is to be done.
+    """
+    model, args = trainer.model, trainer.args
+    rows = _row_length(args, trainer.train_dataset)
+    if rows is not None and ranks is not None:
+        rows = math.ceil(rows / ranks.size)
+    plan = plan_memory(model, args, rows, args.device, args.long_rows)
+    if args.process_index == 0:
+        (logger.warning if plan.on else logger.info)(str(plan))
+    if not plan.on and (not plan.mask_free or ranks is not None):
+        return plan, None
+    if plan.on and trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
+        offload_optimizer(args, plan, args.device)
+    copies = [] if copy is None else [copy.copy]
+    return plan, LongRowTraining(model, plan, *copies, shared=ranks is not None)
+
+
+def _row_length(args: "RopeSFTConfig", train_dataset: Any) -> int | None:
+    """Tokens of the longest row, None where only reading all of them would say."""
+    longest = longest_document(train_dataset)
+    bounds = [n for n in (args.max_length, None if args.packing else longest) if n is not None]
+    return min(bounds) if bounds else None
 
 
 def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.device) -> bool:

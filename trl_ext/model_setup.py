@@ -1,4 +1,4 @@
-"""A model before it is trained: what earlier training left on it, which weights train, whether it has RoPE at all."""
+"""A model before it is trained: what earlier training left on it, its rescaling and view, which weights train."""
 
 import re
 from collections.abc import Iterator
@@ -6,9 +6,17 @@ from typing import Any
 
 from torch import nn
 
+from rope_patch import patch_model, unpatch_model
+from rope_patch.methods import resolve_view
+from rope_patch.patch import view_source
 from rope_patch.rescalings import Rescaling
 from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.state import state_of
+from rope_patch.views import View
+
+from .config import RopeSFTConfig
+from .training_set import longest_document
+from .window_check import farthest_target
 
 
 def has_rope(model: nn.Module) -> bool:
@@ -25,7 +33,33 @@ def is_patched(model: nn.Module) -> bool:
     return has_rope(model) and state_of(find_decoder(model)) is not None
 
 
-def require_new_rescaling(rescaling: Rescaling, model: nn.Module) -> None:
+def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -> None:
+    """Apply the rescaling and the view that `args` names; if they cannot be, leave the model as it came.
+
+    Args:
+        model: with its adapters.
+        args: of the trainer.
+        train_dataset: as TRL has prepared it.
+    """
+    rescaling = args.make_rescaling()
+    view = resolve_view(args.view, args.view_options)
+    was_patched = is_patched(model)
+    try:
+        if rescaling is not None:
+            _require_new_rescaling(rescaling, model)
+            patch_model(model, _with_window(rescaling, model, args, view, train_dataset))
+        # a view that changes nothing is the default: it does not take off a view that the user has put on
+        before = view_source(model)
+        if view.perturbs or before is None or before.of_trainer:
+            patch_model(model, view, seed=args.seed if args.view_seed is None else args.view_seed)
+            view_source(model).of_trainer = True  # type: ignore[union-attr]
+    except Exception:
+        if not was_patched:
+            unpatch_model(model)
+        raise
+
+
+def _require_new_rescaling(rescaling: Rescaling, model: nn.Module) -> None:
     """Raise if an adapter that was loaded brought this rescaling: PI 4x on top of PI 4x would be 16x."""
     state = state_of(find_decoder(model))
     if state is not None and rescaling in state.start_rescalings:
@@ -34,6 +68,17 @@ def require_new_rescaling(rescaling: Rescaling, model: nn.Module) -> None:
             "and a second one would go on top of it. Leave rescale out to go on with the adapter's, or call "
             "patch_model before the trainer for both."
         )
+
+
+def _with_window(
+    rescaling: Rescaling, model: nn.Module, args: RopeSFTConfig, view: View, train_dataset: Any
+) -> Rescaling:
+    """Where a rescaling does not say how far it reaches, promise the rows and the target that it is trained on."""
+    if not rescaling.wants_window:
+        return rescaling
+    rows = args.max_length or longest_document(train_dataset) or 0
+    window = max(rows, farthest_target(view), find_decoder(model).config.max_position_embeddings)
+    return rescaling.with_window(window)
 
 
 def forget_earlier_trainer(model: nn.Module) -> None:

@@ -1,80 +1,68 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
-import json
 import math
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 from trl import SFTTrainer
 
-from rope_patch import patch_model, unpatch_model
+from rope_patch import unpatch_model
 from rope_patch.attention.shifted import ShiftedAttention
 from rope_patch.distillation import CopiedTeacher
-from rope_patch.draws import DrawKey
-from rope_patch.layout.documents import count_documents, locate_documents
 from rope_patch.layout.labelled import Labelled
 from rope_patch.methods import resolve_view
-from rope_patch.model_card import has_card_of_user, write_card, write_runs
-from rope_patch.patch import view_source
-from rope_patch.rescalings import Rescaling
-from rope_patch.rotary import find_causal_lm, find_decoder
+from rope_patch.rotary import find_decoder
 from rope_patch.sidecar import require_same_rope
-from rope_patch.sources import ViewSource
-from rope_patch.state import When, state_of
-from rope_patch.views import View
 from rope_patch.views.base import TRUE_POSITIONS
 
 from .checkpoint import require_no_adapter
 from .config import RopeSFTConfig
-from .cut_rows import cut_rows
 from .engines.saves_in_parts import remove_weights, saves_in_parts, weights_gathered
 from .engines.sequence_ranks import SequenceRanks, gradient_factor
 from .engines.weights import forget_unfinished_forwards, hold_like_student, require_unharmed_codes
+from .finite_losses import FiniteLosses, tell_of_evaluation
 from .gpus import loading_on_one_gpu, tell_idle_gpus
-from .long_rows import LongRowTraining, offload_optimizer
-from .memory_plan import MemoryPlan, plan_memory
-from .method_record import record_of, require_same_method, training_method
-from .model_card import DatasetFacts, card_of, run_facts, runs_before
+from .length_checks import check_lengths
+from .long_rows import LongRowTraining, plan_long_rows
+from .memory_plan import MemoryPlan
+from .method_record import require_same_method, training_method
+from .model_card import DatasetFacts
 from .model_setup import (
     forget_earlier_trainer,
     has_rope,
     is_patched,
     keep_quantised_weights,
-    require_new_rescaling,
+    patch_by_config,
     train_qkv_only,
 )
 from .objective_checks import check_objective, check_shared_sequences
 from .objectives import Objective, objective_of
 from .repeated_rows import without_repeated
+from .run_record import RunRecord
 from .small_steps import warn_of_lost_steps
-from .step_means import Part, StepMeans
-from .training_set import (
-    document_lengths,
-    document_tokens,
-    prepare_rows,
-    require_taught,
-    require_text,
-    with_masked_loss,
+from .step_batches import (
+    FIRST_SAMPLE,
+    WHOLE_ROWS,
+    cut_documents,
+    number_documents,
+    require_borders,
+    require_labels,
+    total_counts,
 )
+from .step_means import StepMeans
+from .token_count import TokenRate, counts_of_all_ranks, keep_count, tokens_until
+from .trainer_view import TrainerView
+from .training_set import prepare_rows, require_taught, require_text, with_masked_loss
 from .training_text import prepare_text
-from .view_effect import require_effect_on
-from .window_check import check_window, farthest_target
 
 logger = logging.get_logger(__name__)
-
-_FIRST_SAMPLE = "rope_first_sample"
-_WHOLE_ROWS = "rope_whole_rows"
-_TOKEN_COUNT = "rope_patch_tokens"
 
 
 class RopeSFTTrainer(SFTTrainer):
@@ -152,7 +140,7 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
                 "model_init_kwargs={'dtype': 'bfloat16'} to halve its memory."
             )
-        self._dataset_facts = DatasetFacts.of(train_dataset)
+        dataset_facts = DatasetFacts.of(train_dataset)
         config, train_dataset = prepare_text(model, config, train_dataset, processing_class)
         if formatting_func is None:
             config = with_masked_loss(config, train_dataset)
@@ -184,29 +172,22 @@ class RopeSFTTrainer(SFTTrainer):
         if not self.is_model_parallel:
             tell_idle_gpus(config)
         came_patched = is_patched(self.model)
-        self._source: ViewSource | None = None  # of a model without RoPE, of which nothing is asked
-        self._when: When = "train"
         if config.needs_rope or has_rope(self.model):
-            self._patch(config)
-            state = state_of(find_decoder(self.model))
-            assert state is not None and state.source is not None  # at the least the standard view
-            self._source, self._when = state.source, state.when
-        self._earlier_runs = runs_before(find_causal_lm(self.model).config._name_or_path, self.args.output_dir)
-        self._keeps_card: dict[Path, bool] = {}  # of folders that are being saved into
-        self._perturbs = self._source is not None and self._source.view.perturbs
-        self._runs = 0  # of train, evaluate and predict, one inside the other
-        self._method = (
+            patch_by_config(self.model, config, self.train_dataset)
+        self._view = TrainerView(self.model)
+        source = self._view.source
+        method = (
             training_method(config, resolve_view(TRUE_POSITIONS), config.seed)
-            if self._source is None
-            else training_method(config, self._source.view, self._source.clock.seed)
+            if source is None
+            else training_method(config, source.view, source.clock.seed)
         )
+        self._record = RunRecord(self, source, method, dataset_facts)
         self._ranks = SequenceRanks.of(self.accelerator)
         self._whole: dict[str, Any] | None = None  # rows of the batch in flight, where ranks share them
         if self._ranks is not None:
             check_shared_sequences(self, self._ranks)
             if data_collator is None:
                 self._ranks.pad_collator(self.data_collator)
-        self._rate_since: tuple[float, float] | None = None
         keep_quantised_weights(self.model)
         require_unharmed_codes(self.model, self.accelerator)
         if config.trainable == "qkv":
@@ -214,46 +195,28 @@ class RopeSFTTrainer(SFTTrainer):
         self._objective = self._make_objective(config)
         if self._objective is not None:  # also of a family whose own loss takes no count of the step
             self.model_accepts_loss_kwargs = True
-        if self._teacher_copy is not None:
-            hold_like_student(self._teacher_copy, self.accelerator)
+        teacher = None if self._objective is None else self._objective.teacher
+        teacher_copy = teacher if isinstance(teacher, CopiedTeacher) else None
+        if teacher_copy is not None:
+            hold_like_student(teacher_copy, self.accelerator)
         self._shifted = self._make_shifted(config)
         self.memory_plan: MemoryPlan | None = None
         self._long_rows: LongRowTraining | None = None
         self._step_counts: dict[str, int] = {}
         self._means = {mode: self._new_means() for mode in ("train", "eval")}
+        self._token_rate = TokenRate()
+        self._finite_losses = FiniteLosses(self.accelerator)
         self._batches_left = 0  # of the optimizer step
-        self._overflowed: int | None = None  # the last optimizer step of which that was told
         self._evaluated = 0  # documents of the evaluation in progress
         self._only_repeated = False  # whether all rows of the batch in flight repeat others
-        try:
-            self._check_lengths()
-        except ValueError:
-            if not came_patched and self._source is not None:
-                unpatch_model(self.model)
-            raise
-        if self._source is not None:
-            self._plan_long_rows(config)
-
-    def _plan_long_rows(self, args: RopeSFTConfig) -> None:
-        """Decide whether rows are long for the device, and say so."""
-        rows = self._row_length()
-        if rows is not None and self._ranks is not None:
-            rows = math.ceil(rows / self._ranks.size)
-        self.memory_plan = plan = plan_memory(self.model, args, rows, args.device, args.long_rows)
-        if args.process_index == 0:
-            (logger.warning if plan.on else logger.info)(str(plan))
-        if not plan.on and (not plan.mask_free or self._ranks is not None):
-            return
-        if plan.on and self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            offload_optimizer(args, plan, args.device)
-        copies = [] if self._teacher_copy is None else [self._teacher_copy.copy]
-        self._long_rows = LongRowTraining(self.model, plan, *copies, shared=self._ranks is not None)
-
-    def _row_length(self) -> int | None:
-        """Tokens of the longest row, None where only reading all of them would say."""
-        longest = self._longest()
-        bounds = [n for n in (self.args.max_length, None if self.args.packing else longest) if n is not None]
-        return min(bounds) if bounds else None
+        if source is not None:
+            try:
+                check_lengths(self.model, self.args, source, self._objective, self.train_dataset)
+            except ValueError:
+                if not came_patched:
+                    unpatch_model(self.model)
+                raise
+            self.memory_plan, self._long_rows = plan_long_rows(self, self._ranks, teacher_copy)
 
     def _prepare_dataset(
         self,
@@ -276,41 +239,6 @@ class RopeSFTTrainer(SFTTrainer):
         name = known.get(dataset_name, f"eval_dataset[{dataset_name!r}]")
         return prepare_rows(dataset, name, args, self._tokenizer, packing, prepare)
 
-    def _check_lengths(self) -> None:
-        """Stop here, and not at the step that meets it, if a document is too long for window, view or teacher."""
-        if self._source is None:
-            return
-        draws = self._perturbs and (self._objective is None or self._objective.draws)
-        view = self._source.view if draws else resolve_view(TRUE_POSITIONS)
-        view.check_run(self.args)  # also one that the model came with
-        lengths = document_lengths(self.train_dataset)
-        lengths = None if lengths is None else view.kept(lengths)
-        longest = None if lengths is None else int(lengths.max())
-        check_window(self.model, view, longest, tell=self.args.process_index == 0)
-        if lengths is None or not longest:
-            return
-        view.check_length(longest)
-        if draws:
-            self._source.checked_length = longest
-        if self._objective is not None:
-            self._objective.check_length(longest)
-            self._objective.check_documents(lengths)
-        if draws:
-            objective = objective_of(self.args)
-            require_effect_on(
-                view,
-                lengths,
-                find_decoder(self.model).config.num_hidden_layers,
-                reads_last=objective.counts_every_token,
-                controls=objective.takes_view_controls,
-                documents=partial(document_tokens, self.train_dataset),
-            )
-
-    def _longest(self) -> int | None:
-        """Tokens of the longest document of a row, None where only reading all of them would say."""
-        lengths = document_lengths(self.train_dataset)
-        return None if lengths is None else int(lengths.max()) or None
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's training; a checkpoint of another RoPE or another method is refused.
 
@@ -322,54 +250,24 @@ class RopeSFTTrainer(SFTTrainer):
         if folder is True:
             folder = get_last_checkpoint(str(self.args.output_dir))
         if folder:
-            if self._source is not None:
+            if self._view.source is not None:
                 require_same_rope(self.model, folder)
-            require_same_method(self._method, folder)
+            require_same_method(self._record.method, folder)
             self._total_train_tokens = tokens_until(folder)
         if self.accelerator.is_main_process:
             warn_of_lost_steps(self.model, self.args.learning_rate)
-        with self._view_in_force():
+        with self._view.in_force(self.model):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """TRL's evaluation; the view of this trainer is in force meanwhile, also after training."""
-        with self._view_in_force():
+        with self._view.in_force(self.model):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's prediction; the view of this trainer is in force meanwhile, also after training."""
-        with self._view_in_force():
+        with self._view.in_force(self.model):
             return super().predict(*args, **kwargs)
-
-    @contextmanager
-    def _view_in_force(self) -> Iterator[None]:
-        """The view of this trainer for as long as it runs, then none: what runs the model next sets no clock for it.
-
-        A view that the user put on stays, and its clock goes on by itself again. What the model is saved with later
-        still names the view.
-        """
-        source = self._source
-        if source is None:
-            yield
-            return
-        state = state_of(find_decoder(self.model))
-        if state is None:
-            raise ValueError(
-                "the model was unpatched after this trainer was made, so that it would train without its rescaling and "
-                "its view: make a new trainer."
-            )
-        before = state.source, state.when
-        state.source, state.when = source, self._when
-        self._runs += 1
-        try:
-            yield
-        finally:
-            self._runs -= 1
-            if not self._runs:
-                source.clock.release()
-                state.ended = source.view, self._when
-                if source.of_trainer:
-                    state.source, state.when = (None, "train") if before[0] is source else before
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's saving, also of checkpoints, with a record of what was trained with and a model card.
@@ -379,13 +277,9 @@ class RopeSFTTrainer(SFTTrainer):
         adapter needs, so that the merged weights load.
         """
         folder = Path(output_dir or str(self.args.output_dir))
-        if self.args.should_save:  # the record first, to be among what is pushed to the hub
-            write_runs(self._recorded_runs(), folder)
-            # PEFT writes into the README.md that it finds
-            self._keeps_card[folder] = has_card_of_user(folder)
-            # TRL keeps no count of tokens: what is in here is written to the checkpoint's trainer_state.json
-            kept: Any = self.state.stateful_callbacks
-            kept[_TOKEN_COUNT] = {"tokens": self._total_train_tokens}
+        if self.args.should_save:
+            self._record.write_before_weights(self, folder)
+            keep_count(self.state, self._total_train_tokens)
         with nullcontext() if _internal_call else weights_gathered(self.accelerator):
             if saves_in_parts(self.accelerator):
                 self._save(str(folder), state_dict={})
@@ -393,7 +287,7 @@ class RopeSFTTrainer(SFTTrainer):
                     remove_weights(folder)
             super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            write_card(folder, card_of(self, self._recorded_runs()), keep=self._keeps_card.pop(folder))
+            self._record.write_after_weights(self, folder)
 
     def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -405,45 +299,9 @@ class RopeSFTTrainer(SFTTrainer):
             dataset_name: of the training set, where it does not say it itself.
             tags: for the hub, beside those of TRL and of this package.
         """
-        if not self.is_world_process_zero():
-            return
-        folder = Path(str(self.args.output_dir))
-        keep = self._keeps_card[folder] if folder in self._keeps_card else has_card_of_user(folder)
-        card = card_of(self, self._recorded_runs(dataset_name), title=model_name, tags=tags)
-        write_card(folder, card, keep=keep)
-
-    def _recorded_runs(self, dataset_name: str | None = None) -> list[dict[str, Any]]:
-        """This run as it stands, after those that made the model that it began with."""
-        tokens = int(self._total_train_tokens)
-        run = run_facts(self, self._source, self._dataset_facts.named(dataset_name), self._earlier_runs, tokens)
-        return [*self._earlier_runs, record_of(self._method, run)]
-
-    def _patch(self, args: RopeSFTConfig) -> None:
-        """Apply what `args` names; if it cannot be, leave the model as it came."""
-        rescaling = args.make_rescaling()
-        view = resolve_view(args.view, args.view_options)
-        was_patched = is_patched(self.model)
-        try:
-            if rescaling is not None:
-                require_new_rescaling(rescaling, self.model)
-                patch_model(self.model, self._with_window(rescaling, args, view))
-            # a view that changes nothing is the default: it does not take off a view that the user has put on
-            before = view_source(self.model)
-            if view.perturbs or before is None or before.of_trainer:
-                patch_model(self.model, view, seed=args.seed if args.view_seed is None else args.view_seed)
-                view_source(self.model).of_trainer = True  # type: ignore[union-attr]
-        except Exception:
-            if not was_patched:
-                unpatch_model(self.model)
-            raise
-
-    def _with_window(self, rescaling: Rescaling, args: RopeSFTConfig, view: View) -> Rescaling:
-        """Where a rescaling does not say how far it reaches, promise the rows and the target that it is trained on."""
-        if not rescaling.wants_window:
-            return rescaling
-        rows = args.max_length or self._longest() or 0
-        window = max(rows, farthest_target(view), find_decoder(self.model).config.max_position_embeddings)
-        return rescaling.with_window(window)
+        if self.is_world_process_zero():
+            folder = Path(str(self.args.output_dir))
+            self._record.write_card(self, folder, title=model_name, dataset_name=dataset_name, tags=tags)
 
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
         # under Ulysses TRL's own loss is a mean of each micro-batch, whatever it holds
@@ -451,11 +309,6 @@ class RopeSFTTrainer(SFTTrainer):
             return None
         check_objective(self)
         return objective_of(args).build(self.model, args, self.accelerator)
-
-    @property
-    def _teacher_copy(self) -> CopiedTeacher | None:
-        teacher = None if self._objective is None else self._objective.teacher
-        return teacher if isinstance(teacher, CopiedTeacher) else None
 
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
         if args.shifted_attention is None:
@@ -475,109 +328,39 @@ class RopeSFTTrainer(SFTTrainer):
         if self._objective is not None:
             self._objective.begin(self.state.global_step)
         rows = [self._ranks.whole_rows(batch) for batch in batches] if self._ranks and comes_split else batches
-        if self._perturbs and batches:
+        if self._view.perturbs and batches:
             for batch in batches:
-                self._require_borders(batch)
-            numbers, _ = self._number_documents(rows, device, self._ranks)
+                require_borders(batch, self.args)
+            numbers, _ = number_documents(rows, self.accelerator, device, self._ranks)
             for batch, whole, first in zip(batches, rows, numbers, strict=True):
-                batch[_FIRST_SAMPLE] = whole[_FIRST_SAMPLE] = first
-            if self._cut_rows(batches):
+                batch[FIRST_SAMPLE] = whole[FIRST_SAMPLE] = first
+            if cut_documents(batches, self._view, self.state):
                 num_items = self._get_num_items_in_batch(batches, device)
         if self._ranks is not None:
             for i, batch in enumerate(batches):
                 if not comes_split:
                     self._ranks.padded(batch)
-                batch[_WHOLE_ROWS] = rows[i] if comes_split else self._ranks.whole_rows(batch)
+                batch[WHOLE_ROWS] = rows[i] if comes_split else self._ranks.whole_rows(batch)
         if self._objective is not None and batches:
-            self._step_counts = self._total_counts([self._counts(batch) for batch in rows], device)
+            self._step_counts = total_counts(
+                [self._counts(batch) for batch in rows],
+                self.accelerator,
+                device,
+                self._ranks,
+                step=self.state.global_step,
+                over_all_ranks=self.args.average_tokens_across_devices,
+            )
             # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
             num_items = self._step_counts["tokens"]
         elif isinstance(num_items, torch.Tensor):
-            self._require_labels(num_items.max().item())
+            require_labels(num_items.max().item(), self.state.global_step)
         self._batches_left = len(batches)
         return batches, num_items
 
-    def _number_documents(
-        self, batches: list[dict[str, Any]], device: torch.device, ranks: SequenceRanks | None
-    ) -> tuple[list[int], int]:
-        """How many documents of all ranks come before those of each batch, and how many there are in all.
-
-        Args:
-            batches: of whole rows.
-            device: for talking to other ranks.
-            ranks: those that share the rows.
-        """
-        counts = torch.tensor([[count_documents(batch) for batch in batches]], device=device)
-        counts = self.accelerator.gather(counts).cpu()  # [ranks, micro-steps]
-        ranks = ranks or SequenceRanks(self.accelerator, "cp", 1)
-        in_order, mine = ranks.sampler_order(counts)
-        before = in_order.cumsum(0) - in_order
-        return before[mine].tolist(), int(in_order.sum())
-
-    def _require_labels(self, n_labels: float) -> None:
-        if n_labels == 0:
-            raise ValueError(
-                f"optimizer step {self.state.global_step} has no token to predict: each document of its batches has a "
-                "single token, or labels of -100 alone, as a completion that max_length cuts off. Leave such rows out "
-                "of train_dataset."
-            )
-
-    def _cut_rows(self, batches: list[dict[str, Any]]) -> bool:
-        """Let a view that keeps a part of long documents take it; whether there were any."""
-        assert self._source is not None
-        view = self._source.view
-        if view.cuts is None:
-            return False
-        if any("position_ids" in batch for batch in batches):
-            raise ValueError(
-                f"view {view.name!r} with {view.cuts} cuts one document a row: switch packing and padding_free off, or "
-                f"leave out {view.cuts} and give shorter documents."
-            )
-        were_cut = [cut_rows(view, batch, self._key(batch)) for batch in batches]
-        return any(were_cut)
-
-    def _key(self, batch: dict[str, Any]) -> DrawKey:
-        """The key that the batch's forward will draw with."""
-        assert self._source is not None
-        self._set_clock(batch[_FIRST_SAMPLE], training=True)
-        rows, seq_len = batch["input_ids"].shape
-        mask = batch.get("attention_mask")
-        return self._source.clock.key(locate_documents(rows, seq_len, batch["input_ids"].device, None, mask))
-
     def _counts(self, batch: dict[str, Any]) -> dict[str, int]:
         assert self._objective is not None
-        self._set_clock(batch.get(_FIRST_SAMPLE, 0), training=True)  # what is counted may depend on draws
+        self._view.set_clock(self.state, batch.get(FIRST_SAMPLE, 0))  # what is counted may depend on draws
         return self._objective.counts(self._objective.read(batch))
-
-    def _set_clock(self, first_sample: int, training: bool) -> None:
-        if self._source is None:
-            return
-        if training:
-            progress = self.state.global_step / max(self.state.max_steps, 1)
-            self._source.clock.set(self.state.global_step, first_sample, progress)
-        else:  # draws only for a view that is always on, and then the same ones every time
-            self._source.clock.set(-1, first_sample)
-
-    def _total_counts(self, counts: list[dict[str, int]], device: torch.device) -> dict[str, int]:
-        """Sums over the micro-batches of a step and, where losses are normalised so, over ranks."""
-        names = list(counts[0])
-        of_rank = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
-        totals = self.accelerator.reduce(of_rank, reduction="sum")
-        if self._ranks is not None:  # each of which has counted whole rows
-            totals = totals // self._ranks.size
-        if "labels" in names:
-            self._require_labels(int(totals[names.index("labels")]))
-        chosen = totals if self.args.average_tokens_across_devices else of_rank
-        # a rank's own count may be 0 where others have labels: its sums are 0 then too
-        return dict(zip(names, chosen.clamp(min=1).tolist(), strict=True))
-
-    def _require_borders(self, batch: dict[str, Any]) -> None:
-        packs_documents = self.args.packing and self.args.packing_strategy != "wrapped"
-        if (packs_documents or self.args.padding_free) and "position_ids" not in batch:
-            raise ValueError(
-                "data_collator must keep position_ids when rows hold several documents: without them views would cross "
-                f"document borders. Got a batch with {sorted(batch)}. Use TRL's own collator."
-            )
 
     def compute_loss(
         self,
@@ -589,62 +372,26 @@ class RopeSFTTrainer(SFTTrainer):
         """SFTTrainer's loss of a forward whose view is keyed by optimizer step and document."""
         with self._shard_in_force(inputs):
             if self._objective is None:
-                with self._counts_of_all_ranks():
+                with counts_of_all_ranks(self.accelerator):
                     result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             else:
                 result = self._distil(model, inputs)
         if self.model.training:  # before backward, in which DeepSpeed takes its step
-            self._require_finite(result[0] if isinstance(result, tuple) else result)
+            loss = result[0] if isinstance(result, tuple) else result
+            self._finite_losses.require(loss, self.state.global_step)
         return result
 
-    @contextmanager
-    def _counts_of_all_ranks(self) -> Iterator[None]:
-        """Let TRL's counts of tokens be those of all ranks.
-
-        It gathers them by `gather_for_metrics`, which at the end of an epoch keeps as many entries as there were
-        documents left: of counts, one a rank, those of the last ranks are lost.
-        """
-        self.accelerator.gather_for_metrics = self.accelerator.gather
-        try:
-            yield
-        finally:
-            del self.accelerator.gather_for_metrics
-
-    @contextmanager
-    def _shard_in_force(self, inputs: dict[str, Any]) -> Iterator[None]:
+    def _shard_in_force(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
         """Let forwards inside the block know which tokens of whole rows they get, where ranks share a sequence."""
-        if self._ranks is None or self._whole is None or self._source is None:
-            yield
-            return
-        state = state_of(find_decoder(self.model))
-        assert state is not None
-        state.shard = self._ranks.shard(self._whole, inputs)
-        try:
-            yield
-        finally:
-            state.shard = None
+        if self._ranks is None or self._whole is None or self._view.source is None:
+            return nullcontext()
+        return self._ranks.shard_in_force(self.model, self._whole, inputs)
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """Trainer's splitting of a batch inside the step, which changes the batch's tensors in place."""
         if self._ranks is not None and self._ranks.engine == "cp":
             inputs = self._ranks.ring_inputs(inputs)
         return super()._prepare_context_parallel_inputs(model, inputs)
-
-    def _require_finite(self, loss: torch.Tensor) -> None:
-        """Stop at a training loss that is not finite, unless the step is one that loss scaling leaves out."""
-        if torch.isfinite(loss):
-            return
-        what = f"the loss became {loss.item()} at optimizer step {self.state.global_step}"
-        if skips_overflows(self.accelerator):
-            if self._overflowed == self.state.global_step:
-                return
-            self._overflowed = self.state.global_step
-            logger.warning(
-                f"{what}: fp16 has overflowed, and the step is left out as loss scaling does. If this goes on, nothing "
-                "is trained any more: use bf16 or float32."
-            )
-            return
-        raise FloatingPointError(f"{what}. Lower the learning rate, use float32, or look for bad rows in the dataset.")
 
     def _distil(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         assert self._objective is not None
@@ -672,8 +419,8 @@ class RopeSFTTrainer(SFTTrainer):
         Forward and backward of an objective run while it watches the model's attention.
         """
         model.train()  # Trainer does so later: what an objective puts in place differs between training and evaluation
-        self._set_clock(inputs.pop(_FIRST_SAMPLE, 0), training=True)
-        self._whole = inputs.pop(_WHOLE_ROWS, None)
+        self._view.set_clock(self.state, inputs.pop(FIRST_SAMPLE, 0))
+        self._whole = inputs.pop(WHOLE_ROWS, None)
         with ExitStack() as stack:
             for part in (self._long_rows, self._objective, self._shifted):  # the last one looks at attention first
                 if part is not None:
@@ -686,9 +433,10 @@ class RopeSFTTrainer(SFTTrainer):
             n_parts = self.accelerator.num_processes if over_all else self._ranks.size
             loss = loss * (n_parts / gradient_factor(self.accelerator, over_all_ranks=over_all))
         if getattr(self.compute_loss, "__func__", None) is not RopeSFTTrainer.compute_loss:
-            self._require_finite(loss)  # a `compute_loss` of one's own has not looked; each look waits for the GPU
-        if self._perturbs and (self._objective is None or self._objective.draws):
-            self._means["train"].add(self._draws())
+            # a `compute_loss` of one's own has not looked; each look waits for the GPU
+            self._finite_losses.require(loss, self.state.global_step)
+        if self._view.perturbs and (self._objective is None or self._objective.draws):
+            self._means["train"].add(self._view.drawn())
         self._batches_left -= 1
         if self._batches_left == 0:  # taken once a step, not a batch: ranks wait for each other there
             for name, mean in self._means["train"].take().items():
@@ -712,11 +460,11 @@ class RopeSFTTrainer(SFTTrainer):
                 self.args.process_index // (1 if ring is None else ring.size),
             )
         first_sample = 0
-        if self._perturbs or self._objective is not None:
-            (before,), n_documents = self._number_documents([inputs], self.args.device, ring)
+        if self._view.perturbs or self._objective is not None:
+            (before,), n_documents = number_documents([inputs], self.accelerator, self.args.device, ring)
             first_sample = self._evaluated + before
             self._evaluated += n_documents
-        self._set_clock(first_sample, training=False)
+        self._view.set_evaluation_clock(first_sample)
         with nullcontext() if self._long_rows is None else self._long_rows.active():
             if self._objective is not None:
                 self._objective.begin(None, first_sample)
@@ -727,12 +475,7 @@ class RopeSFTTrainer(SFTTrainer):
             else:
                 with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
                     result = self.compute_loss(model, inputs), None, None
-        loss = result[0]
-        if loss is not None and not torch.isfinite(loss).all():
-            logger.error(  # also on ranks that say errors alone: others may have none
-                f"the loss of an evaluation batch is {loss.mean().item()}, and Trainer may leave it out of its mean: "
-                "the weights are not finite, or none of the batch's tokens has a label."
-            )
+        tell_of_evaluation(result[0])
         return result
 
     def _predict_in_ring(self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool) -> Any:
@@ -783,35 +526,10 @@ class RopeSFTTrainer(SFTTrainer):
     def _new_means(self) -> StepMeans:
         return StepMeans(self.accelerator, ranks_alike=not self.args.average_tokens_across_devices)
 
-    def _draws(self) -> dict[str, Part]:
-        """What the view has drawn in the last forward."""
-        assert self._source is not None and self._source.last is not None
-        drawn = self._source.last.parameters.items()
-        parameters = {n: p for n, p in drawn if n.rpartition(".")[2] != "length" and not n.rpartition(".")[2][0] == "_"}
-        return {f"view/{name}": (p.double().sum(), p.numel()) for name, p in parameters.items()}
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, with the rate since the last one."""
         if self.model.training and "loss" in logs:
-            tokens, now = float(self._total_train_tokens), time.perf_counter()
-            if self._rate_since is not None and tokens > self._rate_since[0]:
-                rate = (tokens - self._rate_since[0]) / (now - self._rate_since[1])
+            rate = self._token_rate.since_last(float(self._total_train_tokens))
+            if rate is not None:
                 self._metrics["train"]["tokens_per_second"].append(rate)
-            self._rate_since = tokens, now
         super().log(logs, start_time)
-
-
-def skips_overflows(accelerator: Accelerator) -> bool:
-    """Whether gradients that are not finite are left out by loss scaling, of torch or of DeepSpeed."""
-    return accelerator.scaler is not None or accelerator.mixed_precision == "fp16"
-
-
-def tokens_until(checkpoint: str | Path) -> int:
-    """Tokens that the run had trained on when it wrote `checkpoint`; for one without the count, as last logged."""
-    file = Path(checkpoint) / "trainer_state.json"
-    if not file.is_file():
-        return 0
-    state = json.loads(file.read_text(encoding="utf-8"))
-    kept = state.get("stateful_callbacks", {}).get(_TOKEN_COUNT)
-    logged = [entry["num_tokens"] for entry in state.get("log_history", []) if "num_tokens" in entry]
-    return int(kept["tokens"]) if kept else int(max(logged, default=0))

@@ -77,6 +77,12 @@ def document_lengths(dataset: Any) -> torch.Tensor | None:
     return torch.cat(parts) if parts else None
 
 
+def longest_document(dataset: Any) -> int | None:
+    """Tokens of the longest document of a row, None where only reading all of them would say."""
+    lengths = document_lengths(dataset)
+    return None if lengths is None else int(lengths.max()) or None
+
+
 def document_tokens(dataset: Dataset) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids of the documents that `document_lengths` counts, in parts of 2**16 tokens on average.
 

@@ -1,15 +1,19 @@
 """One sequence over several ranks: ring context parallel (accelerate's "cp") and Ulysses (its "sp", of DeepSpeed)."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from torch import distributed
+from torch import distributed, nn
 
 from rope_patch.layout.documents import locate_documents
 from rope_patch.layout.shards import SequenceShard
+from rope_patch.rotary import find_decoder
+from rope_patch.state import state_of
 
 Engine = Literal["cp", "sp"]
 
@@ -140,6 +144,17 @@ class SequenceRanks:
             index = torch.arange(m, device=inputs["input_ids"].device) + m * distributed.get_rank(self.group)
         rows = {name: whole[name].to(index.device) for name in _OF_ROWS if name in whole}
         return SequenceShard(rows, index.clone(), self.group)
+
+    @contextmanager
+    def shard_in_force(self, model: nn.Module, whole: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
+        """Let forwards of a patched model inside the block know which tokens of whole rows they get, as in `shard`."""
+        state = state_of(find_decoder(model))
+        assert state is not None
+        state.shard = self.shard(whole, inputs)
+        try:
+            yield
+        finally:
+            state.shard = None
 
     def sampler_order(self, of_ranks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each number of the micro-batches of a step once, in the order in which one rank alone would read them.

@@ -6,7 +6,7 @@ import pytest
 from support import training
 from support.tiny import tiny
 
-from trl_ext.trainer import tokens_until
+from trl_ext.token_count import tokens_until
 
 
 @pytest.mark.parametrize("objective", ["clm", "self-distill"])

@@ -1,0 +1,57 @@
+"""Whether documents are too long for window, view or objective, or too short to show the view, told before a step."""
+
+from functools import partial
+from typing import Any
+
+from rope_patch.methods import resolve_view
+from rope_patch.rotary import find_decoder
+from rope_patch.sources import ViewSource
+from rope_patch.views.base import TRUE_POSITIONS
+
+from .config import RopeSFTConfig
+from .objectives import Objective, objective_of
+from .training_set import document_lengths, document_tokens
+from .view_effect import require_effect_on
+from .window_check import check_window
+
+
+def check_lengths(
+    model: Any, args: RopeSFTConfig, source: ViewSource, objective: Objective | None, train_dataset: Any
+) -> None:
+    """Stop here, and not at the step that meets it, if a run cannot take the documents of its training set.
+
+    Args:
+        model: patched.
+        args: of the trainer.
+        source: of its view.
+        objective: its own, None for TRL's loss.
+        train_dataset: as TRL has prepared it.
+
+    Raises:
+        ValueError: a document is too long, or none shows what the view does.
+    """
+    draws = source.view.perturbs and (objective is None or objective.draws)
+    view = source.view if draws else resolve_view(TRUE_POSITIONS)
+    view.check_run(args)  # also one that the model came with
+    lengths = document_lengths(train_dataset)
+    lengths = None if lengths is None else view.kept(lengths)
+    longest = None if lengths is None else int(lengths.max())
+    check_window(model, view, longest, tell=args.process_index == 0)
+    if lengths is None or not longest:
+        return
+    view.check_length(longest)
+    if draws:
+        source.checked_length = longest
+    if objective is not None:
+        objective.check_length(longest)
+        objective.check_documents(lengths)
+    if draws:
+        kind = objective_of(args)
+        require_effect_on(
+            view,
+            lengths,
+            find_decoder(model).config.num_hidden_layers,
+            reads_last=kind.counts_every_token,
+            controls=kind.takes_view_controls,
+            documents=partial(document_tokens, train_dataset),
+        )

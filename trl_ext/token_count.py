@@ -1,0 +1,59 @@
+"""How many tokens a run has trained on: of all ranks, up to a checkpoint, and in a second."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import TrainerState
+
+_KEPT = "rope_patch_tokens"  # its name in a checkpoint's trainer_state.json
+
+
+@contextmanager
+def counts_of_all_ranks(accelerator: Accelerator) -> Iterator[None]:
+    """Let TRL's counts of tokens be those of all ranks.
+
+    It gathers them by `gather_for_metrics`, which at the end of an epoch keeps as many entries as there were documents
+    left: of counts, one a rank, those of the last ranks are lost.
+    """
+    accelerator.gather_for_metrics = accelerator.gather
+    try:
+        yield
+    finally:
+        del accelerator.gather_for_metrics
+
+
+def keep_count(state: TrainerState, tokens: float) -> None:
+    """Let the next checkpoint have the count, which TRL keeps nowhere: `state` goes into its trainer_state.json."""
+    kept: Any = state.stateful_callbacks
+    kept[_KEPT] = {"tokens": tokens}
+
+
+def tokens_until(checkpoint: str | Path) -> int:
+    """Tokens that the run had trained on when it wrote `checkpoint`; for one without the count, as last logged."""
+    file = Path(checkpoint) / "trainer_state.json"
+    if not file.is_file():
+        return 0
+    state = json.loads(file.read_text(encoding="utf-8"))
+    kept = state.get("stateful_callbacks", {}).get(_KEPT)
+    logged = [entry["num_tokens"] for entry in state.get("log_history", []) if "num_tokens" in entry]
+    return int(kept["tokens"]) if kept else int(max(logged, default=0))
+
+
+class TokenRate:
+    """Tokens per second from one log to the next."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, float] | None = None  # tokens, and when they were counted
+
+    def since_last(self, tokens: float) -> float | None:
+        """The rate since the last call, of a run that has trained on `tokens`; None in the first, or if none came."""
+        now, last = time.perf_counter(), self._last
+        self._last = tokens, now
+        if last is None or tokens <= last[0]:
+            return None
+        return (tokens - last[0]) / (now - last[1])
