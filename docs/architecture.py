@@ -22,7 +22,7 @@ WIDTH, HEIGHT = 2.55, 0.74  # of a box
 
 BOXES = {  # name: lane, row from the top, bold line, small lines
     "rows": (0, 0, "rows of tokens", "training_set.py"),
-    "step": (0, 1, "batches of a step", "trainer.py: get_batch_samples\nnumbers documents, counts labels"),
+    "step": (0, 1, "batches of a step", "trainer.py: get_batch_samples\nstep_batches.py: documents, labels"),
     "objective": (0, 2, "objective", "trainer.py: compute_loss\nobjectives/: Objective.loss"),
     "before": (1, 2, "before the decoder", "forward_loss.py: ForwardLoss\nteacher's pass, copies of a suffix"),
     "decoder": (3, 2, "decoder", "true position_ids, masks made of them"),
