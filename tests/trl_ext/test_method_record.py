@@ -264,6 +264,6 @@ def test_every_field_of_ours_is_compared_or_may_change(tmp_path):
     restore = {**SELF, **RELATION, "objective": "self-distill", "restore_every": 2}
     distil = [{**RELATION, "objective": name} for name in ("hidden-distill", "native-distill")]
     for options in ({}, {**restore, **LONGCE}, *distil):
-        recorded |= trainer(tmp_path, **options)._method.keys()
+        recorded |= trainer(tmp_path, **options)._record.method.keys()
     ours = {f.name for f in fields(RopeSFTConfig)} - {f.name for f in fields(SFTConfig)}
     assert recorded == ours - may_change - by_rescaling

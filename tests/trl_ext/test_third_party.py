@@ -170,7 +170,7 @@ def test_its_text_preparation_makes_the_training_set_and_options(tmp_path):
     assert view_source(run.model).view == far_end()
     run.train()
     assert view_source(run.model) is None and len(logged(run, "loss")) == 4
-    assert run._method["view_args"] == far_end().options()
+    assert run._record.method["view_args"] == far_end().options()
 
 
 def test_the_callers_configuration_stays(tmp_path):
@@ -305,10 +305,10 @@ def test_self_distillation_logs_how_far_it_moved_tokens(as_given, tmp_path):
 def test_a_checkpoint_of_other_options_is_not_resumed(as_given, tmp_path):
     run = trainer(tmp_path, **GIVEN)
     run.save_model()
-    require_same_method(run._method, tmp_path)
+    require_same_method(run._record.method, tmp_path)
     other = trainer(tmp_path / "other", view="far-end", view_args={**GIVEN["view_args"], "far": 50})
     with pytest.raises(ValueError, match="trained with view_args.far=60, and this run has view_args.far=50"):
-        require_same_method(other._method, tmp_path)
+        require_same_method(other._record.method, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["cue", "cuts", "prepare_text"])

@@ -171,7 +171,7 @@ def test_a_logit_kl_of_weight_0_is_logged_and_changes_no_bit(way, tmp_path):
     steps = logged(runs["monitored"], "loss", "grad_norm", "relation")
     assert all(step.pop("relation/logit_kl") > 0 for step in steps)
     assert steps == logged(runs["without"], "loss", "grad_norm", "relation")
-    assert runs["monitored"]._method == runs["without"]._method, "one may be resumed as the other"
+    assert runs["monitored"]._record.method == runs["without"]._record.method, "one may be resumed as the other"
 
 
 @pytest.mark.parametrize(
