@@ -38,7 +38,7 @@ import time
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -274,27 +274,29 @@ def teacher_forced(model: Any, lengths: list[int], args: argparse.Namespace) -> 
     }
 
 
-def key_of(kind: str, seed: int, target: int, schedule: str | None, method: str, rate: Any, args: Any) -> list[Any]:
-    """What makes two runs the same; what does not train has neither seed nor rate."""
-    if method in ("native", "none"):
-        return [kind, target if schedule else None, schedule, method]
-    return [kind, target, schedule, method, seed, args.tokens, rate, json.dumps(args.override)]
+class Trial(NamedTuple):
+    """A method that is trained, or not, and measured."""
+
+    seed: int
+    target: int
+    schedule: str | None
+    name: str
+    rate: float | None
+
+    def key(self, args: argparse.Namespace) -> list[Any]:
+        """What makes two trials the same; what does not train has neither seed nor rate."""
+        if self.name in ("native", "none"):
+            return ["quality", self.target if self.schedule else None, self.schedule, self.name]
+        of_training = [self.seed, args.tokens, self.rate, json.dumps(args.override)]
+        return ["quality", self.target, self.schedule, self.name, *of_training]
 
 
-def quality(
-    args: argparse.Namespace,
-    tokenizer: Any,
-    cues: dict[str, int],
-    seed: int,
-    target: int,
-    schedule: str | None,
-    name: str,
-    rate: float | None,
-) -> Iterator[Line]:
+def quality(args: argparse.Namespace, tokenizer: Any, cues: dict[str, int], trial: Trial) -> Iterator[Line]:
     """Train one method, if it trains, and measure it."""
+    seed, target, schedule, name, rate = trial
     method = None if name == "native" else every_method(args.window, target, cues)[name]
     trains = method is not None and method.fields is not None
-    key = key_of("quality", seed, target, schedule, name, rate, args)
+    key = trial.key(args)
     parts = Parts(args.out.with_suffix(".parts.jsonl") if args.checkpoints else None, {"key": key})
     training: Line = {}
     with kept_folder("-".join(map(str, key[:-1])), args.checkpoints) as folder:
@@ -302,9 +304,7 @@ def quality(
         if trains:
             if "training" not in parts.known or not end.is_dir():
                 parts.begin()
-                parts.get(
-                    "training", partial(train_into, end, args, tokenizer, cues, seed, target, schedule, name, rate)
-                )
+                parts.get("training", partial(train_into, end, args, tokenizer, cues, trial))
             training = parts.known["training"]
         model = load(end) if trains else rescaled(args, schedule, target)
         yield {
@@ -320,18 +320,9 @@ def quality(
         }
 
 
-def train_into(
-    end: Path,
-    args: argparse.Namespace,
-    tokenizer: Any,
-    cues: dict[str, int],
-    seed: int,
-    target: int,
-    schedule: str | None,
-    name: str,
-    rate: float | None,
-) -> Line:
+def train_into(end: Path, args: argparse.Namespace, tokenizer: Any, cues: dict[str, int], trial: Trial) -> Line:
     """Train one method in its stages and save the model; what it cost."""
+    seed, target, schedule, name, rate = trial
     model, method = rescaled(args, schedule, target), every_method(args.window, target, cues)[name]
     kept = end.parent if args.checkpoints else None
     steps = max(args.tokens // args.step_tokens, 1)
@@ -349,25 +340,25 @@ def train_into(
 def qualities(args: argparse.Namespace, tokenizer: Any, cues: dict[str, int], names: list[str]) -> list[Run]:
     """Every run of the comparison."""
     first, farthest = args.seeds[0], max(args.targets)
-    plan: list[tuple[int, int, str | None, str, float | None]] = [(first, farthest, None, "native", None)]
+    plan = [Trial(first, farthest, None, "native", None)]
     for seed, target, schedule, name in itertools.product(args.seeds, args.targets, args.schedules, names):
         if name == "none":
-            plan += [(seed, target, schedule, name, None)] if seed == first else []
+            plan += [Trial(seed, target, schedule, name, None)] if seed == first else []
             continue
         of = {"method": name, "target": target, "schedule": schedule}
         plan += [
-            (seed, target, schedule, name, rate)
+            Trial(seed, target, schedule, name, rate)
             for rate in rates_of(args, of, args.learning_rate, field="learning_rate")
         ]
     return [
         Run(
-            f"{name:12} {schedule} to {target}, seed {seed}" + (f", rate {rate:g}" if rate else ""),
-            {"kind": "quality", "key": key_of("quality", seed, target, schedule, name, rate, args)},
-            partial(quality, args, tokenizer, cues, seed, target, schedule, name, rate),
+            f"{t.name:12} {t.schedule} to {t.target}, seed {t.seed}" + (f", rate {t.rate:g}" if t.rate else ""),
+            {"kind": "quality", "key": t.key(args)},
+            partial(quality, args, tokenizer, cues, t),
             # one that is kept goes on in the next slice of time, however long it takes
-            None if args.checkpoints else {"kind": "quality", "method": name, "target": target},
+            None if args.checkpoints else {"kind": "quality", "method": t.name, "target": t.target},
         )
-        for seed, target, schedule, name, rate in plan
+        for t in plan
     ]
 
 

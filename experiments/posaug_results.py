@@ -11,8 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from keeping_results import over_seeds
+from paired_results import seed_pairs
 from result_lines import held, orderings, runs_by_arm, spread
-from rpsd_far_results import cells_of, exam_table, pairs_of, place_table
+from rpsd_far_results import cells_of, exam_table, place_table
 
 from rope_patch.eval.paired import paired_interval
 
@@ -132,7 +133,7 @@ def loss_table(by_arm: dict[str, list[Run]]) -> str:
     }
     lines = [f"| arm | seeds | {' | '.join(metrics)} |", "|---" * (2 + len(metrics)) + "|"]
     for arm, same in by_arm.items():
-        pairs = [] if arm == "baseline" else pairs_of(same, by_arm.get("baseline", []))
+        pairs = [] if arm == "baseline" else seed_pairs(same, by_arm.get("baseline", []))
         cells = []
         for metric in metrics.values():
             ours, theirs = (over_seeds([metric(pair[k]) for pair in pairs]) for k in (0, 1))

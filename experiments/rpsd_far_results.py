@@ -8,6 +8,8 @@ independent prompts.
 from statistics import fmean, median
 from typing import Any
 
+from paired_results import head, seed_pairs
+from paired_results import row as markdown_row
 from result_lines import mean_of, runs_by_arm, spread
 
 from rope_patch.eval.paired import paired_interval
@@ -64,38 +66,32 @@ def exam_table(by_arm: dict[str, list[Run]], control: str) -> str:
     """Markdown: shares of right answers of each cell, with intervals of the difference from `control`."""
     cells = cells_of(next(iter(by_arm.values()))[0])
     names = [f"{kind} {length}" + (f", YaRN {yarn}x" if yarn > 1 else "") for kind, length, yarn in cells]
-    lines = _head(["arm", "seeds", *names])
+    lines = head(["arm", "seeds", *names])
     for arm, same in by_arm.items():
         row = [arm, str(len(same))]
         for kind, length, _ in cells:
             shown = f"{fmean(by_exam(same, kind, length)):.3f}"
-            pairs = pairs_of(same, by_arm.get(control, []))
+            pairs = seed_pairs(same, by_arm.get(control, []))
             if arm != control and pairs:
                 ours, theirs = (by_exam([pair[k] for pair in pairs], kind, length) for k in (0, 1))
                 low, high = paired_interval([a - b for a, b in zip(ours, theirs, strict=True)], bounds=(-1.0, 1.0))
                 shown += f" ({low:+.3f} to {high:+.3f})"
             row.append(shown)
-        lines.append(_line(row))
+        lines.append(markdown_row(row))
     n_exams = len(by_exam(next(iter(by_arm.values())), *cells[0][:2]))
     return "\n".join([*lines, "", f"{n_exams} texts a cell and seed; in brackets, from {control} of the same seeds."])
 
 
-def pairs_of(runs: list[Run], controls: list[Run]) -> list[tuple[Run, Run]]:
-    """Runs with the control of their seed."""
-    by_seed = {run["seed"]: run for run in controls}
-    return [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
-
-
 def place_table(by_arm: dict[str, list[Run]], cells: list[tuple[str, int, int]]) -> str:
     """Markdown: shares of right answers of these cells by where in the row the sentence is."""
-    lines = _head(["arm", *(f"{kind} {length} by place of the answer, in fifths" for kind, length, _ in cells)])
+    lines = head(["arm", *(f"{kind} {length} by place of the answer, in fifths" for kind, length, _ in cells)])
     for arm, same in by_arm.items():
         row = [arm]
         for kind, length, _ in cells:
             parts = zip(*(by_place(run, kind, length) for run in same), strict=True)
             known = [[p for p in part if p is not None] for part in parts]
             row.append(" / ".join(f"{fmean(part):.2f}" if part else "-" for part in known))
-        lines.append(_line(row))
+        lines.append(markdown_row(row))
     return "\n".join(lines)
 
 
@@ -104,7 +100,7 @@ def _others(by_arm: dict[str, list[Run]]) -> str:
     row_end = first["loss x1"][-1]["end"]
     names = [f"loss {b['first']}-{b['end']}" for b in first["loss x1"]]
     far = f"loss {row_end}-{first['loss x4'][-1]['end']}, YaRN 4x"
-    lines = _head(
+    lines = head(
         ["arm", *names, far, "KL of two views", f"attention beyond {row_end // 4}", "short text", "seconds of training"]
     )
     for arm, same in by_arm.items():
@@ -114,16 +110,8 @@ def _others(by_arm: dict[str, list[Run]]) -> str:
             known = [found for run in same if (found := value(run)) is not None]
             row.append(spread(known, digits) if known else "-")
         row.append(f"{fmean(run['train_seconds'] for run in same):.0f}")
-        lines.append(_line(row))
+        lines.append(markdown_row(row))
     return "\n".join(lines)
-
-
-def _head(names: list[str]) -> list[str]:
-    return [_line(names), "|---" * len(names) + "|"]
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def summary(run: Run) -> str:

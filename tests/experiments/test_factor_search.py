@@ -16,7 +16,7 @@ from factor_fitness import Book, books_with_questions, fitness, token_rows
 from factor_results import best_of, searched_rescaling
 from factor_space import Divisors, Space, divisors_of, references
 from result_lines import Deadline, add_line, read_lines
-from support.characters import CHARACTERS, character_tokenizer
+from support.characters import CHARACTERS, chat_tokenizer
 from support.tiny import WINDOW, tiny
 
 from rope_patch import patch_model
@@ -113,12 +113,7 @@ def test_the_rescaling_of_divisors_is_that_of_the_formula(name, length):
 
 @pytest.fixture
 def tokenizer():
-    characters = character_tokenizer()
-    characters.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    return characters
+    return chat_tokenizer()
 
 
 TEXTS = [[5 + (7 * i * i + k) % 40 for i in range(3000)] for k in range(4)]

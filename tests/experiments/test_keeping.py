@@ -13,7 +13,7 @@ import keeping_results
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.characters import CHARACTERS, character_tokenizer
+from support.characters import CHARACTERS, chat_tokenizer
 from support.tiny import tiny
 
 from rope_patch.eval.asking import Frame
@@ -30,12 +30,7 @@ BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
 @pytest.fixture
 def tokenizer():
-    characters = character_tokenizer()
-    characters.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    return characters
+    return chat_tokenizer()
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -13,7 +13,7 @@ import torch
 from evidence_rows import evidence_rows
 from keeping_arms import arms
 from safetensors.torch import load_file
-from support.characters import CHARACTERS, character_tokenizer
+from support.characters import CHARACTERS, chat_tokenizer
 from support.tiny import tiny
 
 from rope_patch import patch_model
@@ -27,12 +27,7 @@ ENDS = [ord("."), ord("\n")]
 
 @pytest.fixture
 def tokenizer():
-    characters = character_tokenizer()
-    characters.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    return characters
+    return chat_tokenizer()
 
 
 @pytest.fixture
