@@ -1,9 +1,11 @@
 """RULER's prompts for a study: made once, and kept beside its checkpoints, as making them takes minutes."""
 
 import argparse
+import hashlib
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rope_patch.eval.ruler import TASKS, RulerPrompts, ruler_prompts
@@ -19,7 +21,10 @@ def kept_prompts(tokenizer: Any, texts: Sequence[str], args: argparse.Namespace)
         texts: held-out text to hide needles in.
         args: with these and --checkpoints, whose folder gets the prompts; None keeps none.
     """
-    asked = [args.ruler, *args.ruler_tasks, *map(str, args.lengths)]
+    haystack = "\n".join(texts)
+    # what they are made of, so that others are not taken for them
+    text = hashlib.sha256(haystack.encode()).hexdigest()
+    asked = [Path(tokenizer.name_or_path).name, text, args.ruler, *args.ruler_tasks, *map(str, args.lengths)]
     file = args.checkpoints and args.checkpoints / "ruler-prompts.json"
     if file and file.is_file():
         kept = json.loads(file.read_text(encoding="utf-8"))
@@ -30,7 +35,7 @@ def kept_prompts(tokenizer: Any, texts: Sequence[str], args: argparse.Namespace)
         args.lengths,
         tasks=args.ruler_tasks,
         samples=args.ruler,
-        haystack="\n".join(texts),
+        haystack=haystack,
         squad=args.squad,
         chat_template="off",
         progress=False,

@@ -175,8 +175,8 @@ def ruler(
             there is one. Lengths include it.
         progress: whether to show a bar over tasks and lengths.
         remember: keeps each task and length as soon as it is done.
-        prompts: those of `ruler_prompts` of the same lengths, samples and chat_template, whose tasks are then measured
-            and which several models can be asked; None makes them of the other arguments.
+        prompts: those of `ruler_prompts` of the same lengths, samples and chat_template, all of which are asked, in
+            place of tasks and their data; several models can be asked the same. None makes them.
 
     Raises:
         ImportError: lm-eval is not installed.
@@ -186,6 +186,9 @@ def ruler(
     """
     require_lm_eval()
     chat = uses_chat_template(tokenizer, chat_template)
+    if prompts is not None:
+        data = {"tasks": tasks, "haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
+        _require_fitting(prompts, lengths, samples, [name for name, given in data.items() if given is not None])
     # all prompts first: what cannot be made at some length shows before anything is measured
     documents = prompts or ruler_prompts(
         tokenizer,
@@ -221,6 +224,18 @@ def ruler(
         if result["answer_positions"] is not None:
             positions[str(n)] = result["answer_positions"]
     return Ruler(list(lengths), scores, samples, positions, prompt_scores, replies)
+
+
+def _require_fitting(prompts: RulerPrompts, lengths: Sequence[int], samples: int, beside: list[str]) -> None:
+    if beside:
+        raise ValueError(f"prompts are made already: give {', '.join(beside)} to ruler_prompts and not to ruler.")
+    made = {length for length, _ in prompts}
+    numbers = {len(documents) for documents in prompts.values()}
+    if made != set(lengths) or numbers != {samples}:
+        raise ValueError(
+            f"prompts must be {samples} of each task for the lengths {list(lengths)}, "
+            f"got {sorted(numbers)} for {sorted(made)}: make them by ruler_prompts with the same lengths and samples."
+        )
 
 
 def ruler_prompts(

@@ -16,6 +16,7 @@ from support.tiny import tiny
 from rope_patch.eval import lm_eval_tasks, ruler, short_text
 from rope_patch.eval.cache import afresh
 from rope_patch.eval.harness import evaluate, quiet
+from rope_patch.eval.ruler import ruler_prompts
 from rope_patch.eval.short_text import BENCHMARKS
 
 pytestmark = pytest.mark.slow
@@ -159,6 +160,12 @@ def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
     assert len(seen) == 2 * 2 * len(NEEDLES), "as many prompts as asked for, not lm-eval's 500"
     # the window of the config is 64: nothing was cut to it, and no prompt with its answer is longer than its length
     assert max(map(len, seen[: len(seen) // 2])) <= 1500 < max(map(len, seen)) <= 2500
+    made = ruler_prompts(TOKENIZER, [1500, 2500], **{k: v for k, v in options.items() if k != "batch_size"})
+    kept = {tuple(key): documents for key, documents in json.loads(json.dumps(list(made.items())))}
+    asked = []
+    shared = {"samples": 2, "progress": False, "batch_size": 2, "prompts": kept}
+    again = ruler(lookup(tiny(vocab_size=CHARACTERS), asked), TOKENIZER, [1500, 2500], **shared)
+    assert again == always and asked == seen, "prompts that were kept are those that would be made"
     never = ruler(lookup(tiny(vocab_size=CHARACTERS), [], lambda *_: False), TOKENIZER, [1500], **options)
     assert never.scores == {task: [0.0] for task in NEEDLES}
     assert always.by_answer_position(1500).count != [0] * 10
@@ -252,6 +259,9 @@ def test_ruler_refuses_what_it_cannot_measure(model):
         ({"tasks": ["ruler_qa_squad"]}, "RULER's ruler_qa_squad needs squad"),
         ({"tasks": ["niah"]}, "unknown RULER task 'niah'. Known: niah_single_1"),
         ({"samples": 0}, "samples must be at least 1"),
+        ({"prompts": {(1500, "niah_single_1"): []}, "squad": "x"}, "give squad to ruler_prompts and not to ruler"),
+        ({"prompts": {(1500, "niah_single_1"): [{}]}, "samples": 2}, r"2 of each task .* got \[1\] for \[1500\]"),
+        ({"prompts": {(1400, "niah_single_1"): [{}]}, "samples": 1}, r"lengths \[1500\], got \[1\] for \[1400\]"),
     ]
     for arguments, message in refused:
         with pytest.raises(ValueError, match=message):
