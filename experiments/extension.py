@@ -60,7 +60,7 @@ from harness import (
     study_parser,
     train,
 )
-from keeping_questions import answered, raw_questions
+from keeping_questions import all_answered, raw_questions
 from rates import add_rate_arguments, rates_of
 from result_parts import Parts
 from token_text import first_rows, read_documents
@@ -225,15 +225,8 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int, p
         if args.choosing is not None:
             rows = args.choosing[:, :target]
             figures["choice"] = parts.get("choice", partial(mean_loss, model, rows))
-        figures["asked"] = [
-            {
-                "test": test,
-                "length": n,
-                **parts.get(f"{test} {n}", partial(answered, model, tokenizer, test, questions, n)),
-            }
-            for (test, n), questions in args.asked.items()
-            if n in lengths
-        ]
+        within = {(test, n): questions for (test, n), questions in args.asked.items() if n in lengths}
+        figures["asked"] = all_answered(model, tokenizer, within, parts)
         if args.short_data is not None:
             short = short_text(
                 model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64, remember=parts.remember

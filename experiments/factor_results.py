@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paired_results import head
+from paired_results import row as markdown_row
 from result_lines import read_lines
 
 Line = dict[str, Any]
@@ -43,7 +45,7 @@ def table(lines: Sequence[Line]) -> str:
 def _of_prompts(lines: Sequence[Line]) -> str:
     lengths = " / ".join(map(str, lines[0]["lengths"]))
     heads = ["rescaling", "fitness", f"loss of answers at {lengths}", f"loss of books at {lengths}", "attention factor"]
-    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    rows = head(heads)
     generations = [line for line in lines if line["line"] == "generation"]
     for line in lines:
         if line["line"] == "arm":
@@ -54,14 +56,14 @@ def _of_prompts(lines: Sequence[Line]) -> str:
     parts = ["\n".join(rows)]
     if generations:
         heads = ["seed", "generation", "smallest fitness", "largest", "smallest so far"]
-        rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        rows = head(heads)
         smallest: dict[str, float] = {}
         for line in generations:
             search = str([line[name] for name in ("seed", "start", "knots", "population", "step")])
             values = [measured["fitness"] for measured in line["measured"]]
             smallest[search] = min(*values, smallest.get(search, values[0]))
             figures = [f"{value:.4f}" for value in (min(values), max(values), smallest[search])]
-            rows.append("| " + " | ".join([str(line["seed"]), str(line["generation"]), *figures]) + " |")
+            rows.append(markdown_row([str(line["seed"]), str(line["generation"]), *figures]))
         parts.append("\n".join(rows))
     for line in lines:
         if line["line"] == "best":
@@ -72,4 +74,4 @@ def _of_prompts(lines: Sequence[Line]) -> str:
 
 def _row(name: str, line: Line, attention_factor: float) -> str:
     losses = [" / ".join(f"{x:.3f}" for x in line[of]) for of in ("answers", "text")]
-    return f"| {name} | {line['fitness']:.4f} | {losses[0]} | {losses[1]} | {attention_factor:.3f} |"
+    return markdown_row([name, f"{line['fitness']:.4f}", *losses, f"{attention_factor:.3f}"])

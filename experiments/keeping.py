@@ -91,6 +91,11 @@ class Data:
     held_out_own: list[list[int]]
     asked: dict[tuple[str, bool, int], list[Asked]]
 
+    @property
+    def kind_of_own(self) -> str:
+        """The rows that are made of what the native model wrote."""
+        return "chats" if self.tokenizer.chat_template else "own_texts"
+
 
 def served(folder: str | Path) -> Any:
     """A checkpoint as programs that serve it load it."""
@@ -152,7 +157,6 @@ def texts_of(arm: Arm, data: Data) -> list[str]:
 
 def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> Dataset:
     assert arm.shares is not None
-    kind_of_own = "chats" if data.tokenizer.chat_template else "own_texts"
     rows = make_rows(
         data.tokenizer,
         arm.times * args.rows,
@@ -161,7 +165,7 @@ def training_rows(arm: Arm, data: Data, args: argparse.Namespace, seed: int) -> 
         shares=arm.shares,
         seed=seed,
         progress=False,
-        **{kind_of_own: data.own},
+        **{data.kind_of_own: data.own},
         **arm.rows,
     )
     return Dataset.from_dict({"input_ids": [r.ids for r in rows], "completion_mask": [r.labelled for r in rows]})
@@ -239,8 +243,7 @@ def checkpoint_of(name: str, data: Data, args: argparse.Namespace, seed: int, be
     """What an arm's training ended with, in the folder that `beside` is in; it is trained if it is not there."""
     folder = beside.with_name(f"{name}-{seed}")
     if not folder.is_dir():
-        own = "chats" if data.tokenizer.chat_template else "own_texts"
-        train_arm(arms(args.window, args.target, own, args.row_length)[name], data, args, seed, folder)
+        train_arm(known_arms(args, data.kind_of_own)[name], data, args, seed, folder)
     return folder
 
 
@@ -359,8 +362,7 @@ def known_arms(args: argparse.Namespace, kind_of_own: str) -> dict[str, Arm]:
 
 def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace) -> Iterator[Line]:
     """Train one arm, if it trains, and measure it."""
-    own = "chats" if data.tokenizer.chat_template else "own_texts"
-    arm = known_arms(args, own)[name]
+    arm = known_arms(args, data.kind_of_own)[name]
     line: dict[str, Any] = {"window": args.window, "target": args.target, "rescale": arm.rescale}
     kept = args.out.with_suffix(".parts.jsonl") if args.checkpoints else None
     parts = Parts(kept, {"arm": name, "seed": seed, "question_seed": args.question_seed})

@@ -5,7 +5,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from keeping_results import Run, by_prompts, over_seeds, scores
+from keeping_results import Run, by_prompts, scores
+from paired_results import over_seeds
 
 from rope_patch.eval.figures import add_legend, compact, mark_window, new_figure, save_figure
 from rope_patch.eval.paired import paired_interval

@@ -9,10 +9,13 @@ several wordings; training rows (trl_ext.rows) have others.
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
+
+from result_parts import Parts
 
 from rope_patch.eval.asking import Frame
 from rope_patch.eval.generation import greedy_answers
@@ -152,6 +155,20 @@ def raw_questions(
         questions["passkey", length] = passkeys(tokenizer, length, prompts, False, seed)
         questions["keys", length] = keyed("keys", tokenizer, books, length, math.ceil(prompts / KEYS), False, seed)
     return questions
+
+
+def all_answered(
+    model: Any, tokenizer: Any, asked: Mapping[tuple[str, int], list[Asked]], parts: Parts
+) -> list[dict[str, Any]]:
+    """What a model wrote to the questions of each test and length, but for what `parts` has."""
+    return [
+        {
+            "test": test,
+            "length": length,
+            **parts.get(f"{test} {length}", partial(answered, model, tokenizer, test, questions, length)),
+        }
+        for (test, length), questions in asked.items()
+    ]
 
 
 def answered(model: Any, tokenizer: Any, test: str, questions: list[Asked], length: int) -> dict[str, Any]:

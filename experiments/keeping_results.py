@@ -12,6 +12,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from paired_results import head, in_brackets, over_seeds
+from paired_results import row as markdown_row
 from result_lines import mean_of, runs_by_arm, spread
 
 from rope_patch.eval.paired import paired_interval
@@ -81,7 +83,7 @@ def table(runs: list[Run]) -> str:
     ]
     tests = [t for t in TESTS if scores(first, t, lengths[0])]  # early runs have fewer
     columns += [f"{tests[0]} at {' / '.join(map(str, lengths))}", *tests[1:]]
-    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines = head(columns)
     for arm, seeds in runs_by_arm(sorted(runs, key=lambda r: r["arm"] != "native")).items():
         row = [arm, str(len(seeds))]
         row += [spread([mean_of(run["loss_by_position"], a, b) for run in seeds], 3) for a, b in between]
@@ -92,7 +94,7 @@ def table(runs: list[Run]) -> str:
         for test in tests:
             cells = [cell([scores(run, test, n) for run in seeds], of_native(scores, test, n)) for n in lengths]
             row.append(" / ".join(cells))
-        lines.append("| " + " | ".join(row) + " |")
+        lines.append(markdown_row(row))
     counts = [f"{test} {' / '.join(str(len(scores(first, test, n))) for n in lengths)}" for test in tests]
     conditions = f"Prompts a cell and seed: {', '.join(counts)}; replies {len(reply_losses(first))}; "
     return "\n".join([*lines, "", f"{conditions}short text {len(short_text(first))} samples."])
@@ -108,7 +110,7 @@ def differences(runs: list[Run], beside: str) -> str:
     for test in TESTS:
         measures |= {f"{test} at {n}": partial(scores, test=test, length=n) for n in lengths}
     measures = {name: measure for name, measure in measures.items() if measure(arms[beside][0])}
-    lines = ["| " + " | ".join(["arm", *measures]) + " |", "|---" * (1 + len(measures)) + "|"]
+    lines = head(["arm", *measures])
     for arm, seeds in arms.items():
         if arm == beside:
             continue
@@ -119,15 +121,9 @@ def differences(runs: list[Run], beside: str) -> str:
                 row.append("-")
                 continue
             pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
-            low, high = paired_interval(pairs, bounds=(-1.0, 1.0))
-            row.append(f"{fmean(pairs):+.3f} ({low:+.3f} to {high:+.3f})")
-        lines.append("| " + " | ".join(row) + " |")
+            row.append(f"{fmean(pairs):+.3f} {in_brackets(pairs)}")
+        lines.append(markdown_row(row))
     return "\n".join([f"Right answers more than {beside}, of each prompt, and the paired 95 % interval:", "", *lines])
-
-
-def over_seeds(of_seeds: list[list[float]]) -> list[float]:
-    """Of each prompt the mean over seeds."""
-    return [fmean(values) for values in zip(*of_seeds, strict=True)]
 
 
 def by_prompts(runs: list[Run]) -> list[list[Run]]:

@@ -2,13 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
-
-from harness import Line
-from keeping_results import over_seeds
+from typing import Any
 
 from rope_patch.eval.paired import paired_interval
 
+Line = dict[str, Any]
 Scores = Callable[[Line], list[float]]
+SHARES = (-1.0, 1.0)  # between which differences of shares are
+
+
+def over_seeds(of_seeds: Sequence[Sequence[float]]) -> list[float]:
+    """Of each prompt the mean over seeds."""
+    return [fmean(values) for values in zip(*of_seeds, strict=True)]
+
+
+def in_brackets(differences: Sequence[float], bounds: tuple[float, float] | None = SHARES, digits: int = 3) -> str:
+    """The 95 % interval of the mean of differences, within bounds that each of them has."""
+    low, high = paired_interval(differences, bounds=bounds)
+    return f"({low:+.{digits}f} to {high:+.{digits}f})"
 
 
 def seed_pairs(runs: Sequence[Line], references: Sequence[Line]) -> list[tuple[Line, Line]]:
@@ -33,8 +44,7 @@ def difference(pairs: Sequence[tuple[Line, Line]], scores: Scores, digits: int =
         return "-"
     per_prompt = over_seeds([[a - b for a, b in zip(ours, theirs, strict=True)] for ours, theirs in both])
     within = all(-1 <= d <= 1 for d in per_prompt)  # of shares; weighed ones may be more
-    low, high = paired_interval(per_prompt, bounds=(-1.0, 1.0) if within else None)
-    return f"{fmean(per_prompt):+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    return f"{fmean(per_prompt):+.{digits}f} {in_brackets(per_prompt, SHARES if within else None, digits)}"
 
 
 def macro(by_name: dict[str, list[float]], *without: str) -> list[float]:

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from keeping_results import over_seeds
-from paired_results import seed_pairs
+from paired_results import head, in_brackets, over_seeds, row, seed_pairs
 from result_lines import held, orderings, runs_by_arm, spread
 from rpsd_far_results import cells_of, exam_table, place_table
-
-from rope_patch.eval.paired import paired_interval
 
 Run = dict[str, Any]
 
@@ -120,8 +117,7 @@ def shown(value: float, differences: list[float]) -> str:
     """A figure with the interval of the mean of these differences."""
     if len(differences) < 2:
         return f"{value:.3f}"
-    low, high = paired_interval(differences)
-    return f"{value:.3f} ({low:+.3f} to {high:+.3f})"
+    return f"{value:.3f} {in_brackets(differences, None)}"
 
 
 def loss_table(by_arm: dict[str, list[Run]]) -> str:
@@ -131,7 +127,7 @@ def loss_table(by_arm: dict[str, list[Run]]) -> str:
         "loss beyond it": lambda run: [span["beyond"] for span in run["of_spans"]],
         "cliff": lambda run: [span["beyond"] - span["in_window"] for span in run["of_spans"]],
     }
-    lines = [f"| arm | seeds | {' | '.join(metrics)} |", "|---" * (2 + len(metrics)) + "|"]
+    lines = head(["arm", "seeds", *metrics])
     for arm, same in by_arm.items():
         pairs = [] if arm == "baseline" else seed_pairs(same, by_arm.get("baseline", []))
         cells = []
@@ -139,7 +135,7 @@ def loss_table(by_arm: dict[str, list[Run]]) -> str:
             ours, theirs = (over_seeds([metric(pair[k]) for pair in pairs]) for k in (0, 1))
             differences = [a - b for a, b in zip(ours, theirs, strict=True)]
             cells.append(shown(fmean(over_seeds([metric(run) for run in same])), differences))
-        lines.append(f"| {arm} | {len(same)} | {' | '.join(cells)} |")
+        lines.append(row([arm, str(len(same)), *cells]))
     n_spans = len(next(iter(by_arm.values()))[0]["of_spans"])
     return "\n".join([*lines, "", f"{n_spans} spans a seed; in brackets, from the baseline of the same seeds."])
 
@@ -148,7 +144,7 @@ def gain_table(by_arm: dict[str, list[Run]]) -> str:
     """Markdown: the gain from context in both forms, by the tokens of a chunk."""
     chunks = [gain["chunk"] for gain in next(iter(by_arm.values()))[0]["gains"]]
     names = [f"{form}, chunks of {chunk}" for form in ("exact", "paper") for chunk in chunks]
-    lines = [f"| gain | seeds | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
+    lines = head(["gain", "seeds", *names])
 
     def of_spans(run: Run, form: str, chunk: int) -> list[float]:
         (gain,) = (gain for gain in run["gains"] if gain["chunk"] == chunk)
@@ -160,5 +156,5 @@ def gain_table(by_arm: dict[str, list[Run]]) -> str:
             for chunk in chunks:
                 means = over_seeds([of_spans(run, form, chunk) for run in same])
                 cells.append(shown(fmean(means), means))
-        lines.append(f"| {arm} | {len(same)} | {' | '.join(cells)} |")
+        lines.append(row([arm, str(len(same)), *cells]))
     return "\n".join([*lines, "", "Nats a token; in brackets, of the gain itself, over spans."])

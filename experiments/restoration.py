@@ -48,7 +48,7 @@ from harness import (
     study_parser,
     train,
 )
-from keeping_questions import Asked, answered, raw_questions
+from keeping_questions import Asked, all_answered, raw_questions
 from native_kl import kl_from
 from rates import add_rate_arguments, rates_of
 from restoration_arms import Arm, Stage, arms
@@ -156,17 +156,7 @@ def measure(model: Any, args: argparse.Namespace, data: Data, parts: Parts) -> L
             )
             figures |= {"short": short.accuracy, "short_mean": short.mean, "short_scores": short.scores}
         if data.asked:
-            figures["asked"] = [
-                {
-                    "test": test,
-                    "length": length,
-                    **parts.get(
-                        f"{test} {length}",
-                        partial(answered, model, data.tokenizer, test, data.asked[test, length], length),
-                    ),
-                }
-                for test, length in data.asked
-            ]
+            figures["asked"] = all_answered(model, data.tokenizer, data.asked, parts)
         if data.ruler is not None:
             found = ruler(
                 model,

@@ -8,11 +8,9 @@ independent prompts.
 from statistics import fmean, median
 from typing import Any
 
-from paired_results import head, seed_pairs
+from paired_results import head, in_brackets, seed_pairs
 from paired_results import row as markdown_row
 from result_lines import mean_of, runs_by_arm, spread
-
-from rope_patch.eval.paired import paired_interval
 
 Run = dict[str, Any]
 CONTROL = "next-token"
@@ -74,8 +72,7 @@ def exam_table(by_arm: dict[str, list[Run]], control: str) -> str:
             pairs = seed_pairs(same, by_arm.get(control, []))
             if arm != control and pairs:
                 ours, theirs = (by_exam([pair[k] for pair in pairs], kind, length) for k in (0, 1))
-                low, high = paired_interval([a - b for a, b in zip(ours, theirs, strict=True)], bounds=(-1.0, 1.0))
-                shown += f" ({low:+.3f} to {high:+.3f})"
+                shown += f" {in_brackets([a - b for a, b in zip(ours, theirs, strict=True)])}"
             row.append(shown)
         lines.append(markdown_row(row))
     n_exams = len(by_exam(next(iter(by_arm.values())), *cells[0][:2]))

@@ -16,6 +16,7 @@ from factor_fitness import Book, books_with_questions, fitness, token_rows
 from factor_results import best_of, searched_rescaling
 from factor_space import Divisors, Space, divisors_of, references
 from result_lines import Deadline, add_line, read_lines
+from support.books import write_books
 from support.characters import CHARACTERS, chat_tokenizer
 from support.tiny import WINDOW, tiny
 
@@ -298,10 +299,7 @@ def test_the_recipe_trains_and_answers_under_what_was_found(tokenizer, tmp_path,
     tokenizer.save_pretrained(model)
     method, options = Divisors((1.0, 1.5, 3.0, 8.0), 1.1).rescale(2048, 4096)
     add_line(found, {"line": "best", "rescale": method, "rescale_args": options})
-    draw = random.Random(0)
-    for name in ("train", "val"):
-        books = [" ".join("".join(draw.choices("abcdefgh", k=5)) for _ in range(1500)) for _ in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
+    write_books(tmp_path, 1500)
     frame = Frame.of(tokenizer, True)
     turn = tokenizer(frame.turn, add_special_tokens=False)["input_ids"]
     own = tmp_path / "own.json"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import sys
 
 import keeping
@@ -13,6 +12,7 @@ import keeping_results
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.books import write_books
 from support.characters import CHARACTERS, chat_tokenizer
 from support.tiny import tiny
 
@@ -79,10 +79,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     model = tmp_path / "model"
     tiny("llama", vocab_size=CHARACTERS, max_position_embeddings=2048).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    draw = random.Random(0)
-    for name in ("train", "val"):
-        books = [" ".join("".join(draw.choices("abcdefgh", k=5)) for _ in range(3000)) for _ in range(3)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
+    write_books(tmp_path, 3000)
     frame = Frame.of(tokenizer, chat)
     turn = tokenizer(frame.turn, add_special_tokens=False)["input_ids"]
     own_texts, out = tmp_path / "own.json", tmp_path / "out.jsonl"

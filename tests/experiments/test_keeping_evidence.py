@@ -217,7 +217,14 @@ def test_an_arm_starts_from_the_weights_that_it_names_and_keeps_a_plain_checkpoi
     monkeypatch.setattr(keeping, "train", keep_2)
     data = keeping.Data(tokenizer, [book() * 3], [], torch.zeros(0), [[5] * 40], [], {})
     args = argparse.Namespace(
-        model=tmp_path / "model", window=1200, target=9600, row_length=None, rows=8, rate=None, checkpoints=None
+        model=tmp_path / "model",
+        window=1200,
+        target=9600,
+        row_length=None,
+        rescaling=None,
+        rows=8,
+        rate=None,
+        checkpoints=None,
     )
     arm = arms(1200, 9600, "chats")[name]
     for _ in range(2):

@@ -227,17 +227,17 @@ def test_rates_are_swept_and_seeds_are_trained_at_the_best(study, monkeypatch, c
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:-1]))
     mark = json.loads(parts.read_text().splitlines()[-1])
     assert (mark["arm"], mark["seed"], mark["after"]) == ("pi4 qkv", 1, "extend")
-    answered_by = restoration.answered
+    answered_by = keeping_questions.answered
 
     def cut(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(restoration, "answered", cut)
+    monkeypatch.setattr(keeping_questions, "answered", cut)
     parts.write_text("".join(parts.read_text().splitlines(keepends=True)[:-1]))  # without the last cell
     with pytest.raises(KeyboardInterrupt):
         study("seeds.jsonl", *command)
     assert [f.name for f in (study.folder / "kept").iterdir()] == [f"pi4 qkv-{best}-1"]
-    monkeypatch.setattr(restoration, "answered", answered_by)
+    monkeypatch.setattr(keeping_questions, "answered", answered_by)
     for known in ("train", "losses", "kl_from"):
         monkeypatch.setattr(restoration, known, cut)
     again = study("seeds.jsonl", *command)[-1]
