@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 
 import pytest
 import several_gpus
@@ -24,6 +25,15 @@ def test_every_case_with_rows_of_its_own_writes_a_line(tmp_path, monkeypatch, gp
         assert line["tokens"] == gpus * case.rows * case.length // several_gpus.TINY
         assert line["tokens_per_second"] == pytest.approx(line["tokens"] / line["seconds"])
         assert len(line["losses"]) == 2
+
+
+def test_steps_that_read_other_rows_than_those_that_are_timed_fail():
+    """As under Ulysses, which takes a step for each row that ranks have read at once."""
+    trainer = object.__new__(several_gpus.RopeSFTTrainer)
+    trainer.state = Namespace(log_history=[{"num_tokens": n} for n in (10, 20, 120)] + [{"train_loss": 1.0}])
+    several_gpus.require_read(trainer, 100, unwatched=2)
+    with pytest.raises(RuntimeError, match="100 tokens are timed and 110 were read"):
+        several_gpus.require_read(trainer, 100, unwatched=1)
 
 
 def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
