@@ -158,6 +158,16 @@ def picks_by_row(rope_type: str) -> bool:
     return grows_with_rows(rope_type) or switches_by_row(rope_type)
 
 
+def frequencies_go_by_row(module: Any) -> bool:
+    """Whether the frequencies of a rotary module go by the largest index of a forward.
+
+    Those of 'longrope' do not where short and long rows have the same divisors.
+    """
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    one_set = not is_nested(parameters) and parameters.get("short_factor") == parameters.get("long_factor")
+    return any(grows_with_rows(t) or (switches_by_row(t) and not one_set) for t in rope_types(module))
+
+
 def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":
     """What every rotary module has of its RoPE parameters, by `own_name`."""
     return {name: RotaryState.of(module) for name, module in rotary_by_name(decoder).items()}

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
 from ..attention.calls import attention_kernel, attention_name
-from ..rotary import find_decoder, named_rotary_modules, picks_by_row, rope_types
+from ..rotary import find_decoder, frequencies_go_by_row, named_rotary_modules
 from ..state import has_view
 from .reading import Question, Reader, Reply
 from .rows_check import bytes_if_alike
@@ -187,8 +187,7 @@ def bytes_per_token(causal_lm: Any) -> int | None:
 
 def _reads_whole_prompts(causal_lm: Any) -> bool:
     """Whether RoPE frequencies go by the longest position of a forward: parts of a prompt would get other ones."""
-    types = {t for _, rotary in named_rotary_modules(causal_lm) for t in rope_types(rotary)}
-    return any(map(picks_by_row, types))
+    return any(frequencies_go_by_row(rotary) for _, rotary in named_rotary_modules(causal_lm))
 
 
 def _generated(

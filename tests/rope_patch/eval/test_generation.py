@@ -21,6 +21,7 @@ from rope_patch.eval.reading import Question
 from rope_patch.views import Cyclic, PosAug, Skip
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+DIVISORS = [1.0, 2.0, 3.0, 4.0]
 MODELS = {
     "llama": tiny,
     "llama-eager": lambda: tiny(attention="eager"),
@@ -30,9 +31,13 @@ MODELS = {
     "gemma3": gemma3,
     "yarn": lambda: tiny(rope_parameters=YARN),
     "patched with yarn": lambda: patch_model(tiny(), "yarn", factor=4.0),
+    "longrope of one set": lambda: patch_model(
+        tiny(), "longrope", factor=4.0, long_factor=DIVISORS, short_factor=DIVISORS
+    ),
+    "longrope": lambda: patch_model(tiny(), "longrope", factor=4.0, long_factor=DIVISORS),
     "dynamic": lambda: tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
 }
-BY_ITS_OWN = ("llama-eager", "dynamic")  # their own `generate` answers
+BY_ITS_OWN = ("llama-eager", "longrope", "dynamic")  # their own `generate` answers
 
 
 class Ids:
