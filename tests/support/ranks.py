@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import nullcontext
@@ -30,6 +31,9 @@ LOGGED = ("loss", "ce", "kl", "relation/", "hidden/", "view/", "grad_norm", "num
 
 # seconds after which a case says where it is and ends its rank, and torchrun the others; a GPU's first case compiles
 _HANGS = {"cpu": 900, "cuda": 150}
+
+# a process has one generator of random weights, and its threads prepare engines at once
+_DRAWS = threading.Lock()
 
 Runs = dict[str, dict[str, Any]]
 """Name -> {"steps": entries of the log, "evaluated": metrics, "weights": name -> tensor on the CPU, "moved": how far
@@ -108,7 +112,9 @@ def _with_saved_model(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         return case
     from support.tiny import tiny
 
-    tiny(**case.get("model", {})).save_pretrained(folder / "unquantized")
+    with _DRAWS:
+        model = tiny(**case.get("model", {}))
+    model.save_pretrained(folder / "unquantized")
     return {**case, "model": str(folder / "unquantized")}
 
 
