@@ -20,6 +20,22 @@ def check_objective(trainer: "RopeSFTTrainer") -> None:
     _refuse_spread_models(trainer)
 
 
+def check_next_token(trainer: "RopeSFTTrainer") -> None:
+    """Raise ValueError if TRL's own loss cannot read the output head where `device_map` has put it.
+
+    TRL 1.16 starts its kernel on the process's own GPU: on two H200s it read a head on the other GPU as -inf, in silence.
+    """
+    head = find_causal_lm(trainer.model).get_output_embeddings()
+    there, here = getattr(getattr(head, "weight", None), "device", None), trainer.args.device
+    if there is None or there.type != "cuda" or (there.index or 0) == (here.index or 0):
+        return
+    raise ValueError(
+        f"device_map has put the output head on {there}, and TRL computes the loss on {here}: train in parts by "
+        "`rope-patch train RECIPE.yaml --accelerate_config fsdp2`, by `accelerate launch` of a script, or load the "
+        "model with device_map={'': 0}."
+    )
+
+
 def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> None:
     """Raise ValueError if a trainer whose ranks share each sequence has what needs whole rows on one rank."""
     args, name = trainer.args, f"{ranks.engine}_size={ranks.size}"

@@ -42,7 +42,7 @@ from .model_setup import (
     patch_by_config,
     train_qkv_only,
 )
-from .objective_checks import check_objective, check_shared_sequences
+from .objective_checks import check_next_token, check_objective, check_shared_sequences
 from .objectives import Objective, objective_of
 from .repeated_rows import without_repeated
 from .run_record import RunRecord
@@ -306,6 +306,7 @@ class RopeSFTTrainer(SFTTrainer):
     def _make_objective(self, args: RopeSFTConfig) -> Objective | None:
         # under Ulysses TRL's own loss is a mean of each micro-batch, whatever it holds
         if not args.has_own_loss and not (self._ranks is not None and self._ranks.engine == "sp"):
+            check_next_token(self)
             return None
         check_objective(self)
         return objective_of(args).build(self.model, args, self.accelerator)
@@ -372,29 +373,13 @@ class RopeSFTTrainer(SFTTrainer):
         """SFTTrainer's loss of a forward whose view is keyed by optimizer step and document."""
         with self._shard_in_force(inputs):
             if self._objective is None:
-                result = self._next_token(model, inputs, return_outputs, num_items_in_batch)
+                with counts_of_all_ranks(self.accelerator):
+                    result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             else:
                 result = self._distil(model, inputs)
         if self.model.training:  # before backward, in which DeepSpeed takes its step
             loss = result[0] if isinstance(result, tuple) else result
             self._finite_losses.require(loss, self.state.global_step)
-        return result
-
-    def _next_token(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool,
-        num_items: torch.Tensor | int | None,
-    ) -> Any:
-        if self.is_model_parallel and isinstance(num_items, torch.Tensor):
-            num_items = int(num_items.max())  # TRL divides by it where the head is, which may be another GPU
-        with counts_of_all_ranks(self.accelerator):
-            result = super().compute_loss(model, inputs, return_outputs, num_items)
-        if self.is_model_parallel:  # Trainer adds up losses on the first GPU
-            loss, *outputs = result if return_outputs else (result,)
-            loss = loss.to(self.args.device)
-            return (loss, *outputs) if return_outputs else loss
         return result
 
     def _shard_in_force(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
