@@ -225,6 +225,17 @@ def test_tables_of_the_arms_without_next_token_loss_of_text_are_those_of_the_fil
     assert f"at 16384 tokens {at_16384}, keep-2's three seeds {least} to {most}" in " ".join(page.split())
 
 
+def test_the_table_of_arms_that_mend_the_recipe_is_that_of_its_file():
+    tables = keeping_results.tables(lines_of("keeping-tried-h200.jsonl")).split("\n\n")
+    page = (RESULTS / "keeping.md").read_text()
+    assert len(tables) == 2 and all(table in page for table in tables)
+    arms = {
+        key[0] if isinstance(key, tuple) else key: cells
+        for key, cells in keeping_cells("keeping-tried-h200.jsonl").items()
+    }
+    assert f"More replies of keep-2 end here, {short(arms['keep-2'][6])} beside {short(arms['native'][6])}" in page
+
+
 def test_the_table_of_long_rows_is_that_of_its_file():
     header, *lines = lines_of("long-rows-h200.jsonl")
     cases = [line for line in lines if "case" in line]  # another run has a header of its own
@@ -276,17 +287,19 @@ def test_the_tables_of_two_gpus_are_those_of_their_file():
 
     names = {"ring": "ring, `fsdp2-cp`", "ulysses": "Ulysses, `zero3-sp`"}
     config = scaling.config_of("qwen3-4b")
-    assert len(shared) == 3
+    assert len(shared) == 4
     for line in shared:
-        config.num_hidden_layers = line["layers"]
+        config.num_hidden_layers = line["layers"] or scaling.config_of("qwen3-4b").num_hidden_layers
         operations = scaling.flops_per_token(config, line["length"], all_weights=True)
         runs = scaling.measured_runs()
         ideal = 2 * scaling.speed(runs) / operations / scaling.cost(runs, "self-distill sequential")
-        figures = [str(line["length"]), names[line["case"]], f"{line['seconds']:.2f}"]
+        figures = [str(line["length"]), f"{config.num_hidden_layers}, {names[line['case']]}", f"{line['seconds']:.2f}"]
         figures += [f"{line['tokens_per_second']:.0f}", f"{line['peak_gib']:.1f}"]
         figures.append(f"{line['tokens_per_second'] / ideal:.0%}".replace("%", " %"))
         assert f"| {' | '.join(figures)} |" in page
-        if line["length"] == 262144:
+        if line["layers"] is None:
+            minutes, gib = line["seconds"] / 60, line["peak_gib"]
+            assert f"row of 262144 tokens on two H200s**: {minutes:.1f} minutes a step, {gib:.1f} GiB on each" in page
             said = (
                 f"took {line['seconds']:.1f} seconds at 262144 tokens, by this arithmetic {line['length'] / ideal:.1f}"
             )

@@ -23,7 +23,7 @@ def check_objective(trainer: "RopeSFTTrainer") -> None:
 def check_next_token(trainer: "RopeSFTTrainer") -> None:
     """Raise ValueError if TRL's own loss cannot read the output head where `device_map` has put it.
 
-    TRL 1.16 starts its kernel on the process's own GPU: on two H200s it read a head on the other GPU as -inf, in silence.
+    TRL 1.16 starts its kernel on the process's own GPU: on two H200s a head on the other one made the loss -inf.
     """
     head = find_causal_lm(trainer.model).get_output_embeddings()
     there, here = getattr(getattr(head, "weight", None), "device", None), trainer.args.device
