@@ -11,6 +11,11 @@ from .objectives import objective_of
 if TYPE_CHECKING:
     from .trainer import RopeSFTTrainer
 
+_INSTEAD_OF_SPREADING = (
+    "train it in parts by `rope-patch train RECIPE.yaml --accelerate_config fsdp2`, by `accelerate launch` of a script, or "
+    "load it with device_map={'': 0}."
+)
+
 
 def check_objective(trainer: "RopeSFTTrainer") -> None:
     """Raise ValueError if the trainer has what its objective cannot go with; TRL's own loss is not asked."""
@@ -30,9 +35,7 @@ def check_next_token(trainer: "RopeSFTTrainer") -> None:
     if there is None or there.type != "cuda" or (there.index or 0) == (here.index or 0):
         return
     raise ValueError(
-        f"device_map has put the output head on {there}, and TRL computes the loss on {here}: train in parts by "
-        "`rope-patch train RECIPE.yaml --accelerate_config fsdp2`, by `accelerate launch` of a script, or load the "
-        "model with device_map={'': 0}."
+        f"device_map has put the output head on {there}, and TRL computes the loss on {here}: {_INSTEAD_OF_SPREADING}"
     )
 
 
@@ -131,6 +134,5 @@ def _refuse_spread_models(trainer: "RopeSFTTrainer") -> None:
     if len(devices) > 1:
         raise ValueError(
             f"objective {trainer.args.objective!r} computes its loss on one GPU, and device_map has spread the model "
-            f"over {', '.join(sorted(devices))}: train it in parts by `rope-patch train RECIPE.yaml "
-            "--accelerate_config fsdp2`, by `accelerate launch` of a script, or load it with device_map={'': 0}."
+            f"over {', '.join(sorted(devices))}: {_INSTEAD_OF_SPREADING}"
         )
