@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .trainer import RopeSFTTrainer
 
 _INSTEAD_OF_SPREADING = (
-    "train it in parts by `rope-patch train RECIPE.yaml --accelerate_config fsdp2`, by `accelerate launch` of a script, or "
-    "load it with device_map={'': 0}."
+    "train it in parts by `rope-patch train RECIPE.yaml --accelerate_config fsdp2`, by `accelerate launch` of a "
+    "script, or load it with device_map={'': 0}."
 )
 
 
