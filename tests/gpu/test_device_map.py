@@ -1,6 +1,7 @@
 """A model that `device_map` spreads over two GPUs of one process reads, is measured and answers like one on one GPU."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from accelerate import dispatch_model
 from support.tiny import MIXED, WINDOW, tiny, tokens
 from support.training import tokenizer, trainer
 
+from rope_kernels import attention_map_kl, linear_ce_kl, relation_kl
 from rope_patch import native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.eval import loss_by_position
 from rope_patch.eval.generation import greedy_answers
@@ -88,3 +90,34 @@ def test_trls_loss_is_refused_where_the_head_is_on_another_gpu(tmp_path):
 def test_a_loss_of_our_own_is_refused(tmp_path):
     with pytest.raises(ValueError, match="device_map has spread the model over cuda:0, cuda:1"):
         trainer(tmp_path, model=spread(tiny()), objective="self-distill", view="skip", use_cpu=False)
+
+
+def vocabulary_loss(standard, view, head):
+    labels = torch.arange(len(standard), device=standard.device)
+    ones = torch.ones(len(standard), device=standard.device)
+    return linear_ce_kl(standard, view, head, labels, ones, ones)[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "shapes"),
+    [
+        (lambda *x: relation_kl(*x).sum(), [(1, 4, 70, 32)] * 2),
+        (lambda *x: relation_kl(*x).sum(), [(1, 4, 300, 64)] * 2),
+        (lambda *x: attention_map_kl(*x).sum(), [(1, 4, 70, 32), (1, 2, 70, 32)] * 2),
+        (vocabulary_loss, [(9, 32), (9, 32), (50, 32)]),
+    ],
+    ids=["relation", "relation-hopper", "attention-map", "vocabulary"],
+)
+def test_kernels_launch_where_their_tensors_are(loss, shapes):
+    """Triton's own choice is the current GPU."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    values = [draw(shape).bfloat16() for shape in shapes]
+    results = []
+    for gpu in (0, 1):
+        with torch.cuda.device(0):
+            inputs = [x.cuda(gpu).requires_grad_() for x in values]
+            total = loss(*inputs)
+            total.backward()
+        results.append([total.detach().cpu(), *(x.grad.cpu() for x in inputs if x.grad is not None)])
+    for actual, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-3)

@@ -118,12 +118,15 @@ def _with_saved_model(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**case, "model": str(folder / "unquantized")}
 
 
-def _what_was_said(stderr: str, most: int = 40) -> str:
-    """The last lines of each rank, and of what has no rank: torchrun's report, and what a signal left."""
+def _what_was_said(stderr: str, most: int = 80) -> str:
+    """The last lines of each rank, then those without one, as a signal leaves, and the cause that torchrun found."""
+    before, _, report = stderr.partition("torch/distributed/elastic/")
+    cause = report[report.rfind("Root Cause") :].splitlines() if "Root Cause" in report else []
     lines: dict[str, list[str]] = {}
-    for line in stderr.splitlines():
+    for line in before.splitlines():
         lines.setdefault(line.split(":")[0] if line.startswith("[rank") else "", []).append(line)
-    return "\n".join("\n".join(said[-most:]) for _, said in sorted(lines.items(), reverse=True))
+    said = ["\n".join(said[-most:]) for _, said in sorted(lines.items(), reverse=True)]
+    return "\n".join([*said, *cause])
 
 
 def _free_port() -> int:

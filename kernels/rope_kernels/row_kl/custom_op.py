@@ -81,7 +81,8 @@ def _row_kl(
             from .hopper_forward import row_kl_forward
         else:
             from .triton_forward import row_kl_forward
-        return row_kl_forward(*inputs, visibility)
+        with torch.cuda.device_of(student_q):  # Triton launches on the current GPU
+            return row_kl_forward(*inputs, visibility)
     from .chunked import row_kl_forward as chunked
 
     kl = chunked(*inputs, visibility)
@@ -121,16 +122,19 @@ def _row_kl_backward(
     if not student_q.numel():
         return _empty_gradients(student_q, student_k)
     if runs_on_triton(student_q):
-        if student_k is None or teacher_k is None:
-            if runs_on_hopper((student_q, teacher_q), visibility):
-                from .hopper_relation_backward import relation_kl_backward
-            else:
-                from .triton_relation_backward import relation_kl_backward
-            both = relation_kl_backward(grad, student_q, teacher_q, parts, *scales, visibility)
-            return both, both.new_empty(0)
-        from .triton_attention_backward import attention_map_kl_backward
+        with torch.cuda.device_of(student_q):  # Triton launches on the current GPU
+            if student_k is None or teacher_k is None:
+                if runs_on_hopper((student_q, teacher_q), visibility):
+                    from .hopper_relation_backward import relation_kl_backward
+                else:
+                    from .triton_relation_backward import relation_kl_backward
+                both = relation_kl_backward(grad, student_q, teacher_q, parts, *scales, visibility)
+                return both, both.new_empty(0)
+            from .triton_attention_backward import attention_map_kl_backward
 
-        return attention_map_kl_backward(grad, student_q, student_k, teacher_q, teacher_k, parts, *scales, visibility)
+            return attention_map_kl_backward(
+                grad, student_q, student_k, teacher_q, teacher_k, parts, *scales, visibility
+            )
     from .chunked import row_kl_backward
 
     if student_k is None or teacher_k is None:
