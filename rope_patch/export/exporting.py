@@ -25,7 +25,7 @@ from .gguf import convert, find_converter, require_known_tokenizer
 from .outcomes import TESTED, Wrong, wrong_outcomes
 from .programs import PROGRAMS
 from .reloading import reference_of, require_same_logits
-from .sources import base_of, copy_tokenizer, load
+from .sources import base_of, copy_tokenizer, load, tokenizer_files
 from .weights import final_weights, is_adapted, require_exportable
 from .writing import ShardWriter, by_layer, whole_folder
 
@@ -73,6 +73,7 @@ def export(
     check: bool = True,
     window: int | None = None,
     report: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> Exported:
     """Write a checkpoint that `target` serves with the logits that the model has here.
 
@@ -94,6 +95,8 @@ def export(
             reads the config's.
         report: of `rope-patch eval`, its folder or results.json, whose figures go into the card, README.md; None takes
             that in the folder `rope-patch-report` in the checkpoint, or beside it if it measured this checkpoint.
+        tokenizer: folder or hub id that has the tokenizer's files, which are copied; None looks in `model` where it is
+            a name, in the base model that an adapter names, then where the weights came from.
 
     Returns:
         Where it is, the command that serves it and the largest difference of logits.
@@ -102,7 +105,7 @@ def export(
         ValueError: a target that is not known or would serve this model wrong, weights that cannot be merged, or a
             report that is none.
         FileExistsError: there is something in `folder`.
-        FileNotFoundError: no converter for llama.cpp, or no such report.
+        FileNotFoundError: no converter for llama.cpp, no such report, or no tokenizer where `tokenizer` names one.
         RuntimeError: the result is another model. Nothing is left in `folder`.
     """
     if target not in PROGRAMS:
@@ -114,6 +117,8 @@ def export(
         raise ValueError(f"converter belongs to target 'llama.cpp', got {converter!r} with target {target!r}.")
     source = None if isinstance(model, nn.Module) else Path(model)
     figures = figures_of(report, source)
+    if tokenizer is not None and not tokenizer_files(tokenizer):
+        raise FileNotFoundError(f"tokenizer must name a folder or hub id with a tokenizer's files, got {tokenizer}.")
     out = Path(folder)
     with whole_folder(out) as unfinished:
         loaded = model if isinstance(model, nn.Module) else load(model)
@@ -122,7 +127,7 @@ def export(
         window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
-        has_tokenizer = copy_tokenizer(_tokenizer_sources(model, causal_lm), unfinished)
+        has_tokenizer = copy_tokenizer(_tokenizer_sources(tokenizer, model, causal_lm), unfinished)
         if chosen_converter is not None:
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
         _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
@@ -299,8 +304,10 @@ def _require_convertible_tokenizer(folder: Path, model_type: str, has_tokenizer:
         require_known_tokenizer(model_type, tokenizer_json.read_text(encoding="utf-8"))
 
 
-def _tokenizer_sources(model: nn.Module | str | Path, causal_lm: Any) -> list[str]:
+def _tokenizer_sources(tokenizer: str | Path | None, model: nn.Module | str | Path, causal_lm: Any) -> list[str]:
     """Where the tokenizer may lie: where the user points, then where the weights came from."""
+    if tokenizer is not None:
+        return [str(tokenizer)]
     named = [] if isinstance(model, nn.Module) else [str(model)]
     if named and (Path(named[0]) / "adapter_config.json").is_file():
         named.append(base_of(Path(named[0])))

@@ -65,7 +65,7 @@ def _require_no_adapter(name: str) -> None:
 def copy_tokenizer(sources: list[str], folder: Path) -> bool:
     """Copy the tokenizer's files of the first of `sources` that has any, as they are; whether there were any."""
     for source in filter(None, sources):
-        files = [file for pattern in _TOKENIZER_FILES for file in _local(source).glob(pattern) if file.is_file()]
+        files = tokenizer_files(source)
         for file in files:
             shutil.copy(file, folder / file.name)
         if files:
@@ -74,12 +74,18 @@ def copy_tokenizer(sources: list[str], folder: Path) -> bool:
     return False
 
 
-def _local(source: str) -> Path:
+def tokenizer_files(source: str | Path) -> list[Path]:
+    """Those of a tokenizer in a folder or a repository on the hub; none where there are none, or no such source."""
+    folder = _local(source)
+    return [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
+
+
+def _local(source: str | Path) -> Path:
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=list(_TOKENIZER_FILES)))
+        return Path(snapshot_download(str(source), allow_patterns=list(_TOKENIZER_FILES)))
     except (OSError, ValueError):  # no such repository, or no network
         return Path(source)

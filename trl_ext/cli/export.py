@@ -42,6 +42,10 @@ def add_commands(commands: Any) -> None:
         "rope-patch-report in the checkpoint, or beside it if it measured this one",
     )
     export.add_argument(
+        "--tokenizer",
+        help="folder or hub id with the tokenizer to copy; default: that in MODEL_OR_ADAPTER, else the base model's",
+    )
+    export.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -69,6 +73,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Export, and print what was written and the command that serves it."""
     from rope_patch import export
     from rope_patch.eval.report import require_writable
+    from rope_patch.export.sources import tokenizer_files
     from rope_patch.weights_in_parts import require_whole_weights
 
     from ..checkpoint import base_of_adapter, require_checkpoint
@@ -79,6 +84,9 @@ def run_export(args: argparse.Namespace) -> int:
     base = base_of_adapter(path)
     require_checkpoint(base or path, f"MODEL_OR_ADAPTER {path}" if base else "MODEL_OR_ADAPTER")
     require_writable(args.output.parent)
+    tokenizer = args.tokenizer
+    if tokenizer is None and spec is not None:  # a loaded model does not say which adapter it came from
+        tokenizer = next((name for name in (path, base) if name is not None and tokenizer_files(name)), None)
     done = export(
         args.model if spec is None else spec.load("cpu", "auto"),
         args.output,
@@ -87,6 +95,7 @@ def run_export(args: argparse.Namespace) -> int:
         max_shard_gb=args.max_shard_gb,
         check=args.check,
         report=args.report,
+        tokenizer=tokenizer,
     )
     print(done)
     return 0

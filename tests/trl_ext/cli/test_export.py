@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from support.tiny import tiny
+from support.training import tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
 from rope_patch.export import PROGRAMS
@@ -35,6 +38,30 @@ def test_a_rescaling_behind_the_model_is_applied_first(tmp_path, capsys):
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["rope_parameters"] == patched.rope_parameters
     assert written["max_position_embeddings"] == patched.max_position_embeddings
+
+
+def test_an_adapter_that_is_rescaled_takes_the_tokenizer_beside_it(tmp_path):
+    """Its training may have added tokens; the base model's are another's."""
+    tiny().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    own = tokenizer()
+    own.add_tokens("<added>")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    own.save_pretrained(tmp_path / "adapter")
+    for named, added in ((["--tokenizer", str(tmp_path / "base")], False), ([], True)):
+        out = tmp_path / f"out-{added}"
+        rescaled = f"{tmp_path / 'adapter'}@ntk:factor=8"
+        assert main(["export", rescaled, "--output", str(out), "--no-check", *named]) == 0
+        assert ("<added>" in AutoTokenizer.from_pretrained(out).get_vocab()) is added
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(tmp_path, capsys):
+    tiny().save_pretrained(tmp_path / "model")
+    command = ["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path)]
+    assert main(command) == 2
+    assert "tokenizer must name a folder or hub id with a tokenizer's files" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rescaling_that_the_program_reads_wrong_is_refused(tmp_path, capsys):
