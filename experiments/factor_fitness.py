@@ -98,14 +98,14 @@ def book_losses(subject: Subject, book: Book) -> tuple[list[float], float]:
     device = subject.device
     shared = torch.tensor([book.asked.shared], device=device)
     cache = DynamicCache(config=subject.causal_lm.config)
-    hidden = subject.hidden(shared, past_key_values=cache)
+    hidden = subject.hidden(shared, cache)
     of_text = subject.losses(hidden[:, :-1], shared[:, 1:]).mean().item()
     ends = [[*tail, *answer] for tail, answer in zip(book.asked.tails, book.answers, strict=True)]
     longest = max(map(len, ends))
     # padded behind, where a causal model's earlier tokens do not look
     padded = torch.tensor([[*end, *[0] * (longest - len(end))] for end in ends], device=device)
     cache.batch_repeat_interleave(len(ends))
-    hidden = subject.hidden(padded, past_key_values=cache)
+    hidden = subject.hidden(padded, cache)
     losses = subject.losses(hidden[:, :-1], padded[:, 1:]).tolist()
     spans = zip(losses, book.asked.tails, book.answers, strict=True)
     return [x for row, tail, answer in spans for x in row[len(tail) - 1 :][: len(answer)]], of_text

@@ -58,7 +58,7 @@ def why_other_view(filled: View, now: str) -> str:
 def why_other_indices(filled: str, now: str) -> str:
     """Why a cache with keys at indices `filled` is refused: `now` says what is in force instead."""
     return (
-        f"past_key_values holds keys at {filled}, and {now} in force now: distances to them would be those of neither. "
+        f"the cache holds keys at {filled}, and {now} in force now: distances to them would be those of neither. "
         "Decode under the view that filled the cache, or start from an empty one."
     )
 

@@ -25,10 +25,11 @@ from .rotary import (
 from .source import function_tree
 
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
+_MODELLING_FILES = ("transformers.models.", "transformers_modules.")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-# q and k get a weight a channel after RoPE there, so that scores no longer depend on differences of indices alone
-_WEIGHTS_AFTER_ROPE = ("hunyuan_v1_dense", "hunyuan_v1_moe")
+# q or k gets a weight a channel after RoPE there, so that scores no longer depend on differences of indices alone
+_WEIGHTS_AFTER_ROPE = ("dory", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
 def missing_capabilities(model: nn.Module) -> dict[str, str]:
@@ -128,10 +129,18 @@ def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
 
 def why_no_losses(causal_lm: Any, decoder: nn.Module) -> str | None:
     """Why a loss through the weight of the output head would be of other logits than the model's."""
-    if causal_lm is not decoder and hasattr(causal_lm.get_output_embeddings(), "base_layer"):
+    if causal_lm is decoder:
+        return None
+    head = causal_lm.get_output_embeddings()
+    if hasattr(head, "base_layer"):
         return (
             "the output head has an adapter, which a loss through its weight would leave out without an error: take "
             "lm_head out of target_modules, or train it whole with modules_to_save=['lm_head']."
+        )
+    if type(head).forward is not nn.Linear.forward and type(head).__module__.startswith(_MODELLING_FILES):
+        return (
+            f"the output head, {type(head).__name__}, computes logits in a forward of its own, and losses of hidden "
+            "states multiply by its weight alone."
         )
     return why_no_head(causal_lm, decoder)
 

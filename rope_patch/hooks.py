@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache
 
 from .bound import Batch, BoundIndex, BoundView
+from .cache_arguments import cache_of, has_paged_cache, returned_cache
 from .cached_draws import forget_draws
 from .call_stack import frames
 from .capabilities import why_no_checkpointing
@@ -45,7 +45,7 @@ class DecoderEntry:
             self.state.turns.begin(decoder)
         # families and callers differ in what they give by place
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        cache = call.get("past_key_values")
+        cache = cache_of(call)
         training = self.state.in_training(decoder) and not is_generating(cache)
         source = self.state.active(training)
         # a `rope_view` block draws for itself; for the view of the model, whoever trains it has to say which step it is
@@ -70,7 +70,7 @@ class DecoderEntry:
                 f"{tuple(position_ids.shape)}: of positions with several axes (mRoPE) no view says what they become. "
                 f"Use view {TRUE_POSITIONS!r}; rescalings and distillation at true positions go with it."
             )
-        if "Paged" in type(call.get("cache")).__name__:
+        if has_paged_cache(call):
             raise ValueError(
                 "a RoPE view needs to know where documents begin and end, and continuous batching (generate_batch) "
                 "hands over pieces of them: use generate, or leave the view."
@@ -142,7 +142,7 @@ class DecoderExit:
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         try:
             in_graph = decoder.training and torch.compiler.is_compiling()
-            cache = None if in_graph else _cache_of(output)
+            cache = None if in_graph else returned_cache(output)
             self.state.leave(finished=output is not None, cache=cache)
         finally:
             if not torch.compiler.is_compiling():
@@ -296,13 +296,6 @@ def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], *, layers: bo
 def _layer_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """For which type of layers a rotary module is called; None in families that call it once for all."""
     return kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-
-
-def _cache_of(output: Any) -> Any:
-    """The KV cache that a decoder returned: a field, or among the values of return_dict=False."""
-    if isinstance(output, tuple):
-        return next((x for x in output if isinstance(x, Cache)), None)
-    return getattr(output, "past_key_values", None)
 
 
 def _is_chunk_of_a_prompt(cache: Any) -> bool:

@@ -20,6 +20,7 @@ from .source import function_tree
 _LOCAL = ("sliding", "chunked")
 
 _ROTATION = re.compile(r"_?apply_rotary")
+_EMBEDDINGS = "position_embeddings"
 
 
 def is_local(layer_type: str) -> bool:
@@ -85,9 +86,25 @@ def _is_rotated(decoder: Any, layer: int) -> bool:
     """Whether a layer applies RoPE: in some families those of one kind do not, as the full ones of Cohere2."""
     layers = getattr(decoder, "layers", ())
     bases = getattr(decoder.config, "layer_rope_theta", None)  # 0 stands for no RoPE
-    if layer >= len(layers) or (bases is not None and not bases[layer]):
+    if layer >= len(layers) or (bases is not None and not bases[layer]) or not _gets_embeddings(decoder, layer):
         return False
     return any(_applies_rope(module) for module in layers[layer].modules())
+
+
+def _gets_embeddings(decoder: Any, layer: int) -> bool:
+    """Whether a decoder hands cosines and sines to a layer: that of LaraMini gives `None` to the full ones."""
+    tree = function_tree(type(decoder).forward)
+    if tree is None:
+        return True
+    known = {"layer_type": decoder.config.layer_types[layer], "decoder_layer": decoder.layers[layer], "i": layer}
+    handed = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == _EMBEDDINGS]
+    for value in handed:
+        if isinstance(value, ast.IfExp):
+            is_true = _value(value.test, decoder, known)
+            chosen = None if is_true is None else value.body if is_true else value.orelse
+            if isinstance(chosen, ast.Constant) and chosen.value is None:
+                return False
+    return True
 
 
 def _applies_rope(module: nn.Module) -> bool:
@@ -108,9 +125,10 @@ def _reaches_rotation(statements: Sequence[ast.stmt], module: nn.Module) -> bool
     return False
 
 
-def _value(condition: ast.expr, module: nn.Module) -> bool | None:
-    """What a condition on attributes of `module` comes to, None if it depends on more than those."""
+def _value(condition: ast.expr, module: nn.Module, known: Mapping[str, Any] | None = None) -> bool | None:
+    """What a condition on attributes of `module` and `known` names comes to, None if it depends on more than those."""
     try:
-        return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), {"self": module}))
+        names = {"self": module, **(known or {})}
+        return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), names))
     except Exception:  # names of arguments, and whatever they would be asked for
         return None

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .attention.calls import attention_name, watched_attention
+from .cache_arguments import cache_argument, returned_cache
 from .distillation import (
     TAPE,
     CopiedTeacher,
@@ -181,10 +182,13 @@ def _packed_documents(subject: Subject) -> str:
 def _cached_decoding(subject: Subject) -> str:
     with rope_view(subject.model, subject.view), torch.no_grad():
         first = subject.model(subject.ids[:, :-2], use_cache=True)
-        if first.get("past_key_values") is None:
-            raise ValueError("this model returns no past_key_values")
-        rest = [subject.model(subject.ids[:, -2:-1], past_key_values=first.past_key_values, use_cache=True)]
-        rest.append(subject.model(subject.ids[:, -1:], past_key_values=rest[0].past_key_values, use_cache=True))
+        cache = returned_cache(first)
+        if cache is None:
+            raise ValueError("this model returns no key-value cache")
+        rest = []
+        for ids in (subject.ids[:, -2:-1], subject.ids[:, -1:]):
+            rest.append(subject.model(ids, **cache_argument(subject.model, cache), use_cache=True))
+            cache = returned_cache(rest[-1])
         logits = torch.cat([out.logits for out in rest], 1).float()
         return "error " + subject.require_equal(logits, subject.logits()[:, -2:], "tokens decoded with a cache")
 

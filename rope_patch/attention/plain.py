@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
+from ..cache_arguments import cache_argument, returned_cache
 from ..rotary import find_decoder
 from ..state import has_view
 from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
@@ -94,7 +95,8 @@ def _gives_the_same(causal_lm: Any, window: int) -> bool:
     plain = _plain_forward(causal_lm, ids)[0, -SAMPLES:]
     try:
         begun = causal_lm.base_model(input_ids=ids[:, :window], use_cache=True)
-        known = causal_lm.base_model(input_ids=ids[:, window:], past_key_values=begun.past_key_values)
+        behind = cache_argument(causal_lm.base_model, returned_cache(begun))
+        known = causal_lm.base_model(input_ids=ids[:, window:], **behind)
         unmasked = _without_masks(causal_lm, ids)[0, -SAMPLES:]
     except torch.OutOfMemoryError:
         raise

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cache_arguments import cache_of
 from ..capabilities import keeps_from_attention
 from ..layout.labelled import Labelled
 from ..rotary import find_causal_lm, find_decoder
@@ -124,7 +125,7 @@ class MaskFreeRows:
         ids, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if ids is None and args:
             ids, args, kwargs = args[0], args[1:], {**kwargs, "input_ids": args[0]}
-        if args or kwargs.get("past_key_values") is not None or not _are_of_rows(mask, positions):
+        if args or cache_of(kwargs) is not None or not _are_of_rows(mask, positions):
             return None
         if ids is None:
             embeds: Any = kwargs["inputs_embeds"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cache_arguments import cache_of
 from ..layout.labelled import Labelled
 from ..rotary import find_causal_lm, find_decoder
 from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
@@ -72,7 +73,7 @@ class ShiftedAttention:
     def _send_groups(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not decoder.training:
             return None
-        if args or kwargs.get("past_key_values") is not None:
+        if args or cache_of(kwargs) is not None:
             raise ValueError(
                 "shifted attention trains on whole rows: call the model with keyword arguments and no cache."
             )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cache_arguments import cache_of
 from ..layout.documents import locate_documents
 from ..rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
 from ..state import has_view
@@ -153,7 +154,7 @@ class _StringPositions:
         self._require_inference()
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
-        mask, cache = call.get("attention_mask"), call.get("past_key_values")
+        mask, cache = call.get("attention_mask"), cache_of(call)
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             raise ValueError("string_positions needs an attention_mask [batch, tokens] or None.")
         cached = 0 if cache is None else int(cache.get_seq_length())

@@ -196,7 +196,7 @@ def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> 
         past = min(first, short)
         positions = torch.arange(past, past + end - first, device=ids.device)[None]
         block = ids[None, first:end]
-        hidden = subject.hidden(block, position_ids=positions, past_key_values=cache)
+        hidden = subject.hidden(block, cache, position_ids=positions)
         # the block after the first `short` tokens predicts ids[first + 1 .. end]
         losses.append(subject.losses(hidden, ids[None, first + 1 : end + 1])[0])
         first = end

@@ -18,6 +18,7 @@ from rope_kernels import decode_attention
 from ..attention.calls import AttentionCall, sliding_window, watched_attention
 from ..attention.masks import finished_mask
 from ..attention.plain import Windows, require_plain
+from ..cache_arguments import cache_argument
 
 
 class KVRows:
@@ -98,7 +99,7 @@ class KVRows:
             input_ids=ids,
             attention_mask=finished_mask(1, ids.device),
             position_ids=positions,
-            past_key_values=self.cache,
+            **cache_argument(self.causal_lm, self.cache),
             use_cache=True,
             logits_to_keep=keep,
         )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..attention.rounding import SAMPLES, differs_by_rounding, inputs_rounded_otherwise
+from ..cache_arguments import cache_argument, returned_cache
 from .kv_rows import KVRows
 
 _CHECKED = 24  # tokens; read in the parts below, the last two one by one
@@ -55,8 +56,9 @@ def _by_own_cache(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits behind ids [n, 24], read in parts, [n, vocab_size]."""
     cache, begin = None, 0
     for end in (*_PARTS, _CHECKED):
-        out = causal_lm(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, begin = out.past_key_values, end
+        behind = cache_argument(causal_lm, cache)
+        out = causal_lm(input_ids=ids[:, begin:end], **behind, use_cache=True, logits_to_keep=1)
+        cache, begin = returned_cache(out), end
     logits: torch.Tensor = out.logits[:, -1]
     return logits
 

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_kernels import linear_ce_rows
 
+from ..cache_arguments import cache_argument
 from ..capabilities import why_no_head
 from ..describe import describe
 from ..rescale import pretrained_window
@@ -81,11 +82,11 @@ class Subject:
         finally:
             self.model.train(was_training)
 
-    def hidden(self, ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len]."""
-        return self.causal_lm.base_model(
-            input_ids=ids, use_cache="past_key_values" in inputs, **inputs
-        ).last_hidden_state
+    def hidden(self, ids: torch.Tensor, cache: Any = None, **inputs: Any) -> torch.Tensor:
+        """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len], behind what is in `cache`."""
+        decoder = self.causal_lm.base_model
+        behind = {} if cache is None else cache_argument(decoder, cache)
+        return decoder(input_ids=ids, use_cache=cache is not None, **behind, **inputs).last_hidden_state
 
     def losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Cross-entropy in nats, float32 [batch, n], of targets [batch, n] given the hidden states before them."""

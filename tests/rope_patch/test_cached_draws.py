@@ -21,7 +21,7 @@ def test_a_cache_filled_in_a_block_is_not_continued_by_a_model_without_hooks():
         with rope_view(model, **block):
             cache = model(ids[:, :8], use_cache=True).past_key_values
         for held in (cache, copy.deepcopy(cache)):
-            with pytest.raises(ValueError, match="past_key_values holds keys at"):
+            with pytest.raises(ValueError, match="the cache holds keys at"):
                 model(ids[:, 8:], past_key_values=held)
         assert not model.model._forward_pre_hooks
         cache.reset()
@@ -170,7 +170,7 @@ def test_a_cache_of_another_view_is_refused():
     model, ids = tiny(), tokens(1, 9)
     with rope_view(model, Skip(split=4, skip=9)):
         cache = model(ids, use_cache=True, return_dict=False)[1]
-    with rope_view(model, PosAug()), pytest.raises(ValueError, match="past_key_values holds keys at the RoPE indices"):
+    with rope_view(model, PosAug()), pytest.raises(ValueError, match="the cache holds keys at the RoPE indices"):
         model(ids[:, :1], past_key_values=cache)
 
 

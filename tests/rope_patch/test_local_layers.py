@@ -22,7 +22,7 @@ ONCE_A_TYPE = [
     "olmo3", "zaya",
 ]  # fmt: skip
 ONCE_FOR_ALL = ["cwm", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "llama4_text", "vaultgemma"]
-NO_ROPE_IN_FULL_LAYERS = ["afmoe", "cohere2", "exaone4", "flint", "kolibri1"]
+NO_ROPE_IN_FULL_LAYERS = ["afmoe", "cohere2", "exaone4", "flint", "kolibri1", "lara_mini"]
 
 
 def here(names):

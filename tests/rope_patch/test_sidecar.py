@@ -21,6 +21,7 @@ from peft import (
     get_peft_model_state_dict,
 )
 from safetensors.torch import load_file
+from support.marks import needs_own_adapters
 from support.tiny import tiny, tokens
 
 from rope_patch import describe, load_adapter, patch_model, rope_view, unpatch_model
@@ -116,6 +117,7 @@ def test_compiled_code_may_ask_for_parameters():
     assert count(torch.ones(())) == model.num_parameters()
 
 
+@needs_own_adapters
 def test_transformers_own_adapters_before_any_forward(tmp_path):
     model = patched(tiny())
     torch.manual_seed(1)
@@ -259,6 +261,7 @@ def test_a_view_that_changes_inference_is_put_on_again(view, tmp_path):
         load_adapter(tiny(), tmp_path)
 
 
+@needs_own_adapters
 def test_names_do_not_count_among_weights(tmp_path):
     """Transformers and PEFT write the same adapter under other names."""
     model = wrapped(patched(tiny()))
@@ -332,6 +335,7 @@ def test_a_whole_model_around_a_patched_one_with_weights_that_were_gathered_else
         model.save_pretrained(tmp_path, state_dict=weights)
 
 
+@needs_own_adapters
 def test_transformers_own_adapters_with_weights_that_were_gathered_elsewhere(tmp_path):
     model = patched(tiny())
     torch.manual_seed(1)

@@ -5,6 +5,7 @@ import torch
 from peft import PrefixTuningConfig, get_peft_model
 from support import cells, oracle
 from support.flash import as_flash, emulate
+from support.marks import needs_own_adapters
 from support.tiny import MIXED, tiny, tokens
 
 from rope_patch import rope_view
@@ -94,6 +95,7 @@ def test_documents_without_positions_are_refused():
         cells.run(model, cell)
 
 
+@needs_own_adapters
 @torch.no_grad()
 def test_prefix_tuning_draws_for_each_batch_and_counts_its_prefix():
     wrapped = get_peft_model(tiny(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()

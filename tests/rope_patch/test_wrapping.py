@@ -9,6 +9,7 @@ from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from support import cells, objectives, oracle
+from support.marks import needs_own_adapters
 from support.tiny import tiny, tokens
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM
@@ -96,6 +97,7 @@ def test_several_adapters_share_the_rope(tmp_path):
         assert torch.equal(wrapped(ids).logits, tiny()(ids).logits)
 
 
+@needs_own_adapters
 def test_adapters_without_a_wrapper(tmp_path):
     """Transformers' own `add_adapter` puts them into the model itself."""
     ids = tokens(1, L)

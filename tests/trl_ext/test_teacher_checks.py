@@ -2,6 +2,7 @@
 
 import pytest
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from support.marks import needs_own_adapters
 from support.tiny import tiny
 from support.training import documents, trainer
 from transformers.integrations.neftune import activate_neftune
@@ -52,6 +53,7 @@ def test_merged_adapters(objective, tmp_path):
         trainer(tmp_path, model=model, train_dataset=documents(2), **NATIVE[objective])
 
 
+@needs_own_adapters
 def test_adapters_without_a_wrapper_are_switched_off(tmp_path):
     model = tiny()
     model.add_adapter(LoraConfig(**LORA, init_lora_weights=False))

@@ -11,6 +11,7 @@ from peft import (
     get_peft_model,
 )
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from support.marks import needs_own_adapters
 from support.tiny import WINDOW, tiny, tokens
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
@@ -110,6 +111,7 @@ def test_merged_adapters_are_refused_at_once():
     SharedTeacher(model)
 
 
+@needs_own_adapters
 def test_a_copy_of_a_model_with_adapters_is_no_teacher():
     model = tiny()
     model.add_adapter(LoraConfig(**LORA, init_lora_weights=False))

@@ -1,0 +1,50 @@
+"""The key-value cache among the arguments of a call and in what a model returns.
+
+Transformers 5.24 named it `cache`; before it was `past_key_values`, which models take until 5.40, and which the code of
+models on the hub may have for longer.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache as cached
+from typing import Any
+
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+
+_NAMES = ("past_key_values", "cache")
+
+
+def cache_of(call: Mapping[str, Any]) -> Any:
+    """The cache that a call reads and fills; None without one, and for one in pages, of continuous batching."""
+    return next((call[name] for name in _NAMES if call.get(name) is not None and not _is_paged(call[name])), None)
+
+
+def has_paged_cache(call: Mapping[str, Any]) -> bool:
+    """Whether a call is one of continuous batching, whose cache lies in pages."""
+    return any(_is_paged(call.get(name)) for name in _NAMES)
+
+
+def returned_cache(output: Any) -> Any:
+    """The cache that a model returned: a field, or among the values of return_dict=False; None if there is none."""
+    if isinstance(output, tuple):
+        return next((x for x in output if isinstance(x, Cache)), None)
+    return next((x for x in (getattr(output, name, None) for name in _NAMES) if x is not None), None)
+
+
+def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
+    """The argument by which `model` takes a cache: {its name: cache}."""
+    return {_name_of(type(model).forward): cache}
+
+
+def _is_paged(cache: Any) -> bool:
+    return "Paged" in type(cache).__name__
+
+
+@cached
+def _name_of(forward: Callable[..., Any]) -> str:
+    parameters = inspect.signature(forward).parameters
+    if not any(name in parameters for name in _NAMES):  # a wrapper hands on what it is given
+        parameters = inspect.signature(create_causal_mask).parameters
+    return next(name for name in _NAMES if name in parameters)
