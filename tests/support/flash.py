@@ -51,7 +51,9 @@ def emulate(monkeypatch):
     allowed |= dict.fromkeys(("dropout_p", "window_size", "max_seqlen_q", "max_seqlen_k"), True)
     process = partial(utils._process_flash_attention_kwargs, supports_mapping=allowed)
     functions = (dense, varlen, None, utils._pad_input, utils._unpad_input)
-    monkeypatch.setattr(utils, "lazy_import_flash_attention", lambda *_, **__: (functions, (process, process)))
+    # Transformers 5.17 has one, later versions have another for attention to a cache
+    both = (process, process) if hasattr(utils, "_process_with_kvcache_kwargs_fn") else process
+    monkeypatch.setattr(utils, "lazy_import_flash_attention", lambda *_, **__: (functions, both))
     monkeypatch.setattr("transformers.integrations.flash_attention._use_top_left_mask", False)
     return calls
 

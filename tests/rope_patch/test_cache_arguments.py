@@ -1,0 +1,74 @@
+"""The cache is found and handed over under either of its names."""
+
+import inspect
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.tiny import tiny, tokens
+from torch import nn
+from transformers import DynamicCache
+from transformers.modeling_outputs import ModelOutput
+
+from rope_patch.cache_arguments import cache_argument, cache_of, has_paged_cache, returned_cache
+
+NAMES = ("past_key_values", "cache")
+
+
+class PagedCache:
+    """What continuous batching hands over has such a name."""
+
+
+class OlderModel(nn.Module):
+    """A model whose code, as of one on the hub, has the older name."""
+
+    def forward(self, input_ids, past_key_values=None):
+        return past_key_values
+
+
+class NewerModel(nn.Module):
+    def forward(self, input_ids, cache=None):
+        return cache
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_found_in_a_call(name):
+    cache = DynamicCache()
+    others = dict.fromkeys(NAMES)
+    assert cache_of({**others, name: cache, "use_cache": True}) is cache  # an empty one counts
+    assert cache_of(others) is None and cache_of({}) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_in_pages_is_none(name):
+    assert has_paged_cache({name: PagedCache()}) and cache_of({name: PagedCache()}) is None
+    assert not has_paged_cache({name: DynamicCache()}) and not has_paged_cache({})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_found_in_what_a_model_returns(name):
+    cache = DynamicCache()
+    assert returned_cache(ModelOutput({"logits": torch.zeros(1), name: cache})) is cache
+    assert returned_cache((torch.zeros(1), cache)) is cache
+    assert returned_cache(ModelOutput(logits=torch.zeros(1))) is None and returned_cache((torch.zeros(1),)) is None
+
+
+def test_a_model_gets_it_by_the_name_that_it_knows():
+    cache = DynamicCache()
+    for model in (OlderModel(), NewerModel()):
+        assert model(None, **cache_argument(model, cache)) is cache
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_decoding_goes_on_from_it(wrapped):
+    model = tiny()
+    if wrapped:  # whose forward names neither
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval()
+        assert not set(NAMES) & set(inspect.signature(type(model).forward).parameters)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        expected = model(ids).logits[:, 6:]
+        begun = model(ids[:, :6], use_cache=True)
+        rest = model(ids[:, 6:], **cache_argument(model, returned_cache(begun)), use_cache=True)
+    torch.testing.assert_close(rest.logits, expected, rtol=1e-5, atol=1e-5)
+    assert returned_cache(rest) is returned_cache(begun)
