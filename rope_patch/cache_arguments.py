@@ -30,7 +30,9 @@ def returned_cache(output: Any) -> Any:
     """The cache that a model returned: a field, or among the values of return_dict=False; None if there is none."""
     if isinstance(output, tuple):
         return next((x for x in output if isinstance(x, Cache)), None)
-    return next((x for x in (getattr(output, name, None) for name in _NAMES) if x is not None), None)
+    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    # asked for the older name, outputs of 5.24 warn
+    return next((value for name, value in fields.items() if name in _NAMES and value is not None), None)
 
 
 def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:

@@ -53,6 +53,12 @@ def test_it_is_found_in_what_a_model_returns(name):
     assert returned_cache(ModelOutput(logits=torch.zeros(1))) is None and returned_cache((torch.zeros(1),)) is None
 
 
+def test_a_model_without_a_cache_in_what_it_returns(caplog):
+    output = tiny()(tokens(1, 5), use_cache=False)
+    assert returned_cache(output) is None
+    assert "deprecated" not in caplog.text
+
+
 def test_a_model_gets_it_by_the_name_that_it_knows():
     cache = DynamicCache()
     for model in (OlderModel(), NewerModel()):
