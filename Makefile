@@ -3,6 +3,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 JOBS ?= 2
+# what pip installs for a user, without constraints.txt, where tests of the other version say more
+NEWER ?= transformers==5.24.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -11,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 # one thread a worker: torch's own threads would fight over the same cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-.PHONY: help demo test test-slow test-all lint docs dist clean
+.PHONY: help demo test test-slow test-all test-newer lint docs dist clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -37,6 +39,11 @@ test-slow: $(VENV)/.dev-installed  ## run the slow tests only
 
 test-all: test test-slow  ## run both
 
+test-newer:  ## run the tests, without the slow ones, with the newest Transformers, in an environment beside it
+	$(MAKE) $(VENV)-newer/.dev-installed VENV=$(VENV)-newer
+	$(VENV)-newer/bin/python -m pip install "$(NEWER)"
+	$(MAKE) test VENV=$(VENV)-newer
+
 # the hooks are programs of the environment, so they are looked up on PATH
 lint: $(VENV)/.dev-installed  ## run ruff and mypy, as in .pre-commit-config.yaml
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pre-commit run --all-files
@@ -52,8 +59,8 @@ dist: $(VENV)/.release-installed  ## build sdist and wheel into dist/ and check 
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
-clean:  ## remove what the other targets made, .venv and rope-patch-demo included
-	rm -rf .venv rope-patch-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
+clean:  ## remove what the other targets made, environments and rope-patch-demo included
+	rm -rf .venv .venv-newer rope-patch-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
 	find rope_patch trl_ext kernels tests examples benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

@@ -51,7 +51,7 @@ from token_text import first_rows, read_facts, read_stream
 from transformers import PreTrainedTokenizerFast
 
 from rope_patch import patch_model
-from rope_patch.eval import context_gain, loss_by_position
+from rope_patch.eval import LossByPosition, context_gain, loss_by_position
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ def measures(model: Any, yarn: bool, data: Data, args: argparse.Namespace) -> di
 
 def losses(model: Any, val: torch.Tensor, window: int, short: int) -> Line:
     """Loss and exact gain by position over all spans, and the loss of each span within the window and beyond it."""
-    curve = loss_by_position(model, val, progress=False)
+    of_spans = [loss_by_position(model, span[None], progress=False) for span in val]
+    curve = LossByPosition(torch.stack([span.loss for span in of_spans]).mean(0), len(val), of_spans[0].window)
     gain = context_gain(model, val, short=short, batch_size=32, progress=False)
     ends = [window * k // 4 + 1 for k in (1, 2, 4, 6, 8, 12, 16, 24)]
     edges = [64, *(e for e in ends if 64 < e < curve.seq_len), curve.seq_len]
-    of_spans = [loss_by_position(model, span[None], progress=False) for span in val]
     return {
         "in_window": curve.in_window(window),
         "cliff": curve.cliff(window),
