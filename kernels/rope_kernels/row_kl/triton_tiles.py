@@ -8,7 +8,9 @@ they are known by a sum of exactly 0 and a top that never rose, while a nan or a
 is in a sum, or in the gap where all of its scores are -inf, and goes on to the KL and, by log_sum, to the gradient.
 """
 
-from typing import Any
+import sys
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -17,6 +19,24 @@ import triton.language as tl
 from .visibility import Visibility
 
 LOG2E = 1.4426950408889634
+Stage = Literal["forward", "backward"]
+
+
+class Tiles(NamedTuple):
+    """Rows that a block has of its own, rows of the other side that it walks over, warps, and tiles on their way."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# for GPUs with less shared memory than an H200's 227 KiB: an A100 has 163, consumer GPUs have 99
+_SMALLER = (
+    Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 16, 4, 1),
+    Tiles(16, 16, 4, 1),
+)  # fmt: skip
+_SCRATCH = 2048  # bytes of sums over rows
 
 
 @triton.jit
@@ -37,26 +57,59 @@ def difference(zs, zt, top_s, log_sum_s, top_t, log_sum_t, scale_s, scale_t):
     return tl.exp2(zs * scale_s - top_s - log_sum_s) - tl.exp2(zt * scale_t - top_t - log_sum_t)
 
 
-def launch_options(x: torch.Tensor, visibility: Visibility, stage: str) -> dict[str, Any]:
+def launch_options(x: torch.Tensor, visibility: Visibility, stage: Stage) -> dict[str, Any]:
     """Tiles and compile-time facts of a launch."""
     head_dim = x.shape[-1]
     block_d = max(16, triton.next_power_of_2(head_dim))
-    wide = block_d * x.element_size()  # bytes of a row in shared memory
-    if wide > 256:
-        block_m, block_n, warps, stages = (64, 32, 4, 1) if wide > 512 else (64, 64, 4, 1)
-    elif stage == "forward":
-        block_m, block_n, warps, stages = 128, 128, 8, 2
-    else:
-        block_m, block_n, warps, stages = 64, 64, 4, 2
+    tiles = tiles_of(block_d, x.element_size(), stage, *_shared_memory(x.device))
     return {
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "CAUSAL": visibility.causal,
         "HAS_DOCUMENTS": visibility.document is not None,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
         # tensor cores would round float32 to 10 bits
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-        "num_warps": warps,
-        "num_stages": stages,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
     }
+
+
+def tiles_of(block_d: int, element_size: int, stage: Stage, capability: int, shared_memory: int) -> Tiles:
+    """The first of the tiles, from those that are fastest on an H200 down, that fit the shared memory of a GPU.
+
+    Args:
+        block_d: features of a tile.
+        element_size: bytes of a feature.
+        stage: which kernel.
+        capability: major compute capability of the GPU.
+        shared_memory: bytes that a block may have there.
+
+    Returns:
+        Those, or the smallest there are.
+    """
+    wide = block_d * element_size  # bytes of a row
+    if wide > 256:
+        first = Tiles(64, 32, 4, 1) if wide > 512 else Tiles(64, 64, 4, 1)
+    else:
+        first = Tiles(128, 128, 8, 2) if stage == "forward" else Tiles(64, 64, 4, 2)
+    for tiles in (first, *_SMALLER):
+        # student and teacher have a tile of their own, and one of the other side in each stage that is on its way:
+        # before Hopper one stage of them is in registers
+        ahead = tiles.stages if capability >= 9 else max(1, tiles.stages - 1)
+        needed = 2 * (tiles.block_m + ahead * tiles.block_n) * wide + _SCRATCH
+        if stage == "backward":
+            needed += tiles.block_m * tiles.block_n * element_size  # the difference of the maps
+        if needed <= shared_memory:
+            break
+    return tiles
+
+
+@cache
+def _shared_memory(device: torch.device) -> tuple[int, int]:
+    """Major compute capability, and bytes of shared memory that a block may have; no bound in Triton's interpreter."""
+    if device.type != "cuda":
+        return 9, sys.maxsize
+    properties: Any = torch.cuda.get_device_properties(device)  # whose types lack the second field
+    return properties.major, properties.shared_memory_per_block_optin

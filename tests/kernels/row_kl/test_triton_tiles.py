@@ -1,0 +1,76 @@
+"""Tiles fit the shared memory of GPUs that are not at hand, by the compiler's count; an H200 has those timed on it."""
+
+import pytest
+import torch
+from support.compiled_kernels import GPUS, compile_for
+from support.row_kl import IMPLEMENTATIONS, check, implementation, relations, visible
+
+from rope_kernels import attention_map_kl, attention_map_kl_ref, relation_kl, relation_kl_ref
+from rope_kernels.row_kl.triton_tiles import Tiles, tiles_of
+
+pytest.importorskip("triton.backends.nvidia", reason="Triton has no compiler for NVIDIA's GPUs here")
+
+
+@pytest.mark.parametrize(
+    ("block_d", "element_size", "forward", "backward"),
+    [
+        (64, 2, Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
+        (128, 2, Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
+        (64, 4, Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
+        (256, 2, Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
+        (128, 4, Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
+        (256, 4, Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1)),
+    ],
+)
+def test_an_h200_has_those_that_were_timed_on_it(block_d, element_size, forward, backward):
+    h200 = (9, GPUS["H100"].shared_memory)
+    assert tiles_of(block_d, element_size, "forward", *h200) == forward
+    assert tiles_of(block_d, element_size, "backward", *h200) == backward
+
+
+def test_less_shared_memory_gives_smaller_tiles():
+    for stage in ("forward", "backward"):
+        sizes = [
+            tiles.block_m * tiles.block_n
+            for tiles in (tiles_of(128, 2, stage, 8, shared) for shared in (2**18, 2**17, 2**16, 2**15, 2**14, 0))
+        ]
+        assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 256
+
+
+@pytest.mark.parametrize("shared_memory", [0, 2**15, 2**16, 101_376])
+@pytest.mark.parametrize("documents", [None, [[0] * 40 + [1] * 50]])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS[1:])
+def test_all_sizes_are_exact(name, monkeypatch, documents, shared_memory):
+    device = implementation(name, monkeypatch)
+    monkeypatch.setattr("rope_kernels.row_kl.triton_tiles._shared_memory", lambda device: (8, shared_memory))
+    # numpy rounds products of small tiles in other ways forward and backward, and the more, the larger scores are
+    student, teacher = relations(1, 2, 90, 64, device=device, spread=0.5)
+    seen, weight = visible(90, documents=documents, device=device), torch.rand(1, 2, 90, device=device)
+    given = {} if documents is None else {"cu_seqlens": [0, 40, 90]}
+    check(
+        relation_kl(student, teacher, **given),
+        [student],
+        lambda s: relation_kl_ref(s, teacher, seen),
+        lambda s: relation_kl_ref(s, teacher.double(), seen),
+        weight,
+    )
+    q, k = student.detach().requires_grad_(), teacher.detach()[:, :1].requires_grad_()
+    check(
+        attention_map_kl(q, k, teacher + 0.1, k.detach(), **given),
+        [q, k],
+        lambda a, b: attention_map_kl_ref(a, b, teacher + 0.1, k.detach(), seen),
+        lambda a, b: attention_map_kl_ref(a, b, (teacher + 0.1).double(), k.detach().double(), seen),
+        weight,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS)
+def test_kernels_compile_and_fit(tmp_path, gpu):
+    used = compile_for(GPUS[gpu], tmp_path)
+    kernels = {"_row_kl_fwd_kernel", "_relation_kl_bwd_kernel", "_attention_kl_dq_kernel", "_attention_kl_dk_kernel"}
+    kernels |= {"_vocabulary_rows_kernel", "_decode_part_kernel"}
+    if gpu == "H100":
+        kernels |= {"_row_kl_hopper_fwd_kernel", "relation_kl_hopper_bwd_kernel"}
+    assert kernels <= used.keys()
+    assert {name: shared for name, shared in used.items() if shared > GPUS[gpu].shared_memory} == {}
