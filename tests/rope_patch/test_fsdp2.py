@@ -1,12 +1,12 @@
 """Distillation under FSDP2: two gloo processes on the CPU, weights sharded, against plain models on the same rows."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.launched import run_ranks
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -134,5 +134,5 @@ def test_losses_and_gradients_are_those_of_plain_models(tmp_path):
     paths = os.pathsep.join([str(root), str(root / "kernels"), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29519", str(script)]
-    done = subprocess.run([sys.executable, *launch], env=environment, capture_output=True, text=True)
+    done = run_ranks([sys.executable, *launch], env=environment)
     assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-3000:]

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from .launched import ABORTED
+
 ROOT = Path(__file__).parents[2]
 PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 SELF = {"objective": "self-distill", "view": "skip"}
@@ -32,11 +34,6 @@ LOGGED = ("loss", "ce", "kl", "relation/", "hidden/", "view/", "grad_norm", "num
 
 # seconds after which a case says where it is and ends its rank, and torchrun the others; a GPU's first case compiles
 _HANGS = {"cpu": 900, "cuda": 150}
-
-# SIGABRT ended a rank in one of about a hundred and fifty jobs of twenty cases, and in another a connection was reset.
-# Neither has come again, under glibc's checks of memory either, so that the cause is not known: the cases left get a
-# second job, and a warning says what the rank left.
-_ABORTED = "Signal 6 (SIGABRT)"
 
 # a process has one generator of random weights, and its threads prepare engines at once
 _DRAWS = threading.Lock()
@@ -72,7 +69,7 @@ def run_on_ranks(
     cases = {name: _with_saved_model({**common, **case}, folder) for name, case in cases.items()}
     results, said = _start(out, cases, world, engine, shared, device)
     left = {name: case for name, case in cases.items() if name not in results}
-    if said is not None and left and device == "cpu" and world > 1 and _ABORTED in said:
+    if said is not None and left and device == "cpu" and world > 1 and ABORTED in said:
         warnings.warn(f"SIGABRT ended a rank in {next(iter(left))!r}; it and the rest run anew:\n{said}", stacklevel=2)
         rest, said = _start(out.with_name(f"{out.name}-again"), left, world, engine, shared, device)
         results |= rest

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.launched import run_ranks
 
 SCRIPT = """
 import json, os, sys
@@ -60,7 +60,8 @@ for name, options in {
 if int(os.environ.get("RANK", 0)) == 0:
     Path(sys.argv[1], f"losses-{world}.json").write_text(json.dumps(results))
 if world > 1:
-    torch.distributed.destroy_process_group()  # its threads, left running, can abort the process at its exit
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # threads of process groups can abort the process at its exit
 """
 
 
@@ -75,7 +76,7 @@ def run(world: int, folder: Path) -> dict[str, list[float]]:
         [] if world == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", "29517"]
     )
     command = [sys.executable, *launch, str(script), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_ranks(command, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / f"losses-{world}.json").read_text())
 

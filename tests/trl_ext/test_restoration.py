@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.cards import card_in, run_code
 from support.characters import CHARACTERS, character_tokenizer
+from support.launched import run_ranks
 from support.marks import needs_ranks
 from support.tiny import WINDOW, tiny
 from tokenizers import processors
@@ -278,7 +278,7 @@ def test_two_ranks_restore_like_one_and_the_first_one_writes(folder):
     (folder / "rank.py").write_text(OF_A_RANK)
     tests = Path(__file__).parents[1]
     paths = [tests.parent, tests.parent / "kernels", tests, Path(__file__).parent]
-    done = subprocess.run(
+    done = run_ranks(
         [
             sys.executable,
             "-m",
@@ -291,9 +291,6 @@ def test_two_ranks_restore_like_one_and_the_first_one_writes(folder):
         ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     alone = run(folder, "one", peft=False)

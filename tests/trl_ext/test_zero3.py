@@ -5,7 +5,6 @@ Needs the extra `deepspeed`, and a C++ compiler: DeepSpeed builds its communicat
 
 import os
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.launched import run_ranks
 from support.tiny import tiny
 
 pytestmark = [
@@ -177,7 +177,7 @@ def run(stage: int, folder: Path) -> dict[str, Any]:
         ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(29520 + stage)] if stage else []
     )
     command = [sys.executable, *launch, str(script), str(folder), str(stage)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    done = run_ranks(command, env=environment, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / f"results-{stage}.pt")
 

@@ -1,12 +1,12 @@
 """What ranks exchange of a row that they share, against plain indexing of the whole tensor."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.launched import run_ranks
 
 SCRIPT = """
 import os
@@ -69,5 +69,5 @@ def test_the_exchange_of_heads_is_indexing_of_the_whole_tensor(tmp_path, world):
         str(script),
     ]
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = run_ranks(command, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
