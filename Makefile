@@ -3,7 +3,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 JOBS ?= 2
-# what pip installs for a user, without constraints.txt, where tests of the other version say more
+# what pip installs without constraints.txt, which is what a user gets
 NEWER ?= transformers==5.24.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -39,7 +39,7 @@ test-slow: $(VENV)/.dev-installed  ## run the slow tests only
 
 test-all: test test-slow  ## run both
 
-test-newer:  ## run the tests, without the slow ones, with the newest Transformers, in an environment beside it
+test-newer:  ## run the tests, without the slow ones, with a newer Transformers, in an environment beside it
 	$(MAKE) $(VENV)-newer/.dev-installed VENV=$(VENV)-newer
 	$(VENV)-newer/bin/python -m pip install "$(NEWER)"
 	$(MAKE) test VENV=$(VENV)-newer

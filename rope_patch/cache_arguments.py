@@ -5,8 +5,7 @@ models on the hub may have for longer.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import cache as cached
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -37,16 +36,11 @@ def returned_cache(output: Any) -> Any:
 
 def cache_argument(model: nn.Module, cache: Any) -> dict[str, Any]:
     """The argument by which `model` takes a cache: {its name: cache}."""
-    return {_name_of(type(model).forward): cache}
+    parameters = inspect.signature(model.forward).parameters
+    if not any(name in parameters for name in _NAMES):  # a wrapper hands on what it is given
+        parameters = inspect.signature(create_causal_mask).parameters
+    return {next(name for name in _NAMES if name in parameters): cache}
 
 
 def _is_paged(cache: Any) -> bool:
     return "Paged" in type(cache).__name__
-
-
-@cached
-def _name_of(forward: Callable[..., Any]) -> str:
-    parameters = inspect.signature(forward).parameters
-    if not any(name in parameters for name in _NAMES):  # a wrapper hands on what it is given
-        parameters = inspect.signature(create_causal_mask).parameters
-    return next(name for name in _NAMES if name in parameters)

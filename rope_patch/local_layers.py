@@ -20,7 +20,6 @@ from .source import function_tree
 _LOCAL = ("sliding", "chunked")
 
 _ROTATION = re.compile(r"_?apply_rotary")
-_EMBEDDINGS = "position_embeddings"
 
 
 def is_local(layer_type: str) -> bool:
@@ -96,13 +95,17 @@ def _gets_embeddings(decoder: Any, layer: int) -> bool:
     tree = function_tree(type(decoder).forward)
     if tree is None:
         return True
-    known = {"layer_type": decoder.config.layer_types[layer], "decoder_layer": decoder.layers[layer], "i": layer}
-    handed = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == _EMBEDDINGS]
-    for value in handed:
-        if isinstance(value, ast.IfExp):
-            is_true = _value(value.test, decoder, known)
-            chosen = None if is_true is None else value.body if is_true else value.orelse
-            if isinstance(chosen, ast.Constant) and chosen.value is None:
+    names = {
+        "self": decoder,
+        "layer_type": decoder.config.layer_types[layer],
+        "decoder_layer": decoder.layers[layer],
+        "i": layer,
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "position_embeddings" and isinstance(node.value, ast.IfExp):
+            is_true = _value(node.value.test, names)
+            chosen = node.value.body if is_true else node.value.orelse
+            if is_true is not None and isinstance(chosen, ast.Constant) and chosen.value is None:
                 return False
     return True
 
@@ -116,7 +119,7 @@ def _reaches_rotation(statements: Sequence[ast.stmt], module: nn.Module) -> bool
     """Whether a call of apply_rotary... is run; both branches are, where the arguments of a call decide."""
     for statement in statements:
         if isinstance(statement, ast.If):
-            is_true = _value(statement.test, module)
+            is_true = _value(statement.test, {"self": module})
             branches = [*(statement.body if is_true is not False else ()), *(statement.orelse if not is_true else ())]
             if _reaches_rotation(branches, module):
                 return True
@@ -125,10 +128,9 @@ def _reaches_rotation(statements: Sequence[ast.stmt], module: nn.Module) -> bool
     return False
 
 
-def _value(condition: ast.expr, module: nn.Module, known: Mapping[str, Any] | None = None) -> bool | None:
-    """What a condition on attributes of `module` and `known` names comes to, None if it depends on more than those."""
+def _value(condition: ast.expr, names: dict[str, Any]) -> bool | None:
+    """What a condition on `names` comes to, None if it depends on more than those."""
     try:
-        names = {"self": module, **(known or {})}
         return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), names))
     except Exception:  # names of arguments, and whatever they would be asked for
         return None

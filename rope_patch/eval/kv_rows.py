@@ -37,7 +37,7 @@ class KVRows:
         self.slots: torch.Tensor | None = None  # of the tokens to be decoded, one a row; None while prompts are read
         self.index = torch.arange(n_rows, device=causal_lm.get_input_embeddings().weight.device)
         self.layers = [_Layer(self) for _ in range(self.config.num_hidden_layers)]
-        self.cache = Cache(layers=list(self.layers))
+        self._cache = cache_argument(causal_lm, Cache(layers=list(self.layers)))
         self.calls = 0
         self._modules = {id(module) for module in causal_lm.modules()}
         self._windows = Windows()
@@ -99,7 +99,7 @@ class KVRows:
             input_ids=ids,
             attention_mask=finished_mask(1, ids.device),
             position_ids=positions,
-            **cache_argument(self.causal_lm, self.cache),
+            **self._cache,
             use_cache=True,
             logits_to_keep=keep,
         )

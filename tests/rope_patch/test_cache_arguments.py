@@ -65,6 +65,13 @@ def test_a_model_gets_it_by_the_name_that_it_knows():
         assert model(None, **cache_argument(model, cache)) is cache
 
 
+def test_a_forward_that_something_else_has_put_on_a_model_counts():
+    """Kernels of other packages stand in for the forward of one model, with the name that was theirs."""
+    cache, model = DynamicCache(), NewerModel()
+    model.forward = OlderModel.forward.__get__(model)
+    assert model(None, **cache_argument(model, cache)) is cache
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_decoding_goes_on_from_it(wrapped):
     model = tiny()

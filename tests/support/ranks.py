@@ -74,10 +74,10 @@ def run_on_ranks(
         rest, said = _start(out.with_name(f"{out.name}-again"), left, world, engine, shared, device)
         results |= rest
     if said is not None:  # the ranks were ended while they ran the first case without a result
-        names = [name for name in cases if name not in results]
-        results |= {name: {"failed": f"it was not run, as {names[0]!r} ended its ranks"} for name in names}
-        results |= {name: {"failed": said} for name in names[:1]}
-        assert names, said
+        left = [name for name in left if name not in results]
+        results |= {name: {"failed": f"it was not run, as {left[0]!r} ended its ranks"} for name in left}
+        results |= {name: {"failed": said} for name in left[:1]}
+        assert left, said
     if raises:
         failed = [f"{name}: {result['failed']}" for name, result in results.items() if "failed" in result]
         assert not failed, "\n".join(failed)

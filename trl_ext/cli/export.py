@@ -85,8 +85,8 @@ def run_export(args: argparse.Namespace) -> int:
     require_checkpoint(base or path, f"MODEL_OR_ADAPTER {path}" if base else "MODEL_OR_ADAPTER")
     require_writable(args.output.parent)
     tokenizer = args.tokenizer
-    if tokenizer is None and spec is not None:  # a loaded model does not say which adapter it came from
-        tokenizer = next((name for name in (path, base) if name is not None and tokenizer_files(name)), None)
+    if tokenizer is None and spec is not None and base is not None and tokenizer_files(path):
+        tokenizer = path  # the loaded model says what its base is, and not that an adapter lies here
     done = export(
         args.model if spec is None else spec.load("cpu", "auto"),
         args.output,
