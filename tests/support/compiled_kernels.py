@@ -5,8 +5,10 @@ Triton compiles for any NVIDIA GPU on a machine without one, and only a launch n
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,22 +29,43 @@ GPUS = {
     "RTX 5090": Gpu(120, 101_376),
 }
 # dtype, head_dim, whether rows hold several documents
-CASES = [("bfloat16", 64, True), ("bfloat16", 128, False), ("bfloat16", 256, False), ("float32", 128, False)]
+CASES = [("bfloat16", 64, True), ("bfloat16", 128, False), ("bfloat16", 256, False)]
+CASES += [("float32", 64, False), ("float32", 128, False), ("float32", 256, False)]
 
 
-def compile_for(gpu: Gpu, folder: Path) -> dict[str, int]:
-    """Bytes of shared memory of each kernel and case."""
+class Used(NamedTuple):
+    """Bytes of shared memory of a block, and of local memory of a thread, which holds what registers do not."""
+
+    shared: int
+    local: int
+
+
+def compile_for(gpu: Gpu, folder: Path) -> dict[str, Used]:
+    """The most that each kernel takes, over all cases."""
     ours = [str(ROOT / "kernels"), str(ROOT / "tests")]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(ours), "TRITON_CACHE_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "support.compiled_kernels", *map(str, gpu)]
     job = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert job.returncode == 0, job.stderr[-4000:]
-    return json.loads(job.stdout.splitlines()[-1])
+    return {name: Used(*used) for name, used in json.loads(job.stdout.splitlines()[-1]).items()}
 
 
-def _only_compile(gpu: Gpu) -> dict[str, int]:
-    """Let launches of this process compile for `gpu`; shared memory by kernel, which grows as they do."""
+def local_memory(cubin: bytes) -> int:
+    """Bytes of local memory of a thread of a compiled kernel, by NVIDIA's cuobjdump, which comes with Triton."""
+    import triton.backends.nvidia
+
+    program = Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(program), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(size) for size in re.findall(r"\bSTACK:(\d+)", said))
+
+
+def _only_compile(gpu: Gpu) -> dict[str, Used]:
+    """Let launches of this process compile for `gpu`; what kernels take by name, which grows as they do."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import jit
     from triton.runtime.driver import driver
@@ -60,13 +83,15 @@ def _only_compile(gpu: Gpu) -> dict[str, int]:
             return 0
 
     driver.set_active(Driver())
-    used: dict[str, int] = {}
+    used: dict[str, Used] = {}
 
     def compiled(kernel: Any, grid: Any) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             made = kernel.warmup(*args, grid=grid, **options)
             name = kernel.fn.__name__
-            used[name] = max(used.get(name, 0), made.metadata.shared)
+            before = used.get(name, Used(0, 0))
+            local = local_memory(made.asm["cubin"])
+            used[name] = Used(max(before.shared, made.metadata.shared), max(before.local, local))
 
         return launch
 
@@ -99,10 +124,9 @@ def main() -> None:
 
             hopper_forward.row_kl_forward(q, k, q, k, *last)
             hopper_relation_backward.relation_kl_backward(grad, q, q, parts, *last)
-        if dtype == "bfloat16":
-            bounds = (torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
-            heads = (torch.zeros(2, 8, head_dim), *(torch.zeros(2, 2, 500, head_dim) for _ in range(2)))
-            decode_attention_in_parts(*(x.bfloat16() for x in heads), *bounds, 0.1)
+        bounds = (torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
+        heads = (torch.zeros(2, 8, head_dim), *(torch.zeros(2, 2, 500, head_dim) for _ in range(2)))
+        decode_attention_in_parts(*(x.to(q.dtype) for x in heads), *bounds, 0.1)
     labels, ones = torch.zeros(8, dtype=torch.int64), torch.ones(8)
     vocabulary_rows(torch.zeros(16, 1000), labels, ones, ones, "jsd", HeadOutput(1.0, 30.0), torch.bfloat16, ones)
     print(json.dumps(used))

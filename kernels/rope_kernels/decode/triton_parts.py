@@ -76,7 +76,8 @@ def decode_attention_in_parts(
             BLOCK_N=32 if wide else 64,
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-            num_warps=4,
+            # without tensor cores fewer threads would spill registers, at head_dim 256 more than 5 KB each
+            num_warps=8 if q.dtype == torch.float32 else 4,
             num_stages=2 if wide else 3,
         )  # fmt: skip
     share = torch.exp2(lse - lse.amax(-1, keepdim=True))

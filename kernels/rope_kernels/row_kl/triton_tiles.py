@@ -36,6 +36,9 @@ _SMALLER = (
     Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 16, 4, 1),
     Tiles(16, 16, 4, 1),
 )  # fmt: skip
+# float32 is multiplied without tensor cores: a thread then has whole rows of both operands in registers, and so many
+# threads share a tile that none are spilled. Spills of 12 to 35 KB a thread took 5 GiB of a GPU's memory
+_FLOAT32 = (Tiles(64, 64, 16, 1), Tiles(32, 32, 16, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1))
 _SCRATCH = 2048  # bytes of sums over rows
 
 
@@ -77,7 +80,7 @@ def launch_options(x: torch.Tensor, visibility: Visibility, stage: Stage) -> dic
 
 
 def tiles_of(block_d: int, element_size: int, stage: Stage, capability: int, shared_memory: int) -> Tiles:
-    """The first of the tiles, from those that are fastest on an H200 down, that fit the shared memory of a GPU.
+    """The first of the tiles that fit the shared memory of a GPU; in 16 bits those that are fastest on an H200 come first.
 
     Args:
         block_d: features of a tile.
@@ -90,11 +93,13 @@ def tiles_of(block_d: int, element_size: int, stage: Stage, capability: int, sha
         Those, or the smallest there are.
     """
     wide = block_d * element_size  # bytes of a row
-    if wide > 256:
-        first = Tiles(64, 32, 4, 1) if wide > 512 else Tiles(64, 64, 4, 1)
+    if element_size == 4:
+        candidates = _FLOAT32
+    elif wide > 256:
+        candidates = (Tiles(64, 32, 4, 1) if wide > 512 else Tiles(64, 64, 4, 1), *_SMALLER)
     else:
-        first = Tiles(128, 128, 8, 2) if stage == "forward" else Tiles(64, 64, 4, 2)
-    for tiles in (first, *_SMALLER):
+        candidates = (Tiles(128, 128, 8, 2) if stage == "forward" else Tiles(64, 64, 4, 2), *_SMALLER)
+    for tiles in candidates:
         # student and teacher have a tile of their own, and one of the other side in each stage that is on its way:
         # before Hopper one stage of them is in registers
         ahead = tiles.stages if capability >= 9 else max(1, tiles.stages - 1)

@@ -1,4 +1,4 @@
-"""Tiles fit the shared memory of GPUs that are not at hand, by the compiler's count; an H200 has those timed on it."""
+"""Tiles fit the memory of GPUs that are not at hand, by the compiler's count; in 16 bits an H200 has those timed on it."""
 
 import pytest
 import torch
@@ -16,10 +16,8 @@ pytest.importorskip("triton.backends.nvidia", reason="Triton has no compiler for
     [
         (64, 2, Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
         (128, 2, Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
-        (64, 4, Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)),
         (256, 2, Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
-        (128, 4, Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
-        (256, 4, Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1)),
+        (512, 2, Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1)),
     ],
 )
 def test_an_h200_has_those_that_were_timed_on_it(block_d, element_size, forward, backward):
@@ -28,11 +26,13 @@ def test_an_h200_has_those_that_were_timed_on_it(block_d, element_size, forward,
     assert tiles_of(block_d, element_size, "backward", *h200) == backward
 
 
-def test_less_shared_memory_gives_smaller_tiles():
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_less_shared_memory_gives_smaller_tiles(element_size):
+    shared_memory = (2**18, 2**17, 2**16, 2**15, 2**14, 0)
     for stage in ("forward", "backward"):
         sizes = [
             tiles.block_m * tiles.block_n
-            for tiles in (tiles_of(128, 2, stage, 8, shared) for shared in (2**18, 2**17, 2**16, 2**15, 2**14, 0))
+            for tiles in (tiles_of(128, element_size, stage, 8, shared) for shared in shared_memory)
         ]
         assert sizes == sorted(sizes, reverse=True) and sizes[-1] == 256
 
@@ -73,4 +73,6 @@ def test_kernels_compile_and_fit(tmp_path, gpu):
     if gpu == "H100":
         kernels |= {"_row_kl_hopper_fwd_kernel", "relation_kl_hopper_bwd_kernel"}
     assert kernels <= used.keys()
-    assert {name: shared for name, shared in used.items() if shared > GPUS[gpu].shared_memory} == {}
+    assert {name: most for name, most in used.items() if most.shared > GPUS[gpu].shared_memory} == {}
+    # a GPU keeps it for all threads that it can run at once: 1.5 KiB are 400 MiB of an H200
+    assert {name: most for name, most in used.items() if most.local > 1536} == {}
