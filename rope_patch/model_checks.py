@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .attention.calls import attention_name, watched_attention
+from .attention.rounding import inputs_rounded_otherwise
 from .cache_arguments import cache_argument, returned_cache
 from .distillation import (
     TAPE,
@@ -29,7 +30,8 @@ from .patch import patch_model, rope_view, unpatch_model
 from .views import Skip
 
 # largest relative error of what equals up to rounding, which the layers of a deep model add up; a view moves logits by
-# more: "prefix under a skip" says how far
+# more: "prefix under a skip" says how far. Gradients of a model that makes more of rounding are held against what
+# rounding alone moves them by: those of Gemma-3-270M in bfloat16 were 0.07 apart
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 LARGE = 4 * 2**30  # bytes of weights from which a second copy is made of the first layers only
 IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -73,7 +75,7 @@ class Subject:
 
     def require_equal(self, actual: torch.Tensor, expected: torch.Tensor, what: str) -> str:
         """Raise if the error's norm is above the tolerance times that of what is wanted; else say how large it is."""
-        error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+        error = _error(actual, expected)
         if not error <= self.tolerance:
             raise WrongError(f"{what}: relative error {error:.1e}, allowed {self.tolerance:.0e}")
         return f"{error:.0e}"
@@ -272,26 +274,45 @@ def _checkpointing(subject: Subject) -> str:
 
 def _self_distillation(subject: Subject) -> str:
     data = {"input_ids": subject.ids, "labels": subject.ids}
-    results, reason = [], ""
+    reason = ""
+
+    def distilled(weights: dict[str, torch.nn.Parameter], one_pass: bool) -> tuple[torch.Tensor, ...]:
+        nonlocal reason
+        distiller = SelfDistiller(subject.model, ViewConsistency(), one_pass=one_pass)
+        if one_pass and not distiller.one_pass:
+            reason = "; this model needs two passes"
+        labelled = Labelled.of(data)
+        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+        with distiller.active():
+            subject.model(subject.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+            tape.result.loss.backward()
+        gradients = _gradients(weights)
+        subject.model.zero_grad(set_to_none=True)
+        return tape.result.loss.detach(), tape.result.rows.kl.sum(), gradients
+
     patch_model(subject.model, subject.view)
     with subject.trained_weights() as weights:
-        for one_pass in (True, False):
-            distiller = SelfDistiller(subject.model, ViewConsistency(), one_pass=one_pass)
-            reason = "" if distiller.one_pass or not one_pass else "; this model needs two passes"
-            labelled = Labelled.of(data)
-            tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
-            with distiller.active():
-                subject.model(subject.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-                tape.result.loss.backward()
-            results.append((tape.result.loss.detach(), tape.result.rows.kl.sum(), _gradients(weights)))
-            subject.model.zero_grad(set_to_none=True)
-    (loss, kl, gradients), (wanted_loss, _, expected) = results
-    if not kl > 0:
-        raise WrongError(f"the KL between the views is {kl.item()}")
-    subject.require_equal(loss, wanted_loss, "loss of one forward against two")
-    return (
-        f"gradients of one forward against two: error {subject.require_equal(gradients, expected, 'gradients')}{reason}"
-    )
+        loss, kl, gradients = distilled(weights, one_pass=True)
+        wanted_loss, _, expected = distilled(weights, one_pass=False)
+        if not kl > 0:
+            raise WrongError(f"the KL between the views is {kl.item()}")
+        subject.require_equal(loss, wanted_loss, "loss of one forward against two")
+        error, alone = _error(gradients, expected), ""
+        if not error <= subject.tolerance:
+            with inputs_rounded_otherwise(subject.model):
+                moved = distilled(weights, one_pass=False)[-1]
+            alone = _within_rounding(error, _error(moved, expected))
+    return f"gradients of one forward against two: error {error:.0e}{alone}{reason}"
+
+
+def _within_rounding(error: float, rounding: float) -> str:
+    """Raise if gradients are further off than rounding explains, which alone moves them by `rounding`.
+
+    The bound is that of `differs_by_rounding`: twice as far, and at most half of what is wanted.
+    """
+    if not error <= min(2 * rounding, 0.5):
+        raise WrongError(f"gradients: relative error {error:.1e}, where rounding alone moves them by {rounding:.1e}")
+    return f", where rounding alone moves them by {rounding:.0e}"
 
 
 def _relation_distillation(subject: Subject) -> str:
@@ -362,6 +383,11 @@ def _size_note(subject: Subject, model: PreTrainedModel) -> str:
     if model is subject.model:
         return ""
     return f" (first {model.config.get_text_config(decoder=True).num_hidden_layers} layers)"
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the error, relative to what is wanted."""
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def _gradients(weights: dict[str, torch.nn.Parameter]) -> torch.Tensor:

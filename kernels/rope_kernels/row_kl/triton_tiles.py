@@ -80,7 +80,7 @@ def launch_options(x: torch.Tensor, visibility: Visibility, stage: Stage) -> dic
 
 
 def tiles_of(block_d: int, element_size: int, stage: Stage, capability: int, shared_memory: int) -> Tiles:
-    """The first of the tiles that fit the shared memory of a GPU; in 16 bits those that are fastest on an H200 come first.
+    """The first of the tiles that fit the shared memory of a GPU, in 16 bits from the fastest of an H200 down.
 
     Args:
         block_d: features of a tile.
@@ -93,6 +93,7 @@ def tiles_of(block_d: int, element_size: int, stage: Stage, capability: int, sha
         Those, or the smallest there are.
     """
     wide = block_d * element_size  # bytes of a row
+    candidates: tuple[Tiles, ...]
     if element_size == 4:
         candidates = _FLOAT32
     elif wide > 256:

@@ -1,4 +1,4 @@
-"""Tiles fit the memory of GPUs that are not at hand, by the compiler's count; in 16 bits an H200 has those timed on it."""
+"""Tiles fit the memory of GPUs that are not at hand, by the compiler's count; an H200 has those timed on it."""
 
 import pytest
 import torch
