@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +167,27 @@ def frequencies_go_by_row(module: Any) -> bool:
     parameters = getattr(module.config, "rope_parameters", None) or {}
     one_set = not is_nested(parameters) and parameters.get("short_factor") == parameters.get("long_factor")
     return any(grows_with_rows(t) or (switches_by_row(t) and not one_set) for t in rope_types(module))
+
+
+@contextmanager
+def frequencies_kept(model: nn.Module) -> Iterator[None]:
+    """Keep the frequencies of LongRoPE with the same divisors for short and long rows.
+
+    Transformers asks each forward of 'longrope' for its largest index, to choose between both. Before 5.23 that waits
+    for the GPU, and no CUDA graph can hold it.
+    """
+    modules = [
+        module
+        for _, module in named_rotary_modules(model)
+        if getattr(module, "rope_type", None) == "longrope" and not frequencies_go_by_row(module)
+    ]
+    for module in modules:
+        module.rope_type = "default"
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.rope_type = "longrope"
 
 
 def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":

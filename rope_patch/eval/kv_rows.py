@@ -19,6 +19,7 @@ from ..attention.calls import AttentionCall, sliding_window, watched_attention
 from ..attention.masks import finished_mask
 from ..attention.plain import Windows, require_plain
 from ..cache_arguments import cache_argument
+from ..rotary import frequencies_kept
 
 
 class KVRows:
@@ -91,7 +92,7 @@ class KVRows:
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Let the model attend as the rows need it; `read` and `decode` are called inside."""
-        with watched_attention(self.causal_lm, self._attend):
+        with watched_attention(self.causal_lm, self._attend), frequencies_kept(self.causal_lm):
             yield
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int) -> torch.Tensor:

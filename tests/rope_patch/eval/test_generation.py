@@ -9,10 +9,12 @@ import torch
 from support.characters import CHARACTERS
 from support.retrieval import TEXT, TOKENIZER
 from support.tiny import MIXED, VOCAB, gemma3, tiny
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig
 
 import rope_patch.eval.decoding as decoding
 import rope_patch.eval.generation as generation
+import rope_patch.eval.kv_rows as kv_rows
 import rope_patch.eval.reading as reading
 from rope_patch import patch_model, rope_view
 from rope_patch.eval.generation import ask_greedily, greedy_answers
@@ -278,6 +280,39 @@ def test_arguments_without_sense_are_refused():
             greedy_answers(tiny(), Ids(), [[3]], **{"max_new_tokens": 1, name: 0})
     with pytest.raises(ValueError, match="at least one token each"):
         greedy_answers(tiny(), Ids(), [[3], []], max_new_tokens=1)
+
+
+class ValuesRead(TorchFunctionMode):
+    """Counts tensors whose value goes to Python, which no CUDA graph can hold."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        names = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+        self.count += getattr(function, "__name__", None) in names
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in BY_ITS_OWN])
+def test_a_graph_can_hold_a_step(name, monkeypatch):
+    model, prompts = MODELS[name](), family(1)
+    before = {key: getattr(module, "rope_type", None) for key, module in model.named_modules()}
+    read, kernel = [], kv_rows.decode_attention
+
+    def step(self, run=decoding._Step._run):
+        with ValuesRead() as values:
+            run(self)
+        read.append(values.count)
+
+    def attend(*args):
+        with torch._C.DisableTorchFunction():  # a GPU has a kernel in place of what runs here
+            return kernel(*args)
+
+    monkeypatch.setattr(decoding._Step, "_run", step)
+    monkeypatch.setattr(kv_rows, "decode_attention", attend)
+    answers(model, prompts, 4)
+    assert read and not any(read)
+    assert {key: getattr(module, "rope_type", None) for key, module in model.named_modules()} == before
 
 
 @pytest.mark.gpu
