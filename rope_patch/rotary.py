@@ -173,7 +173,7 @@ def frequencies_go_by_row(module: Any) -> bool:
 def frequencies_kept(model: nn.Module) -> Iterator[None]:
     """Keep the frequencies of LongRoPE with the same divisors for short and long rows.
 
-    Transformers asks each forward of 'longrope' for its largest index, to choose between both. Before 5.23 that waits
+    Transformers asks each forward of 'longrope' for its largest index, to choose between both. Before 5.21 that waits
     for the GPU, and no CUDA graph can hold it.
     """
     modules = [
