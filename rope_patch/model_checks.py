@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .attention.calls import attention_name, watched_attention
-from .attention.rounding import inputs_rounded_otherwise
+from .attention.rounding import differs_by_rounding, inputs_rounded_otherwise
 from .cache_arguments import cache_argument, returned_cache
 from .distillation import (
     TAPE,
@@ -273,44 +273,41 @@ def _checkpointing(subject: Subject) -> str:
 
 
 def _self_distillation(subject: Subject) -> str:
-    data = {"input_ids": subject.ids, "labels": subject.ids}
-    reason = ""
-
-    def distilled(weights: dict[str, torch.nn.Parameter], one_pass: bool) -> tuple[torch.Tensor, ...]:
-        nonlocal reason
-        distiller = SelfDistiller(subject.model, ViewConsistency(), one_pass=one_pass)
-        if one_pass and not distiller.one_pass:
-            reason = "; this model needs two passes"
-        labelled = Labelled.of(data)
-        tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
-        with distiller.active():
-            subject.model(subject.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
-            tape.result.loss.backward()
-        gradients = _gradients(weights)
-        subject.model.zero_grad(set_to_none=True)
-        return tape.result.loss.detach(), tape.result.rows.kl.sum(), gradients
-
     patch_model(subject.model, subject.view)
     with subject.trained_weights() as weights:
-        loss, kl, gradients = distilled(weights, one_pass=True)
-        wanted_loss, _, expected = distilled(weights, one_pass=False)
+        loss, kl, gradients, in_one_pass = _distilled(subject, weights, one_pass=True)
+        wanted_loss, _, expected, _ = _distilled(subject, weights, one_pass=False)
         if not kl > 0:
             raise WrongError(f"the KL between the views is {kl.item()}")
         subject.require_equal(loss, wanted_loss, "loss of one forward against two")
         error, alone = _error(gradients, expected), ""
         if not error <= subject.tolerance:
             with inputs_rounded_otherwise(subject.model):
-                moved = distilled(weights, one_pass=False)[-1]
-            alone = _within_rounding(error, _error(moved, expected))
+                moved = _distilled(subject, weights, one_pass=False)[2]
+            alone = _within_rounding(gradients, expected, moved)
+    reason = "" if in_one_pass else "; this model needs two passes"
     return f"gradients of one forward against two: error {error:.0e}{alone}{reason}"
 
 
-def _within_rounding(error: float, rounding: float) -> str:
-    """Raise if gradients are further off than rounding explains, which alone moves them by `rounding`.
+def _distilled(
+    subject: Subject, weights: dict[str, torch.nn.Parameter], one_pass: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Loss, KL and gradients of self-distillation, and whether both views ran in one pass."""
+    distiller = SelfDistiller(subject.model, ViewConsistency(), one_pass=one_pass)
+    labelled = Labelled.of({"input_ids": subject.ids, "labels": subject.ids})
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+    with distiller.active():
+        subject.model(subject.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        tape.result.loss.backward()
+    gradients = _gradients(weights)
+    subject.model.zero_grad(set_to_none=True)
+    return tape.result.loss.detach(), tape.result.rows.kl.sum(), gradients, distiller.one_pass
 
-    The bound is that of `differs_by_rounding`: twice as far, and at most half of what is wanted.
-    """
-    if not error <= min(2 * rounding, 0.5):
+
+def _within_rounding(gradients: torch.Tensor, expected: torch.Tensor, moved: torch.Tensor) -> str:
+    """Raise if gradients are further off than `moved` ones, of embeddings rounded otherwise, let expect."""
+    error, rounding = _error(gradients, expected), _error(moved, expected)
+    if not differs_by_rounding(gradients[None], expected[None], moved[None]):
         raise WrongError(f"gradients: relative error {error:.1e}, where rounding alone moves them by {rounding:.1e}")
     return f", where rounding alone moves them by {rounding:.0e}"
 

@@ -176,18 +176,18 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
     Transformers asks each forward of 'longrope' for its largest index, to choose between both. Before 5.21 that waits
     for the GPU, and no CUDA graph can hold it.
     """
-    modules = [
-        module
+    named = {
+        module: module.rope_type
         for _, module in named_rotary_modules(model)
-        if getattr(module, "rope_type", None) == "longrope" and not frequencies_go_by_row(module)
-    ]
-    for module in modules:
+        if any(map(picks_by_row, rope_types(module))) and not frequencies_go_by_row(module)
+    }
+    for module in named:
         module.rope_type = "default"
     try:
         yield
     finally:
-        for module in modules:
-            module.rope_type = "longrope"
+        for module, rope_type in named.items():
+            module.rope_type = rope_type
 
 
 def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":

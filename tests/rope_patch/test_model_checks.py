@@ -67,9 +67,11 @@ def test_what_rounding_alone_moves_gradients_by_is_no_fault(check, monkeypatch):
 
 @pytest.mark.parametrize(("error", "rounding"), [(0.13, 0.06), (0.6, 0.4), (math.nan, 0.1), (0.1, math.nan)])
 def test_gradients_further_off_than_rounding_explains_are_found(error, rounding):
+    expected = torch.tensor([1.0, -1.0])
     with pytest.raises(model_checks.WrongError, match="where rounding alone moves them by"):
-        model_checks._within_rounding(error, rounding)
-    assert model_checks._within_rounding(0.11, 0.06) == ", where rounding alone moves them by 6e-02"
+        model_checks._within_rounding(expected * (1 + error), expected, expected * (1 - rounding))
+    said = model_checks._within_rounding(expected * 1.11, expected, expected * 0.94)
+    assert said == ", where rounding alone moves them by 6e-02"
 
 
 def test_a_view_that_is_lost_is_found(check, monkeypatch):

@@ -29,8 +29,10 @@ GPUS = {
     "RTX 5090": Gpu(120, 101_376),
 }
 # dtype, head_dim, whether rows hold several documents
-CASES = [("bfloat16", 64, True), ("bfloat16", 128, False), ("bfloat16", 256, False)]
-CASES += [("float32", 64, False), ("float32", 128, False), ("float32", 256, False)]
+CASES = [
+    ("bfloat16", 64, True), ("bfloat16", 128, False), ("bfloat16", 256, False),
+    ("float32", 64, False), ("float32", 128, False), ("float32", 256, False),
+]  # fmt: skip
 
 
 class Used(NamedTuple):

@@ -37,7 +37,7 @@ _SMALLER = (
     Tiles(16, 16, 4, 1),
 )  # fmt: skip
 # float32 is multiplied without tensor cores: a thread then has whole rows of both operands in registers, and so many
-# threads share a tile that none are spilled. Spills of 12 to 35 KB a thread took 5 GiB of a GPU's memory
+# threads share a tile that next to none are spilled. The GPU sets memory aside for what all its threads might spill
 _FLOAT32 = (Tiles(64, 64, 16, 1), Tiles(32, 32, 16, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 4, 1))
 _SCRATCH = 2048  # bytes of sums over rows
 

@@ -26,6 +26,14 @@ def test_an_h200_has_those_that_were_timed_on_it(block_d, element_size, forward,
     assert tiles_of(block_d, element_size, "backward", *h200) == backward
 
 
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("block_d", "tiles"), [(64, Tiles(64, 64, 16, 1)), (128, Tiles(64, 64, 16, 1)), (256, Tiles(32, 32, 16, 1))]
+)
+def test_float32_has_tiles_that_spill_next_to_nothing(block_d, tiles, stage):
+    assert tiles_of(block_d, 4, stage, 9, GPUS["H100"].shared_memory) == tiles
+
+
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_less_shared_memory_gives_smaller_tiles(element_size):
     shared_memory = (2**18, 2**17, 2**16, 2**15, 2**14, 0)

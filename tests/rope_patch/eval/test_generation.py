@@ -20,6 +20,7 @@ from rope_patch import patch_model, rope_view
 from rope_patch.eval.generation import ask_greedily, greedy_answers
 from rope_patch.eval.kv_rows import KVRows
 from rope_patch.eval.reading import Question
+from rope_patch.rotary import named_rotary_modules
 from rope_patch.views import Cyclic, PosAug, Skip
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -296,7 +297,7 @@ class ValuesRead(TorchFunctionMode):
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in BY_ITS_OWN])
 def test_a_graph_can_hold_a_step(name, monkeypatch):
     model, prompts = MODELS[name](), family(1)
-    before = {key: getattr(module, "rope_type", None) for key, module in model.named_modules()}
+    types = [module.rope_type for _, module in named_rotary_modules(model)]
     read, kernel = [], kv_rows.decode_attention
 
     def step(self, run=decoding._Step._run):
@@ -312,7 +313,7 @@ def test_a_graph_can_hold_a_step(name, monkeypatch):
     monkeypatch.setattr(kv_rows, "decode_attention", attend)
     answers(model, prompts, 4)
     assert read and not any(read)
-    assert {key: getattr(module, "rope_type", None) for key, module in model.named_modules()} == before
+    assert [module.rope_type for _, module in named_rotary_modules(model)] == types
 
 
 @pytest.mark.gpu
