@@ -45,7 +45,7 @@ from keeping_evidence import train_on_evidence
 from keeping_plot import plot
 from keeping_questions import KEYED, NEW_TOKENS, Asked, answered, keyed, passkeys
 from keeping_results import tables
-from native_kl import kl_from
+from native_kl import kl_from, losses_of
 from peft import LoraConfig
 from result_parts import Parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -278,7 +278,10 @@ def own_text_figures(model: Any, native: Any, data: Data) -> dict[str, Any]:
     prompts = [p for p in (_up_to_reply(text, turn) for text in data.held_out_own) if p]
     replies = greedy_tokens(model, prompts, pad_token=data.tokenizer.eos_token_id, max_new_tokens=REPLY)
     pairs = list(zip(prompts, replies, strict=True))
-    figures["replies"] = [{"nll": _nll(native, p, r), "tokens": len(r), "ended": len(r) < REPLY} for p, r in pairs]
+    losses = losses_of(native, prompts, replies)
+    figures["replies"] = [
+        {"nll": nll, "tokens": len(r), "ended": len(r) < REPLY} for nll, r in zip(losses, replies, strict=True)
+    ]
     figures["shown"] = [data.tokenizer.decode([*p, *r]) for p, r in pairs[:4]]
     return figures
 
@@ -286,12 +289,6 @@ def own_text_figures(model: Any, native: Any, data: Data) -> dict[str, Any]:
 def _up_to_reply(chat: list[int], turn: list[int]) -> list[int] | None:
     ends = [k + len(turn) for k in range(len(chat) - len(turn)) if chat[k : k + len(turn)] == turn]
     return chat[: ends[0]] if ends else None
-
-
-def _nll(native: Any, prompt: list[int], reply: list[int]) -> float:
-    ids = torch.tensor([[*prompt, *reply]], device=native.device)
-    log_probs = native(input_ids=ids, logits_to_keep=len(reply) + 1).logits[0, :-1].float().log_softmax(-1)
-    return -log_probs.gather(1, ids[0, -len(reply) :, None]).mean().item()
 
 
 def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts: Parts) -> dict[str, Any]:
@@ -326,7 +323,7 @@ def short_text_figures(model: Any, data: Data, args: argparse.Namespace) -> dict
     since = time.perf_counter()
     # through a chat template LAMBADA has no right answer from any model
     accuracies = short_text(
-        model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=16, chat_template="off"
+        model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=64, chat_template="off"
     )
     return {
         "accuracy": accuracies.accuracy,

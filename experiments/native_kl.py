@@ -1,18 +1,56 @@
 """How far a model's predictions are from those of the model that it was made of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+Batch = tuple[list[int], torch.Tensor]
+LOGITS = 2**28  # that a forward gives, at most, if it reads several texts: 1 GiB in float32
 
 
 @torch.no_grad()
 def kl_from(native: Any, model: Any, texts: Iterable[Sequence[int]]) -> float:
     """KL(native || model) of next-token predictions in nats, mean over the tokens of `texts`, which are token ids."""
-    total, tokens = 0.0, 0
-    for text in texts:
-        ids = torch.tensor([list(text)], device=model.device)
-        log_probs = [m(input_ids=ids).logits[0].float().log_softmax(-1) for m in (native, model)]
-        total += float((log_probs[0].exp() * (log_probs[0] - log_probs[1])).sum())
-        tokens += len(text)
-    return total / tokens
+    texts = [list(text) for text in texts]
+    total = 0.0
+    for numbers, ids in padded(texts, native.config.get_text_config().vocab_size):
+        ids = ids.to(model.device)
+        log_p, log_q = (m(input_ids=ids).logits.float().log_softmax(-1) for m in (native, model))
+        of_tokens = (log_p.exp() * (log_p - log_q)).sum(-1)
+        total += sum(float(kl[: len(texts[k])].sum()) for k, kl in zip(numbers, of_tokens, strict=True))
+    return total / sum(map(len, texts))
+
+
+@torch.no_grad()
+def losses_of(native: Any, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]) -> list[float]:
+    """Mean over each reply's tokens of -ln p by `native`, which reads it behind its prompt."""
+    texts = [[*prompt, *reply] for prompt, reply in zip(prompts, replies, strict=True)]
+    losses = [0.0] * len(texts)
+    for numbers, ids in padded(texts, native.config.get_text_config().vocab_size):
+        ids = ids.to(native.device)
+        logits = native(input_ids=ids).logits
+        for k, row, of_row in zip(numbers, ids, logits, strict=True):
+            first, end = len(prompts[k]), len(texts[k])
+            # a token is predicted where the one before it stands
+            losses[k] = float(torch.nn.functional.cross_entropy(of_row[first - 1 : end - 1].float(), row[first:end]))
+    return losses
+
+
+def padded(texts: Sequence[Sequence[int]], vocab_size: int) -> Iterator[Batch]:
+    """Batches of texts alike in length: their numbers, and ids [texts, tokens] with zeros behind those that end before.
+
+    A model that attends causally reads nothing of what stands behind a text's end.
+    """
+    batch: list[int] = []
+    for k in sorted(range(len(texts)), key=lambda k: len(texts[k])):
+        if batch and (len(batch) + 1) * len(texts[k]) * vocab_size > LOGITS:
+            yield batch, _together([texts[n] for n in batch])
+            batch = []
+        batch.append(k)
+    if batch:
+        yield batch, _together([texts[n] for n in batch])
+
+
+def _together(texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
