@@ -6,6 +6,7 @@ on the device of the key or, where a counter holds nothing but numbers, arithmet
 """
 
 from dataclasses import dataclass, replace
+from typing import overload
 
 import torch
 
@@ -42,12 +43,25 @@ def philox4x32(
 def _product(word: torch.Tensor | int, multiplier: int) -> tuple[torch.Tensor | int, torch.Tensor | int]:
     """The high and the low 32 bits of a product of two words.
 
-    By halves of `word`, so that nothing leaves int64: torch.compile makes C++ of it, where an overflow has no meaning,
-    and draws would be others than without it.
+    By halves of the multiplier, so that nothing leaves int64: torch.compile makes C++ of it, where an overflow has no
+    meaning, and draws would be others than without it.
     """
-    low = (word & 0xFFFF) * multiplier
-    high = (word >> 16) * multiplier + (low >> 16)
+    low = word * (multiplier & 0xFFFF)
+    high = word * (multiplier >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+@overload
+def between(word: torch.Tensor, low: torch.Tensor | int, high: torch.Tensor | int) -> torch.Tensor: ...
+
+
+@overload
+def between(word: torch.Tensor | int, low: torch.Tensor | int, high: torch.Tensor | int) -> torch.Tensor | int: ...
+
+
+def between(word: torch.Tensor | int, low: torch.Tensor | int, high: torch.Tensor | int) -> torch.Tensor | int:
+    """The number of low..high, both included, that 32 random bits stand for, as `DrawKey.integers` has it."""
+    return low + ((word * (high - low + 1)) >> 32)
 
 
 def mixed(word: torch.Tensor) -> torch.Tensor:
@@ -106,7 +120,18 @@ class DrawKey:
 
     def integers(self, low: torch.Tensor | int, high: torch.Tensor | int, slot: int | torch.Tensor) -> torch.Tensor:
         """U{low..high}, both included, int64, high - low < 2**31. Its bias is below (high - low) / 2**32."""
-        return self._tensor(low + ((self._words(slot)[0] * (high - low + 1)) >> 32))
+        return self._tensor(between(self._words(slot)[0], low, high))
+
+    def words(self, *slots: range) -> tuple[torch.Tensor, ...]:
+        """The 32 random bits of each slot that `integers` takes, int64 in the shape of `sample`; see `between`.
+
+        One computation for all, where a call of `integers` a slot is two hundred small kernels each.
+        """
+        numbers = torch.cat([torch.arange(each.start, each.stop, each.step, device=self.device) for each in slots])
+        dims = [part.dim() for part in (self.sample, self.stream) if isinstance(part, torch.Tensor)]
+        words, _ = self._words(numbers.view(-1, *[1] * max(dims, default=0)))
+        assert isinstance(words, torch.Tensor)
+        return words.unbind(0)
 
     def turn(self, n: int) -> torch.Tensor:
         """Which of n turns the step has, int64 of shape []."""

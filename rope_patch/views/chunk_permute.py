@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import papers
-from ..draws import DrawKey
+from ..draws import DrawKey, between
 from .base import VIEWS, Parameters, View
 from .options import require_indexable, require_int
 
@@ -43,7 +43,7 @@ class ChunkPermute(View):
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
         chunk = (length + self.blocks - 1) // self.blocks
         there = [block * chunk < length for block in range(self.blocks)]
-        words = [key.integers(0, 2**31 - 2, slot=block) for block in range(self.blocks)]
+        words = [between(word, 0, 2**31 - 2) for word in key.words(range(self.blocks))]
         places = {}
         for b, word in enumerate(words):
             before = [(other < word) | ((other == word) & (j < b)) for j, other in enumerate(words)]

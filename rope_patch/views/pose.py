@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import papers
-from ..draws import DrawKey
+from ..draws import DrawKey, between
 from .base import VIEWS, Parameters
 from .options import require_int
 from .targeted import Targeted
@@ -57,19 +57,26 @@ class PoSE(Targeted):
             )
 
     def draw(self, length: torch.Tensor, key: DrawKey) -> Parameters:
-        parameters = {f"_border_{i}": border for i, border in enumerate(self._borders(length, key), 1)}
-        offset = torch.zeros_like(length)
-        for i in range(1, self.chunks):
-            offset = key.integers(offset, self.target - length, slot=_OFFSETS + i)
-            parameters[f"skip_{i}"] = offset
-        return parameters
+        borders, offsets = self._drawn(length, self.target - length, key, _OFFSETS)
+        parameters = {f"_border_{i}": border for i, border in enumerate(borders, 1)}
+        return parameters | {f"skip_{i}": offset for i, offset in enumerate(offsets, 1)}
 
-    def _borders(self, length: torch.Tensor, key: DrawKey) -> list[torch.Tensor]:
-        """First token of the chunks 1, 2, ... of documents of `length` tokens."""
-        if self.chunks == 2:
-            return [key.integers(1, ((length + 1) // 2).clamp(min=1), slot=0)]
-        drawn = [key.integers(1, (length - 1).clamp(min=1), slot=i) for i in range(self.chunks - 1)]
-        return list(torch.stack(drawn).sort(0).values)
+    def _drawn(
+        self, length: torch.Tensor, farthest: torch.Tensor, key: DrawKey, slot: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Of the chunks 1, 2, ... of documents of `length` tokens the first token, and by how much each is moved.
+
+        By `farthest` at most, drawn from the slots behind `slot`.
+        """
+        n = self.chunks - 1
+        words = key.words(range(n), range(slot + 1, slot + 1 + n))
+        last = (length + 1) // 2 if n == 1 else length - 1
+        borders = torch.stack([between(word, 1, last.clamp(min=1)) for word in words[:n]])
+        offsets, offset = [], torch.zeros_like(length)
+        for word in words[n:]:
+            offset = between(word, offset, farthest)
+            offsets.append(offset)
+        return list(borders.sort(0).values), offsets
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         moved = t
@@ -89,8 +96,7 @@ class PoSE(Targeted):
             return None
         kept = self.kept(length)
         t = torch.arange(self.window, device=length.device).expand(len(length), -1)
-        content, offset = t, torch.zeros_like(length)
-        for i, border in enumerate(self._borders(kept, key), 1):
-            offset = key.integers(offset, length - kept, slot=_CONTENT + i)
+        content = t
+        for border, offset in zip(*self._drawn(kept, length - kept, key, _CONTENT), strict=True):
             content = torch.where(t >= border, t + offset, content)
         return content

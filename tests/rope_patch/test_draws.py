@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rope_patch.draws import DrawKey, philox4x32
+from rope_patch.draws import DrawKey, between, philox4x32
 
 
 def key(seed=0, step=0, samples=4, stream=0):
@@ -55,6 +57,32 @@ def test_a_step_that_is_a_number_draws_the_same_as_one_that_is_a_tensor(step):
         assert torch.equal(first.integers(-3, 2**30, 4), second.integers(-3, 2**30, 4))
         assert torch.equal(first.integers(0, torch.tensor([[5]]), 4), second.integers(0, torch.tensor([[5]]), 4))
         assert torch.equal(first.turn(7), second.turn(7)) and first.turn(7) == step % 7
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        key(seed=-3, step=7),
+        key(stream=torch.arange(3)[:, None, None]),
+        replace(key(), sample=torch.arange(8).view(2, 4) << 33),
+        key(step=2).per_step(),
+        DrawKey(5, 1, None),
+    ],
+    ids=["rows", "layers", "tokens", "a tensor a step", "numbers alone"],
+)
+def test_words_of_several_slots_are_those_of_each_alone(drawn):
+    slots = (range(3), range(64, 72, 4))
+    words = drawn.words(*slots)
+    assert len(words) == 5
+    for slot, word in zip([0, 1, 2, 64, 68], words, strict=True):
+        number = between(word, -3, 2**30)
+        assert torch.equal(number, drawn.integers(-3, 2**30, slot)) and number.dtype == torch.int64
+
+
+def test_between_reaches_both_ends_with_tensors_and_numbers():
+    words = torch.tensor([0, 2**31, 2**32 - 1])
+    assert between(words, 5, torch.tensor([9, 9, 9])).tolist() == [5, 7, 9]
+    assert between(2**32 - 1, 5, 9) == 9
 
 
 def test_uniform_has_the_moments_of_the_uniform_law():

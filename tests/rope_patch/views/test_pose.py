@@ -5,6 +5,7 @@ import torch
 from hypothesis import strategies as st
 from support.views import Case, built, first_changed, key, maybe
 
+from rope_patch import draws
 from rope_patch.views import PoSE
 
 
@@ -36,6 +37,25 @@ def test_pose_moves_chunks_apart(chunks):
         border, skip = parameters["_border_1"], parameters["skip_1"]
         assert border.unique().tolist() == list(range(1, 11)) and skip.unique().tolist() == list(range(41))
         assert abs(border.double().mean() - 5.5) < 0.2 and abs(skip.double().mean() - 20) < 0.8
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+def test_all_draws_of_pose_are_one_computation_of_the_numbers_of_their_slots(monkeypatch, chunks):
+    drawn, n = key(50), chunks - 1
+    length = torch.arange(50)[:, None] % 17 + 1
+    last = (length + 1) // 2 if chunks == 2 else length - 1
+    borders = torch.stack([drawn.integers(1, last.clamp(min=1), slot) for slot in range(n)]).sort(0).values
+    offset, expected = torch.zeros_like(length), {}
+    for i, border in enumerate(borders, 1):
+        offset = drawn.integers(offset, 60 - length, 64 + i)
+        expected |= {f"_border_{i}": border, f"skip_{i}": offset}
+    calls = []
+    philox = draws.philox4x32
+    monkeypatch.setattr(draws, "philox4x32", lambda *counter: calls.append(1) or philox(*counter))
+    parameters = PoSE(target=60, chunks=chunks).draw(length, drawn)
+    assert len(calls) == 1
+    assert parameters.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in parameters.items())
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
