@@ -195,7 +195,7 @@ def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpo
     fields = {**TRAINING, "max_length": arm.row_length or args.window, **arm.rescaling(), **arm.training}
     if args.rate is not None:
         fields["learning_rate"] = args.rate
-    trainer = train(load(args.model), data.tokenizer, rows, fields, seed, **adapters_of(arm))
+    trainer = train(load(args.model), data.tokenizer, rows, fields, seed, args.compile, **adapters_of(arm))
     model = trainer.model if arm.lora is None else trainer.model.merge_and_unload()
     model.save_pretrained(checkpoint)
     history = logged(trainer)
@@ -204,6 +204,7 @@ def train_arm(arm: Arm, data: Data, args: argparse.Namespace, seed: int, checkpo
         "train_seconds": trainer.state.log_history[-1]["train_runtime"],
         "steps": trainer.state.global_step,
         "learning_rate": fields["learning_rate"],
+        "compiled": args.compile,
         "log": history[:: max(len(history) // 8, 1)] + history[-1:],
     }
 
@@ -394,6 +395,7 @@ def main() -> None:
         "--rescaling", type=Path, metavar="FILE", help="of factor_search.py: adds arms under its result"
     )
     parser.add_argument("--rate", type=float, help="learning rate of every arm that trains; by default its own")
+    parser.add_argument("--compile", action="store_true", help="compile norms and MLPs while training on given rows")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 7900, 16384, 32768, 60000])
     parser.add_argument("--prompts", type=int, default=200, help="of a test and length within the window; half beyond")
     parser.add_argument(
