@@ -55,6 +55,7 @@ from rope_patch.eval import context_gain, loss_by_position, read_texts
 from rope_patch.eval.asking import Frame
 from rope_patch.eval.generation import greedy_tokens
 from rope_patch.eval.harness import require_lm_eval
+from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 from rope_patch.views.by_name import resolve_view
 from trl_ext.rows import make_rows, own_chats, own_texts
@@ -265,6 +266,19 @@ def mix_with(trained: Any, native: Any, kept: float) -> None:
 
 
 @torch.no_grad()
+def add_noise(model: Any, share: float, seed: int) -> None:
+    """Add noise to the matrices of layers, in place: normal, of `share` of the standard deviation of a matrix's weights.
+
+    Drawn on the CPU, so that it is the same on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for weight in find_decoder(model).layers.parameters():
+        if weight.dim() == 2:
+            noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+            weight.copy_(weight.float() + share * weight.float().std() * noise)
+
+
+@torch.no_grad()
 def own_text_figures(model: Any, native: Any, data: Data) -> dict[str, Any]:
     """What became of what the native model said.
 
@@ -372,6 +386,8 @@ def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace)
         model = served(args.model)
         if arm.rescale is not None:
             patch_model(model, arm.rescale[0], **arm.rescale[1])
+        if arm.noise is not None:
+            add_noise(model, arm.noise, seed)
     yield line | measure(model, native, data, args, parts)
 
 
@@ -434,7 +450,7 @@ def main() -> None:
         texts_of_model[: args.held_out_own],
         all_asked(tokenizer, held_out, args),
     )
-    # what does not train is the same with every seed
+    # what neither trains nor draws is the same with every seed
     runs = [
         Run(
             f"{name}, seed {seed}",
@@ -443,7 +459,7 @@ def main() -> None:
             {"arm": name},
         )
         for seed, name in itertools.product(args.seeds, names)
-        if known[name].shares is not None or seed == args.seeds[0]
+        if known[name].differs_by_seed or seed == args.seeds[0]
     ]
     carry_out(runs, args, lambda line: f"\n{summary(line)}\n")
 
