@@ -267,7 +267,7 @@ def mix_with(trained: Any, native: Any, kept: float) -> None:
 
 @torch.no_grad()
 def add_noise(model: Any, share: float, seed: int) -> None:
-    """Add noise to the matrices of layers, in place: normal, of `share` of the standard deviation of a matrix's weights.
+    """Add noise to the matrices of layers, in place: normal, of `share` of the standard deviation of its weights.
 
     Drawn on the CPU, so that it is the same on every device.
     """
