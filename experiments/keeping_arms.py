@@ -110,7 +110,7 @@ def arms(
     )
     return {
         "native": Arm(),
-        # KLs of .001, .01, .03 and .1 from SmolLM2 on its own chats
+        # KLs near .001, .01, .02 and .1 from SmolLM2 on its own chats
         **{f"noise-{share:g}": Arm(noise=share) for share in NOISE},
         "yarn": Arm(yarn),
         "ntk": Arm(ntk),
