@@ -3,6 +3,7 @@
 Run: python experiments/keeping.py MODEL --text books.jsonl.xz ... --held-out held-out.jsonl.xz --own chats.json
          [--arms NAME ...] [--seeds 0 1 2] [--target 65536] [--bench FOLDER] [--minutes 9] [--part K/N]
          [--checkpoints FOLDER] [--out FILE.jsonl]
+     python experiments/keeping.py MODEL --own chats.json --make-own N
      python experiments/keeping.py --table FILE.jsonl ... [--arms NAME ...] [--plot FILE] [--beside NAME]
 
 An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch rows` and fields of RopeSFTConfig. It
@@ -425,7 +426,7 @@ def main() -> None:
     if args.table:
         show(args, partial(tables, beside=args.beside), partial(plot, model=args.model))
         return
-    require(parser, args, "model", "text", "held_out", "own")
+    require(parser, args, "model", "own", *(() if args.make_own else ("text", "held_out")))
     if args.bench:  # what is lacking is told before hours of training
         require_lm_eval()
     known = known_arms(args, "chats")

@@ -174,6 +174,21 @@ def test_weights_are_mixed_with_those_before_training():
         torch.testing.assert_close(weight, 0.75 * ends[0][name] + 0.25 * ends[1][name])
 
 
+def test_own_texts_are_written_without_books_and_nothing_is_measured_without(tokenizer, tmp_path, monkeypatch, capsys):
+    tokenizer.chat_template = None
+    tiny("llama", vocab_size=CHARACTERS).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(keeping, "own_texts", lambda model, tokenizer, n, **_: [[1, 2]] * n)
+    own = tmp_path / "own.json"
+    monkeypatch.setattr(sys, "argv", f"keeping.py {tmp_path} --own {own} --make-own 3".split())
+    keeping.main()
+    assert json.loads(own.read_text()) == [[1, 2]] * 3
+    monkeypatch.setattr(sys, "argv", f"keeping.py {tmp_path} --own {own}".split())
+    with pytest.raises(SystemExit):
+        keeping.main()
+    assert "text, held_out" in capsys.readouterr().err
+
+
 def test_noise_goes_by_each_matrix_and_the_seed_and_leaves_the_rest():
     models = [tiny("llama", hidden_size=128, intermediate_size=256) for _ in range(4)]
     plain, *noisy = models
