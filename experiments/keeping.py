@@ -56,7 +56,6 @@ from rope_patch.eval import context_gain, loss_by_position, read_texts
 from rope_patch.eval.asking import Frame
 from rope_patch.eval.generation import greedy_tokens
 from rope_patch.eval.harness import require_lm_eval
-from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 from rope_patch.views.by_name import resolve_view
 from trl_ext.rows import make_rows, own_chats, own_texts
@@ -267,38 +266,25 @@ def mix_with(trained: Any, native: Any, kept: float) -> None:
 
 
 @torch.no_grad()
-def add_noise(model: Any, share: float, seed: int) -> None:
-    """Add noise to the matrices of layers, in place: normal, of `share` of the standard deviation of its weights.
+def own_text_figures(model: Any, native: Any, tokenizer: Any, own: list[list[int]]) -> dict[str, Any]:
+    """What became of what the native model said, by chats (texts) of its own that nothing was trained on.
 
-    Drawn on the CPU, so that it is the same on every device.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for weight in find_decoder(model).layers.parameters():
-        if weight.dim() == 2:
-            noise = torch.randn(weight.shape, generator=generator).to(weight.device)
-            weight.copy_(weight.float() + share * weight.float().std() * noise)
-
-
-@torch.no_grad()
-def own_text_figures(model: Any, native: Any, data: Data) -> dict[str, Any]:
-    """What became of what the native model said.
-
-    kl: mean over tokens of KL(native || model), in nats, on held-out chats (texts) of the native model.
+    kl: mean over tokens of KL(native || model), in nats.
     replies, of instruct models: of each reply that the model writes to a user's text of those chats, the mean over
     tokens of -ln p of the native model, the tokens, and whether it ended.
     """
-    figures: dict[str, Any] = {"kl": kl_from(native, model, data.held_out_own)}
-    if not data.tokenizer.chat_template:
+    figures: dict[str, Any] = {"kl": kl_from(native, model, own)}
+    if not tokenizer.chat_template:
         return figures
-    turn = data.tokenizer(Frame.of(data.tokenizer, True).turn, add_special_tokens=False)["input_ids"]
-    prompts = [p for p in (_up_to_reply(text, turn) for text in data.held_out_own) if p]
-    replies = greedy_tokens(model, prompts, pad_token=data.tokenizer.eos_token_id, max_new_tokens=REPLY)
+    turn = tokenizer(Frame.of(tokenizer, True).turn, add_special_tokens=False)["input_ids"]
+    prompts = [p for p in (_up_to_reply(text, turn) for text in own) if p]
+    replies = greedy_tokens(model, prompts, pad_token=tokenizer.eos_token_id, max_new_tokens=REPLY)
     pairs = list(zip(prompts, replies, strict=True))
     losses = losses_of(native, prompts, replies)
     figures["replies"] = [
         {"nll": nll, "tokens": len(r), "ended": len(r) < REPLY} for nll, r in zip(losses, replies, strict=True)
     ]
-    figures["shown"] = [data.tokenizer.decode([*p, *r]) for p, r in pairs[:4]]
+    figures["shown"] = [tokenizer.decode([*p, *r]) for p, r in pairs[:4]]
     return figures
 
 
@@ -317,7 +303,7 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts
     begin = time.perf_counter()
     figures: dict[str, Any] = {
         "loss_by_position": parts.get("losses", losses),
-        "own": parts.get("own", partial(own_text_figures, model, native, data)),
+        "own": parts.get("own", partial(own_text_figures, model, native, data.tokenizer, data.held_out_own)),
         "asked": [parts.get(f"{cell}", partial(asked, model, data, *cell)) for cell in data.asked],
     }
     if args.bench:
@@ -387,8 +373,6 @@ def run(name: str, seed: int, native: Any, data: Data, args: argparse.Namespace)
         model = served(args.model)
         if arm.rescale is not None:
             patch_model(model, arm.rescale[0], **arm.rescale[1])
-        if arm.noise is not None:
-            add_noise(model, arm.noise, seed)
     yield line | measure(model, native, data, args, parts)
 
 
@@ -451,7 +435,7 @@ def main() -> None:
         texts_of_model[: args.held_out_own],
         all_asked(tokenizer, held_out, args),
     )
-    # what neither trains nor draws is the same with every seed
+    # what does not train is the same with every seed
     runs = [
         Run(
             f"{name}, seed {seed}",
@@ -460,7 +444,7 @@ def main() -> None:
             {"arm": name},
         )
         for seed, name in itertools.product(args.seeds, names)
-        if known[name].differs_by_seed or seed == args.seeds[0]
+        if known[name].shares is not None or seed == args.seeds[0]
     ]
     carry_out(runs, args, lambda line: f"\n{summary(line)}\n")
 

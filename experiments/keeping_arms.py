@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Options = Mapping[str, Any]
-NOISE = (0.004, 0.012, 0.02, 0.04)
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,6 @@ class Arm:
         evidence: rows that the model answers itself, taught by the native model which reads one sentence
             (keeping_evidence.py), in so many times as there are of other arms; they are its training then. None for
             training on given rows.
-        noise: standard deviation of what is added to each weight of layers, as a share of that of its matrix's weights:
-            a change that says nothing, for scale. None adds nothing.
         after: arm whose trained weights `evidence` starts from, or are mixed; None for the native ones, and where
             neither is asked for.
     """
@@ -43,13 +40,7 @@ class Arm:
     gain: float | None = None
     kept: float = 1.0
     evidence: float | None = None
-    noise: float | None = None
     after: str | None = None
-
-    @property
-    def differs_by_seed(self) -> bool:
-        """Whether another seed gives another model."""
-        return self.shares is not None or self.noise is not None
 
     def rescaling(self) -> dict[str, Any]:
         """Its fields of RopeSFTConfig."""
@@ -110,8 +101,6 @@ def arms(
     )
     return {
         "native": Arm(),
-        # KLs near .001, .01, .02 and .1 from SmolLM2 on its own chats
-        **{f"noise-{share:g}": Arm(noise=share) for share in NOISE},
         "yarn": Arm(yarn),
         "ntk": Arm(ntk),
         "ntk-2": Arm(ntk_2),

@@ -20,8 +20,7 @@ from rope_patch.eval.asking import Frame
 from trl_ext import RopeSFTConfig
 
 ARMS = (
-    "native noise-0.004 noise-0.012 noise-0.02 noise-0.04 "
-    "yarn ntk ntk-2 ntk-4 pose no-kl no-kl-2 no-kl-cold no-kl-cold-2 keep keep-2 keep-2-long keep-2-kl-3 "
+    "native yarn ntk ntk-2 ntk-4 pose no-kl no-kl-2 no-kl-cold no-kl-cold-2 keep keep-2 keep-2-long keep-2-kl-3 "
     "keep-2-quarter keep-2-half keep-2-three-quarters keep-2-lora keep-2-lora-slow keep-2-qkv keep-2-slow keep-2-gain "
     "drop keep-2-answers keep-2-answers-half keep-2-answers-short keep-2-answers-chats evidence keep-2-evidence "
     "keep-cold keep-cold-2"
@@ -187,32 +186,6 @@ def test_own_texts_are_written_without_books_and_nothing_is_measured_without(tok
     with pytest.raises(SystemExit):
         keeping.main()
     assert "text, held_out" in capsys.readouterr().err
-
-
-def test_noise_goes_by_each_matrix_and_the_seed_and_leaves_the_rest():
-    models = [tiny("llama", hidden_size=128, intermediate_size=256) for _ in range(4)]
-    plain, *noisy = models
-    for model, (share, seed) in zip(noisy, ((0.1, 0), (0.1, 0), (0.1, 1)), strict=True):
-        keeping.add_noise(model, share, seed)
-    states = [model.state_dict() for model in models]
-    for name, weight in states[0].items():
-        first, again, other = (state[name] for state in states[1:])
-        assert torch.equal(first, again)
-        if "layers" in name and weight.dim() == 2:
-            added = first - weight
-            assert added.std().item() == pytest.approx(0.1 * weight.std().item(), rel=0.1)
-            assert abs(added.mean()) < 0.02 * weight.std()
-            assert not torch.equal(first, other)
-        else:
-            assert torch.equal(first, weight)
-
-
-def test_seeds_are_run_of_arms_that_they_change():
-    known = keeping_arms.arms(8192, 65536, "chats")
-    assert [name for name in ("native", "ntk-2", "noise-0.02", "keep-2") if known[name].differs_by_seed] == [
-        "noise-0.02",
-        "keep-2",
-    ]
 
 
 def test_texts_are_chosen_by_what_far_context_gains_in_them():
