@@ -64,6 +64,13 @@ def test_what_was_not_measured_says_so():
     assert large.rate.basis == "not measured" and large.rate.value == 2e-5
 
 
+def test_each_way_to_train_the_measured_model_has_the_rate_that_it_was_measured_at():
+    qkv, lora = (choose(facts(), options(train=train), gpu(140)).rate for train in ("qkv", "lora"))
+    assert (qkv.value, qkv.basis) == (3e-4, "measured") and "in one seed" in qkv.reason
+    assert (lora.value, lora.basis) == (1e-3, "not measured")  # adapters on all matrices were, these are on attention
+    assert "not on attention alone" in lora.reason
+
+
 def test_a_model_of_another_family_gets_the_careful_rate_however_small_it_is():
     """3e-4 broke Gemma-3-270M."""
     small = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
