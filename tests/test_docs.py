@@ -9,6 +9,7 @@ from statistics import mean, median, stdev
 import keeping_results
 import paper_claims
 import pytest
+import reply_noise
 import scaling
 from support.training import trainer
 
@@ -260,6 +261,24 @@ def test_the_table_of_the_last_ideas_is_that_of_its_files():
     (found,) = (line["fitness"] for line in lines_of("factor-search-h100.jsonl") if line["line"] == "best")
     figures = search["yarn"], found, search["ntk-2"]
     assert "from YaRN's {:.2f} to {:.2f} (NTK 16x {:.2f})".format(*figures) in said
+
+
+def test_what_noise_makes_of_replies_is_documented_as_the_file_has_it():
+    page = (RESULTS / "keeping.md").read_text()
+    lines = lines_of("reply-noise-cpu.jsonl")
+    assert reply_noise.table(lines) in page
+    native, *noisy = lines
+    said = " ".join(page.split())
+    losses = [mean(reply["nll"] for reply in line["own"]["replies"]) for line in lines]
+    for line, loss in zip(noisy, losses[1:], strict=True):
+        assert short(f"{line['own']['kl']:.3f}") in said and short(f"{loss - losses[0]:.3f}") + " nats" in said
+    before, recipe = (
+        mean(reply["nll"] for reply in run["own"]["replies"][:100])
+        for name in ("native", "keep-2")
+        for run in lines_of("keeping-arms-h100.jsonl")
+        if run["arm"] == name
+    )
+    assert f"the recipe, at a KL of .110, is {short(f'{recipe - before:.3f}')} above the model as it came" in said
 
 
 def test_the_table_of_long_rows_is_that_of_its_file():

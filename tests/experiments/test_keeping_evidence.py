@@ -203,7 +203,7 @@ def test_an_arm_starts_from_the_weights_that_it_names_and_keeps_a_plain_checkpoi
     monkeypatch.setattr(keeping_evidence, "distil_from_evidence", first_steps)
     trained = []
 
-    def keep_2(model, tokenizer, rows, fields, seed, **more):
+    def keep_2(model, tokenizer, rows, fields, seed, compiled, **more):
         trained.append(fields["objective"])
         return Trainer(patch_model(model, fields["rescale"], **fields["rescale_args"]))
 
@@ -224,6 +224,7 @@ def test_an_arm_starts_from_the_weights_that_it_names_and_keeps_a_plain_checkpoi
         rescaling=None,
         rows=8,
         rate=None,
+        compile=False,
         checkpoints=None,
     )
     arm = arms(1200, 9600, "chats")[name]
