@@ -121,6 +121,7 @@ def arms(
         "keep-2-lora-slow": replace(lora, training={**lora.training, "learning_rate": 1e-3}),
         "keep-2-qkv": qkv,
         "keep-2-slow": slow,
+        "keep-2-slow-long": replace(slow, times=2),
         "keep-2-gain": replace(keep_2, gain=1 / 3),
         # DroPE: positions are dropped, and training is to make up for them; without gaps, which would move nothing
         "drop": replace(

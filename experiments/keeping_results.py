@@ -101,12 +101,12 @@ def table(runs: list[Run]) -> str:
 
 
 def differences(runs: list[Run], beside: str) -> str:
-    """Markdown of how far arms are from one of them, on the same prompts: means over seeds, with 95 % intervals."""
+    """Markdown of how far arms are above one of them, on the same prompts: means over seeds, with 95 % intervals."""
     arms = runs_by_arm(runs)
     if beside not in arms:
         return ""
     lengths = sorted({c["length"] for c in runs[0]["asked"]})
-    measures: dict[str, Callable[[Run], list[float]]] = {"short text": short_text, "ended": ended}
+    measures: dict[str, Callable[[Run], list[float]]] = {"short text": short_text, "replies": reply_losses, "ended": ended}
     for test in TESTS:
         measures |= {f"{test} at {n}": partial(scores, test=test, length=n) for n in lengths}
     measures = {name: measure for name, measure in measures.items() if measure(arms[beside][0])}
@@ -123,7 +123,10 @@ def differences(runs: list[Run], beside: str) -> str:
             pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
             row.append(f"{fmean(pairs):+.3f} {in_brackets(pairs)}")
         lines.append(markdown_row(row))
-    return "\n".join([f"Right answers more than {beside}, of each prompt, and the paired 95 % interval:", "", *lines])
+    conditions = f"Right answers more than {beside}, of each prompt, and the paired 95 % interval"
+    if "replies" in measures:
+        conditions += "; replies: nats a token that the native model finds them likelier"
+    return "\n".join([f"{conditions}:", "", *lines])
 
 
 def by_prompts(runs: list[Run]) -> list[list[Run]]:
