@@ -108,8 +108,10 @@ def held_out_rows(tokenizer: Any, texts: list[str], length: int, rows: int) -> t
     """The first `length` tokens of each of the first `rows` texts that have so many."""
     begin, chosen = list(SpecialTokens.of(tokenizer).begin), []
     for text in texts:
+        if len(chosen) == rows:
+            break
         ids = [*begin, *tokenizer(text[: 8 * length], add_special_tokens=False, verbose=False)["input_ids"]]
-        if len(ids) >= length and len(chosen) < rows:
+        if len(ids) >= length:
             chosen.append(ids[:length])
     return torch.tensor(chosen)
 

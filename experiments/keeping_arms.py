@@ -86,7 +86,7 @@ def arms(
     # arXiv:2405.09673: adapters take ten times the rate of all weights
     lora = replace(keep_2, training={**distilled, "native_args": weights, "learning_rate": 3e-3}, lora=64)
     qkv = replace(keep_2, training={**distilled, "native_args": weights, "trainable": "qkv"})
-    slow = replace(keep_2, training={**distilled, "native_args": weights, "learning_rate": 1e-4})
+    slow, no_kl_slow = (replace(arm, training={**arm.training, "learning_rate": 1e-4}) for arm in (keep_2, no_kl_2))
     # fewer steps than of other arms, at their rate; from trained weights at a third of it, as less is left to learn
     evidence = Arm(
         ntk_2, {"questions": 1.0}, row_length=row_length, training={**gaps, "learning_rate": 3e-4}, evidence=0.375
@@ -122,6 +122,7 @@ def arms(
         "keep-2-qkv": qkv,
         "keep-2-slow": slow,
         "keep-2-slow-long": replace(slow, times=2),
+        "no-kl-2-slow-long": replace(no_kl_slow, times=2),
         "keep-2-gain": replace(keep_2, gain=1 / 3),
         # DroPE: positions are dropped, and training is to make up for them; without gaps, which would move nothing
         "drop": replace(

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from paired_results import head, in_brackets, over_seeds
+from paired_results import SHARES, head, in_brackets, over_seeds
 from paired_results import row as markdown_row
 from result_lines import mean_of, runs_by_arm, spread
 
@@ -45,8 +45,12 @@ def ended(run: Run) -> list[float]:
 
 
 def cell(of_seeds: list[list[float]], native: list[float] | None, digits: int = 2) -> str:
-    """The mean over seeds of the means of each seed's scores, with * where `native`'s are better beyond noise."""
-    if not all(of_seeds) or native == []:
+    """The mean over seeds of the means of each seed's scores, with * where `native`'s are better beyond noise.
+
+    Seeds that were cut off before they had any are left out.
+    """
+    of_seeds = [scores for scores in of_seeds if scores]
+    if not of_seeds or native == []:
         return "-"
     mean = f"{abs(fmean(map(fmean, of_seeds))):.{digits}f}"
     if native is None:
@@ -106,7 +110,11 @@ def differences(runs: list[Run], beside: str) -> str:
     if beside not in arms:
         return ""
     lengths = sorted({c["length"] for c in runs[0]["asked"]})
-    measures: dict[str, Callable[[Run], list[float]]] = {"short text": short_text, "replies": reply_losses, "ended": ended}
+    measures: dict[str, Callable[[Run], list[float]]] = {
+        "short text": short_text,
+        "replies": reply_losses,
+        "ended": ended,
+    }
     for test in TESTS:
         measures |= {f"{test} at {n}": partial(scores, test=test, length=n) for n in lengths}
     measures = {name: measure for name, measure in measures.items() if measure(arms[beside][0])}
@@ -115,13 +123,14 @@ def differences(runs: list[Run], beside: str) -> str:
         if arm == beside:
             continue
         row = [f"{arm}, {len(seeds)} and {len(arms[beside])} seeds"]
-        for measure in measures.values():
-            ours, theirs = (over_seeds([measure(run) for run in same]) for same in (seeds, arms[beside]))
+        for name, measure in measures.items():
+            ours, theirs = (over_seeds([of for run in same if (of := measure(run))]) for same in (seeds, arms[beside]))
             if not ours:
                 row.append("-")
                 continue
             pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
-            row.append(f"{fmean(pairs):+.3f} {in_brackets(pairs)}")
+            bounds = None if name == "replies" else SHARES
+            row.append(f"{fmean(pairs):+.3f} {in_brackets(pairs, bounds)}")
         lines.append(markdown_row(row))
     conditions = f"Right answers more than {beside}, of each prompt, and the paired 95 % interval"
     if "replies" in measures:

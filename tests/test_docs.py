@@ -263,6 +263,70 @@ def test_the_table_of_the_last_ideas_is_that_of_its_files():
     assert "from YaRN's {:.2f} to {:.2f} (NTK 16x {:.2f})".format(*figures) in said
 
 
+def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
+    runs = lines_of("keeping-seeds-h100.jsonl")
+    page, said = (RESULTS / "keeping.md").read_text(), text_of("docs/results/keeping.md")
+    (table,) = keeping_results.tables(runs).split("\n\n")[:1]
+    assert table in page
+
+    def beyond(arm, beside):
+        """Mean and interval of each measure, as the page says them."""
+        header, _, *rows = keeping_results.tables(runs, beside=beside).splitlines()[2:]
+        (row,) = (row for row in rows if row.startswith(f"| {arm},"))
+        cells = zip(header.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True)
+        return {name: [float(x) for x in re.findall(r"[+-]\d\.\d+", cell)] for name, cell in cells}
+
+    def size(value):
+        return f"{abs(value):.3f}".removeprefix("0")
+
+    def least_to_most(difference):
+        low, high = sorted(map(abs, difference[1:]))
+        return f"{size(difference[0])} {{}}({size(low)} to {size(high)})"
+
+    control, native = beyond("no-kl-2", "keep-2"), beyond("keep-2", "native")
+    for name, words in {"keys at 32768": "more than the recipe at 32768 tokens ", "keys at 60000": "at 60000 "}.items():
+        assert control[name][1] > 0 and least_to_most(control[name]).format(words) in said
+    assert all(control[f"keys at {n}"][1] < 0 < control[f"keys at {n}"][2] for n in (2048, 4096, 7900))
+    assert all(control[f"words at {n}"][1] > 0 for n in (7900, 16384, 60000))
+    assert least_to_most(control["replies"]).format("nats likelier ") in said
+    mean_lost, low, high = native["short text"]
+    assert f"{size(mean_lost)} below the model as it came (-{size(low)} to +{size(high)})" in said and low < 0 < high
+    assert least_to_most(native["replies"]).format("nats ") in said and native["ended"][2] < 0
+    within = (2048, 4096, 7900)
+    assert all(native[f"{test} at {n}"][1] > 0 for test in ("passkey", "keys", "words") for n in within)
+    slow, adapters = beyond("keep-2-slow", "keep-2"), beyond("keep-2-lora-slow", "keep-2")
+    assert least_to_most(slow["replies"]).format("nats nearer ") in said
+    assert least_to_most(slow["passkey at 60000"]).format("fewer passkeys at 60000 ") in said
+    fewer = sorted(slow[f"words at {n}"][0] for n in within)
+    assert f"by {size(fewer[-1])} to {size(fewer[0])}, and" in said
+    assert all(slow[f"words at {n}"][2] < 0 for n in within)
+    assert least_to_most(adapters["replies"]).format("nats nearer ") in said
+    far = [adapters[f"words at {n}"] for n in (32768, 60000)]
+    assert f"by {size(far[0][0])} and {size(far[1][0])}." in said and max(high for *_, high in far) < 0
+    keys = [adapters[f"keys at {n}"] for n in (*within, 16384, 32768, 60000)]
+    assert all(low < 0 < high for _, low, high in keys)
+    long, beside = beyond("keep-2-slow-long", "native"), beyond("keep-2-slow-long", "keep-2")
+    mean_lost, low, high = long["replies"]
+    assert f"({size(mean_lost)} nats, -{size(low)} to +{size(high)})" in said and low < 0 < high
+    assert long["ended"][1] < 0 < long["ended"][2]
+    assert least_to_most(beside["keys at 32768"]).format("more ") in said
+    fewer = sorted(beside[f"words at {n}"][0] for n in (4096, 7900, 16384, 32768))
+    assert f"from 4096 tokens to 32768, by {size(fewer[-1])} to {size(fewer[0])}" in said
+    cells = keeping_cells("keeping-seeds-h100.jsonl")
+    for k in (2, 3, 4):
+        assert float(cells["keep-2-slow-long"][k]) <= float(cells["keep-2"][k].split(" ± ")[0])
+    readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
+    texts, ended = ([short(cells[arm][k]) for arm in ("keep-2", "native")] for k in (8, 7))
+    assert "noise ({}, as it came {}); again fewer replies ended ({}, as it came {})".format(*texts, *ended) in readme
+    words = [cells[arm][11].split(" / ") for arm in ("keep-2", "native")]
+    told = [short(of[k]) for of in words for k in (0, 5)]
+    assert "finds {} at 2048 tokens and {} at 60000, as it came {} and {}".format(*told) in choosing
+    assert f"lost {size(native['short text'][0])} of short text" in choosing
+    seconds = {run["arm"]: [r["train_seconds"] for r in runs if r["arm"] == run["arm"]] for run in runs[3:]}
+    times = [f"{f(seconds[arm]):.0f}" for arm in ("keep-2-lora-slow", "keep-2") for f in (min, max)]
+    assert "{} to {} seconds in place of {} to {}".format(*times) in said
+
+
 def test_what_noise_makes_of_replies_is_documented_as_the_file_has_it():
     page = (RESULTS / "keeping.md").read_text()
     lines = lines_of("reply-noise-cpu.jsonl")

@@ -21,9 +21,9 @@ from trl_ext import RopeSFTConfig
 
 ARMS = (
     "native yarn ntk ntk-2 ntk-4 pose no-kl no-kl-2 no-kl-cold no-kl-cold-2 keep keep-2 keep-2-long keep-2-kl-3 "
-    "keep-2-quarter keep-2-half keep-2-three-quarters keep-2-lora keep-2-lora-slow keep-2-qkv keep-2-slow keep-2-gain "
-    "drop keep-2-answers keep-2-answers-half keep-2-answers-short keep-2-answers-chats evidence keep-2-evidence "
-    "keep-cold keep-cold-2"
+    "keep-2-quarter keep-2-half keep-2-three-quarters keep-2-lora keep-2-lora-slow keep-2-qkv keep-2-slow "
+    "keep-2-slow-long no-kl-2-slow-long keep-2-gain drop keep-2-answers keep-2-answers-half keep-2-answers-short "
+    "keep-2-answers-chats evidence keep-2-evidence keep-cold keep-cold-2"
 ).split()
 BOOKS = [[5 + (7 * i * i + k) % 40 for i in range(18_000)] for k in range(3)]
 
@@ -211,3 +211,18 @@ def test_arms_differ_by_the_means_of_prompts_over_seeds():
     # four prompts alike leave room for .6 of others: 1 - .025 ** (1 / 4)
     assert "| pose, 1 and 2 seeds | -1.000 (-1.000 to +0.205) |" in text
     assert keeping_results.tables(runs[:1], beside="pose") == ""
+
+
+def test_replies_differ_by_nats_and_a_seed_that_was_cut_off_before_them_is_left_out():
+    def run(arm, seed, losses):
+        own = {"replies": [{"nll": loss, "tokens": 4, "ended": True} for loss in losses]} if losses else {}
+        cells = [{"test": "passkey", "chat": False, "length": 1024, "scores": [1, 1]}]
+        bins = [{"first": a, "end": b, "loss": 3.0} for a, b in ((64, 512), (512, 1024))]
+        more = {"window": 512, "loss_by_position": bins, "own": {"kl": 0.1, **own}, "short_text": {}}
+        return {"arm": arm, "seed": seed, "question_seed": 0, "asked": cells, **more}
+
+    runs = [run("keep-2", 0, [3.0, 2.5]), run("keep-2", 1, None), run("pose", 0, [1.0, 0.5])]
+    text = keeping_results.tables(runs, beside="keep-2")
+    assert "| arm | replies | ended | passkey at 1024 |" in text
+    assert "| pose, 1 and 2 seeds | +2.000 (+2.000 to +2.000) |" in text
+    assert "| keep-2 | 2 | 3.000 ± 0.000 | 3.000 ± 0.000 | 0.100 ± 0.000 | 2.75 |" in keeping_results.tables(runs)
