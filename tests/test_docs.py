@@ -307,7 +307,7 @@ def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     assert all(low < 0 < high for _, low, high in keys)
     long, beside = beyond("keep-2-slow-long", "native"), beyond("keep-2-slow-long", "keep-2")
     mean_lost, low, high = long["replies"]
-    assert f"({size(mean_lost)} nats, -{size(low)} to +{size(high)})" in said and low < 0 < high
+    assert f"({size(mean_lost)} nats, -{size(high)} to +{size(low)})" in said and low < 0 < high
     assert long["ended"][1] < 0 < long["ended"][2]
     assert least_to_most(beside["keys at 32768"]).format("more ") in said
     fewer = sorted(beside[f"words at {n}"][0] for n in (4096, 7900, 16384, 32768))
