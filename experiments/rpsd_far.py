@@ -21,7 +21,8 @@ import itertools
 import random
 import tempfile
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +67,35 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def rows_of(documents: list[str], tokenizer: Any, args: argparse.Namespace, seed: int) -> Dataset:
+@dataclass(frozen=True)
+class Data:
+    """What all runs share."""
+
+    tokenizer: Any
+    documents: list[str]
+    val: torch.Tensor
+    exams: dict[tuple[int, int, Kind], list[Exam]]
+
+    @cached_property
+    def ids(self) -> list[list[int]]:
+        """Tokens of `documents`, once for all runs: millions of tokens take longer than an arm's training."""
+        ids: list[list[int]] = self.tokenizer(self.documents, verbose=False)["input_ids"]
+        return ids
+
+
+def rows_of(data: Data, args: argparse.Namespace, seed: int) -> Dataset:
     """Rows of --row tokens of one document each, a share of --mix of which is an exam over the whole row."""
-    ids = tokenizer(documents, verbose=False)["input_ids"]
 
     def made() -> Iterator[dict[str, list[int]]]:
         rng = random.Random(seed)
-        pieces = [d[k : k + args.row] for d in ids for k in range(0, len(d) - args.row + 1, args.row)]
+        pieces = [d[k : k + args.row] for d in data.ids for k in range(0, len(d) - args.row + 1, args.row)]
         for piece in rng.sample(pieces, len(pieces)):
             if rng.random() < args.mix:
-                yield {"input_ids": exam_over(rng.choice(KINDS), tokenizer, piece, args.keys, rng, QUESTIONS).ids}
+                yield {"input_ids": exam_over(rng.choice(KINDS), data.tokenizer, piece, args.keys, rng, QUESTIONS).ids}
             else:
                 yield {"input_ids": piece}
 
-    return Dataset.from_generator(made)
+    return Dataset.from_list(list(made()))
 
 
 def sittings(tokenizer: Any, haystack: list[int], args: argparse.Namespace) -> dict[tuple[int, int, Kind], list[Exam]]:
@@ -91,18 +107,17 @@ def sittings(tokenizer: Any, haystack: list[int], args: argparse.Namespace) -> d
     }
 
 
-def taught(args: argparse.Namespace, documents: list[str], tokenizer: Any, seed: int) -> Path:
+def taught(args: argparse.Namespace, data: Data, seed: int) -> Path:
     """The model of a seed that retrieves in its window; it is taught if it is not there."""
     folder = args.taught.with_name(f"{args.taught.name}-{seed}")
     if not (folder / "config.json").is_file():
         lesson = argparse.Namespace(short=args.window, spacing=args.window // args.keys, teach=args.teach)
         fields = {**FIELDS, "max_length": args.window, **TEACH, "gradient_checkpointing": True, "max_steps": 200}
-        trainer = train_in_place(
-            load(args.model), tokenizer, lessons(documents, tokenizer, lesson, seed), {**fields, **args.teach}, seed
-        )
+        rows = lessons(data.documents, data.tokenizer, lesson, seed)
+        trainer = train_in_place(load(args.model), data.tokenizer, rows, {**fields, **args.teach}, seed)
         print(logged(trainer, "step", "loss"), flush=True)
         trainer.model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        data.tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -134,9 +149,7 @@ def extend(
     }
 
 
-def measure(
-    folder: Path, tokenizer: Any, val: torch.Tensor, exams: Any, args: argparse.Namespace, parts: Parts
-) -> Line:
+def measure(folder: Path, data: Data, args: argparse.Namespace, parts: Parts) -> Line:
     """Everything that is measured of a checkpoint, but for what `parts` has."""
     figures: Line = {"exams": []}
     for factor in FACTORS:
@@ -144,17 +157,17 @@ def measure(
         model.to(DEVICE).eval()
         if factor > 1:
             patch_model(model, "yarn", factor=float(factor))
-        for (of_factor, length, kind), sat in exams.items():
+        for (of_factor, length, kind), sat in data.exams.items():
             if of_factor == factor:
                 graded = parts.get(f"{kind} {length} x{factor}", partial(marks, model, sat))
                 figures["exams"].append({"kind": kind, "length": length, "yarn": factor, "marks": graded})
         if factor != 2:
-            rows = val[: args.val_rows, : factor * args.row]
+            rows = data.val[: args.val_rows, : factor * args.row]
             figures[f"loss x{factor}"] = parts.get(f"loss x{factor}", partial(losses, model, rows, args))
         if factor == 1:
-            figures["attention"] = parts.get("attention", partial(attention, model, val[:1, : args.row]))
+            figures["attention"] = parts.get("attention", partial(attention, model, data.val[:1, : args.row]))
             if args.bench:
-                figures["short_text"] = parts.get("short_text", partial(short_text_of, model, tokenizer, args))
+                figures["short_text"] = parts.get("short_text", partial(short_text_of, model, data.tokenizer, args))
     return figures
 
 
@@ -177,22 +190,22 @@ def short_text_of(model: Any, tokenizer: Any, args: argparse.Namespace) -> Line:
     """Accuracy over short benchmarks, sample by sample."""
     from rope_patch.eval import short_text
 
-    found = short_text(model, tokenizer, data=args.bench, limit=args.bench_limit, batch_size=16)
+    found = short_text(model, tokenizer, data=args.bench, limit=args.bench_limit, batch_size=64)
     return {"accuracy": found.accuracy, "scores": found.scores}
 
 
-def run(name: str, seed: int, documents: list[str], tokenizer: Any, val: Any, exams: Any, args: Any) -> Iterator[Line]:
+def run(name: str, seed: int, data: Data, args: argparse.Namespace) -> Iterator[Line]:
     """Teach, extend and measure one arm."""
-    base = taught(args, documents, tokenizer, seed)
+    base = taught(args, data, seed)
     key = {"arm": name, "seed": seed}
     parts = Parts(args.out.with_suffix(".parts.jsonl") if args.checkpoints else None, key)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(args.checkpoints or scratch) / f"{name}-{seed}".replace("/", " by ")
         if "training" not in parts.known or not folder.is_dir():
             parts.begin()
-            rows = rows_of(documents, tokenizer, args, seed)
-            parts.get("training", lambda: extend(arms(args.row)[name], base, rows, tokenizer, args, seed, folder))
-        yield {**parts.known["training"], **measure(folder, tokenizer, val, exams, args, parts)}
+            rows = rows_of(data, args, seed)
+            parts.get("training", lambda: extend(arms(args.row)[name], base, rows, data.tokenizer, args, seed, folder))
+        yield {**parts.known["training"], **measure(folder, data, args, parts)}
 
 
 def main() -> None:
@@ -228,12 +241,12 @@ def main() -> None:
     documents = list(read_texts(args.text))
     farthest = max(FACTORS) * args.row
     val = text_rows(tokenizer, read_texts(args.held_out), seq_len=farthest, n_rows=args.val_rows)
-    exams = sittings(tokenizer, val.flatten().tolist(), args)
+    data = Data(tokenizer, documents, val, sittings(tokenizer, val.flatten().tolist(), args))
     runs = [
         Run(
             f"{name}, seed {seed}",
             {"arm": name, "seed": seed},
-            partial(run, name, seed, documents, tokenizer, val, exams, args),
+            partial(run, name, seed, data, args),
             {"arm": name},
         )
         for seed, name in itertools.product(args.seeds, names)
