@@ -10,8 +10,8 @@ An arm (keeping_arms.py) is a rescaling and, if it trains, rows of `rope-patch r
 is trained on --rows rows of the window, in bf16 autocast over float32 weights, and measured in bf16: loss by position
 on held-out books; passkey, keyed numbers and keyed words as written at each length, raw and, of instruct models, in
 the chat template; replies to users' texts of the native model's own chats, and how far the predictions on those chats
-are from the native model's; short-text benchmarks, if --bench names a folder with them. A seed draws rows, their
-order and gaps.
+are from the native model's; answers to SQuAD's questions about a paragraph, if --squad names a file of them;
+short-text benchmarks, if --bench names a folder with them. A seed draws rows, their order and gaps.
 
 Arms with "evidence" in their name learn from answers of their own to fewer rows (keeping_evidence.py). The weights that
 one starts from are those in --checkpoints; if they are not there, they are trained first.
@@ -31,7 +31,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -47,6 +47,7 @@ from keeping_plot import plot
 from keeping_questions import KEYED, NEW_TOKENS, Asked, answered, keyed, passkeys
 from keeping_results import tables
 from native_kl import kl_from, losses_of
+from paragraph_questions import Paragraph, answers_about, read_paragraphs
 from peft import LoraConfig
 from result_parts import Parts
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -91,6 +92,7 @@ class Data:
     own: list[list[int]]
     held_out_own: list[list[int]]
     asked: dict[tuple[str, bool, int], list[Asked]]
+    paragraphs: list[Paragraph] = field(default_factory=list)
 
     @property
     def kind_of_own(self) -> str:
@@ -308,6 +310,8 @@ def measure(model: Any, native: Any, data: Data, args: argparse.Namespace, parts
         "own": parts.get("own", partial(own_text_figures, model, native, data.tokenizer, data.held_out_own)),
         "asked": [parts.get(f"{cell}", partial(asked, model, data, *cell)) for cell in data.asked],
     }
+    if data.paragraphs:
+        figures["squad"] = parts.get("squad", partial(answers_about, model, data.tokenizer, data.paragraphs))
     if args.bench:
         figures["short_text"] = parts.get("short_text", partial(short_text_figures, model, data, args))
     figures["measure_seconds"] = time.perf_counter() - begin
@@ -350,6 +354,8 @@ def summary(figures: dict[str, Any]) -> str:
             if cells:
                 shown = "  ".join(f"{c['length']} {fmean(c['scores']):.2f}" for c in cells)
                 lines.append(f"  {test:8}{'chat' if chat else 'raw':5} {shown}")
+    if "squad" in figures:
+        lines.append(f"  questions about paragraphs {fmean(figures['squad']['scores']):.3f}")
     if "short_text" in figures:
         lines.append("  " + "  ".join(f"{name} {a:.3f}" for name, a in figures["short_text"]["accuracy"].items()))
     return "\n".join(lines)
@@ -406,6 +412,7 @@ def main() -> None:
     )
     parser.add_argument("--held-out-rows", type=int, default=6, help="rows for loss by position")
     parser.add_argument("--checkpoints", type=Path, help="folder that keeps what is trained, as ARM-SEED")
+    parser.add_argument("--squad", type=Path, help="SQuAD's questions about paragraphs, as JSON lines")
     parser.add_argument("--bench", type=Path, help="folder with short-text benchmarks, see rope_patch.eval.short_text")
     parser.add_argument("--bench-limit", type=int, default=200, help="samples of each benchmark")
     args = parser.parse_args()
@@ -436,6 +443,7 @@ def main() -> None:
         texts_of_model[args.held_out_own :],
         texts_of_model[: args.held_out_own],
         all_asked(tokenizer, held_out, args),
+        read_paragraphs(args.squad) if args.squad else [],
     )
     # what does not train is the same with every seed
     runs = [

@@ -34,6 +34,11 @@ def short_text(run: Run) -> list[float]:
     return [score for name in sorted(by_name) for score in by_name[name]]
 
 
+def squad(run: Run) -> list[float]:
+    """Of each paragraph the share of its questions that are answered right; none in early runs."""
+    return [float(score) for score in run.get("squad", {}).get("scores", [])]
+
+
 def reply_losses(run: Run) -> list[float]:
     """Of each reply, -ln p of a token of it by the native model, below 0 as larger is worse."""
     return [-reply["nll"] for reply in run["own"].get("replies", [])]
@@ -85,6 +90,8 @@ def table(runs: list[Run]) -> str:
         "ended",
         "short text",
     ]
+    if asked := squad(first):
+        columns.append("SQuAD")
     tests = [t for t in TESTS if scores(first, t, lengths[0])]  # early runs have fewer
     columns += [f"{tests[0]} at {' / '.join(map(str, lengths))}", *tests[1:]]
     lines = head(columns)
@@ -95,13 +102,18 @@ def table(runs: list[Run]) -> str:
         row.append(cell([reply_losses(run) for run in seeds], of_native(reply_losses)))
         row.append(cell([ended(run) for run in seeds], of_native(ended)))
         row.append(cell([short_text(run) for run in seeds], of_native(short_text), 3))
+        if asked:
+            row.append(cell([squad(run) for run in seeds], of_native(squad), 3))
         for test in tests:
             cells = [cell([scores(run, test, n) for run in seeds], of_native(scores, test, n)) for n in lengths]
             row.append(" / ".join(cells))
         lines.append(markdown_row(row))
     counts = [f"{test} {' / '.join(str(len(scores(first, test, n))) for n in lengths)}" for test in tests]
     conditions = f"Prompts a cell and seed: {', '.join(counts)}; replies {len(reply_losses(first))}; "
-    return "\n".join([*lines, "", f"{conditions}short text {len(short_text(first))} samples."])
+    conditions += f"short text {len(short_text(first))} samples"
+    if asked:
+        conditions += f"; SQuAD {len(asked)} paragraphs"
+    return "\n".join([*lines, "", f"{conditions}."])
 
 
 def differences(runs: list[Run], beside: str) -> str:
@@ -112,6 +124,7 @@ def differences(runs: list[Run], beside: str) -> str:
     lengths = sorted({c["length"] for c in runs[0]["asked"]})
     measures: dict[str, Callable[[Run], list[float]]] = {
         "short text": short_text,
+        "SQuAD": squad,
         "replies": reply_losses,
         "ended": ended,
     }

@@ -84,14 +84,17 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     turn = tokenizer(frame.turn, add_special_tokens=False)["input_ids"]
     own_texts, out = tmp_path / "own.json", tmp_path / "out.jsonl"
     own_texts.write_text(json.dumps([[*frame.begin, 30, 31, *turn, *([32, 33] * 10)] for _ in range(6)]))
+    squad = tmp_path / "squad.jsonl"
+    asked = {"qas": [{"question": "who?", "answers": ["fox"]}]}
+    squad.write_text("".join(json.dumps({"context": text, **asked}) + "\n" for text in ("A fox.", "No fox.")))
     monkeypatch.setattr(questions, "TAIL", 200)
     monkeypatch.setattr(keeping, "REPLY", 4)
     monkeypatch.setattr(
         sys,
         "argv",
         f"keeping.py {model} --text {tmp_path}/train.jsonl --held-out {tmp_path}/val.jsonl --own {own_texts} "
-        f"--held-out-own 2 --arms native keep keep-2-half keep-2-lora keep-2-gain drop pose --window 2048 "
-        f"--target 4096 --rows 6 --lengths 1400 --prompts 16 "
+        f"--squad {squad} --held-out-own 2 --arms native keep keep-2-half keep-2-lora keep-2-gain drop pose "
+        f"--window 2048 --target 4096 --rows 6 --lengths 1400 --prompts 16 "
         f"--held-out-rows 2 --checkpoints {tmp_path}/kept --out {out}".split(),
     )
     keeping.main()
@@ -99,6 +102,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     assert [r["arm"] for r in runs] == ["native", "keep", "keep-2-half", "keep-2-lora", "keep-2-gain", "drop", "pose"]
     assert runs[0]["own"]["kl"] == pytest.approx(0, abs=1e-6) and runs[1]["own"]["kl"] > 0
     assert {"kl", "ce", "text_ce"} <= runs[1]["log"][0].keys() and runs[-1]["steps"] == 1
+    assert [len(r["squad"]["scores"]) for r in runs] == [2] * len(runs)
     assert {c["chat"] for c in runs[0]["asked"]} == ({False, True} if chat else {False})
     assert ("replies" in runs[1]["own"]) == chat
     kept = {folder.name: json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "kept").iterdir()}
@@ -111,7 +115,9 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
         "drop-0": "llama3",
         "pose-0": "yarn",
     }
-    assert "| keep |" in keeping_results.table(runs)
+    table = keeping_results.table(runs)
+    assert "| keep |" in table and "| short text | SQuAD | passkey" in table and "SQuAD 2 paragraphs." in table
+    assert "| SQuAD |" in keeping_results.differences(runs, "native")
     base, merged, whole, half = (
         load_file(folder / "model.safetensors")
         for folder in (model, *(tmp_path / "kept" / f"{name}-0" for name in ("keep-2-lora", "keep-2", "keep-2-half")))
