@@ -236,8 +236,8 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
             "objective",
             {"objective": "clm", "native_args": None},
             "next-token loss",
-            "It finds as many far answers as with a teacher, and the model talks less like itself: .77 nats from what "
-            f"it said, with a teacher .13. A teacher is not possible here: {reason}",
+            "It finds at least as many far answers as with a teacher, and the model talks less like itself: .77 nats "
+            f"from what it said, with a teacher .13. A teacher is not possible here: {reason}",
             "measured",
             flag,
         )
@@ -245,8 +245,8 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
         "objective",
         {"objective": "native-distill", "native_args": keep},
         "the model as it came teaches every token; answers, and more lightly all text, have a next-token loss beside",
-        "It keeps the way in which the model speaks: .13 nats from what it said, without a teacher .77. As many far "
-        "answers are found.",
+        "It keeps the way in which the model speaks: .13 nats from what it said, without a teacher .77. At least as "
+        "many far answers are found without one.",
         "measured",
         flag,
     )
