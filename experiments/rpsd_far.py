@@ -85,17 +85,13 @@ class Data:
 
 def rows_of(data: Data, args: argparse.Namespace, seed: int) -> Dataset:
     """Rows of --row tokens of one document each, a share of --mix of which is an exam over the whole row."""
-
-    def made() -> Iterator[dict[str, list[int]]]:
-        rng = random.Random(seed)
-        pieces = [d[k : k + args.row] for d in data.ids for k in range(0, len(d) - args.row + 1, args.row)]
-        for piece in rng.sample(pieces, len(pieces)):
-            if rng.random() < args.mix:
-                yield {"input_ids": exam_over(rng.choice(KINDS), data.tokenizer, piece, args.keys, rng, QUESTIONS).ids}
-            else:
-                yield {"input_ids": piece}
-
-    return Dataset.from_list(list(made()))
+    rng, rows = random.Random(seed), []
+    pieces = [d[k : k + args.row] for d in data.ids for k in range(0, len(d) - args.row + 1, args.row)]
+    for piece in rng.sample(pieces, len(pieces)):
+        if rng.random() < args.mix:
+            piece = exam_over(rng.choice(KINDS), data.tokenizer, piece, args.keys, rng, QUESTIONS).ids
+        rows.append({"input_ids": piece})
+    return Dataset.from_list(rows)
 
 
 def sittings(tokenizer: Any, haystack: list[int], args: argparse.Namespace) -> dict[tuple[int, int, Kind], list[Exam]]:
