@@ -1,37 +1,23 @@
 """Questions of people about a paragraph, answered as a chat: those of SQuAD, which no rows of training are like."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rope_patch.eval.asking import Frame
 from rope_patch.eval.generation import greedy_answers
-from rope_patch.eval.text import read_json_lines
+from rope_patch.eval.squad import Paragraph, read_squad
 
 NEW_TOKENS = 48  # of an answer, at most
 
 
-@dataclass(frozen=True)
-class Paragraph:
-    """A text and questions about it, each with the words of the text that answer it."""
-
-    text: str
-    questions: list[tuple[str, str]]
-
-
 def read_paragraphs(file: Path) -> list[Paragraph]:
-    """Paragraphs of JSON lines with `context` and `qas` [question, answers], of each question its first answer.
+    """Paragraphs of a file of SQuAD's form that have a question with an answer.
 
     Raises:
-        ValueError: there is none with a question that has an answer.
+        ValueError: there is none.
     """
-    found = []
-    for line in read_json_lines(file):
-        fields: dict[str, Any] = dict(line)
-        questions = [(qa["question"], qa["answers"][0]) for qa in fields["qas"] if qa["answers"]]
-        if questions:
-            found.append(Paragraph(fields["context"], questions))
+    found = [paragraph for paragraph in read_squad(file) if paragraph.questions]
     if not found:
         raise ValueError(f"{file} has no paragraph with an answered question: give one of SQuAD's form.")
     return found
@@ -49,10 +35,10 @@ def prompts_about(paragraph: Paragraph, tokenizer: Any) -> list[list[int]]:
 
 
 def answers_about(model: Any, tokenizer: Any, paragraphs: list[Paragraph]) -> dict[str, Any]:
-    """Of each paragraph the share of its questions whose answer, as written, has SQuAD's words in it."""
+    """Of each paragraph the share of its questions that are answered, as written, in the words of SQuAD's first."""
     prompts = [prompts_about(paragraph, tokenizer) for paragraph in paragraphs]
     replies = iter(greedy_answers(model, tokenizer, sum(prompts, []), max_new_tokens=NEW_TOKENS))
-    said = [[(answer, next(replies)) for _, answer in paragraph.questions] for paragraph in paragraphs]
+    said = [[(answers[0], next(replies)) for _, answers in paragraph.questions] for paragraph in paragraphs]
     return {
         "scores": [fmean(answer in reply for answer, reply in of_one) for of_one in said],
         "questions": sum(map(len, said)),

@@ -23,6 +23,7 @@ from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores
 from .progress import token_bar
 from .result import Result
 from .retrieval_grid import RetrievalGrid
+from .squad import read_squad
 from .text import read_json_lines
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def ruler(
         tasks: names out of `rope_patch.eval.ruler.TASKS`; None means all whose data are given.
         samples: prompts of each task and length; RULER takes 500.
         haystack: text in place of the essays; needed by the five tasks that hide needles in running text.
-        squad: SQuAD's own JSON file, or .jsonl(.xz) with `context` and `qas` [question, answers].
+        squad: SQuAD's own JSON file, or .jsonl(.xz) with `title`, `context` and `qas` [question, answers].
         hotpotqa: HotpotQA's own JSON file, or .jsonl(.xz) with `question`, `answer` and `context` [title, sentences].
         batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
         chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
@@ -378,24 +379,18 @@ def _by_position(logged: list[dict[str, Any]], n_bins: int = 10) -> AnswerPositi
 
 def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Questions and paragraphs as lm-eval's generator takes them, from SQuAD's own JSON or from JSON lines."""
-    if file.name.endswith((".jsonl", ".jsonl.xz")):
-        paragraphs: list[Any] = list(read_json_lines(file))
-    else:
-        data = json.loads(file.read_text(encoding="utf-8"))["data"]
-        paragraphs = [{**p, "title": d["title"]} for d in data for p in d["paragraphs"]]
-    docs = sorted({p["context"] for p in paragraphs})
+    paragraphs = read_squad(file)
+    docs = sorted({p.text for p in paragraphs})
     place = {c: i for i, c in enumerate(docs)}
     titles: dict[str, list[int]] = {}
     for p in paragraphs:
-        titles.setdefault(p["title"], []).append(place[p["context"]])
+        titles.setdefault(p.title, []).append(place[p.text])
     qas = []
     for p in paragraphs:
-        paragraph = place[p["context"]]
-        for qa in p["qas"]:
-            answers = [a["text"] if isinstance(a, dict) else a for a in qa["answers"]]
-            if answers:  # SQuAD 2.0 has questions without one
-                more = [i for i in titles[p["title"]] if i != paragraph]
-                qas.append({"query": qa["question"], "outputs": answers, "context": [paragraph], "more_context": more})
+        paragraph = place[p.text]
+        for question, answers in p.questions:
+            more = [i for i in titles[p.title] if i != paragraph]
+            qas.append({"query": question, "outputs": answers, "context": [paragraph], "more_context": more})
     return qas, docs
 
 

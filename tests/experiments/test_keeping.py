@@ -85,7 +85,7 @@ def test_arms_are_trained_measured_and_tabulated(chat, tokenizer, tmp_path, monk
     own_texts, out = tmp_path / "own.json", tmp_path / "out.jsonl"
     own_texts.write_text(json.dumps([[*frame.begin, 30, 31, *turn, *([32, 33] * 10)] for _ in range(6)]))
     squad = tmp_path / "squad.jsonl"
-    asked = {"qas": [{"question": "who?", "answers": ["fox"]}]}
+    asked = {"title": "Foxes", "qas": [{"question": "who?", "answers": ["fox"]}]}
     squad.write_text("".join(json.dumps({"context": text, **asked}) + "\n" for text in ("A fox.", "No fox.")))
     monkeypatch.setattr(questions, "TAIL", 200)
     monkeypatch.setattr(keeping, "REPLY", 4)

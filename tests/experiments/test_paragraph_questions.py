@@ -7,8 +7,8 @@ import pytest
 from paragraph_questions import Paragraph
 from support.characters import chat_tokenizer
 
-FOX = Paragraph("A fox ran.", [("who ran?", "fox"), ("what did it?", "ran")])
-OWL = Paragraph("An owl sat.", [("who sat?", "owl")])
+FOX = Paragraph("Foxes", "A fox ran.", [("who ran?", ["fox", "another"]), ("what did it?", ["ran", "another"])])
+OWL = Paragraph("Owls", "An owl sat.", [("who sat?", ["owl"])])
 
 
 def write(file, *lines):
@@ -16,10 +16,11 @@ def write(file, *lines):
     return file
 
 
-def test_paragraphs_are_read_with_the_first_answer_of_each_question(tmp_path):
-    asked = [{"question": q, "answers": [a, "another"]} for q, a in FOX.questions]
+def test_paragraphs_are_read_that_have_a_question_with_an_answer(tmp_path):
+    asked = [{"question": q, "answers": answers} for q, answers in FOX.questions]
     unanswered = {"question": "why?", "answers": []}
-    lines = {"context": FOX.text, "qas": [*asked, unanswered]}, {"context": "No more.", "qas": [unanswered]}
+    foxes = {"title": "Foxes", "context": FOX.text, "qas": [*asked, unanswered]}
+    lines = foxes, {"title": "None", "context": "No more.", "qas": [unanswered]}
     assert paragraph_questions.read_paragraphs(write(tmp_path / "squad.jsonl", *lines)) == [FOX]
     with pytest.raises(ValueError, match="no paragraph with an answered question"):
         paragraph_questions.read_paragraphs(write(tmp_path / "none.jsonl", lines[1]))

@@ -1,0 +1,41 @@
+"""Questions about paragraphs, from SQuAD's own file or from JSON lines."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .text import read_json_lines
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A text and the questions about it.
+
+    Args:
+        title: of the article that it is from.
+        text: its own.
+        questions: each with the words of the text that answer it, of which there are several where writers differ.
+    """
+
+    title: str
+    text: str
+    questions: list[tuple[str, list[str]]]
+
+
+def read_squad(file: Path) -> list[Paragraph]:
+    """The paragraphs of SQuAD's own JSON file, or of .jsonl(.xz) with `title`, `context` and `qas`.
+
+    Questions without an answer, as SQuAD 2.0 has them, are left out.
+    """
+    if file.name.endswith((".jsonl", ".jsonl.xz")):
+        paragraphs: list[Any] = list(read_json_lines(file))
+    else:
+        data = json.loads(file.read_text(encoding="utf-8"))["data"]
+        paragraphs = [{**p, "title": d["title"]} for d in data for p in d["paragraphs"]]
+    return [Paragraph(p["title"], p["context"], _answered(p["qas"])) for p in paragraphs]
+
+
+def _answered(qas: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    with_texts = ((qa["question"], [a["text"] if isinstance(a, dict) else a for a in qa["answers"]]) for qa in qas)
+    return [(question, answers) for question, answers in with_texts if answers]
