@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
 
@@ -10,7 +11,9 @@ import keeping_results
 import paper_claims
 import pytest
 import reply_noise
+import rpsd_far_results
 import scaling
+from result_lines import mean_of
 from support.training import trainer
 
 from rope_patch.eval.paired import paired_interval
@@ -263,26 +266,31 @@ def test_the_table_of_the_last_ideas_is_that_of_its_files():
     assert "from YaRN's {:.2f} to {:.2f} (NTK 16x {:.2f})".format(*figures) in said
 
 
+def keeping_differences(runs, arm, beside):
+    """Mean and interval of each measure of an arm, less those of another."""
+    header, _, *rows = keeping_results.tables(runs, beside=beside).splitlines()[2:]
+    (row,) = (row for row in rows if row.startswith(f"| {arm},"))
+    cells = zip(header.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True)
+    return {name: [float(x) for x in re.findall(r"[+-]\d\.\d+", cell)] for name, cell in cells}
+
+
+def size(value):
+    return f"{abs(value):.3f}".removeprefix("0")
+
+
+def least_to_most(difference):
+    """A difference as pages say it, with a place for words behind the mean."""
+    low, high = sorted(map(abs, difference[1:]))
+    return f"{size(difference[0])} {{}}({size(low)} to {size(high)})"
+
+
 def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     runs = lines_of("keeping-seeds-h100.jsonl")
     page, said = (RESULTS / "keeping.md").read_text(), text_of("docs/results/keeping.md")
     (table,) = keeping_results.tables(runs).split("\n\n")[:1]
     assert table in page
 
-    def beyond(arm, beside):
-        """Mean and interval of each measure, as the page says them."""
-        header, _, *rows = keeping_results.tables(runs, beside=beside).splitlines()[2:]
-        (row,) = (row for row in rows if row.startswith(f"| {arm},"))
-        cells = zip(header.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True)
-        return {name: [float(x) for x in re.findall(r"[+-]\d\.\d+", cell)] for name, cell in cells}
-
-    def size(value):
-        return f"{abs(value):.3f}".removeprefix("0")
-
-    def least_to_most(difference):
-        low, high = sorted(map(abs, difference[1:]))
-        return f"{size(difference[0])} {{}}({size(low)} to {size(high)})"
-
+    beyond = partial(keeping_differences, runs)
     control, native = beyond("no-kl-2", "keep-2"), beyond("keep-2", "native")
     for name, words in {"keys at 32768": "more than the recipe at 32768 tokens ", "keys at 60000": "at 60000 "}.items():
         assert control[name][1] > 0 and least_to_most(control[name]).format(words) in said
@@ -305,16 +313,7 @@ def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     assert f"by {size(far[0][0])} and {size(far[1][0])}." in said and max(high for *_, high in far) < 0
     keys = [adapters[f"keys at {n}"] for n in (*within, 16384, 32768, 60000)]
     assert all(low < 0 < high for _, low, high in keys)
-    long, beside = beyond("keep-2-slow-long", "native"), beyond("keep-2-slow-long", "keep-2")
-    mean_lost, low, high = long["replies"]
-    assert f"({size(mean_lost)} nats, -{size(high)} to +{size(low)})" in said and low < 0 < high
-    assert long["ended"][1] < 0 < long["ended"][2]
-    assert least_to_most(beside["keys at 32768"]).format("more ") in said
-    fewer = sorted(beside[f"words at {n}"][0] for n in (4096, 7900, 16384, 32768))
-    assert f"from 4096 tokens to 32768, by {size(fewer[-1])} to {size(fewer[0])}" in said
     cells = keeping_cells("keeping-seeds-h100.jsonl")
-    for k in (2, 3, 4):
-        assert float(cells["keep-2-slow-long"][k]) <= float(cells["keep-2"][k].split(" ± ")[0])
     readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
     texts, ended = ([short(cells[arm][k]) for arm in ("keep-2", "native")] for k in (8, 7))
     assert "noise ({}, as it came {}); again fewer replies ended ({}, as it came {})".format(*texts, *ended) in readme
@@ -325,6 +324,51 @@ def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     seconds = {run["arm"]: [r["train_seconds"] for r in runs if r["arm"] == run["arm"]] for run in runs[3:]}
     times = [f"{f(seconds[arm]):.0f}" for arm in ("keep-2-lora-slow", "keep-2") for f in (min, max)]
     assert "{} to {} seconds in place of {} to {}".format(*times) in said
+
+
+def test_what_twice_the_rows_gave_is_told_as_the_file_has_it():
+    runs, said = lines_of("keeping-long-h100.jsonl"), text_of("docs/results/keeping.md")
+    assert keeping_results.tables(runs).split("\n\n")[0] in (RESULTS / "keeping.md").read_text()
+    recipe = [run for run in lines_of("keeping-seeds-h100.jsonl") if run["arm"] == "keep-2"]
+    both = [*recipe, *(run for run in runs if run["arm"] != "keep-2")]
+    lengths = (2048, 4096, 7900, 16384, 32768, 60000)
+    found = [f"{test} at {n}" for test in ("keys", "words") for n in lengths]
+    beside = keeping_differences(both, "no-kl-2-slow-long", "keep-2-slow-long")
+    assert min(beside[f"words at {n}"][1] for n in lengths) > 0
+    assert min(beside[f"keys at {n}"][1] for n in (4096, 16384)) > 0
+    assert least_to_most(beside["words at 16384"]).format("more at 16384 tokens ") in said
+    assert least_to_most(beside["replies"]).format("nats nearer ") in said
+    control = keeping_differences(both, "no-kl-2-slow-long", "keep-2")
+    assert min(control[name][2] for name in found) > 0  # none is lower beyond noise
+    mean_far, low, high = control["replies"]
+    assert f"{size(mean_far)} nats further from the model's own, within noise (-{size(low)} to +{size(high)})" in said
+    fast = keeping_differences(lines_of("keeping-seeds-h100.jsonl"), "no-kl-2", "keep-2")
+    assert f"where at 3e-4, in one seed, they were {size(fast['replies'][0])} further" in said
+    slow = keeping_differences(both, "keep-2-slow-long", "native")
+    assert least_to_most(slow["replies"]).format("nats less likely to the model as it came than its own ") in said
+    assert least_to_most(slow["ended"]).format("fewer end ") in said
+    assert least_to_most(slow["short text"]).format("lower, just beyond noise ") in said
+    slow = keeping_differences(both, "keep-2-slow-long", "keep-2")
+    assert all(slow[name][1] < 0 < slow[name][2] for name in ("replies", "short text", "ended"))
+    assert least_to_most(slow["keys at 32768"]).format("more keys at 32768 tokens ") in said
+    fewer = sorted(slow[f"words at {n}"][0] for n in lengths[:-1])
+    assert f"{size(fewer[-1])} to {size(fewer[0])} fewer words up to 32768" in said
+    assert all(slow[f"words at {n}"][2] < 0 for n in lengths[:-1])
+    cells = keeping_cells("keeping-long-h100.jsonl")
+    squad, kl = ({arm: short(row[k].split(" ± ")[0]) for arm, row in cells.items()} for k in (9, 5))
+    assert f"a KL of {kl['keep-2-slow-long']} in place of {kl['no-kl-2-slow-long']}" in said
+    more, low, high = keeping_differences(runs, "keep-2", "native")["SQuAD"]
+    asked = f"{squad['keep-2']} by the recipe in one seed ({size(more)} more, {size(low)} to {size(high)})"
+    assert f"{asked}, {squad['keep-2-slow-long']} by keep-2-slow-long, {squad['no-kl-2-slow-long']} by its" in said
+    assert min(keeping_differences(runs, arm, "native")["SQuAD"][1] for arm in cells if arm != "native") > 0
+    told = [squad[arm] for arm in ("keep-2", "no-kl-2-slow-long", "native")]
+    choosing, readme = text_of("docs/choosing.md"), text_of("README.md")
+    assert "recipe answers {} (one seed), the control {} (one seed), the model as it came {}.".format(*told) in choosing
+    told = [short(f"{float(share):.2f}") for share in told]
+    assert "recipe answers {} (one seed), the control {}, the model as it came {}.".format(*told) in readme
+    recipes = short(f"{mean(run['own']['kl'] for run in recipe):.3f}")
+    assert f"KL of {recipes} in place of {kl['no-kl-2-slow-long']}" in choosing
+    assert f"KL {kl['no-kl-2-slow-long']} in place of {recipes}" in readme
 
 
 def test_what_noise_makes_of_replies_is_documented_as_the_file_has_it():
@@ -667,6 +711,32 @@ def test_controls_of_self_distillation_stand_beside_it():
     for span in (0, -1):
         losses = [run["loss_by_position"][span]["loss"] for run in (skip, plain)]
         assert f"{losses[0]:.3f} and {losses[1]:.3f}" in results
+
+
+def test_rows_of_four_windows_are_told_as_their_file_has_them():
+    runs, said = lines_of("rpsd-far-h100.jsonl"), text_of("docs/results/self_distillation.md")
+    page = (RESULTS / "self_distillation.md").read_text()
+    for table in rpsd_far_results.tables(runs).split("\n\n"):
+        assert table in page or table.startswith("24 texts")
+    abf, plain, skip = ({run["arm"]: run for run in runs}[arm] for arm in ("abf", "next-token", "skip"))
+
+    def found(run, kind, length):
+        return f"{mean(rpsd_far_results.by_exam([run], kind, length)):.3f}".removeprefix("0")
+
+    keys, mentions = ([found(run, kind, 131072) for run in (skip, plain, abf)] for kind in ("multikey", "ordinal"))
+    assert (
+        "{} of the keys in place of {}, and {} of the mentions in place of {}".format(*keys[:2], *mentions[:2]) in said
+    )
+    assert f"ABF alone finds {keys[2]} and {mentions[2]} there" in said
+    near = [found(run, "multikey", 32768) for run in (skip, plain, abf)]
+    assert "keys {}, {} with next-token training, {} without training".format(*near) in said
+    cost = [a["loss"] - b["loss"] for a, b in zip(skip["loss x1"], plain["loss x1"], strict=True)]
+    assert {f"{nats:.2f}" for nats in cost} == {"0.02"} and "It costs .02 nats of loss within the row" in said
+    far = mean_of(plain["loss x4"], 32768, 131072) - mean_of(skip["loss x4"], 32768, 131072)
+    assert f"the skip's loss is {far:.3f} lower".replace("0.", ".", 1) in said
+    assert f"the skip takes {skip['train_seconds'] / plain['train_seconds']:.1f} times as long" in said
+    kl = f"{rpsd_far_results.kl(skip):.2f}".removeprefix("0")
+    assert f"as large as the skip's, {kl} nats in these rows" in (ROOT / "experiments" / "rpsd_far_arms.py").read_text()
 
 
 def test_what_posaug_from_scratch_does_not_show():

@@ -426,7 +426,7 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str) -> Choice:
         rate = min(times * rate, most)
         reason += (
             f". For adapters it is {times} times that, at most {most:g} (arXiv:2405.09673 has such a ratio), at which "
-            "SmolLM2-135M with adapters on all matrices, not on attention alone, found as much in one seed"
+            "SmolLM2-135M with adapters on all matrices, not on attention alone, found as many numbers in three seeds"
         )
     rate = float(f"{rate:.1g}")
     return Choice(
