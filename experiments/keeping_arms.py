@@ -78,8 +78,7 @@ def arms(
         row_length,
         training={**distilled, "native_args": weights},
     )
-    # a weight above 0 is asked for; this one is none
-    no_kl = replace(keep, training={**distilled, "native_args": {**weights, "weight": 1e-9}})
+    no_kl = replace(keep, training={**distilled, "native_args": {**weights, "weight": 0.0}})
     keep_2, no_kl_2 = (replace(arm, rescale=ntk_2) for arm in (keep, no_kl))
     # next-token loss of answers alone: that of all tokens doubles the KL from the native model
     answers = replace(keep_2, training={**distilled, "native_args": {**weights, "text_weight": 0.0}})

@@ -33,7 +33,7 @@ class NativeTargets:
     means. Evaluation has the same loss at true positions, without draws.
 
     Args:
-        weight: of the KL, above 0.
+        weight: of the KL; 0 leaves it out, and with it the teacher: next-token losses alone are trained.
         clm_weight: of the cross-entropy under the view, which labels alone count in: with prompts masked, answers. It
             is what teaches more than the teacher knows, such as an answer whose key is far away. 0 leaves it out of
             training; evaluation then measures it.
@@ -54,12 +54,25 @@ class NativeTargets:
     direction: Direction = "forward"
 
     def __post_init__(self) -> None:
-        require_number("weight", self.weight)
-        require_number("clm_weight", self.clm_weight, least=0)
-        require_number("text_weight", self.text_weight, least=0)
+        for name in ("weight", "clm_weight", "text_weight"):
+            require_number(name, getattr(self, name), least=0)
         require_number("temperature", self.temperature)
         if self.direction not in get_args(Direction):
             raise ValueError(f"direction must be one of {get_args(Direction)}, got {self.direction!r}.")
+        if self.weight:
+            return
+        if not self.has_ce:
+            raise ValueError("weight, clm_weight and text_weight are all 0, so there is nothing to learn: raise one.")
+        of_kl = {"temperature": 1.0, "direction": "forward"}
+        if given := [name for name, default in of_kl.items() if getattr(self, name) != default]:
+            raise ValueError(
+                f"weight=0 leaves the KL out, whose {' and '.join(given)} would have no effect: leave out."
+            )
+
+    @property
+    def has_ce(self) -> bool:
+        """Whether a cross-entropy is trained."""
+        return bool(self.clm_weight or self.text_weight)
 
 
 class NativeTape(Tape):
@@ -90,7 +103,7 @@ class NativeDistiller(Distiller):
     Args:
         model: the student, patched, bare or wrapped.
         targets: what counts.
-        teacher: the same weights with adapters off, or a frozen copy.
+        teacher: the same weights with adapters off, or a frozen copy; None for targets without a KL.
         offload: whether the teacher's hidden states wait on the CPU while the student runs.
 
     Raises:
@@ -101,7 +114,7 @@ class NativeDistiller(Distiller):
         self,
         model: nn.Module,
         targets: NativeTargets,
-        teacher: SharedTeacher | CopiedTeacher,
+        teacher: SharedTeacher | CopiedTeacher | None,
         *,
         offload: bool = False,
     ) -> None:
@@ -111,7 +124,7 @@ class NativeDistiller(Distiller):
 
     def _require_difference(self) -> None:
         # with a cross-entropy the KL holds the student to its start, by whatever RoPE
-        if not (self.targets.clm_weight or self.targets.text_weight):
+        if not self.targets.has_ce:
             super()._require_difference()
 
     @property
@@ -125,10 +138,17 @@ class NativeDistiller(Distiller):
         return bool(self.targets.text_weight)
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError if documents of `length` tokens are more than the teacher's window."""
-        self.require_taught_length("the teacher, the model as it was pretrained,", length)
+        """Raise ValueError if documents of `length` tokens are more than the window of a teacher."""
+        if self.teacher is not None:
+            self.require_taught_length("the teacher, the model as it was pretrained,", length)
 
     def _steps(self, tape: NativeTape, call: DecoderCall) -> Steps:
+        if self.teacher is None:
+            output = yield None
+            hidden = tape.labelled.states(output.last_hidden_state, tape.queries)
+            labels, ce_weight = self._asked(tape)
+            tape.loss, tape.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
+            return
         self.check_length(int(tape.labelled.documents.length.max()))
         states = tape.labelled.states(self._ask_teacher(tape, call).last_hidden_state, tape.queries)
         taught = states.to("cpu") if self.offload else states

@@ -22,6 +22,7 @@ class Step:
         accumulates: whether gradients of several rows are added before a step.
         weight_bytes: of a value of the weights. `extend` trains 4; only weights under adapters are in 16 bits.
         device: "cuda" or "cpu".
+        own_loss: whether the loss is that of objective "native-distill", with a teacher or without.
     """
 
     train: str
@@ -33,6 +34,7 @@ class Step:
     accumulates: bool = True
     weight_bytes: int = 4
     device: str = "cuda"
+    own_loss: bool = False
 
     @property
     def product_bytes(self) -> int:
@@ -93,8 +95,8 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
 
     What layers keep is what PyTorch saves for backward, which a test counts. Loss and layers are not in flight at the
     same time, so the larger of the two counts, but masks stay from forward to backward. Without accumulation gradients
-    come as kept activations go, so the larger of those two counts. A next-token loss has few logits at a time (TRL's);
-    a teacher's those of `rope_kernels.linear_ce_kl`, and a tenth more as measured.
+    come as kept activations go, so the larger of those two counts. TRL's next-token loss has few logits at a time;
+    "native-distill" those of `rope_kernels.linear_ce_kl`, and a tenth more as measured with a teacher.
 
     Args:
         size: of the model.
@@ -113,7 +115,9 @@ def peak_memory(size: ModelSize, step: Step) -> Memory:
     in_flight = 2 * c * n * size.intermediate + (of_layer if step.checkpointing else 0)
     if 0 < size.sliding_window < n and n >= MASKS_TO:
         in_flight += int(4 * c * n * size.queries * (1 + size.keys_in_block))
-    logits = min(_CHUNK[step.device], 2 * n * size.vocabulary * 4) if step.teacher else 0
+    logits = 0
+    if step.teacher or step.own_loss:
+        logits = min(_CHUNK[step.device], (1 + step.teacher) * n * size.vocabulary * 4)
     loss = n * hidden * (3 * w + c) + (4 * head if step.train == "all" else 0) + logits * 11 // 10
     gradients = t * trained
     return Memory(

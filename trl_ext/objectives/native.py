@@ -32,6 +32,10 @@ class NativeOptions(ObjectiveOptions):
     def of(cls, args: "RopeSFTConfig") -> Self:
         return cls(targets=from_field(NativeTargets, "native_args", args.native_args))
 
+    @property
+    def needs_teacher(self) -> bool:
+        return bool(self.targets.weight)
+
     def record(self) -> dict[str, Any]:
         return {"native_args": self.targets}
 
@@ -56,7 +60,8 @@ class NativeObjective(Objective):
     forward_loss: NativeDistiller
 
     def _make_loss(self, model: nn.Module) -> NativeDistiller:
-        return NativeDistiller(model, self.options.targets, self._native(model), offload=self.args.teacher_offload)
+        teacher = self._native(model) if self.options.needs_teacher else None
+        return NativeDistiller(model, self.options.targets, teacher, offload=self.args.teacher_offload)
 
     def check_length(self, length: int) -> None:
         self.forward_loss.check_length(length)
@@ -76,7 +81,9 @@ class NativeObjective(Objective):
         self, tape: NativeTape, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
         rows = tape.rows
-        parts: dict[str, Part] = {"kl": (rows.kl.double().sum(), batch_counts["tokens"])}
+        parts: dict[str, Part] = {}
+        if self.options.needs_teacher:
+            parts["kl"] = rows.kl.double().sum(), batch_counts["tokens"]
         if self.forward_loss.reads_labels:
             sums = {"ce": rows.ce, "entropy": rows.entropy, "mean_token_accuracy": rows.is_top1}
             # where running text is read too, other tokens have such values as well

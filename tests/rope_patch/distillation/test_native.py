@@ -11,7 +11,7 @@ from rope_patch import patch_model
 from rope_patch.distillation import TAPE, CopiedTeacher, NativeDistiller, NativeTape, NativeTargets, SharedTeacher
 from rope_patch.layout.labelled import Labelled
 from rope_patch.patch import view_source
-from rope_patch.rotary import find_causal_lm
+from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.views import Mix, PosAug, PoSE, Skip, Standard
 
 FACTOR = 4.0  # of PI: frequencies / 4
@@ -30,7 +30,7 @@ def student(family="llama", adapters=False, view=MIX, rescale=True):
 
 def run(model, data, targets, teacher=None):
     """Loss and tape; gradients of the student are left on it."""
-    distiller = NativeDistiller(model, targets, teacher or CopiedTeacher(model))
+    distiller = NativeDistiller(model, targets, (teacher or CopiedTeacher(model)) if targets.weight else None)
     view_source(model).clock.set(3, 0)
     labelled = Labelled.of(data)
     tape = NativeTape(labelled, int(labelled.valid.sum()), labelled.n_labels, labelled.n_next)
@@ -40,6 +40,17 @@ def run(model, data, targets, teacher=None):
         if torch.is_grad_enabled():
             tape.loss.backward()
     return tape.loss.detach(), tape
+
+
+def test_without_a_kl_no_teacher_reads_and_documents_may_be_longer_than_its_window():
+    targets, model = NativeTargets(weight=0.0, clm_weight=1.0), student(view="standard")
+    ids = tokens(1, WINDOW + 1)
+    data, read = {"input_ids": ids, "labels": ids}, []
+    find_decoder(model).register_forward_hook(lambda *_: read.append(1))
+    loss, tape = run(model, data, targets, None)
+    assert len(read) == 1 and tape.rows.ce.sum() > 0
+    expected = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].double(), ids[0, 1:])
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=0)
 
 
 def divergence(p, q, direction):
@@ -83,7 +94,8 @@ def in_formulas(model, data, targets):
     "options",
     [{}, {"weight": 0.7, "clm_weight": 0.0, "direction": "reverse"}, {"clm_weight": 0.3, "temperature": 1.5},
      {"direction": "jsd", "temperature": 0.8}, {"text_weight": 0.3},
-     {"clm_weight": 0.0, "text_weight": 0.7, "temperature": 1.5}],
+     {"clm_weight": 0.0, "text_weight": 0.7, "temperature": 1.5},
+     {"weight": 0.0, "clm_weight": 1.0, "text_weight": 0.3}, {"weight": 0.0, "clm_weight": 0.0, "text_weight": 0.3}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["plain", "right", "left", "packed", "completion"])
@@ -93,7 +105,8 @@ def test_loss_and_gradients_are_those_of_the_formula(kind, options):
     loss, tape = run(model, data, targets)
     expected, grads, names, kl, ce = in_formulas(model, data, targets)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(tape.rows.kl.sum(), kl.to(tape.rows.kl.dtype), rtol=1e-4, atol=1e-6)
+    if targets.weight:
+        torch.testing.assert_close(tape.rows.kl.sum(), kl.to(tape.rows.kl.dtype), rtol=1e-4, atol=1e-6)
     if targets.clm_weight:
         torch.testing.assert_close(tape.rows.ce[tape.has_label].sum(), ce.to(tape.rows.ce.dtype), rtol=1e-4, atol=1e-6)
     parameters = dict(model.named_parameters())
@@ -192,8 +205,9 @@ def test_documents_beyond_the_window_of_the_teacher_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight": 0}, "weight must be a number above 0, got 0"),
-        ({"weight": True}, "weight must be a number above 0, got True"),
+        ({"weight": 0, "clm_weight": 0}, "weight, clm_weight and text_weight are all 0"),
+        ({"weight": 0, "direction": "jsd"}, "weight=0 leaves the KL out, whose direction would have no effect"),
+        ({"weight": True}, "weight must be a number of at least 0, got True"),
         ({"clm_weight": -1}, "clm_weight must be a number of at least 0, got -1"),
         ({"text_weight": float("nan")}, "text_weight must be a number of at least 0, got nan"),
         ({"temperature": 0.0}, "temperature must be a number above 0, got 0.0"),

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from trl_ext.extension.choices import Choices, choose
 from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
+from trl_ext.extension.memory import peak_memory
 from trl_ext.extension.options import ExtendOptions
 
 LLAMA = {
@@ -110,7 +111,22 @@ def test_without_a_possible_teacher_there_is_none():
     model.__dict__["missing"] = {"self-distillation": "its logits are not a product"}
     found = choose(model, options(), gpu(140))
     assert found.objective.value["objective"] == "clm" and found.rows.value["label_all"]
-    assert "A teacher is not possible here: its logits are not a product" in found.objective.reason
+    assert "Neither is possible here: its logits are not a product" in found.objective.reason
+
+
+def test_the_teacher_can_be_left_out():
+    given = {"objective": "native-distill", "objective_args": {"weight": 0}}
+    taught, alone = (choose(facts(), options(**more), gpu(140)) for more in ({}, given))
+    weights = {"weight": 0, "clm_weight": 1.0, "text_weight": 0.3}
+    assert alone.objective.value == {"objective": "native-distill", "native_args": weights}
+    assert not alone.rows.value["label_all"] and alone.rows.value == taught.rows.value
+    assert (alone.rate.value, taught.rate.value) == (1e-4, 3e-4) and "without a teacher" in alone.rate.reason
+    memory = [peak_memory(facts().size, found.step("cuda")) for found in (alone, taught)]
+    assert memory[0].teacher == 0 < memory[1].teacher and 0 < memory[0].loss <= memory[1].loss
+    longer = choose(facts(), options(row_length=16384, **given), gpu(140))
+    assert longer.rows.value["length"] == 16384
+    with pytest.raises(ValueError, match='at most the window of 8192, within which the teacher .*"weight": 0'):
+        choose(facts(), options(row_length=16384), gpu(140))
 
 
 def test_without_views_it_is_refused_with_the_way_out():

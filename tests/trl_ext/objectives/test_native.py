@@ -71,6 +71,34 @@ def test_running_text_counts_beside_answers_as_a_mean_of_its_own(way, tmp_path):
     assert metrics["eval_ce"] == pytest.approx(ce, rel=1e-4)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_without_a_kl_answers_and_text_are_weighed_and_nothing_teaches(way, tmp_path):
+    rows = documents(4)["input_ids"]
+    answers = [[0] * (len(row) - 3 - k) + [1] * (3 + k) for k, row in enumerate(rows)]
+    data = Dataset.from_dict({"input_ids": rows, "completion_mask": answers})
+    options = {"train_dataset": data, "eval_dataset": data, "max_steps": 1, "learning_rate": 0.0, **NATIVE}
+    weights = {"clm_weight": 0.2, "text_weight": 0.3}
+    with_kl, without = (
+        trainer(tmp_path / name, native_args={"weight": weight, **weights}, **options, **WAYS[way])
+        for name, weight in (("kl", 0.5), ("none", 0.0))
+    )
+    assert without._objective.teacher is None
+    for run in (with_kl, without):
+        run.train()
+    (theirs,), (ours,) = (logged(run, "loss", "kl", "ce", "text_ce") for run in (with_kl, without))
+    assert "kl" not in ours and ours["loss"] == pytest.approx(theirs["loss"] - 0.5 * theirs["kl"], rel=1e-4)
+    assert ours["ce"] == pytest.approx(theirs["ce"]) and ours["text_ce"] == pytest.approx(theirs["text_ce"])
+    metrics = without.evaluate()
+    assert "eval_kl" not in metrics
+    assert metrics["eval_ce"] == pytest.approx(ours["ce"]) and metrics["eval_text_ce"] == pytest.approx(ours["text_ce"])
+
+
+def test_what_a_teacher_alone_uses_is_refused_without_one(tmp_path):
+    native_args = {"weight": 0.0, "clm_weight": 1.0}
+    with pytest.raises(ValueError, match="teacher_offload needs a teacher"):
+        RopeSFTConfig(output_dir=str(tmp_path), native_args=native_args, teacher_offload=True, use_cpu=True, **NATIVE)
+
+
 @pytest.mark.parametrize("adapters", [True, False], ids=["adapters", "copy"])
 @pytest.mark.parametrize("way", ["accumulated", "checkpointed", "padding-free"])
 def test_a_mix_of_views_trains_alike_however_a_step_is_batched(way, adapters, tmp_path):
@@ -184,7 +212,7 @@ def test_resuming_and_offloading_give_the_same_run(tmp_path):
     [
         ({"native_args": {"weight": 2.0}}, "native_args belongs to objective='native-distill', got objective='clm'"),
         ({**NATIVE, "native_args": {"kl_weight": 1.0}}, "Unknown option 'kl_weight' of native_args"),
-        ({**NATIVE, "native_args": {"weight": -1}}, "native_args: weight must be a number above 0, got -1"),
+        ({**NATIVE, "native_args": {"weight": -1}}, "native_args: weight must be a number of at least 0, got -1"),
         ({**NATIVE, "kl_weight": 2.0}, "kl_weight belongs to objective='self-distill', got objective='native-distill'"),
         ({**NATIVE, "token_weighting": "longce"}, "token_weighting belongs to objective='clm' or 'self-distill'"),
     ],
