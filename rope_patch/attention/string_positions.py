@@ -58,10 +58,12 @@ class _Plan:
     Args:
         cached: tokens that the cache holds.
         document: of each token in cache and row, -1 on padding, [batch, tokens]; None where each row is one document.
+        turn: cosine and sine by which far keys turn.
     """
 
     cached: int
     document: torch.Tensor | None
+    turn: tuple[torch.Tensor, torch.Tensor]
 
 
 class _StringPositions:
@@ -98,7 +100,6 @@ class _StringPositions:
                 f"{type(self.decoder).__name__} rotates without an apply_rotary_pos_emb, which string_positions uses."
             )
         self.parameters = parameter_names(self.decoder)
-        self.turn = self._turn()
         self._require_keys_that_turn()
 
     def _require_inference(self) -> None:
@@ -116,11 +117,11 @@ class _StringPositions:
         length = (cos.square() + sin.square()).sqrt()
         return cos / length, sin / length
 
-    def turned(self, key: torch.Tensor) -> torch.Tensor:
-        """Keys S - W positions further on."""
+    def turned(self, key: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Keys S - W positions further on, by what `_turn` gives."""
         assert self.rotate is not None
         x = key if key.dtype == torch.float64 else key.float()
-        cos, sin = (part.to(key.device) for part in self.turn)
+        cos, sin = (part.to(key.device) for part in turn)
         turned: torch.Tensor = self.rotate(x, x, cos, sin)[1]
         return turned.to(key.dtype)
 
@@ -129,6 +130,7 @@ class _StringPositions:
         """Moving all positions moves nothing but keys and queries: see that all keys move as `turned` says."""
         ids = torch.arange(4, device=next(self.decoder.parameters()).device)[None]
         seen: list[list[torch.Tensor]] = []
+        turn = self._turn()
         for shift in (0, self.offset - self.local):
             keys: list[torch.Tensor] = []
 
@@ -140,7 +142,7 @@ class _StringPositions:
             seen.append(keys)
         for before, after in zip(*seen, strict=True):
             try:
-                error = (self.turned(before) - after).abs().max()
+                error = (self.turned(before, turn) - after).abs().max()
             except RuntimeError:  # RoPE rotates other features than all of a key's
                 error = after.new_full((), torch.inf)
             if not error <= 0.2 * after.abs().max():  # 16 bits round in each layer; no rotation is off by all of it
@@ -164,7 +166,8 @@ class _StringPositions:
             document = mask.long() - 1
         elif not cached and call.get("position_ids") is not None:  # rows may hold several documents
             document = locate_documents(rows, n, tokens.device, call["position_ids"], None).ordinal
-        return args, {**kwargs, PLAN: _Plan(cached, document)}
+        # of each forward anew: the model may have been rescaled within the block
+        return args, {**kwargs, PLAN: _Plan(cached, document, self._turn())}
 
     def attend(self, call: AttentionCall) -> torch.Tensor | None:
         """Attention [batch, n, n_heads, value_dim] of a layer; None where no two tokens are so far apart."""
@@ -182,7 +185,7 @@ class _StringPositions:
             )
         if n_keys <= self.offset:
             return None
-        far = self.turned(call.key[:, :, : n_keys - self.offset])
+        far = self.turned(call.key[:, :, : n_keys - self.offset], plan.turn)
         rows = max(1, _MASK_ENTRIES // (n_keys * (1 if plan.document is None else len(call.query))))
         parts = []
         for begin in range(0, n_queries, rows):

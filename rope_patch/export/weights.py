@@ -80,15 +80,17 @@ def _of_module(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _of_adapted(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     kinds = {kind.__name__ for kind in type(module).__mro__}
-    active = [] if module.disable_adapters else [a for a in module.active_adapters if _has(module, a)]
-    if "ModulesToSaveWrapper" in kinds:
-        yield from _of_module(module.modules_to_save[active[0]] if active else module.original_module, name)
-        return
-    if "AuxiliaryTrainingWrapper" in kinds or not hasattr(module.get_base_layer(), "weight"):
+    saved = "ModulesToSaveWrapper" in kinds
+    swaps = "LNTuningLayer" in kinds  # its merge puts another module in place of the layer
+    if not saved and ("AuxiliaryTrainingWrapper" in kinds or swaps or not hasattr(module.get_base_layer(), "weight")):
         raise ValueError(
             f"{name} is adapted by PEFT's {type(module).__name__}, which is not merged here: call "
             "model.merge_and_unload() first and export what it returns."
         )
+    active = [] if module.disable_adapters else [a for a in module.active_adapters if _has(module, a)]
+    if saved:
+        yield from _of_module(module.modules_to_save[active[0]] if active else module.original_module, name)
+        return
     base = module.get_base_layer()
     if not active or module.merged:
         yield from _of_module(base, name)

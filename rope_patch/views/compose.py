@@ -7,7 +7,7 @@ import torch
 
 from .base import VIEWS, Parameters, View
 from .nope import NoPE
-from .options import require_effect
+from .options import require_effect, require_indexable
 from .rpe import RPE
 from .several import Several, as_view, parameters_of
 
@@ -52,6 +52,12 @@ class Compose(Several):
 
     def conditions(self) -> list[str]:
         return [*super().conditions(), "the views of a composition must not undo each other"]
+
+    def check_length(self, length: int) -> None:
+        super().check_length(length)
+        last = self.reach(length)  # each view alone may be within what float32 can index
+        if last is not None:
+            require_indexable(self, last)
 
     def reach(self, length: int, last: int | None = None) -> int | None:
         for view in self.views:

@@ -181,6 +181,23 @@ def test_lora_is_merged_and_the_model_stays_as_it_is(tmp_path):
     assert torch.equal(merged.model.layers[1].mlp.down_proj.weight, exact.bfloat16())
 
 
+@pytest.mark.parametrize(("kind", "options"), [
+    ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
+    ("LoraConfig", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}),
+])  # fmt: skip
+@torch.no_grad()
+def test_adapters_that_replace_more_than_a_weight_are_refused_and_stay(kind, options, tmp_path):
+    peft = pytest.importorskip("peft")
+    model, ids = peft.get_peft_model(tiny(), getattr(peft, kind)(**options)).eval(), tokens(1, 20)
+    for name, parameter in model.named_parameters():
+        if "ln_tuning" in name or "trainable_tokens" in name:
+            parameter += 0.3
+    before = model(ids).logits
+    with pytest.raises(ValueError, match="which is not merged here: call model.merge_and_unload"):
+        export(model, tmp_path / "out")
+    assert torch.equal(model(ids).logits, before) and not left_behind(tmp_path)
+
+
 def test_an_adapter_that_has_diverged_is_refused(tmp_path):
     model = lora(tiny())
     with torch.no_grad():

@@ -7,7 +7,7 @@ from support.batches import batch, documents_of
 from support.tiny import tiny, tokens
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from rope_patch import patch_model, rope_view, string_positions
+from rope_patch import native_rope, patch_model, rope_view, string_positions
 from rope_patch.views import Skip
 
 S, W = 7, 3
@@ -100,6 +100,19 @@ def test_it_goes_with_a_rescaling_and_its_factor():
     right = expected(model, ids, rotary.inv_freq.double(), rotary.attention_scaling)
     torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-4)
     assert rotary.attention_scaling > 1.1
+
+
+@torch.no_grad()
+def test_a_rescaling_within_the_block_is_met_by_far_keys():
+    model, ids = tiny(), tokens(1, 29)
+    with string_positions(model, offset=S, local=W):
+        before = model(ids, use_cache=False).logits
+        patch_model(model, "yarn", factor=4.0)
+        inside = model(ids, use_cache=False).logits
+        with native_rope(model):
+            assert torch.equal(model(ids, use_cache=False).logits, before)
+    with string_positions(model, offset=S, local=W):
+        assert torch.equal(model(ids, use_cache=False).logits, inside) and not torch.equal(inside, before)
 
 
 def test_the_default_offset_is_a_third_of_the_window():

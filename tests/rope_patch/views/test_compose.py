@@ -44,6 +44,10 @@ def test_compose_takes_the_dictionaries_of_a_recipe():
             lambda: Compose([{"view": "skip", "maxskip": 3}]),
             "Unknown option 'maxskip' of view 'skip'. Did you mean 'max_skip'",
         ),
+        (  # each of them alone is within 2**24
+            lambda: Compose([Skip(split=5, skip=2**23), PosAug(low=8.0, high=8.0)]).check_length(30),
+            "view 'compose': RoPE indices would reach 67109096",
+        ),
     ],
 )
 def test_what_compose_cannot_do_is_said(make, message):
