@@ -1,5 +1,6 @@
 """The public calls: patch a model, take the patch off, put a view or the native RoPE in force for a while."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, get_args
@@ -19,6 +20,7 @@ from .one_config import require_frequencies_of_config, require_one_config, requi
 from .rescale import RopeParameters, healed, names_no_window, own_config, rescaled
 from .rescalings import Rescaling
 from .rotary import (
+    configs_of_forwards,
     find_causal_lm,
     find_decoder,
     grows_with_rows,
@@ -233,19 +235,29 @@ def native_rope(model: nn.Module) -> Iterator[None]:
         raise ValueError(reason)
     if state.native_blocks == 0:
         # the modules may have moved on since: dynamic RoPE types keep frequencies of their last forward
-        state.beside_native = (state.current, RopeParameters.of(decoder))
+        configs = {name: module.config for name, module in rotary_by_name(decoder).items()}
+        state.beside_native = (state.current, RopeParameters.of(decoder), configs)
     state.native_blocks += 1
     try:
         state.native.write_modules(decoder)
+        _give_configs(decoder, state.native_configs)
         state.current = state.native
         yield
     finally:
         state.native_blocks -= 1
         if state.native_blocks == 0:
             assert state.beside_native is not None
-            (state.current, in_force), state.beside_native = state.beside_native, None
+            (state.current, in_force, configs), state.beside_native = state.beside_native, None
             in_force.write_modules(decoder)
+            _give_configs(decoder, configs)
             _end_temporary(model, decoder, state)
+
+
+def _give_configs(decoder: nn.Module, configs: dict[str, Any]) -> None:
+    """Let rotary modules read these configs, by module name; that of the decoder, which is saved, stays."""
+    for name, module in rotary_by_name(decoder).items():
+        if name in configs:
+            module.config = configs[name]
 
 
 def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
@@ -273,6 +285,7 @@ def _new_state(decoder: PreTrainedModel) -> RopeState:
         current=native,
         start=native,
         local=LocalLayers.of(decoder),
+        native_configs=copy.deepcopy(configs_of_forwards(decoder)),
         layers_call_rotary=layers_call_rotary(decoder),
     )
 

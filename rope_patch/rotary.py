@@ -169,6 +169,15 @@ def frequencies_go_by_row(module: Any) -> bool:
     return any(grows_with_rows(t) or (switches_by_row(t) and not one_set) for t in rope_types(module))
 
 
+def configs_of_forwards(decoder: nn.Module) -> dict[str, Any]:
+    """Configs of the rotary modules, by `own_name`, whose RoPE type reads its parameters there in every forward."""
+    return {
+        name: module.config
+        for name, module in rotary_by_name(decoder).items()
+        if any(map(picks_by_row, rope_types(module)))
+    }
+
+
 @contextmanager
 def frequencies_kept(model: nn.Module) -> Iterator[None]:
     """Keep the frequencies of LongRoPE with the same divisors for short and long rows.

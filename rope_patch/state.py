@@ -65,7 +65,8 @@ class RopeState:
         applied: whether a rotary module has used them.
         layers_call_rotary: a rotary module sits inside a layer, so that checkpointing runs it again in backward.
         native_blocks: how many `native_rope` blocks are open.
-        beside_native: those that come back at their end, and what the modules held of them.
+        native_configs: native configs that rotary modules read in forwards, by module name; they get them in the block.
+        beside_native: those that come back at their end, what the modules held of them, and the modules' configs.
         temporary: whether a block put the patch on, which then ends with the last block.
         shard: which tokens of whole rows forwards get, where several ranks share a sequence; None: all of them.
     """
@@ -87,7 +88,8 @@ class RopeState:
     applied: bool = False
     layers_call_rotary: bool = False
     native_blocks: int = 0
-    beside_native: "tuple[RopeParameters, RopeParameters] | None" = None
+    native_configs: dict[str, Any] = field(default_factory=dict)
+    beside_native: "tuple[RopeParameters, RopeParameters, dict[str, Any]] | None" = None
     temporary: bool = False
     shard: SequenceShard | None = None
 

@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Phi3Config,
+    Phi3ForCausalLM,
 )
 
 from rope_patch import describe, native_rope, patch_model, unpatch_model
@@ -104,6 +106,56 @@ def test_native_rope_and_undo_are_exact(method):
     assert all(b is buffers[n] for n, b in model.model.rotary_emb.named_buffers())
     assert "_rope_patch" not in vars(model.model)
     assert not model._forward_pre_hooks and not model.model._forward_pre_hooks and not model.model._forward_hooks
+
+
+def picking_by_row(kind):
+    """A model whose native RoPE type picks frequencies by the row in every forward, from its config."""
+    divisors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    if kind == "phi3 longrope":
+        torch.manual_seed(0)
+        return Phi3ForCausalLM(
+            Phi3Config(
+                vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=WINDOW, original_max_position_embeddings=WINDOW // 2,
+                rope_parameters={**divisors, "rope_theta": THETA}, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+                initializer_range=0.2,
+            )
+        ).eval()  # fmt: skip
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    longrope = {**divisors, "original_max_position_embeddings": WINDOW // 2}
+    return tiny(rope_parameters={**(dynamic if kind == "dynamic" else longrope), "rope_theta": THETA})
+
+
+ONTO_PICKING = {
+    "abf": {"theta": 1e6},
+    "longrope": {"factor": 4.0, "long_factor": [1, 3, 6, 9], "original_max_position_embeddings": WINDOW // 2},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": WINDOW // 2},
+    "drop-rope": {"max_position_embeddings": 8 * WINDOW},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(kind, method) for kind in ("dynamic", "longrope") for method in ONTO_PICKING]
+    + [("phi3 longrope", "abf"), ("phi3 longrope", "longrope")],  # the family takes no other types
+)
+@torch.no_grad()
+def test_native_rope_is_exact_where_forwards_read_the_config(kind, method):
+    untouched, model = picking_by_row(kind), patch_model(picking_by_row(kind), method, **ONTO_PICKING[method])
+    rows = [tokens(1, n) for n in (WINDOW // 4, WINDOW - 4, WINDOW + 20, WINDOW // 4)]
+    native = [untouched(row, use_cache=False).logits for row in rows]
+    rescaled = [model(row, use_cache=False).logits for row in rows]
+    assert not torch.equal(native[0], rescaled[0])
+    config = model.config.to_dict()
+    for _ in range(2):
+        with native_rope(model), native_rope(model):
+            inside = [model(row, use_cache=False).logits for row in rows]
+            assert model.config.to_dict() == config
+        assert all(map(torch.equal, inside, native))
+        with pytest.raises(KeyError, match="stop"), native_rope(model):
+            raise KeyError("stop")
+        assert all(map(torch.equal, [model(row, use_cache=False).logits for row in rows], rescaled))
+        assert model.model.rotary_emb.config is model.config
 
 
 @torch.no_grad()
