@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from .rotary import is_nested
+from .rotary import is_nested, with_factor
 
 _TRAINED_WINDOW = "original_max_position_embeddings"
 # where families of Transformers 4 keep a base or a scaling; the last one for LongRoPE, which read it there alone
@@ -139,6 +139,4 @@ def _explicit(parameters: dict[str, Any] | None, config: Any) -> dict[str, Any] 
     if parameters is None:
         return None
     explicit = {"partial_rotary_factor": 1.0, **{key: value for key, value in parameters.items() if key != "type"}}
-    if explicit.get("rope_type") == "longrope" and "factor" not in explicit:
-        explicit["factor"] = config.max_position_embeddings / explicit["original_max_position_embeddings"]
-    return explicit
+    return with_factor(explicit, config.max_position_embeddings)

@@ -138,6 +138,17 @@ def is_nested(rope_parameters: dict[str, Any]) -> bool:
     return bool(rope_parameters) and all(value is None or isinstance(value, dict) for value in rope_parameters.values())
 
 
+def with_factor(parameters: dict[str, Any], window: int) -> dict[str, Any]:
+    """RoPE parameters of one set of frequencies, with the factor that Transformers takes where they have none.
+
+    Of 'longrope' and 'yarn' that is window / L0, where `window` is what the config declares: under another one the same
+    parameters would have another attention factor.
+    """
+    if parameters.get("rope_type") in ("longrope", "yarn") and parameters.get("factor") is None:
+        return {**parameters, "factor": window / parameters["original_max_position_embeddings"]}
+    return parameters
+
+
 def rope_types(module: Any) -> set[str]:
     """RoPE types of a rotary module; families with several layer types hold a dictionary."""
     rope_type = getattr(module, "rope_type", "default")

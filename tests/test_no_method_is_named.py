@@ -24,6 +24,7 @@ ALLOWED = {  # (start of a path, name) -> what else it is
     ("trl_ext/rows/__init__.py", "mix"): "a module",
     ("trl_ext/objectives/", "standard"): "true positions",
     ("rope_patch/rotary.py", "longrope"): "a RoPE type of Transformers",
+    ("rope_patch/rotary.py", "yarn"): "a RoPE type of Transformers",
 }
 CORE = "patch state hooks methods describe view_callback sidecar adapters rotary rescale".split()
 

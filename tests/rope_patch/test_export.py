@@ -124,6 +124,30 @@ def test_phi3_has_queries_keys_and_values_in_one_projection(tmp_path):
         export(partial, tmp_path / "partial", target="sglang")
 
 
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+@torch.no_grad()
+def test_a_smaller_window_keeps_the_attention_factor_that_the_window_made(tmp_path, family):
+    """Transformers takes the factor of LongRoPE from the config's window where none is named, as in Phi-3-128k."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": LONG}
+    if family == "phi3":
+        shape = dict(
+            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=4 * WINDOW, original_max_position_embeddings=WINDOW,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
+        )  # fmt: skip
+        model = Phi3ForCausalLM(Phi3Config(**shape, rope_parameters=rope)).eval()
+    else:
+        rope["original_max_position_embeddings"] = WINDOW
+        model = tiny(family, max_position_embeddings=4 * WINDOW, rope_parameters=rope)
+    export(model, tmp_path / "out", window=2 * WINDOW)
+    assert "factor" not in model.config.rope_parameters
+    exported = reloaded(tmp_path / "out")
+    assert exported.config.max_position_embeddings == 2 * WINDOW
+    for n in (20, 100):
+        ids = tokens(1, n)
+        assert torch.equal(exported(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
 RESCALED = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0},
