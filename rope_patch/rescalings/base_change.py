@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import papers
+from ..rotary import grows_with_rows, with_factor
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -63,7 +64,7 @@ class ABF(Rescaling):
     Args:
         theta: new base, above 1.
         max_position_embeddings: target window to write into the config, in positions; None keeps the trained one,
-            since a base alone does not say how far it reaches.
+            since a base alone does not say how far it reaches. Not for a model whose scaling begins there ("dynamic").
 
     When: Take it for longer trainings, and where RoPE parameters such as Llama 3.1's have to stay.
 
@@ -83,7 +84,18 @@ class ABF(Rescaling):
         require_window(self, "max_position_embeddings", self.max_position_embeddings)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
-        return _with_base(native, float(self.theta))
+        parameters = _with_base(native, float(self.theta))
+        if self.max_position_embeddings in (None, native.window):
+            return parameters
+        if grows_with_rows(native.rope_type):
+            raise ValueError(
+                f"rescaling 'abf': max_position_embeddings must be left out for a model of rope type "
+                f"{native.rope_type!r}, whose scaling begins where the config's window ends: it would begin at "
+                f"{self.max_position_embeddings} positions instead of {native.window}. Leave it out, which takes "
+                "patch_model before a trainer, as that names the window of its rows; or use 'yarn' with "
+                f"original_max_position_embeddings={native.window}."
+            )
+        return with_factor(parameters, native.window)
 
     def target_window(self, native_window: int) -> int | None:
         return self.max_position_embeddings
