@@ -181,9 +181,11 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
     else:
         config.rope_parameters = _merged(native.rope_parameters, rescaling, native, window, "inv_freq")
     _require_bases(native, rescaling, config.rope_parameters)
+    asked = config.rope_parameters.get("original_max_position_embeddings")
     with _as_refusal(rescaling, config):
         config.standardize_rope_params()
         config.validate_rope()
+    _require_window_asked(rescaling, config, asked)
 
     modules = rotary_by_name(decoder)
     by_module: dict[str, dict[str, Any]] = {}
@@ -215,6 +217,17 @@ def _require_bases(native: RopeParameters, rescaling: Rescaling, rope_parameters
         raise ValueError(
             f"rescaling {rescaling.name!r} changes the base of all frequencies, and layers of this model have bases of "
             "their own (layer_rope_theta), by which it finds their frequencies. Use 'pi' or 'yarn', which keep them."
+        )
+
+
+def _require_window_asked(rescaling: Rescaling, config: Any, asked: int | None) -> None:
+    """Raise if Transformers takes another window to stretch, as where a family names it beside the RoPE parameters."""
+    taken = config.rope_parameters.get("original_max_position_embeddings")
+    if taken != asked:
+        raise ValueError(
+            f"rescaling {rescaling.name!r}: original_max_position_embeddings must be {taken}, which the config of "
+            f"model type {config.model_type!r} names beside its RoPE parameters and Transformers takes instead of any "
+            f"other, got {asked}. Pass {taken}, or load the model with a config that names {asked}."
         )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.rescalings import FACTOR, NATIVE, Case, L, require_refused
 from support.tiny import WINDOW, tiny, tokens
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from rope_patch import patch_model, rope_view
 from rope_patch.views import Skip
@@ -30,6 +31,25 @@ def test_longrope_takes_its_regime_from_the_true_positions():
         seen = model(ids).logits
     torch.testing.assert_close(seen[:, :10], plain[:, :10], rtol=0, atol=1e-5)
     assert torch.equal(model(ids).logits, plain)
+
+
+def test_a_window_that_the_config_overrules_is_refused():
+    """Transformers takes `config.original_max_position_embeddings` of Phi-3, whatever the RoPE parameters say."""
+    config = Phi3Config(
+        vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=WINDOW, original_max_position_embeddings=WINDOW, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = Phi3ForCausalLM(config)
+    before = model.config.to_dict()
+    options = {"factor": 8.0, "long_factor": LONG}
+    message = f"must be {WINDOW}, which the config of model type 'phi3' names .* got {WINDOW // 2}. Pass {WINDOW}, or"
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, "longrope", **options, original_max_position_embeddings=WINDOW // 2)
+    assert model.config.to_dict() == before
+    for named in ({}, {"original_max_position_embeddings": WINDOW}):
+        patch_model(model, "longrope", **options, **named)
+        assert model.config.rope_parameters["original_max_position_embeddings"] == WINDOW
 
 
 @pytest.mark.parametrize(
