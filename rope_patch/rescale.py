@@ -201,13 +201,10 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         _require_shapes(rescaling, config, native.rotary[name], rotary[name])
         if is_nested(config.rope_parameters):
             _require_all_read(rescaling, config, rotary[name])
+    scales = _scales_of_twin(decoder, config) if native.attention_scales else {}
+    _require_softmax_scaled(rescaling, decoder, config, scales)
     return RopeParameters(
-        config.rope_parameters,
-        by_module,
-        config.max_position_embeddings,
-        rotary,
-        _scales_of_twin(decoder, config) if native.attention_scales else {},
-        resumable_form(config),
+        config.rope_parameters, by_module, config.max_position_embeddings, rotary, scales, resumable_form(config)
     )
 
 
@@ -228,6 +225,26 @@ def _require_window_asked(rescaling: Rescaling, config: Any, asked: int | None) 
             f"rescaling {rescaling.name!r}: original_max_position_embeddings must be {taken}, which the config of "
             f"model type {config.model_type!r} names beside its RoPE parameters and Transformers takes instead of any "
             f"other, got {asked}. Pass {taken}, or load the model with a config that names {asked}."
+        )
+
+
+def _require_softmax_scaled(
+    rescaling: Rescaling, decoder: PreTrainedModel, config: Any, scales: dict[tuple[str, str], float]
+) -> None:
+    """Raise if `mscale_all_dim` is given to scale the softmax alone, and the family does not scale it by that."""
+    options = rescaling.options()
+    if "mscale_all_dim" not in options or "mscale" in options or options.get("factor") == 1:
+        return
+    without = copy.deepcopy(config)
+    nested = is_nested(without.rope_parameters)
+    for parameters in without.rope_parameters.values() if nested else [without.rope_parameters]:
+        if parameters is not None:
+            parameters.pop("mscale_all_dim", None)
+    if _scales_of_twin(decoder, without) == scales:
+        raise ValueError(
+            f"rescaling {rescaling.name!r}: mscale_all_dim must come with mscale for model type {config.model_type!r}, "
+            f"whose softmax it does not scale, so that it has no effect alone; got {options}. Pass mscale too, and no "
+            "attention_factor, or leave mscale_all_dim out."
         )
 
 

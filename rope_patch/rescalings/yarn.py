@@ -33,8 +33,9 @@ class Yarn(Rescaling):
         attention_factor: what cos and sin are multiplied by; None means 0.1 ln(factor) + 1.
         beta_fast: turns within L0 from which on a frequency is kept; None means 32.
         beta_slow: turns below which a frequency is fully interpolated; None means 1.
-        mscale: DeepSeek's numerator of the attention factor.
-        mscale_all_dim: DeepSeek's denominator of the attention factor, and its scale of the softmax.
+        mscale: DeepSeek's numerator of the attention factor, beside mscale_all_dim and instead of attention_factor.
+        mscale_all_dim: DeepSeek's denominator of the attention factor, and its scale of the softmax. Without mscale it
+            is the latter alone, and refused for other families.
         truncate: whether lo and hi are rounded; None means yes.
 
     When: Take it for a longer window without training, or with little.
@@ -66,6 +67,12 @@ class Yarn(Rescaling):
             mscale=self.mscale,
             mscale_all_dim=self.mscale_all_dim,
         )
+        if self.mscale is not None and (self.mscale_all_dim is None or self.attention_factor is not None):
+            raise ValueError(
+                "rescaling 'yarn': mscale must come with mscale_all_dim and without attention_factor, else it has no "
+                f"effect; got mscale {self.mscale}, mscale_all_dim {self.mscale_all_dim} and "
+                f"attention_factor {self.attention_factor}. Give both of the former, or attention_factor alone."
+            )
         fast = 32.0 if self.beta_fast is None else self.beta_fast
         slow = 1.0 if self.beta_slow is None else self.beta_slow
         if fast <= slow:

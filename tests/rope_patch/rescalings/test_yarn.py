@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from support.rescalings import FACTOR, NATIVE, PAIR, THETA, Case, D, L, require_refused
-from support.tiny import WINDOW, tokens
+from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -30,8 +30,7 @@ def _by_parts(seq_len):
 CASES = {"yarn": Case({"factor": FACTOR}, _by_parts)}
 
 
-@torch.no_grad()
-def test_softmax_scales_that_hold_yarns_factor_follow(tmp_path):
+def deepseek():
     config = DeepseekV3Config(
         vocab_size=101, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
@@ -40,7 +39,12 @@ def test_softmax_scales_that_hold_yarns_factor_follow(tmp_path):
         max_position_embeddings=WINDOW, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(config).eval()
+    return DeepseekV3ForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def test_softmax_scales_that_hold_yarns_factor_follow(tmp_path):
+    model = deepseek()
     scale = model.model.layers[0].self_attn.scaling
     ids = tokens(1, L)
     plain = model(ids).logits
@@ -52,6 +56,22 @@ def test_softmax_scales_that_hold_yarns_factor_follow(tmp_path):
     with native_rope(model):
         assert torch.equal(model(ids).logits, plain)
     assert torch.equal(unpatch_model(model)(ids).logits, plain)
+
+
+@pytest.mark.parametrize("options", [{"mscale_all_dim": 0.5}, {"mscale_all_dim": 0.5, "attention_factor": 1.2}])
+def test_a_scale_of_the_softmax_is_refused_where_the_softmax_has_none(options):
+    model = deepseek()
+    scale = model.model.layers[0].self_attn.scaling
+    patch_model(model, "yarn", factor=FACTOR, **options)
+    assert model.model.layers[0].self_attn.scaling == pytest.approx(scale * (0.05 * math.log(FACTOR) + 1) ** 2)
+    for other in (tiny(), gemma3()):
+        before = copy.deepcopy(other.config.to_dict())
+        with pytest.raises(
+            ValueError, match="mscale_all_dim must come with mscale for model type '(llama|gemma3_text)'"
+        ):
+            patch_model(other, "yarn", factor=FACTOR, **options)
+        assert other.config.to_dict() == before
+        patch_model(other, "yarn", factor=FACTOR, mscale=1.0, mscale_all_dim=0.5)
 
 
 @pytest.mark.parametrize(("options", "is_read"), [({}, True), ({"truncate": True}, True), ({"truncate": False}, False)])
@@ -78,6 +98,11 @@ def test_an_option_that_transformers_drops_for_layer_types_is_refused(options, i
         ({"factr": 4}, "Unknown option 'factr' of method 'yarn'. Did you mean 'factor'\\?"),
         ({}, "method 'yarn' needs factor, got {}. Its options: factor, original_max"),
         ({"factor": 2, "beta_fast": -1}, "beta_fast must be a finite number above 0, got -1."),
+        ({"factor": 2, "mscale": 0.5}, "mscale must come with mscale_all_dim .* got mscale 0.5, mscale_all_dim None"),
+        (
+            {"factor": 2, "mscale": 0.5, "mscale_all_dim": 0.5, "attention_factor": 1.2},
+            "mscale must come with mscale_all_dim and without attention_factor",
+        ),
         ({"factor": 2, "seed": 1}, "seed and when belong to views"),
     ],
 )
