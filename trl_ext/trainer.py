@@ -59,7 +59,14 @@ from .step_batches import (
 from .step_means import StepMeans
 from .token_count import TokenRate, counts_of_all_ranks, keep_count, tokens_until
 from .trainer_view import TrainerView
-from .training_set import prepare_rows, require_taught, require_text, with_masked_loss
+from .training_set import (
+    named_sets,
+    prepare_rows,
+    require_kept_borders,
+    require_taught,
+    require_text,
+    with_masked_loss,
+)
 from .training_text import prepare_text
 
 logger = logging.get_logger(__name__)
@@ -148,6 +155,7 @@ class RopeSFTTrainer(SFTTrainer):
             require_text(eval_dataset, "eval_dataset", config)
         checkpointing: Any = config.gradient_checkpointing_kwargs or {}  # parsed from JSON by now
         self._asked_reentrant = bool(checkpointing.get("use_reentrant"))
+        self._has_own_collator = data_collator is not None
         with loading_on_one_gpu(config):
             super().__init__(
                 model,
@@ -169,6 +177,8 @@ class RopeSFTTrainer(SFTTrainer):
             )
         if self._skip_prepare_dataset and not self._is_vision_dataset:
             require_taught(self.train_dataset, "train_dataset", config, self._tokenizer)
+            for name, part in (("train_dataset", self.train_dataset), *named_sets(self.eval_dataset, "eval_dataset")):
+                self._require_kept_borders(part, name, config, packing=False)
         if not self.is_model_parallel:
             tell_idle_gpus(config)
         came_patched = is_patched(self.model)
@@ -237,7 +247,12 @@ class RopeSFTTrainer(SFTTrainer):
 
         known = {"train": "train_dataset", "eval": "eval_dataset"}
         name = known.get(dataset_name, f"eval_dataset[{dataset_name!r}]")
+        self._require_kept_borders(dataset, name, args, packing)
         return prepare_rows(dataset, name, args, self._tokenizer, packing, prepare)
+
+    def _require_kept_borders(self, dataset: Any, name: str, args: RopeSFTConfig, packing: bool) -> None:
+        if not self._has_own_collator:  # which may know of seq_lengths
+            require_kept_borders(dataset, name, args, packing)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's training; a checkpoint of another RoPE or another method is refused.

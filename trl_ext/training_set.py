@@ -47,6 +47,38 @@ def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
         )
 
 
+def named_sets(dataset: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The sets in `dataset`, which is one, several by name or None, each with its name for messages."""
+    if isinstance(dataset, Mapping):
+        for key, part in dataset.items():
+            yield f"{name}[{key!r}]", part
+    elif dataset is not None:
+        yield name, dataset
+
+
+def require_kept_borders(dataset: Any, name: str, args: RopeSFTConfig, packing: bool) -> None:
+    """Raise ValueError if rows of `dataset` hold several documents that TRL's collator would not keep apart.
+
+    Args:
+        dataset: as the trainer was given it.
+        name: of it, for messages.
+        args: of the trainer.
+        packing: whether it will be packed.
+    """
+    packs = args.packing_strategy != "wrapped"
+    if args.padding_free or (args.packing and packs):
+        return
+    packed = isinstance(dataset, Dataset | IterableDataset) and "seq_lengths" in _column_names(dataset)
+    if packed or (packing and packs):
+        why = "it has a column seq_lengths" if packed else f"eval_packing={args.eval_packing}"
+        raise ValueError(
+            f"rows of {name} hold several documents ({why}), which are kept apart only with padding_free=True, or "
+            f"packing=True and packing_strategy='bfd_split' or 'bfd'; got padding_free={args.padding_free}, "
+            f"packing={args.packing}, packing_strategy={args.packing_strategy!r}. Set padding_free=True, or give "
+            "documents one a row and do not pack them."
+        )
+
+
 def with_masked_loss(args: RopeSFTConfig, dataset: Any) -> RopeSFTConfig:
     """`args`, or a copy in which the loss is of completions, where the rows of `dataset` say what those are.
 
@@ -125,11 +157,12 @@ def prepare_rows(
         prepare: TRL's preparation; it leaves a tokenized dataset as it is but for truncation, packing and shuffling.
 
     Raises:
-        ValueError: no document has a token to predict, or `max_length` leaves no room for one.
+        ValueError: no document has a token to predict, `max_length` leaves no room for one, or a row that is packed
+            already has more tokens.
     """
     columns = _column_names(dataset)
-    if "seq_lengths" in columns:  # packed already
-        return prepare(dataset, args, packing)
+    if "seq_lengths" in columns:
+        return _prepare_packed(dataset, name, args, prepare)
     as_it_is = copy.copy(args)
     as_it_is.max_length, as_it_is.shuffle_dataset = None, False
     tokenized = prepare(dataset, as_it_is, False)
@@ -191,6 +224,21 @@ def prepare_rows(
         notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *way.notes]
         logger.warning(f"{', '.join(notes)}. Left out: {'; '.join(left_out) or 'nothing'}.")
     return rows
+
+
+def _prepare_packed(dataset: Any, name: str, args: RopeSFTConfig, prepare: Prepare) -> Any:
+    """Rows that are packed already, whole and as they are: packed again they would be one document each."""
+    if isinstance(dataset, Dataset) and isinstance(dataset.features["input_ids"], List | LargeList):
+        rows = dataset.select_columns(["input_ids"]).with_format("arrow").iter(1000)
+        longest = max((int(_int64(pc.list_value_length(batch["input_ids"])).max()) for batch in rows), default=0)
+        if args.max_length is not None and longest > args.max_length:
+            raise ValueError(
+                f"{name} has a column seq_lengths, so its rows are packed already and must have at most max_length="
+                f"{args.max_length} tokens, got one of {longest}. Raise max_length, or give documents one a row."
+            )
+    as_it_is = copy.copy(args)
+    as_it_is.max_length = None
+    return prepare(dataset, as_it_is, False)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.text import BOS, EOS, framing
-from support.training import logged, tokenizer, trainer
+from support.training import documents, logged, tokenizer, trainer
 from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_ext import RopeSFTConfig
 from trl_ext.training_set import prepare_rows
 
 TOLD = "trl_ext.training_set"
+AS_IT_IS = {"skip_prepare_dataset": True}
 
 
 def words(n, first=3):
@@ -181,6 +183,57 @@ def test_a_stream_is_cut_too_and_says_that_it_is_not_counted(packing, caplog, tm
     run = trainer(tmp_path, train_dataset=data.to_iterable_dataset(), max_length=10, packing=packing, max_steps=2)
     run.train()
     assert len(logged(run, "loss")) == 2
+
+
+PACKED = {"packing": True, "learning_rate": 0.0, "max_steps": 1, "per_device_train_batch_size": 7}
+
+
+def test_rows_that_are_packed_already_keep_their_documents(tmp_path):
+    first = trainer(tmp_path, **PACKED)
+    again = trainer(tmp_path, train_dataset=first.train_dataset, **PACKED)
+    joined = trainer(
+        tmp_path,
+        train_dataset=first.train_dataset,
+        **PACKED | {"packing": False, "padding_free": True, "max_length": None},
+    )
+    for run in (first, again, joined):
+        assert run.train_dataset["seq_lengths"] == first.train_dataset["seq_lengths"]
+        assert any(len(lengths) > 1 for lengths in run.train_dataset["seq_lengths"])
+        run.train()
+    losses = [logged(run, "loss")[0]["loss"] for run in (first, again, joined)]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def test_each_way_to_evaluate_packed_rows_gives_one_loss(tmp_path):
+    held_out = documents(8, seed=3)
+    run = trainer(tmp_path, packing=True, eval_dataset=held_out)
+    loss = run.evaluate()["eval_loss"]
+    assert run.evaluate(eval_dataset=held_out)["eval_loss"] == loss
+    assert run.evaluate(eval_dataset=run.eval_dataset)["eval_loss"] == loss
+    assert run.evaluate(eval_dataset={"a": held_out})["eval_a_loss"] == loss
+    named = trainer(tmp_path, packing=True, eval_dataset={"a": held_out})
+    assert named.evaluate()["eval_a_loss"] == loss
+
+
+def test_rows_of_several_documents_that_would_not_be_kept_apart_are_refused(tmp_path):
+    packed = trainer(tmp_path, packing=True).train_dataset
+    for options in ({}, {"packing": True, "packing_strategy": "wrapped"}, {"dataset_kwargs": AS_IT_IS}):
+        with pytest.raises(
+            ValueError, match=r"rows of train_dataset hold several documents \(it has a column seq_len.*"
+        ):
+            trainer(tmp_path, train_dataset=packed, **options)
+    with pytest.raises(ValueError, match=r"rows of eval_dataset\['a'\] hold several .* Set padding_free=True, or give"):
+        trainer(tmp_path, eval_dataset={"a": packed}, dataset_kwargs=AS_IT_IS, train_dataset=labelled(documents(4)))
+    with pytest.raises(ValueError, match=r"rows of eval_dataset hold several documents \(eval_packing=True\)"):
+        trainer(tmp_path, eval_dataset=documents(4), eval_packing=True)
+    with pytest.raises(ValueError, match="at most max_length=40 tokens, got one of .* Raise max_length"):
+        trainer(tmp_path, train_dataset=packed, packing=True, max_length=40)
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    trainer(tmp_path, train_dataset=packed, data_collator=collator)
+
+
+def labelled(dataset):
+    return dataset.add_column("labels", dataset["input_ids"])
 
 
 def test_wrong_options_are_refused():
