@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ..forward_loss import DecoderCall, ForwardLoss, Tape, without_gradient
-from ..layout.documents import locate_documents
-from ..layout.labelled import real_tokens
+from ..layout.labelled import document_of_tokens
 from ..rotary import find_decoder
 from .teacher import CopiedTeacher, SharedTeacher
 
@@ -61,13 +60,8 @@ class Distiller(ForwardLoss):
 
         Where several ranks share a sequence, the inputs are those of whole rows.
         """
-        batch, seq_len = input_ids.shape
-        valid = real_tokens(input_ids, attention_mask)
-        document = torch.zeros_like(input_ids)
-        if position_ids is not None:
-            documents = locate_documents(batch, seq_len, input_ids.device, position_ids, attention_mask)
-            document = documents.ordinal.expand(batch, seq_len)
-        tape = self._new_tape(valid, document.masked_fill(~valid, -1))
+        document = document_of_tokens(input_ids, attention_mask, position_ids)
+        tape = self._new_tape(document >= 0, document)
         tape.shard = None if self.state is None else self.state.shard
         return tape
 

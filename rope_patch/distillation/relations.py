@@ -24,11 +24,11 @@ from .teacher import CopiedTeacher, SharedTeacher
 
 @dataclass(frozen=True, kw_only=True)
 class LogitKL:
-    """KL(teacher, student) of next-token distributions on the last tokens of each row.
+    """KL(teacher, student) of next-token distributions on the last tokens of each document.
 
     Args:
         weight: in the loss; 0 computes it without a gradient, to be logged beside relations as in the paper's figure 4.
-        last: real tokens from the end of each row that count.
+        last: tokens from the end of each document that count.
         temperature: divides the logits; the KL is not multiplied by its square.
     """
 
@@ -42,9 +42,16 @@ class LogitKL:
         if type(self.last) is not int or self.last < 1:
             raise ValueError(f"last must be a number of tokens of at least 1, got {self.last!r}.")
 
-    def chosen(self, valid: torch.Tensor) -> torch.Tensor:
-        """Which tokens of [batch, n] count, from which are real."""
-        return valid & (valid.flip(1).cumsum(1).flip(1) <= self.last)
+    def chosen(self, document: torch.Tensor) -> torch.Tensor:
+        """Which tokens count, bool [batch, n], from the document of each, int64 [batch, n], -1 on padding."""
+        valid = document >= 0
+        in_row = valid.flip(1).cumsum(1).flip(1)  # real tokens of the row from each one on
+        n_documents = int(document.max().clamp(min=0)) + 1
+        row = torch.arange(len(document), device=document.device)[:, None]
+        place = (row * n_documents + document.clamp(min=0)).flatten()
+        at_end = in_row.new_full((len(document) * n_documents,), document.shape[1])
+        at_end.scatter_reduce_(0, place, in_row.masked_fill(~valid, document.shape[1]).flatten(), "amin")
+        return valid & (in_row - at_end[place].view_as(in_row) < self.last)
 
 
 class RelationTape(Tape):
@@ -253,7 +260,7 @@ class RelationDistiller(Distiller):
             del taught  # or this generator would hold the states as long as the student's forward runs
             yield None  # the layers compute their losses
             return
-        chosen = self.logit_kl.chosen(tape.valid)
+        chosen = self.logit_kl.chosen(tape.document)
         if tape.shard is not None:
             chosen = tape.shard.local(chosen)
         taught = taught[chosen]

@@ -19,6 +19,18 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
     return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
 
 
+def document_of_tokens(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Document of each token, int64 [batch, n], -1 on padding: its number in the row, or in the batch."""
+    batch, seq_len = input_ids.shape
+    document = torch.zeros_like(input_ids)
+    if position_ids is not None:
+        documents = locate_documents(batch, seq_len, input_ids.device, position_ids, attention_mask)
+        document = documents.ordinal.expand(batch, seq_len)
+    return document.masked_fill(~real_tokens(input_ids, attention_mask), -1)
+
+
 @dataclass(frozen=True)
 class Labelled:
     """Labels and documents of a batch, with what does not depend on draws.

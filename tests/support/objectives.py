@@ -115,7 +115,7 @@ def _teach(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[i
         distiller: Any = HiddenDistiller(model, HiddenTargets(), teacher)
         options["output_hidden_states"] = True
     else:
-        distiller = RelationDistiller(model, RELATIONS[objective], teacher, logit_kl=LogitKL(weight=0.5, last=1000))
+        distiller = RelationDistiller(model, RELATIONS[objective], teacher, logit_kl=LogitKL(weight=0.5, last=4))
     with distiller.active():
         tape = distiller.tape(inputs["input_ids"], inputs.get("attention_mask"), inputs.get("position_ids"))
         model(**inputs, use_cache=False, logits_to_keep=1, **options, **{TAPE: tape})

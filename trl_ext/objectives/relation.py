@@ -8,6 +8,7 @@ from torch import nn
 
 from rope_patch import papers
 from rope_patch.distillation import LogitKL, RelationDistiller, RelationTargets
+from rope_patch.layout.labelled import document_of_tokens
 
 from ..step_means import Part
 from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
@@ -77,9 +78,13 @@ class RelationObjective(Objective):
     def check_length(self, length: int) -> None:
         self._warn_beyond_window(length)
 
+    def read(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The document of each token, int64 [batch, n], -1 on padding."""
+        return document_of_tokens(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
+
     def counts(self, read: torch.Tensor) -> dict[str, int]:
         """Real tokens, and those that the logit KL counts."""
-        counts = super().counts(read)
+        counts = super().counts(read >= 0)
         if self.options.logit_kl is not None:
             counts["last"] = int(self.options.logit_kl.chosen(read).sum())
         return counts

@@ -152,6 +152,17 @@ def test_the_logit_kl_counts_the_last_tokens_alone(tmp_path):
     assert logged(run, "loss")[0]["loss"] == pytest.approx(2 * total / 6, rel=1e-4)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_logit_kl_is_of_the_last_tokens_of_documents_however_they_are_batched(way, tmp_path):
+    options = {"train_dataset": documents(4), "max_steps": 1, "learning_rate": 0.0, **RELATION}
+    options["logit_kl_args"] = {"weight": 2.0, "last": 3}
+    runs = [trainer(tmp_path, **options, **batched) for batched in (WAYS[way], WAYS["padded"])]
+    for run in runs:
+        run.train()
+    names = ("loss", "grad_norm", "relation")
+    assert logged(runs[0], *names)[0] == pytest.approx(logged(runs[1], *names)[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("way", ["padded", "accumulated"])
 def test_a_logit_kl_of_weight_0_is_logged_and_changes_no_bit(way, tmp_path):
     options = {"train_dataset": documents(4), "max_steps": 3, "shuffle_dataset": False, **WAYS[way], **RELATION}
