@@ -11,7 +11,7 @@ from rope_patch.eval import loss_by_position
 class LossByPositionCallback(TrainerCallback):
     """Log loss within the window, loss beyond it and the cliff every `every` optimizer steps, and at the end.
 
-    The figures go through `trainer.log`, so to whatever `report_to` names (TensorBoard, W&B, trackio), as
+    The figures are logged in an entry of their own, so go to whatever `report_to` names (TensorBoard, W&B, trackio), as
     `long/loss_in_window`, `long/loss_beyond` and `long/cliff`.
 
     Args:
@@ -41,7 +41,9 @@ class LossByPositionCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            due = control.should_log  # any log takes it back, also for the entry of the step
             self._measure(kwargs["model"])
+            control.should_log = due
 
     def _measure(self, model: torch.nn.Module) -> None:
         # every rank takes part: a sharded model can only run as a whole; `log` writes on the first one alone
@@ -50,4 +52,5 @@ class LossByPositionCallback(TrainerCallback):
         with torch.autocast(device_type, torch.bfloat16, enabled=bool(args.bf16)):
             curve = loss_by_position(model, self.rows, progress=False)
         inside, cliff = curve.in_window(self.window), curve.cliff(self.window)
-        self.trainer.log({"long/loss_in_window": inside, "long/loss_beyond": inside + cliff, "long/cliff": cliff})
+        figures = {"long/loss_in_window": inside, "long/loss_beyond": inside + cliff, "long/cliff": cliff}
+        Trainer.log(self.trainer, figures)  # TRL's own would add the metrics of the step, which has its own entry

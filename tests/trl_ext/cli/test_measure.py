@@ -272,3 +272,23 @@ def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):
         LossByPositionCallback(trainer, rows, every=0)
     with pytest.raises(ValueError, match=f"seq_len >= {WINDOW + 2}"):
         LossByPositionCallback(trainer, tokens(1, WINDOW))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_the_callback_leaves_the_entries_of_training_as_they_are(every, tmp_path):
+    from trl_ext.callbacks import LossByPositionCallback
+
+    options = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 32}}
+    runs = [training.trainer(tmp_path, max_steps=6, logging_steps=2, **options) for _ in range(2)]
+    runs[0].add_callback(LossByPositionCallback(runs[0], tokens(2, 2 * WINDOW), every=every))
+    for run in runs:
+        run.train()
+    entries, alone = (
+        [{name: x for name, x in entry.items() if name != "tokens_per_second"} for entry in training.logged(run, "")]
+        for run in runs
+    )
+    assert [entry["step"] for entry in alone] == [2, 4, 6]
+    assert entries == alone and {"learning_rate", "ce", "kl", "mean_token_accuracy", "view/skip"} <= set(entries[0])
+    own = [entry for entry in runs[0].state.log_history if "long/cliff" in entry]
+    assert [entry["step"] for entry in own] == list(range(every, 7, every))
+    assert set(own[0]) == {"long/loss_in_window", "long/loss_beyond", "long/cliff", "epoch", "step"}
