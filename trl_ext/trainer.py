@@ -274,6 +274,11 @@ class RopeSFTTrainer(SFTTrainer):
         with self._view.in_force(self.model):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's loop, which `auto_find_batch_size` may begin several times in one `train`."""
+        self._metrics["train"].clear()  # what a loop that was broken off has left
+        return super()._inner_training_loop(*args, **kwargs)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """TRL's evaluation; the view of this trainer is in force meanwhile, also after training."""
         with self._view.in_force(self.model):
@@ -336,6 +341,7 @@ class RopeSFTTrainer(SFTTrainer):
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Any]:
         """All micro-batches of an optimizer step, each with the ordinal of its first document within the step."""
+        self._means["train"] = self._new_means()  # what a step that was broken off has left
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         comes_split = self._ranks is not None and self._ranks.engine == "sp"
         if comes_split and not batches:

@@ -1,5 +1,7 @@
 """Losses of a step and of an evaluation, and what is logged of them, against sums over documents in float64."""
 
+import itertools
+
 import pytest
 import torch
 from datasets import Dataset
@@ -247,3 +249,44 @@ def test_the_view_of_these_tests_is_the_papers():
     t = torch.arange(25)
     drawn = {"split": torch.tensor(SPLIT), "skip": torch.tensor(SKIP)}
     assert Skip().rope_index(t, drawn).tolist() == [*range(20), *range(30, 35)]
+
+
+class _Stop(Exception):
+    pass
+
+
+def _breaks_off(run, error, at):
+    """Let a forward of the model raise `error` once, the `at`-th time that its last layer attends."""
+    calls = itertools.count(1)
+
+    def hook(*_):
+        if next(calls) == at:
+            raise error
+
+    run.model.model.layers[-1].self_attn.o_proj.register_forward_pre_hook(hook)
+
+
+LOGGED = ("loss", "ce", "kl", "entropy", "mean_token_accuracy", "view/")
+
+
+def test_a_step_that_broke_off_leaves_nothing_in_the_log_of_the_next_training(tmp_path):
+    """In its second micro-batch, before the weights have changed."""
+    options = {**DRAWN, "max_steps": 2, "train_dataset": dataset(rows()), **WAYS["accumulated"]}
+    whole, broken = (trainer(tmp_path, **options) for _ in range(2))
+    whole.train()
+    _breaks_off(broken, _Stop(), at=2)
+    with pytest.raises(_Stop):
+        broken.train()
+    broken.train()
+    assert logged(broken, *LOGGED) == logged(whole, *LOGGED)
+
+
+def test_a_smaller_batch_size_that_was_found_has_a_log_of_its_own(tmp_path):
+    options = {**DRAWN, "max_steps": 2, "train_dataset": dataset(rows()), "gradient_accumulation_steps": 2}
+    found = trainer(tmp_path, per_device_train_batch_size=4, auto_find_batch_size=True, **options)
+    _breaks_off(found, torch.OutOfMemoryError("CUDA out of memory."), at=2)
+    found.train()
+    assert found._train_batch_size < 4
+    given = trainer(tmp_path, per_device_train_batch_size=found._train_batch_size, **options)
+    given.train()
+    assert logged(found, *LOGGED) == logged(given, *LOGGED)
