@@ -105,6 +105,9 @@ class ForwardLoss:
                 "and what is distilled compares forwards: switch it off, e.g. with transformers' deactivate_neftune."
             )
 
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if documents of `length` tokens are more than the loss can read."""
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Forwards with a tape give the loss inside the block."""

@@ -6,11 +6,12 @@ from typing import Any
 from rope_patch.methods import resolve_view
 from rope_patch.rotary import find_decoder
 from rope_patch.sources import ViewSource
+from rope_patch.state import state_of
 from rope_patch.views.base import TRUE_POSITIONS
 
 from .config import RopeSFTConfig
 from .objectives import Objective, objective_of
-from .training_set import document_lengths, document_tokens
+from .training_set import document_lengths, document_tokens, longest_document, named_sets
 from .view_effect import require_effect_on
 from .window_check import check_window
 
@@ -55,3 +56,31 @@ def check_lengths(
             controls=kind.takes_view_controls,
             documents=partial(document_tokens, train_dataset),
         )
+
+
+def check_evaluation_lengths(model: Any, source: ViewSource, objective: Objective | None, eval_dataset: Any) -> None:
+    """Stop here, and not at the first evaluation, if evaluations cannot read the documents of their sets.
+
+    Args:
+        model: patched.
+        source: of its view, whose training documents `check_lengths` has looked at.
+        objective: the trainer's own, None for TRL's loss.
+        eval_dataset: as TRL has prepared it: one set, several by name, or None. Streams are not looked at.
+
+    Raises:
+        ValueError: a document is too long; the message names the set.
+    """
+    state = state_of(find_decoder(model))
+    always = state is not None and state.when == "always"
+    for name, dataset in named_sets(eval_dataset, "eval_dataset"):
+        longest = longest_document(dataset)
+        if longest is None:
+            continue
+        length = max(longest, source.checked_length)  # what forwards go by: a split may lie behind all of a short set
+        try:
+            if always:
+                source.view.check_length(length)
+            if objective is not None:
+                objective.check_evaluation(length, source.view)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error

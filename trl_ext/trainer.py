@@ -29,7 +29,7 @@ from .engines.sequence_ranks import SequenceRanks, gradient_factor
 from .engines.weights import forget_unfinished_forwards, hold_like_student, require_unharmed_codes
 from .finite_losses import FiniteLosses, tell_of_evaluation
 from .gpus import loading_on_one_gpu, tell_idle_gpus
-from .length_checks import check_lengths
+from .length_checks import check_evaluation_lengths, check_lengths
 from .long_rows import LongRowTraining, plan_long_rows
 from .memory_plan import MemoryPlan
 from .method_record import require_same_method, training_method
@@ -222,6 +222,7 @@ class RopeSFTTrainer(SFTTrainer):
         if source is not None:
             try:
                 check_lengths(self.model, self.args, source, self._objective, self.train_dataset)
+                check_evaluation_lengths(self.model, source, self._objective, self.eval_dataset)
             except ValueError:
                 if not came_patched:
                     unpatch_model(self.model)

@@ -195,3 +195,57 @@ def test_pose_reads_whole_books_over_the_epochs(template, tmp_path):
             assert (cut["input_ids"][:, 0] == BOS).all(), "a row that is cut begins as a text does"
         seen |= set(cut["input_ids"].flatten().tolist())
     assert seen >= set(range(3, 73)), "each word of the book is read"
+
+
+YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
+POSE = {"view": "pose", "view_args": {"target": 64}}
+UNREADABLE = {
+    "native-distill": ({"objective": "native-distill", **YARN}, "the teacher, .* at most 64 tokens, .* got one of 100"),
+    "native teacher": (
+        {"objective": "self-distill", "self_distill_args": {"teacher": "native"}, **YARN},
+        "teacher='native' reads documents of at most 64 tokens, its window, got one of 100",
+    ),
+    "view": ({"objective": "self-distill", **POSE}, "view 'pose': documents of 100 tokens reach beyond target=64"),
+    "alternating": (
+        {"objective": "self-distill", "restore_every": 2, **YARN, **POSE},
+        "view 'pose': documents of 100 tokens reach beyond target=64",
+    ),
+}
+
+
+def of_lengths(*lengths):
+    return Dataset.from_dict({"input_ids": [[5 + i % 90 for i in range(n)] for n in lengths]})
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_evaluation_documents_that_cannot_be_read_are_refused_before_the_first_step(case, tmp_path):
+    options, message = UNREADABLE[case]
+    options = {"max_length": None, **options}
+    with pytest.raises(ValueError, match=f"^eval_dataset: {message}"):
+        trainer(tmp_path, eval_dataset=of_lengths(20, 100), **options)
+    with pytest.raises(ValueError, match=rf"^eval_dataset\['long'\]: {message}"):
+        trainer(tmp_path, eval_dataset={"short": of_lengths(20), "long": of_lengths(100)}, **options)
+    trainer(tmp_path, eval_dataset=of_lengths(100).to_iterable_dataset(), **options)
+    run = trainer(tmp_path, eval_dataset=of_lengths(20, 60), **options)
+    assert run.evaluate()["eval_loss"] > 0
+
+
+def test_evaluation_documents_of_a_view_that_is_always_on_are_looked_at_too(tmp_path):
+    model = patch_model(tiny(), "pose", target=64, when="always")
+    with pytest.raises(ValueError, match="^eval_dataset: view 'pose': documents of 100 tokens reach beyond"):
+        trainer(tmp_path, model=model, eval_dataset=of_lengths(100), max_length=None)
+
+
+READABLE = {
+    "true positions": POSE,
+    "a view of training alone": {"objective": "native-distill", **YARN, "view": "pose", "view_args": {"target": 50}},
+    "weights of training alone": {"token_weighting": "longce", "longce_args": {"short_context": 15, "stride": 2}},
+    "a split behind all": {"objective": "self-distill", "view": "skip", "view_args": {"split": 15, "skip": 20}},
+}
+
+
+@pytest.mark.parametrize("case", READABLE)
+def test_evaluation_documents_that_can_be_read_are_not_refused(case, tmp_path):
+    lengths = {"true positions": (100,), "a view of training alone": (60,)}.get(case, (12, 10))
+    run = trainer(tmp_path, eval_dataset=of_lengths(*lengths), max_length=None, **READABLE[case])
+    assert run.evaluate()["eval_loss"] > 0

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from rope_patch import rope_view
+from rope_patch.views import View
 
 from ..step_means import Part
 from .base import Objective
@@ -37,6 +38,9 @@ class AlternatingObjective(Objective):
     def check_length(self, length: int) -> None:
         self.restore.check_length(length)
         self.extend.check_length(length)
+
+    def check_evaluation(self, length: int, view: View) -> None:
+        self.extend.check_evaluation(length, view)
 
     def check_documents(self, lengths: torch.Tensor) -> None:
         self.extend.check_documents(lengths)

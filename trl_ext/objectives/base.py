@@ -17,6 +17,7 @@ from rope_patch.layout.labelled import real_tokens
 from rope_patch.layout.shards import SequenceShard
 from rope_patch.registry import Registry, from_options
 from rope_patch.rotary import find_causal_lm
+from rope_patch.views import View
 
 from ..step_means import Part
 
@@ -163,6 +164,10 @@ class Objective:
 
     def check_documents(self, lengths: torch.Tensor) -> None:
         """Raise, or warn, if training documents of these lengths, int64 [documents], add nothing to the loss."""
+
+    def check_evaluation(self, length: int, view: View) -> None:
+        """Raise if evaluations cannot read documents of `length` tokens; `view` is the one that trains."""
+        self.forward_loss.check_length(length)
 
     def begin(self, step: int | None, first_document: int = 0) -> None:
         """Called before the batches of an optimizer step are read, and with None before one of an evaluation.

@@ -25,6 +25,7 @@ from rope_patch.next_token import LongCE, NextTokenLoss
 from rope_patch.registry import unknown
 from rope_patch.rotary import find_decoder
 from rope_patch.state import state_of
+from rope_patch.views import View
 
 from ..engines.sequence_ranks import SequenceRanks, gradient_factor
 from ..step_means import Part
@@ -255,6 +256,10 @@ class SelfDistillObjective(NextTokenObjective):
         if kl_longce is not None:
             kl_longce.check_length(length, "leave kl_longce out of self_distill_args")
         self.forward_loss.check_length(length)
+
+    def check_evaluation(self, length: int, view: View) -> None:
+        super().check_evaluation(length, view)
+        view.check_length(length)  # the KL is measured under it
 
     def check_documents(self, lengths: torch.Tensor) -> None:
         if not (self.options.consistency.weight or self.options.consistency.view_clm):
