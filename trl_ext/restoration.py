@@ -24,6 +24,7 @@ from rope_patch.one_config import text_config
 from rope_patch.registry import unknown
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens, cut_document
+from rope_patch.tokenizer_window import widen_tokenizer
 
 from .config import RopeSFTConfig
 from .run_folder import Stopwatch, record_settings, require_same_settings
@@ -188,7 +189,8 @@ def restore(
         )
     of_hub = {name: value for name, value in init_kwargs.items() if name in _OF_HUB}
     pretrained = AutoConfig.from_pretrained(model, **of_hub)
-    _require_window(configs["distil"], getattr(pretrained.get_text_config(), "max_position_embeddings", None))
+    native = getattr(pretrained.get_text_config(), "max_position_embeddings", None)
+    _require_window(configs["distil"], native)
     tokenizer = AutoTokenizer.from_pretrained(model, **of_hub)
     rows = {}
     for name, config in configs.items():
@@ -239,6 +241,7 @@ def restore(
             final = final.merge_and_unload()
         final.save_pretrained(result.folder)
         tokenizer.save_pretrained(result.folder)
+        widen_tokenizer(result.folder, native, getattr(final.config.get_text_config(), "max_position_embeddings", None))
         _write_card(final, tokenizer, [root / name / "final" for name in configs], result.folder)
     ranks.wait_for_everyone()
     return result

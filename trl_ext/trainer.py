@@ -20,6 +20,7 @@ from rope_patch.layout.labelled import Labelled
 from rope_patch.methods import resolve_view
 from rope_patch.rotary import find_decoder
 from rope_patch.sidecar import require_same_rope
+from rope_patch.tokenizer_window import widen_tokenizer_of
 from rope_patch.views.base import TRUE_POSITIONS
 
 from .checkpoint import require_no_adapter
@@ -308,6 +309,7 @@ class RopeSFTTrainer(SFTTrainer):
                     remove_weights(folder)
             super().save_model(output_dir, _internal_call)
         if self.args.should_save:
+            widen_tokenizer_of(folder, self.model)
             self._record.write_after_weights(self, folder)
 
     def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's

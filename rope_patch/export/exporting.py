@@ -19,6 +19,7 @@ from ..registry import unknown
 from ..rescale import RopeParameters
 from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factor
 from ..state import state_of
+from ..tokenizer_window import widen_tokenizer_of
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
 from .gguf import convert, find_converter, require_known_tokenizer
@@ -128,6 +129,7 @@ def export(
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
         has_tokenizer = copy_tokenizer(_tokenizer_sources(tokenizer, model, causal_lm), unfinished)
+        widen_tokenizer_of(unfinished, causal_lm, window)
         if chosen_converter is not None:
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
         _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))

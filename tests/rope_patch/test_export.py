@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
+from support.characters import character_tokenizer
 from support.tiny import WINDOW, gemma3, tiny, tokens
-from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3ForCausalLM
 from transformers.utils import logging
 
 import rope_patch
@@ -220,6 +221,18 @@ def test_adapters_that_replace_more_than_a_weight_are_refused_and_stay(kind, opt
     with pytest.raises(ValueError, match="which is not merged here: call model.merge_and_unload"):
         export(model, tmp_path / "out")
     assert torch.equal(model(ids).logits, before) and not left_behind(tmp_path)
+
+
+@pytest.mark.parametrize(("named", "expected"), [(64, 256), (100, 256), (50, 50), (1000, 1000)])
+def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, expected, tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.model_max_length = named
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = patch_model(tiny(), "ntk", factor=4.0)
+    export(model, tmp_path / "out", tokenizer=tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == expected
+    export(tiny(), tmp_path / "native", tokenizer=tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "native").model_max_length == named
 
 
 def test_an_adapter_that_has_diverged_is_refused(tmp_path):

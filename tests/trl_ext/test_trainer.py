@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.tiny import WINDOW, tiny
 from support.training import documents, logged, tokenizer, trainer
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from rope_patch import describe, load_adapter, patch_model
@@ -474,3 +474,12 @@ def test_rows_are_cut_wherever_their_padding_is():
         0,
     ]
     assert not cut_rows(view, {"input_ids": torch.ones(3, 6, dtype=torch.int64)}, key)
+
+
+def test_a_saved_tokenizer_names_the_window_that_was_trained_for(tmp_path):
+    processing_class = tokenizer()
+    processing_class.model_max_length = WINDOW
+    run = trainer(tmp_path, processing_class=processing_class, rescale="ntk", rescale_args={"factor": 4.0})
+    run.save_model(str(tmp_path / "saved"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").model_max_length == 4 * WINDOW
+    assert processing_class.model_max_length == WINDOW, "the user's own stays"

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from rope_patch.tokenizer_window import widen_tokenizer_of
+
 from ..config import RopeSFTConfig
 from ..trainer import RopeSFTTrainer
 from .choices import Choices
@@ -123,6 +125,7 @@ def train(
     else:
         trainer.model.to(facts.dtype).save_pretrained(result)
         facts.tokenizer.save_pretrained(result)
+        widen_tokenizer_of(result, trainer.model)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]
     figures = {
