@@ -112,6 +112,11 @@ class EvalPlan:
         kinds = [_kind_of(name) for name in self.measures]
         return [kind for kind in kinds if kind is not None]
 
+    @property
+    def asks(self) -> bool:
+        """Whether questions are asked, through the chat template if it says so."""
+        return bool(self.kinds) or bool({"ruler", "short", "lm-eval"} & set(self.measures))
+
     def check(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
         """Raise what a measure would raise for want of a package, a file, a name or enough text, without a model."""
         uses_chat_template(tokenizer, self.chat_template)

@@ -176,11 +176,12 @@ def run_eval(args: argparse.Namespace) -> int:
     tokenizer = first.load_tokenizer()
     length = args.length or _default_length(first)
     plan = _plan(args, length)
+    chat = uses_chat_template(tokenizer, plan.chat_template)
+    _require_one_tokenizer(specs, tokenizer, chat=chat and plan.asks)
     if plan.window is None:
         plan = replace(plan, window=first.trained_window())
     if not plan.lengths:
         plan = _with_lengths(plan, tokenizer)
-    chat = uses_chat_template(tokenizer, plan.chat_template)
     results = run_suite(
         {spec.label: lambda spec=spec: spec.load(device, dtype) for spec in specs},  # type: ignore[misc]
         tokenizer,
@@ -212,6 +213,44 @@ def run_eval(args: argparse.Namespace) -> int:
         print(sentence)
     print(f"\nReport: {page}")
     return 0
+
+
+def _require_one_tokenizer(specs: list[ModelSpec], tokenizer: Any, *, chat: bool) -> None:
+    """Raise unless all models read what they are measured on as the first does; those without a tokenizer are told.
+
+    Args:
+        specs: the models, the first in front.
+        tokenizer: of the first.
+        chat: whether questions go through its chat template.
+
+    Raises:
+        ValueError: two make other tokens of a text, or of a chat.
+    """
+    from rope_patch.eval.tokenizer_identity import asks_alike, reads_alike
+    from rope_patch.export.sources import tokenizer_files
+
+    first, *others = specs
+    seen = {first.tokenizer_source}
+    for spec in others:
+        source = spec.tokenizer_source
+        if source in seen:
+            continue
+        seen.add(source)
+        if not tokenizer_files(source):
+            print(f"{spec.label} comes without a tokenizer and is given the tokens of {first.label}'s.")
+            continue
+        own = spec.load_tokenizer()
+        apart = "Measure each in a run of `rope-patch eval` with a --report of its own."
+        if not reads_alike(tokenizer, own):
+            raise ValueError(
+                f"--model: all models of a run are given the same tokens, and the tokenizers of {first.label} and "
+                f"{spec.label} make different ones of a text. {apart}"
+            )
+        if chat and not asks_alike(tokenizer, own):
+            raise ValueError(
+                f"--model: all models of a run are asked through one chat template, and those of {first.label} and "
+                f"{spec.label} differ. --chat-template off asks both in raw text. {apart}"
+            )
 
 
 def run_probe(args: argparse.Namespace) -> int:

@@ -146,12 +146,17 @@ class ModelSpec:
             patch_model(model, self.method, **self.options)
         return model.eval()
 
+    @property
+    def tokenizer_source(self) -> str:
+        """Where its tokenizer is read: `path` or, for an adapter without one, its base model."""
+        own = (Path(self.path) / "tokenizer_config.json").is_file()
+        return self.path if own else self.checkpoint
+
     def load_tokenizer(self) -> Any:
-        """Of the model or, for an adapter, of its base model where the adapter has none."""
+        """That of `tokenizer_source`."""
         from transformers import AutoTokenizer
 
-        own = (Path(self.path) / "tokenizer_config.json").is_file()
-        return AutoTokenizer.from_pretrained(self.path if own else self.checkpoint)
+        return AutoTokenizer.from_pretrained(self.tokenizer_source)
 
 
 def _number(text: str) -> Any:

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 from support import training
-from support.characters import CHARACTERS, character_tokenizer
+from support.characters import CHARACTERS, character_tokenizer, chat_tokenizer
 from support.tiny import WINDOW, tiny, tokens
+from tokenizers import normalizers
 
 from rope_patch import __version__, patch_model
 from trl_ext import cli
@@ -109,6 +110,48 @@ def test_tasks_of_lm_eval_are_named_with_commas(folder, monkeypatch, capsys):
     assert plan.ruler_tasks == ("niah_single_1",) and plan.lm_eval_data == "x"
     assert run(folder, "eval", *models, "--cliff", "--lm-eval-data", "x") == 2
     assert "--lm-eval-data x needs --lm-eval TASK, which reads it." in capsys.readouterr().err
+
+
+@pytest.fixture
+def other(folder):
+    """A second model whose tokenizer has the same tokens and reads some as others."""
+    tiny(vocab_size=CHARACTERS).save_pretrained(folder / "other")
+    tokenizer = character_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.save_pretrained(folder / "other")
+    return folder / "other"
+
+
+def test_models_with_other_tokenizers_are_refused_before_one_is_loaded(folder, other, monkeypatch, capsys):
+    monkeypatch.setattr(ModelSpec, "load", lambda *_: pytest.fail("loaded"))
+    models = ["--model", f"mine={other}", "--model", f"native={folder / 'tiny'}", "--model", f"again={other}"]
+    assert run(folder, "eval", *models, "--report", str(folder / "report"), "--length", "200", "--cliff") == 2
+    said = capsys.readouterr().err
+    assert "the tokenizers of native and mine make different ones of a text. Measure each in a run of" in said
+
+
+def test_models_with_other_chat_templates_are_refused_where_they_are_asked(folder, other, monkeypatch, capsys):
+    for name, end in (("tiny", "<assistant>"), ("other", "<model>")):
+        tokenizer = chat_tokenizer()
+        tokenizer.chat_template = tokenizer.chat_template.replace("<assistant>", end)
+        tokenizer.save_pretrained(folder / name)
+    models = ["--model", f"native={folder / 'tiny'}", "--model", f"mine={other}", "--lengths", "400"]
+    assert run(folder, "eval", *models, "--report", str(folder / "report"), "--passkey") == 2
+    assert "those of native and mine differ. --chat-template off asks both in raw text." in capsys.readouterr().err
+    plan_of(monkeypatch, folder, *models, "--passkey", "--chat-template", "off")
+    plan_of(monkeypatch, folder, *models, "--cliff")
+
+
+def test_a_model_without_a_tokenizer_is_given_the_first_ones_tokens(folder, monkeypatch, capsys):
+    tiny(vocab_size=CHARACTERS).save_pretrained(folder / "bare")
+    models = ["--model", f"native={folder / 'tiny'}", "--model", f"mine={folder / 'bare'}"]
+    plan_of(monkeypatch, folder, *models, "--cliff")
+    assert "mine comes without a tokenizer and is given the tokens of native's." in capsys.readouterr().out
+    rescaled = ["--model", f"native={folder / 'tiny'}", "--model", f"pi={folder / 'tiny'}@pi:factor=4"]
+    real, loaded = ModelSpec.load_tokenizer, []
+    monkeypatch.setattr(ModelSpec, "load_tokenizer", lambda spec: loaded.append(spec.label) or real(spec))
+    plan_of(monkeypatch, folder, *rescaled, "--cliff")
+    assert loaded == ["native"], "a folder is read once"
 
 
 def test_a_checkpoint_that_declares_a_longer_window_is_compared_over_the_first_ones(folder, capsys):
