@@ -13,7 +13,7 @@ from .. import __version__
 from ..rotary import find_causal_lm
 
 _CHUNK = 1 << 24  # values hashed at once
-_LAYOUT = 3  # of what measures keep; another number where an earlier value could no longer be read
+_LAYOUT = 4  # of what measures keep; another number where an earlier value could no longer be read
 
 
 def model_hash(model: nn.Module) -> str:

@@ -33,6 +33,7 @@ from .ruler import Ruler, chosen_tasks, ruler
 from .short_text import ShortText, chosen_benchmarks, short_text
 from .subject import Subject
 from .text import text_rows
+from .tokenizer_identity import tokenizer_hash
 from .view_kl import ViewKL, view_kl
 from .vllm_backend import check_vllm, vllm_answers, vllm_version
 
@@ -356,7 +357,11 @@ def run_suite(
         settings_of_all["backend"] = f"vllm {vllm_version()}"
     if _READS_ROWS & set(plan.measures):
         _ = data.rows  # too little text shows before a model is loaded
-    text = {"text": data_hash(*texts), "special": [data.special.begin, data.special.end]}
+    text = {
+        "text": data_hash(*texts),
+        "special": [data.special.begin, data.special.end],
+        "tokenizer": tokenizer_hash(tokenizer),
+    }
     window = plan.window
     for label, load in baseline_first(models).items():
         tell(f"{label}:")

@@ -1,9 +1,14 @@
-"""Whether two tokenizers make the same tokens of a text and of a chat."""
+"""What tells tokenizers apart: a hash of one, and whether two make the same of a text and of a chat."""
+
+import json
 
 from transformers import PreTrainedTokenizerBase
 
 from .asking import TEMPLATE_OPTIONS
+from .cache import data_hash
 
+# what calls of a tokenizer leave behind in it; neither changes the tokens of a text that is read whole
+_STATE = ("truncation", "padding")
 # normalizers, splits, merges and fallbacks for bytes all have something to do here
 _PROBE = (
     " It's 12345.678 o'clock, THEY'LL say; naïve cafe\u0301  ﬁnd Ａ①\t\ttab\r\n\n\n    def f(x):\n        return {x!r}"
@@ -17,6 +22,15 @@ _CHATS = (
         {"role": "user", "content": "  And then?\n"},
     ],
 )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over what a tokenizer's tokens depend on, the same in every run and whatever it was called with."""
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None:
+        return data_hash(type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), special)
+    return data_hash({k: v for k, v in json.loads(core.to_str()).items() if k not in _STATE}, special)
 
 
 def reads_alike(first: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import WINDOW, tiny, tokens
+from tokenizers import normalizers
 
 import rope_patch.eval.suite as suite
 from rope_patch import patch_model
@@ -119,6 +120,19 @@ def test_a_second_run_measures_nothing(results, monkeypatch):
             assert mine == theirs
     with pytest.raises(TypeError):  # another text is measured anew
         run_suite(models, character_tokenizer(), TEXTS[:3], plan, folder / "cache")
+
+
+def test_another_tokenizer_is_measured_anew(tmp_path):
+    """It has the same special tokens, and reads the same text as other tokens."""
+    lower = character_tokenizer()
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()
+    plan = EvalPlan(("cliff",), length=200, n_rows=2)
+    found, wanted = (
+        run_suite({"m": model}, tokenizer, TEXTS, plan, tmp_path / folder)["cliff"]["m"]
+        for tokenizer, folder in ((character_tokenizer(), "kept"), (lower, "empty"))
+    )
+    again = run_suite({"m": model}, lower, TEXTS, plan, tmp_path / "kept")["cliff"]["m"]
+    assert again.to_dict() == wanted.to_dict() != found.to_dict()
 
 
 def test_rows_are_tokenized_once_for_all_models(tmp_path, monkeypatch):

@@ -1,10 +1,11 @@
-"""Which tokenizers count as one, and which do not."""
+"""Which tokenizers count as one, and which do not; what a hash of one tells."""
 
 from support.byte_tokenizer import as_transformers_5_17_reads_it
 from support.characters import character_tokenizer, chat_tokenizer
 from tokenizers import normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizer
 
-from rope_patch.eval.tokenizer_identity import asks_alike, reads_alike
+from rope_patch.eval.tokenizer_identity import asks_alike, reads_alike, tokenizer_hash
 
 
 def with_core(change):
@@ -32,6 +33,36 @@ def test_tokenizers_that_make_other_tokens_do_not():
     ]
     for other in others:
         assert not reads_alike(character_tokenizer(), other) and not reads_alike(other, character_tokenizer())
+
+
+class Python(PreTrainedTokenizer):
+    """A tokenizer without a core in Rust."""
+
+    def __init__(self, words):
+        self.words = words
+        super().__init__()
+
+    vocab_size = 2
+
+    def get_vocab(self):
+        return self.words
+
+
+def test_the_hash_tells_tokenizers_apart_and_not_what_they_were_called_with():
+    used = character_tokenizer()
+    used(["a", "bc"], padding=True, truncation=True, max_length=5)
+    assert tokenizer_hash(used) == tokenizer_hash(character_tokenizer())
+    end = character_tokenizer()
+    end.eos_token = "<unk>"
+    others = [
+        character_tokenizer(),
+        end,
+        with_core(lambda core: setattr(core, "normalizer", normalizers.Lowercase())),
+        Python({"a": 0, "b": 1}),
+        Python({"a": 1, "b": 0}),
+    ]
+    assert len({tokenizer_hash(tokenizer) for tokenizer in others}) == len(others)
+    assert tokenizer_hash(Python({"a": 0, "b": 1})) == tokenizer_hash(Python({"b": 1, "a": 0}))
 
 
 def test_chat_templates_are_compared_by_what_they_make():
