@@ -21,8 +21,10 @@ from .replies import shown_replies
 from .result import Result
 from .retrieval_grid import RetrievalGrid
 from .short_text import ShortText
-from .suite import Results
+from .suite import MEASURES, Results
 from .wordings import N_WORDINGS
+
+_CELLS = "tables/regressions.csv"
 
 
 def write_report(
@@ -32,7 +34,8 @@ def write_report(
 
     `report.html` needs no other file: pictures are inside it. It opens with what each model lost and won beside the
     first one, the cells where it lost, and some of the models' own answers. Beside it are `results.json`,
-    `tables/regressions.csv`, and for each measure `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`.
+    `tables/regressions.csv`, and for each measure `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`. Those
+    that an earlier report left in the folder are removed; other files stay.
 
     Args:
         results: measure -> label -> result; the label "native", or else the first, is what the others are compared
@@ -57,6 +60,7 @@ def write_report(
     results = _comparable(results)
     compared = regressions(results, window=window)
     replies = shown_replies(results, compared)
+    _remove_earlier(folder, results)
     sections = []
     for name, by_label in results.items():
         if not by_label:
@@ -78,7 +82,7 @@ def write_report(
     facts = {**settings, **packages, "device": device_name(torch.cuda.is_available())}
     figures = summary(results)
     values = {measure: {k: r.to_dict() for k, r in by_label.items()} for measure, by_label in results.items()}
-    _write_rows([_cell_row(cell) for cell in compared.cells], folder / "tables" / "regressions.csv")
+    _write_rows([_cell_row(cell) for cell in compared.cells], folder / _CELLS)
     stored = {
         "title": title,
         "settings": facts,
@@ -109,6 +113,14 @@ def write_report(
         encoding="utf-8",
     )
     return page
+
+
+def _remove_earlier(folder: Path, results: Results) -> None:
+    """Remove figures and tables of an earlier report: what is not measured this time would stay and be out of date."""
+    for name in {*MEASURES, *results}:
+        for file in (f"figures/{name}.png", f"figures/{name}.svg", f"tables/{name}.csv"):
+            (folder / file).unlink(missing_ok=True)
+    (folder / _CELLS).unlink(missing_ok=True)
 
 
 def require_report(folder: str | Path) -> None:

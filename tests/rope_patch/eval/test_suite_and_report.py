@@ -191,6 +191,23 @@ def test_the_page_needs_no_other_file_and_says_everything(results, tmp_path):
     assert stored["settings"]["seed"] == 0 and "torch" in stored["settings"]
 
 
+def test_a_folder_that_had_a_report_keeps_only_what_is_still_true(results, tmp_path):
+    def written():
+        return {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
+
+    of_others = {"figures/mine.png", "tables/mine.csv", "tables/cliff.txt", "cliff.csv"}
+    for name in of_others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("by hand")
+    two = {name: results[0][name] for name in ("cliff", "gain")}
+    write_report(two, tmp_path, title="t", settings={})
+    assert {"tables/regressions.csv", "tables/cliff.csv", "tables/gain.csv", "figures/cliff.png"} < written()
+    alone = {"gain": {"native": two["gain"]["native"]}}
+    write_report(alone, tmp_path, title="t", settings={})
+    of_gain = {"figures/gain.png", "figures/gain.svg", "tables/gain.csv"}
+    assert written() == {"report.html", "results.json"} | of_gain | of_others
+
+
 def test_the_page_counts_from_one_and_cuts_no_digits(results, tmp_path):
     """Two curves that differ by 0.04: "+0.040" stands below "+0.048", and one row is no "rows"."""
     curves = {
