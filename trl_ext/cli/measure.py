@@ -26,6 +26,19 @@ FLAGS = {
 }
 # the shortest default length is the window over this: what was lost shows within the window, and most on short prompts
 SHORTEST = 16
+_RETRIEVAL = ("passkey", *(name for name in FLAGS["niah"] if name != "position"))
+# option -> the measures that read it, and what asks for one of them
+READ_BY = {
+    "trials": (_RETRIEVAL, "--passkey or --niah"),
+    "ruler_tasks": (("ruler",), "--ruler"),
+    "ruler_samples": (("ruler",), "--ruler"),
+    "squad": (("ruler",), "--ruler"),
+    "hotpotqa": (("ruler",), "--ruler"),
+    "short_data": (("short",), "--short"),
+    "benchmarks": (("short",), "--short"),
+    "lm_eval_data": (("lm-eval",), "--lm-eval TASK"),
+    "limit": (("short", "lm-eval"), "--short or --lm-eval TASK"),
+}
 # --flag -> what it measures, for somebody who has never heard of it
 HELP = {
     "cliff": "loss at every position of a text (cross-entropy of the next token, in nats). The cliff is how much "
@@ -87,14 +100,11 @@ def add_commands(commands: Any) -> None:
     evaluate.add_argument(
         "--trials",
         type=int,
-        default=2,
-        help="retrieval prompts of each length and depth, in four wordings in turn; default: %(default)s. There are "
+        help="retrieval prompts of each length and depth, in four wordings in turn; default: 2. There are "
         "ten depths: 20 gives 200 prompts a length",
     )
     evaluate.add_argument("--ruler-tasks", nargs="+", help="default: all whose data are given")
-    evaluate.add_argument(
-        "--ruler-samples", type=int, default=20, help="prompts of each task and length; default: %(default)s"
-    )
+    evaluate.add_argument("--ruler-samples", type=int, help="prompts of each task and length; default: 20")
     evaluate.add_argument("--squad", help="SQuAD's JSON file for RULER's first QA task")
     evaluate.add_argument("--hotpotqa", help="HotpotQA's JSON file for RULER's second QA task")
     evaluate.add_argument("--short-data", help="folder of short-text benchmarks as .jsonl(.xz); default: from the hub")
@@ -293,17 +303,16 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     others = tuple(task for task in args.lm_eval if task not in of_ruler)
     named |= ({"ruler"} if of_ruler else set()) | ({"lm-eval"} if others else set())
     ruler_tasks = tuple(dict.fromkeys([*(args.ruler_tasks or ()), *(task for task in of_ruler if task != "ruler")]))
-    if args.lm_eval_data and not others:
-        raise ValueError(f"--lm-eval-data {args.lm_eval_data} needs --lm-eval TASK, which reads it.")
     chosen = named or set(DEFAULT)
+    _require_read(args, chosen)
+    # what has a default in the plan is given where the command line names it
+    counts = {name: getattr(args, name) for name in ("trials", "ruler_samples") if getattr(args, name) is not None}
     return EvalPlan(
         measures=tuple(name for name in MEASURES if name in chosen),
         length=length,
         n_rows=args.rows,
         lengths=tuple(args.lengths or ()),
-        trials=args.trials,
         ruler_tasks=ruler_tasks or None,
-        ruler_samples=args.ruler_samples,
         squad=args.squad,
         hotpotqa=args.hotpotqa,
         short_data=args.short_data,
@@ -315,7 +324,17 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
         chat_template=args.chat_template,
         window=args.window,
         backend=args.backend,
+        **counts,
     )
+
+
+def _require_read(args: argparse.Namespace, chosen: set[str]) -> None:
+    """Raise ValueError for an option that no measure of `chosen` reads."""
+    for name, (readers, needed) in READ_BY.items():
+        given = getattr(args, name)
+        if given is not None and not chosen & set(readers):
+            said = " ".join(given) if isinstance(given, list) else given
+            raise ValueError(f"--{name.replace('_', '-')} {said} needs {needed}, which reads it.")
 
 
 def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":

@@ -112,6 +112,38 @@ def test_tasks_of_lm_eval_are_named_with_commas(folder, monkeypatch, capsys):
     assert "--lm-eval-data x needs --lm-eval TASK, which reads it." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "needed"),
+    [
+        ("--ruler-tasks niah_single_1 ruler_vt", "--ruler"),
+        ("--ruler-samples 20", "--ruler"),
+        ("--squad f", "--ruler"),
+        ("--hotpotqa f", "--ruler"),
+        ("--short-data f", "--short"),
+        ("--benchmarks x", "--short"),
+        ("--limit 3", "--short or --lm-eval TASK"),
+        ("--trials 2", "--passkey or --niah"),
+    ],
+)
+def test_an_option_that_no_measure_reads_is_refused(option, needed, folder, monkeypatch, capsys):
+    models = ["--model", f"native={folder / 'tiny'}", "--lengths", "400"]
+    assert run(folder, "eval", *models, "--report", str(folder / "report"), "--cliff", *option.split()) == 2
+    assert f"rope-patch eval: {option} needs {needed}, which reads it." in capsys.readouterr().err
+    every = ["--passkey", "--ruler", "--short", "--lm-eval", "mmlu"]
+    _, plan = plan_of(monkeypatch, folder, *models, *every, *option.split())
+    assert (plan.trials, plan.ruler_samples) == (2, 20)
+
+
+def test_options_are_read_by_what_stands_for_a_measure(folder, monkeypatch):
+    models = ["--model", f"native={folder / 'tiny'}", "--lengths", "400"]
+    _, plan = plan_of(monkeypatch, folder, *models, "--trials", "3")
+    assert plan.trials == 3, "retrieval is among what runs by default"
+    _, plan = plan_of(monkeypatch, folder, *models, "--lm-eval", "niah_single_1", "--ruler-samples", "5")
+    assert plan.ruler_samples == 5
+    _, plan = plan_of(monkeypatch, folder, *models, "--lm-eval", "mmlu", "--limit", "4")
+    assert plan.limit == 4
+
+
 @pytest.fixture
 def other(folder):
     """A second model whose tokenizer has the same tokens and reads some as others."""
