@@ -1,6 +1,7 @@
 """Which model the command line names: a checkpoint or an adapter, rescaled or not."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,22 @@ class ModelSpec:
     def parse(cls, text: str) -> "ModelSpec":
         """Read [LABEL=]PATH[@METHOD:OPTION=VALUE,...], e.g. `yarn=my-model@yarn:factor=4`.
 
+        A folder that is there may have = and @ in its name, with a label before it or without.
+
         Raises:
             ValueError: another form, or an unknown method or option.
         """
         from rope_patch.methods import resolve_rescaling
 
+        if text and Path(text).is_dir():  # "" would be the folder that one is in
+            return cls(_folder_name(text), text, None, {})
+        label, _, path = text.partition("=")
+        if label and "@" not in label and path and Path(path).is_dir():
+            return cls(label, path, None, {})
         named, _, rescaled = text.partition("@")
         label, equals, path = named.partition("=")
         if not equals:
-            label, path = Path(named).name, named
+            label, path = _folder_name(named), named
         method, _, rest = rescaled.partition(":")
         options: dict[str, Any] = {}
         for item in filter(None, rest.split(",")):
@@ -157,6 +165,11 @@ class ModelSpec:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.tokenizer_source)
+
+
+def _folder_name(path: str) -> str:
+    """The last part of a path or hub id: of `.` the folder's own name, of a link the link's."""
+    return Path(os.path.abspath(path)).name if path else ""
 
 
 def _number(text: str) -> Any:

@@ -300,6 +300,9 @@ def test_probe_prints_where_the_window_ends(folder, capsys):
         ("a=b@pi:factor", "'factor' has no value"),
         ("a=b@", r"named as \[LABEL=\]PATH"),
         ("=b", r"named as \[LABEL=\]PATH"),
+        ("", r"named as \[LABEL=\]PATH"),
+        ("a=", r"named as \[LABEL=\]PATH"),
+        ("@pi:factor=4", r"named as \[LABEL=\]PATH"),
         ("a=b@pii:factor=4", "Did you mean 'pi'"),
         ("a=b@pi:factor=-1", "factor"),
     ],
@@ -307,6 +310,32 @@ def test_probe_prints_where_the_window_ends(folder, capsys):
 def test_models_named_wrongly_are_refused(text, message):
     with pytest.raises((ValueError, TypeError), match=message):
         ModelSpec.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "path", "method"),
+    [
+        (".", "here", ".", None),
+        ("..", "around", "..", None),
+        (".@pi:factor=4", "here", ".", "pi"),
+        ("v@1/m", "m", "v@1/m", None),
+        ("lr=1/m", "m", "lr=1/m", None),
+        ("a=v@1/m", "a", "v@1/m", None),
+        ("a=lr=1/m", "a", "lr=1/m", None),
+        ("link", "link", "link", None),
+        ("a=link@pi:factor=4", "a", "link", "pi"),
+        ("owner/model", "model", "owner/model", None),
+        ("owner/model@pi:factor=4", "model", "owner/model", "pi"),
+    ],
+)
+def test_a_folder_that_is_there_is_a_path_whatever_its_name(text, label, path, method, tmp_path, monkeypatch):
+    here = tmp_path / "around" / "here"
+    for name in ("v@1/m", "lr=1/m"):
+        (here / name).mkdir(parents=True)
+    (here / "link").symlink_to(here / "v@1")
+    monkeypatch.chdir(here)
+    spec = ModelSpec.parse(text)
+    assert (spec.label, spec.path, spec.method) == (label, path, method)
 
 
 @pytest.mark.parametrize(
