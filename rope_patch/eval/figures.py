@@ -15,6 +15,7 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2)), (
 HATCHES = ("", "//", "..", "xx", "\\\\", "oo", "--")
 # from dark to light, also in grey; no red beside green
 SHADES = "viridis"
+_ENDINGS = (".png", ".svg")
 
 
 def require_matplotlib() -> None:
@@ -90,8 +91,14 @@ def compact(tokens: int) -> str:
 
 
 def save_figure(figure: "Figure", path: str | Path) -> list[Path]:
-    """Write `path` with the endings .png (150 dots an inch) and .svg (same bytes for the same figure)."""
-    files = [Path(path).with_suffix(ending) for ending in (".png", ".svg")]
+    """Write `path` with the endings .png (150 dots an inch) and .svg (same bytes for the same figure).
+
+    Either ending may be in `path` already; what else stands behind a dot is part of the name.
+    """
+    path = Path(path)
+    if path.suffix in _ENDINGS:
+        path = path.with_suffix("")
+    files = [path.with_name(path.name + ending) for ending in _ENDINGS]
     files[0].parent.mkdir(parents=True, exist_ok=True)
     for file in files:
         figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -6,7 +6,7 @@ import pytest
 from matplotlib import colormaps
 from matplotlib.colors import to_rgb
 
-from rope_patch.eval.figures import COLORS, DASHES, HATCHES, SHADES, draw_bars, ink_on, new_figure
+from rope_patch.eval.figures import COLORS, DASHES, HATCHES, SHADES, draw_bars, ink_on, new_figure, save_figure
 
 # what readers without green and without red cones see: Machado, Oliveira and Fernandes 2009, severity 1, linear RGB
 BLIND = {
@@ -46,3 +46,14 @@ def test_curves_and_bars_differ_without_colors():
     assert len({(line.get_linestyle(), str(line._dash_pattern)) for line in lines}) == len(DASHES) == len(COLORS)
     draw_bars(axes, ["a"], {str(k): [k + 1] for k in range(len(COLORS))})
     assert len({bar.get_hatch() for bar in axes.patches}) == len(HATCHES) == len(COLORS)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("fig", "fig"), ("fig.png", "fig"), ("fig.svg", "fig"), ("fig.v1", "fig.v1"), ("fig.v1.png", "fig.v1")],
+)
+def test_a_figure_keeps_its_name_up_to_its_ending(path, name, tmp_path):
+    figure, _ = new_figure()
+    files = save_figure(figure, tmp_path / path)
+    assert files == [tmp_path / f"{name}.png", tmp_path / f"{name}.svg"]
+    assert sorted(tmp_path.iterdir()) == files
