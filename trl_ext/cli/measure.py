@@ -311,7 +311,7 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
         measures=tuple(name for name in MEASURES if name in chosen),
         length=length,
         n_rows=args.rows,
-        lengths=tuple(args.lengths or ()),
+        lengths=tuple(dict.fromkeys(args.lengths or ())),
         ruler_tasks=ruler_tasks or None,
         squad=args.squad,
         hotpotqa=args.hotpotqa,

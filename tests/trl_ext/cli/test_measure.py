@@ -101,6 +101,8 @@ def test_lengths_go_from_a_sixteenth_of_the_window_on(folder, monkeypatch, capsy
     assert "512, 1024, 2048 tokens are left out: RULER needs 4096. --lengths names others." in out
     _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--lengths", "300", "400", "--ruler")
     assert plan.lengths == (300, 400) and plan.ruler_lengths is None
+    _, plan = plan_of(monkeypatch, folder, *narrow, "--passkey", "--lengths", "400", "300", "400")
+    assert plan.lengths == (400, 300), "each once"
 
 
 def test_tasks_of_lm_eval_are_named_with_commas(folder, monkeypatch, capsys):
