@@ -19,7 +19,7 @@ from .generation import PREFILL_CHUNK
 from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores, task_index
 from .progress import token_bar
 from .result import Result
-from .text import read_json_lines
+from .text import numbered_json_lines, read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -298,7 +298,7 @@ def _tasks_in(file: Path, group: str | None) -> set[str]:
             would be empty in silence.
     """
     fields: dict[str, set[str]] = {}
-    for number, row in enumerate(read_json_lines(file), 1):
+    for number, row in numbered_json_lines(file):
         task = file.name if group is None else _task_of(row, group)
         missing = fields.setdefault(task, set(row)) - set(row)
         if missing:

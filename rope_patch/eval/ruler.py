@@ -24,7 +24,7 @@ from .progress import token_bar
 from .result import Result
 from .retrieval_grid import RetrievalGrid
 from .squad import read_squad
-from .text import read_json_lines
+from .text import is_json_lines, read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -169,8 +169,8 @@ def ruler(
         tasks: names out of `rope_patch.eval.ruler.TASKS`; None means all whose data are given.
         samples: prompts of each task and length; RULER takes 500.
         haystack: text in place of the essays; needed by the five tasks that hide needles in running text.
-        squad: SQuAD's own JSON file, or .jsonl(.xz) with `title`, `context` and `qas` [question, answers].
-        hotpotqa: HotpotQA's own JSON file, or .jsonl(.xz) with `question`, `answer` and `context` [title, sentences].
+        squad: SQuAD's own JSON file, or .jsonl(.xz, .gz) with `title`, `context` and `qas` [question, answers].
+        hotpotqa: HotpotQA's own JSON file, or .jsonl(.xz, .gz) with `question`, `answer`, `context` [title, sentences].
         batch_size: prompts held in memory and answered at once, at most; None means as many as fit.
         chat_template: whether the model is asked through the tokenizer's chat template: "on", "off", or "auto", if
             there is one. Lengths include it.
@@ -396,7 +396,7 @@ def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _hotpotqa(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Questions and paragraphs as lm-eval's generator takes them, from HotpotQA's own JSON or from JSON lines."""
-    if file.name.endswith((".jsonl", ".jsonl.xz")):
+    if is_json_lines(file):
         items: list[Any] = list(read_json_lines(file))
     else:
         items = json.loads(file.read_text(encoding="utf-8"))

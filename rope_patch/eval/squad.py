@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .text import read_json_lines
+from .text import is_json_lines, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Paragraph:
 
 
 def read_squad(file: Path) -> list[Paragraph]:
-    """The paragraphs of SQuAD's own JSON file, or of .jsonl(.xz) with `title`, `context` and `qas`.
+    """The paragraphs of SQuAD's own JSON file, or of .jsonl(.xz, .gz) with `title`, `context` and `qas`.
 
     Questions without an answer, as SQuAD 2.0 has them, are left out.
     """
-    if file.name.endswith((".jsonl", ".jsonl.xz")):
+    if is_json_lines(file):
         paragraphs: list[Any] = list(read_json_lines(file))
     else:
         data = json.loads(file.read_text(encoding="utf-8"))["data"]

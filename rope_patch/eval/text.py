@@ -1,10 +1,13 @@
 """Long text to measure on, as rows of equal length."""
 
+import gzip
 import json
 import lzma
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,41 +22,93 @@ def standard_library_files() -> list[Path]:
     return sorted(files, key=lambda f: (-f.stat().st_size, f.name))
 
 
+JSON_LINES = (".jsonl", ".ndjson", ".jsonl.xz", ".jsonl.gz")
+"""Endings of files with a JSON object a line."""
+
+_NO_TEXT = (".json", ".gz", ".xz", ".zst", ".bz2", ".zip", ".parquet", ".arrow")
+_FORMS = f"Give text files in UTF-8, or files of one JSON object a line that end with {', '.join(JSON_LINES)}."
+_ODD = 64, 1e-3  # unreadable characters that a text may have: so many, or such a share
+
+
 def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
-    """The documents in `paths`: whole text files, or the field `text` of each line of .jsonl and .jsonl.xz files.
+    """The documents in `paths`: whole text files, or the field `text` of each line of .jsonl(.xz, .gz) files.
+
+    A few bytes of a text file that are no UTF-8 become U+FFFD.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line of a .jsonl file is no JSON object, or has no `text`.
+        ValueError: a file is neither text nor JSON lines, or a line of these is no JSON object, or has no `text`.
     """
     for path in map(Path, paths):
         if not path.is_file():
             raise FileNotFoundError(f"there is no text file {path}.")
-        if path.name.endswith((".jsonl", ".jsonl.xz")):
-            for number, line in enumerate(read_json_lines(path), 1):
-                text = line.get("text")
-                if not isinstance(text, str):
-                    raise ValueError(f"line {number} of {path} has no field `text`; it has {', '.join(line)}.")
-                yield text
+        if is_json_lines(path):
+            for number, line in numbered_json_lines(path):
+                yield _text_of(line, f"line {number} of {path}")
         else:
-            yield path.read_text(encoding="utf-8", errors="replace")
+            yield _whole_text(path)
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, object]]:
-    """The objects of a .jsonl or .jsonl.xz file.
+def _text_of(line: dict[str, Any], where: str) -> str:
+    if "text" not in line:
+        raise ValueError(f"{where} has no field `text`; it has {', '.join(line)}.")
+    if not isinstance(line["text"], str):
+        raise ValueError(f"the field `text` of {where} must be a string, got {type(line['text']).__name__}.")
+    return line["text"]
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file is read as one JSON object a line, by its name."""
+    return path.name.lower().endswith(JSON_LINES)
+
+
+def _whole_text(path: Path) -> str:
+    ending = path.suffix.lower()
+    if ending in _NO_TEXT:
+        raise ValueError(f"{path} cannot be read as text: it ends with {ending}. {_FORMS}")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    if "\0" in text:
+        raise ValueError(f"{path} is no text in UTF-8: it has bytes of zero, as UTF-16 and binary files have. {_FORMS}")
+    n_odd, (fewest, share) = text.count("\ufffd"), _ODD
+    if n_odd > max(fewest, share * len(text)):
+        raise ValueError(f"{path} is no text in UTF-8: {n_odd:,} of {len(text):,} characters are unreadable. {_FORMS}")
+    return text
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines, one of `JSON_LINES`; empty lines are skipped.
 
     Raises:
-        ValueError: a line is no JSON object.
+        ValueError: a line is no JSON object, or the file is no UTF-8, or not compressed as its name says.
     """
-    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} of {path} is no JSON object: {error}.") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} of {path} is no JSON object, but {type(row).__name__}.")
-            yield row
+    return (row for _, row in numbered_json_lines(path))
+
+
+def numbered_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As `read_json_lines`, each object with the number of its line, from 1."""
+    ending = path.suffix.lower()
+    try:
+        with _OPEN.get(ending, open)(path, "rt", encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, _object(line, f"line {number} of {path}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error.reason}. Write it anew in UTF-8.") from error
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is cut, or no {ending} file: {error}. Compress it anew, or rename it.") from error
+
+
+_OPEN: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON object: {error}.") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no JSON object, but {type(row).__name__}.")
+    return row
 
 
 def text_rows(

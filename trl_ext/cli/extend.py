@@ -27,7 +27,7 @@ def add_commands(commands: Any) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="long documents: .jsonl(.xz) with `text`, or text files",
+        help="long documents: .jsonl(.xz, .gz) with `text`, or text files",
     )
     extend.add_argument(
         "--output",

@@ -84,7 +84,7 @@ def extend(
     Args:
         model: hub id, or folder of a checkpoint.
         to: target window, in positions.
-        data: files of documents, .jsonl(.xz) with `text`, or text files.
+        data: files of documents, .jsonl(.xz, .gz) with `text`, or text files.
         output: folder, new or of the same run.
         targets: programs to export for beside Transformers, by name in `rope_patch.export.PROGRAMS`.
         dry_run: whether to return the plan, and write nothing.

@@ -18,7 +18,7 @@ class ExtendOptions:
     Args:
         model: hub id, or folder of a checkpoint.
         to: target window, in positions.
-        data: files of documents: .jsonl or .jsonl.xz with `text`, or text files of one document each.
+        data: files of documents: .jsonl(.xz, .gz) with `text`, or text files of one document each.
         output: folder of everything that is made.
         targets: programs that the result is exported for beside Transformers: names in `rope_patch.export.PROGRAMS`.
         held_out: files of documents to measure on, which must not be in `data`.

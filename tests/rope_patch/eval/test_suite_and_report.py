@@ -1,7 +1,9 @@
 """Cache, suite and report: what is kept, what is measured again, and a page that needs nothing else."""
 
 import csv
+import gzip
 import json
+import lzma
 import re
 import sys
 from dataclasses import replace
@@ -250,6 +252,47 @@ def test_rows_of_text(tmp_path):
         list(read_texts([tmp_path / "a.jsonl"]))
     with pytest.raises(FileNotFoundError, match="there is no text file"):
         list(read_texts([tmp_path / "b.txt"]))
+
+
+def test_texts_are_read_from_each_form_of_json_lines(tmp_path):
+    lines = '{"text": "x"}\n\n{"text": "é"}\n'.encode("utf-8-sig")
+    packed = {"jsonl": lines, "ndjson": lines, "jsonl.gz": gzip.compress(lines), "jsonl.xz": lzma.compress(lines)}
+    for ending, content in packed.items():
+        (tmp_path / f"a.{ending}").write_bytes(content)
+        assert list(read_texts([tmp_path / f"a.{ending}"])) == ["x", "é"]
+    (tmp_path / "a.txt").write_bytes(b"Latin-1: \xe9.\r\n")
+    assert list(read_texts([tmp_path / "a.txt"])) == ["Latin-1: \ufffd.\n"], "a few odd bytes pass"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.json",
+            b'[{"text": "x"}]',
+            "a.json cannot be read as text: it ends with .json. Give text files in UTF-8, or ",
+        ),
+        ("a.txt.xz", lzma.compress(b"x"), "it ends with .xz. Give"),
+        ("a.parquet", b"PAR1", "it ends with .parquet. Give"),
+        ("a.txt", "dark night".encode("utf-16"), "a.txt is no text in UTF-8: it has bytes of zero, as UTF-16"),
+        ("a.txt", b"caf\xe9 " * 1000, "a.txt is no text in UTF-8: 1,000 of 5,000 characters are unreadable"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl is no text in UTF-8: invalid continuation byte"),
+        ("a.jsonl", b'\n{"text": null}', "field `text` of line 2 of .*a.jsonl must be a string, got NoneType"),
+        ("a.jsonl", b'\n{"title": "x"}', "line 2 of .*a.jsonl has no field `text`; it has title"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}')[:-9],
+            "a.jsonl.gz is cut, or no .gz file: Compressed file ended",
+        ),
+        ("a.jsonl.gz", b'{"text": "x"}', "a.jsonl.gz is cut, or no .gz file: Not a gzipped file"),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "x"}')[:-9], "a.jsonl.xz is cut, or no .xz file"),
+        ("a.jsonl.xz", b'{"text": "x"}', "a.jsonl.xz is cut, or no .xz file: Input format not supported"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_name(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_texts([tmp_path / name]))
 
 
 def test_probe_says_when_there_is_nothing_to_do(monkeypatch):
