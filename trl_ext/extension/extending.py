@@ -29,6 +29,7 @@ from .choices import Choices, choose
 from .facts import ModelFacts
 from .machine import Machine
 from .messages import MessageFile, others_quiet
+from .model_files import model_files, recorded_files, require_same_model
 from .options import ExtendOptions
 from .plan import ExtensionPlan
 from .stages import Stages
@@ -141,6 +142,8 @@ class _Run:
             "contents": [files_hash(file) for file in (*options.data, *options.held_out) if Path(file).is_file()],
         }
         require_same_settings(self.record, self.settings, "--output, or the options that it was begun with")
+        self.model_files = model_files(options.model)
+        require_same_model(self.record, options.model, self.model_files)
         self.choices = self._choices()
         self.texts = texts.read(
             self.facts,
@@ -167,7 +170,8 @@ class _Run:
             self._tell_resumed()
         else:
             self.tell(f"{plan}\n\nWhat other packages print meanwhile goes to {log}.")
-            record_settings(self.record, {**self.settings, "choices": self.choices.to_dict()})
+            recorded = {"model_files": self.model_files, "choices": self.choices.to_dict()}
+            record_settings(self.record, {**self.settings, **recorded})
         self.messages.write_to(log)
         return self._stages()
 
@@ -293,6 +297,11 @@ class _Run:
             )
         else:
             self.tell(f"All that was begun in {self.options.folder} is done. This is the result:")
+        if self.model_files and recorded_files(self.record) is None:
+            self.tell(
+                f"An older version began it, which did not record the files of {self.options.model}. If they changed "
+                "since, what is compared is of two models: then use another --output."
+            )
 
 
 def _require_targets(options: ExtendOptions) -> None:

@@ -1,6 +1,7 @@
 """The whole way on tiny models: what is made, where a stopped run goes on, and what is refused before it begins."""
 
 import json
+import os
 import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -15,6 +16,7 @@ import trl_ext.extension.training as training_module
 from rope_patch import export
 from trl_ext import extend
 from trl_ext.extension import extending, measuring, rows
+from trl_ext.extension import model_files as model_files_module
 from trl_ext.extension.plan import ExtensionPlan
 
 TO = 1600
@@ -225,16 +227,60 @@ def test_a_tokenizer_that_llama_cpp_takes_for_another_is_told_before_anything_is
 
 
 def test_other_options_or_other_text_are_refused_in_a_folder_that_was_begun(folder, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(rows, "make", lambda *_: (_ for _ in ()).throw(Stop()))
-        with pytest.raises(Stop):
-            run()
+    stop_at_rows(monkeypatch)
     with pytest.raises(ValueError, match="holds a run with other settings: rows 6 there and 8 here"):
         run(rows=8)
     with (folder / "books.jsonl").open("a") as file:
         file.write(json.dumps({"text": "more"}) + "\n")
     with pytest.raises(ValueError, match="holds a run with other settings: contents"):
         run()
+
+
+def stop_at_rows(monkeypatch):
+    """Begin a run, and stop it once the model is measured."""
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "make", lambda *_: (_ for _ in ()).throw(Stop()))
+        with pytest.raises(Stop):
+            run()
+
+
+def test_another_model_in_the_same_folder_is_refused_in_a_run_that_was_begun(folder, quick, monkeypatch):
+    stop_at_rows(monkeypatch)
+    for file in (folder / "base").iterdir():  # a copy with other times is the same model
+        os.utime(file, (1, 1))
+    (folder / "base/README.md").write_text("words")
+    run(dry_run=True)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model.model.norm.weight.data += 1
+    model.save_pretrained(folder / "base")
+    with pytest.raises(
+        ValueError, match="the model in base is another than the one that out was begun with: model.safetensors changed"
+    ):
+        run()
+
+
+def test_a_run_that_an_older_version_began_says_that_its_model_is_not_known(folder, quick, monkeypatch):
+    stop_at_rows(monkeypatch)
+    record = folder / "out/extend.json"
+    begun = json.loads(record.read_text())
+    del begun["model_files"]
+    record.write_text(json.dumps(begun))
+    said = []
+    run(said=said)
+    assert any("An older version began it, which did not record the files of base" in line for line in said)
+
+
+def test_of_large_files_both_ends_are_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_files_module, "_END", 4)
+    (tmp_path / "notes.md").write_text("x")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    found = {}
+    for content in ("abcd-----wxyz", "abcd++++wxyz", "Abcd-----wxyz", "abcd-----wxyZ"):
+        (tmp_path / "model.safetensors").write_text(content)
+        found[content] = model_files_module.model_files(str(tmp_path))
+    assert all(files.keys() == {"model.safetensors", "tokenizer.json"} for files in found.values())
+    assert len({str(files) for files in found.values()}) == 4
+    assert model_files_module.model_files("someone/on-the-hub") == {}
 
 
 def test_an_adapter_is_to_be_merged_first(folder):

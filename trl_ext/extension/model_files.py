@@ -1,0 +1,50 @@
+"""What is in the folder of a model, so that a run that goes on later sees whether it is still the same."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+_KINDS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")  # weights, config and tokenizer
+_END = 1 << 20  # bytes of either end of a large file that are looked at
+
+
+def model_files(name: str) -> dict[str, list[Any]]:
+    """Name -> size and SHA-256 of each file of a checkpoint in a folder; nothing of a model on the hub.
+
+    Of files above two MiB, which weights are, the first and the last MiB are hashed.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return {}
+    files = (file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix in _KINDS)
+    return {file.name: [file.stat().st_size, _hash(file)] for file in files}
+
+
+def require_same_model(record: Path, name: str, files: dict[str, list[Any]]) -> None:
+    """Raise ValueError if the run in `record`, a JSON file, was begun with other `files` in the model's folder."""
+    before = recorded_files(record)
+    if before is None:
+        return
+    changed = sorted(file for file in before.keys() | files.keys() if before.get(file) != files.get(file))
+    if changed:
+        raise ValueError(
+            f"the model in {name} is another than the one that {record.parent} was begun with: {', '.join(changed)} "
+            "changed. Put the model back, or use another --output."
+        )
+
+
+def recorded_files(record: Path) -> dict[str, list[Any]] | None:
+    """The files that a run was begun with; None where there is no run, or one of an older version, which kept none."""
+    return json.loads(record.read_text(encoding="utf-8")).get("model_files") if record.is_file() else None
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as content:
+        size = file.stat().st_size
+        if size <= 2 * _END:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        digest = hashlib.sha256(content.read(_END))
+        content.seek(-_END, 2)
+        digest.update(content.read())
+    return digest.hexdigest()
