@@ -86,6 +86,8 @@ class ExtendOptions:
                 require_integer(flag(name), getattr(self, name), least=1)
         if self.learning_rate is not None:
             require_number(flag("learning_rate"), self.learning_rate)
+        if self.short is not None and not 0 <= self.short <= 1:  # NaN is refused too
+            raise ValueError(f"--short must be a share from 0 to 1, got {self.short}.")
         require_integer(flag("seed"), self.seed, least=0)
         for name, allowed in (("train", Train), ("precision", Precision)):
             if getattr(self, name) not in (None, *get_args(allowed)):
