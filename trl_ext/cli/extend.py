@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument("--own-tokens", type=int, help="tokens that the model writes itself for rows")
     chosen.add_argument("--rows-per-step", type=int, default=8, help="rows in an optimizer step; default: %(default)s")
     chosen.add_argument("--train", help="what is trained: all, qkv or lora")
-    chosen.add_argument("--lora-rank", type=int, default=64, help="of adapters; default: %(default)s")
+    chosen.add_argument("--lora-rank", type=int, help="of adapters; default: 64")
     chosen.add_argument("--learning-rate", type=float, help="peak learning rate")
     chosen.add_argument("--precision", help="bf16 or float32")
     chosen.add_argument(

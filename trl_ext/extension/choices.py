@@ -5,16 +5,18 @@ from typing import Any, Literal
 
 from rope_patch import patch_model
 from rope_patch.eval.paired import MIN_DIFFERENT
+from rope_patch.eval.prompt_grid import DEPTHS
 from rope_patch.methods import resolve_rescaling
 
 from .facts import ModelFacts
 from .machine import GIB, Machine
 from .memory import Memory, Step, peak_memory
-from .options import ExtendOptions
+from .options import FACTS, ROWS_PER_STEP, ExtendOptions
 
 Basis = Literal["measured", "not measured", "asked for"]
 
 _MEASURED_MODEL = "llama", 135e6  # type and parameters of the model that the rate of 3e-4 was measured on
+_SAME_SIZE = 0.1  # share of these by which a model may differ and have its rate
 _RATE, _CAREFUL_RATE = 3e-4, 2e-5
 _UNTAUGHT_RATE = 1e-4  # of SmolLM2-135M without a teacher: replies at 3e-4 moved further from its own
 _LORA_RATES = 10, 1e-3  # times the rate of all weights, and at most: at 3e-3 SmolLM2-135M lost short text
@@ -302,9 +304,8 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
         "label_all": objective["objective"] == "clm",
         "own_tokens": options.own_tokens or _OWN_TOKENS,
     }
-    asked = any(
-        v is not None for v in (options.rows, options.row_length, options.shares, options.short, options.own_tokens)
-    )
+    given = (options.rows, options.row_length, options.shares, options.short, options.own_tokens)
+    asked = options.facts != FACTS or any(value is not None for value in given)
     parts = ", ".join(_ROWS_OF[kind] for kind in shares)
     reason = (
         "You asked for other rows than those that were measured: 256 of the window, a third of each kind."
@@ -349,7 +350,7 @@ def _weights(
             step = _step(
                 train,
                 checkpointing,
-                options.lora_rank,
+                options.adapter_rank,
                 objective.value,
                 precision.value,
                 rows.value["length"],
@@ -382,10 +383,11 @@ _SAID = {
 
 def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, bool, Memory]], flag: str) -> Choice:
     train, checkpointing, needed = needs[-1]
-    rank = f" of rank {options.lora_rank}" if train == "lora" else ""
+    rank = f" of rank {options.adapter_rank}" if train == "lora" else ""
     again = ", activations computed again in backward (gradient checkpointing)" if checkpointing else ""
-    value = {"train": train, "lora_rank": options.lora_rank, "gradient_checkpointing": checkpointing}
+    value = {"train": train, "lora_rank": options.adapter_rank, "gradient_checkpointing": checkpointing}
     room = f"{needed.total / GIB:.1f} of {machine.memory / GIB:.1f} GiB"
+    unused = "" if options.lora_rank is None or train == "lora" else " --lora-rank is not needed: no adapters."
     if options.train is not None:
         return Choice(
             "weights",
@@ -396,7 +398,8 @@ def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, boo
             flag,
         )
     if train == "all":
-        return Choice("weights", value, f"{_SAID[train]}{again}", f"They fit: a step takes {room}.", "measured", flag)
+        reason = f"They fit: a step takes {room}.{unused}"
+        return Choice("weights", value, f"{_SAID[train]}{again}", reason, "measured", flag)
     before = ", ".join(
         f"{_SAID[name]} would take {memory.total / GIB:.1f} GiB"
         for name, is_on, memory in needs[:-1]
@@ -407,7 +410,7 @@ def _chosen(options: ExtendOptions, machine: Machine, needs: list[tuple[str, boo
         value,
         f"{_SAID[train]}{rank}{again}",
         f"{before[:1].upper()}{before[1:]}, and a step so takes {room}. In one seed on SmolLM2-135M q, k and v "
-        "alone found fewer numbers far away than all weights, adapters on all matrices as many.",
+        f"alone found fewer numbers far away than all weights, adapters on all matrices as many.{unused}",
         "not measured",
         flag,
     )
@@ -418,8 +421,8 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
         said = f"{options.learning_rate:.2g}"
         return Choice("rate", options.learning_rate, said, "You asked for it.", "asked for", "--learning-rate")
     kind, parameters = facts.config.get_text_config(decoder=True).model_type, facts.size.parameters
-    known = kind == _MEASURED_MODEL[0] and parameters < 1.1 * _MEASURED_MODEL[1]
-    measured = known and train != "lora"
+    known = kind == _MEASURED_MODEL[0] and abs(parameters / _MEASURED_MODEL[1] - 1) < _SAME_SIZE
+    measured = known and train != "lora" and options.rows_per_step == ROWS_PER_STEP
     if known and objective["objective"] == "native-distill" and not _teaches(objective):
         rate = _UNTAUGHT_RATE
         reason = "The rate that was measured without a teacher, for SmolLM2-135M, on twice as many rows"
@@ -432,6 +435,8 @@ def _rate(facts: ModelFacts, options: ExtendOptions, train: str, objective: dict
             f"The rate at which Gemma-3-270M stayed close to what it was, in three seeds: {_RATE:g}, which "
             "SmolLM2-135M took, broke that model. A higher one may teach more"
         )
+    if known and options.rows_per_step != ROWS_PER_STEP:
+        reason += f". That was with {ROWS_PER_STEP} rows a step, not {options.rows_per_step}"
     if train == "lora":
         times, most = _LORA_RATES
         rate = min(times * rate, most)
@@ -455,7 +460,8 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     else:
         lengths = [window // 4, window, to]
     lengths = list(options.lengths) or lengths
-    prompts = options.prompts or prompts
+    wanted = options.prompts or prompts
+    prompts = _of_depths(wanted)
     asked = bool(options.lengths or options.prompts)
     keys = " and as many for one among look-alikes" if machine.device == "cuda" else ""
     at = ", ".join(f"{n:,}" for n in lengths)
@@ -468,6 +474,8 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
         if asked
         else "What was lost shows within the window, what was won beyond it; on a GPU there is time for more."
     )
+    if prompts > wanted:
+        reason += f" {wanted} prompts are made {prompts}, as many at each of {len(DEPTHS)} depths."
     if prompts < MIN_DIFFERENT:
         reason += " So few prompts are examples only, and count neither as won nor as lost."
     elif prompts < 40:
@@ -475,3 +483,8 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
     measures = ["cliff", "passkey", *(["niah-multikey"] if machine.device == "cuda" else [])]
     value = {"measures": measures, "prompts": prompts, "lengths": lengths, "n_rows": n_rows}
     return Choice("measuring", value, said, reason, "asked for" if asked else "not measured", "--prompts, --lengths")
+
+
+def _of_depths(prompts: int) -> int:
+    """As many prompts, or the next number that spreads alike over all depths; fewer than these have some of them."""
+    return prompts if prompts < len(DEPTHS) else -(-prompts // len(DEPTHS)) * len(DEPTHS)

@@ -7,6 +7,11 @@ from typing import Any, Literal, get_args
 
 from rope_patch.checked_numbers import require_integer, require_number
 
+LORA_RANK = 64
+"""Of adapters where none is named."""
+FACTS, ROWS_PER_STEP = 8, 8
+"""As SmolLM2-135M was measured."""
+
 Train = Literal["all", "qkv", "lora"]
 Precision = Literal["bf16", "float32"]
 
@@ -37,7 +42,7 @@ class ExtendOptions:
             more room.
         rows_per_step: rows in an optimizer step.
         train: "all" weights, the projections "qkv", or adapters, "lora".
-        lora_rank: of the adapters.
+        lora_rank: of the adapters; None means `LORA_RANK`.
         learning_rate: peak; it falls to a tenth by a cosine.
         precision: of products in training, "bf16" under autocast or "float32".
         gradient_checkpointing: whether activations are computed again in backward to save memory.
@@ -64,11 +69,11 @@ class ExtendOptions:
     row_length: int | None = None
     shares: Mapping[str, float] | None = None
     short: float | None = None
-    facts: int = 8
+    facts: int = FACTS
     own_tokens: int | None = None
-    rows_per_step: int = 8
+    rows_per_step: int = ROWS_PER_STEP
     train: Train | None = None
-    lora_rank: int = 64
+    lora_rank: int | None = None
     learning_rate: float | None = None
     precision: Precision | None = None
     gradient_checkpointing: bool | None = None
@@ -79,9 +84,9 @@ class ExtendOptions:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("to", "facts", "rows_per_step", "lora_rank"):
+        for name in ("to", "facts", "rows_per_step"):
             require_integer(flag(name), getattr(self, name), least=1)
-        for name in ("rows", "row_length", "prompts", "own_tokens"):
+        for name in ("rows", "row_length", "prompts", "own_tokens", "lora_rank"):
             if getattr(self, name) is not None:
                 require_integer(flag(name), getattr(self, name), least=1)
         if self.learning_rate is not None:
@@ -94,6 +99,10 @@ class ExtendOptions:
                 raise ValueError(
                     f"{flag(name)} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}."
                 )
+        if self.lora_rank is not None and self.train not in (None, "lora"):
+            raise ValueError(
+                f"--lora-rank is of adapters, and --train {self.train} trains none: take --train lora, or leave it out."
+            )
         if self.objective not in (None, "native-distill", "clm"):
             raise ValueError(f"--objective must be native-distill or clm, got {self.objective!r}.")
         for name in ("rescale", "view", "objective"):
@@ -108,7 +117,13 @@ class ExtendOptions:
         """As JSON reads them back, without the output folder itself, which may be moved, and what changes no result."""
         left_out = ("output", "targets", "converter")
         recorded = {name: value for name, value in asdict(self).items() if name not in left_out}
+        recorded["lora_rank"] = self.adapter_rank
         return {name: list(value) if isinstance(value, tuple) else value for name, value in recorded.items()}
+
+    @property
+    def adapter_rank(self) -> int:
+        """Of adapters, if any are trained."""
+        return LORA_RANK if self.lora_rank is None else self.lora_rank
 
     @property
     def folder(self) -> Path:

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from trl_ext.extension.choices import Choices, choose
 from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
+from trl_ext.extension.measuring import eval_plan
 from trl_ext.extension.memory import peak_memory
 from trl_ext.extension.options import ExtendOptions
 
@@ -165,3 +166,38 @@ def test_an_option_wins():
     assert {choice.basis for choice in found.all} == {"asked for"}
     assert found.objective.value["native_args"] == {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.0}
     assert replace(found.rate, reason="").value == 1e-5 and found.weights.value["train"] == "qkv"
+
+
+def test_prompts_are_said_as_they_are_asked():
+    for wanted, asked in ((3, 3), (10, 10), (15, 20), (40, 40)):
+        found = choose(facts(), options(prompts=wanted), gpu(140))
+        plan = eval_plan(facts(), 65536, found, 0)
+        assert found.evaluation.value["prompts"] == plan.trials * len(plan.depths) == asked
+        assert f" {asked} questions each" in found.evaluation.said
+        assert (f"{wanted} prompts are made {asked}," in found.evaluation.reason) == (wanted == 15)
+
+
+def test_other_facts_or_rows_a_step_are_not_what_was_measured():
+    found = choose(facts(), options(facts=2), gpu(140))
+    assert (found.rows.basis, found.rate.basis) == ("asked for", "measured")
+    found = choose(facts(), options(rows_per_step=2), gpu(140))
+    assert (found.rows.basis, found.rate.basis) == ("measured", "not measured")
+    assert "with 8 rows a step, not 2." in found.rate.reason
+
+
+def test_a_smaller_model_of_the_family_gets_the_careful_rate():
+    small = choose(facts(shape={**SMOL, "num_hidden_layers": 20}), options(), gpu(140)).rate
+    assert (small.value, small.basis) == (2e-5, "not measured")
+
+
+def test_a_rank_without_adapters_is_told_or_refused():
+    for train in ("all", "qkv"):
+        with pytest.raises(ValueError, match=f"--lora-rank is of adapters, and --train {train} trains none: take"):
+            options(train=train, lora_rank=3)
+    unused = "--lora-rank is not needed: no adapters."
+    assert choose(facts(), options(lora_rank=3), gpu(140)).weights.reason.endswith(unused)
+    assert unused not in choose(facts(), options(), gpu(140)).weights.reason
+    for rank, said in ((None, 64), (3, 3)):
+        found = choose(facts(shape=LLAMA), options(lora_rank=rank), gpu(90)).weights
+        assert found.value["lora_rank"] == said and f"of rank {said}" in found.said and unused not in found.reason
+    assert options().recorded() == options(lora_rank=64).recorded()

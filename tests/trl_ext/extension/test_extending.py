@@ -98,13 +98,13 @@ def stop_training(monkeypatch):
     monkeypatch.setattr(training_module, "RopeSFTTrainer", with_stop)
 
 
-@pytest.mark.parametrize("train", ["all", "lora"])
-def test_an_interrupted_training_goes_on_to_the_same_weights(train, folder, quick, weights, monkeypatch):
-    whole = run(output="whole", train=train, lora_rank=4)
+@pytest.mark.parametrize(("train", "lora_rank"), [("all", None), ("lora", 4)])
+def test_an_interrupted_training_goes_on_to_the_same_weights(train, lora_rank, folder, quick, weights, monkeypatch):
+    whole = run(output="whole", train=train, lora_rank=lora_rank)
     with monkeypatch.context() as patch:
         stop_training(patch)
         with pytest.raises(Stop):
-            run(output="parts", train=train, lora_rank=4)
+            run(output="parts", train=train, lora_rank=lora_rank)
     assert not (folder / "parts/trained").exists()
     monkeypatch.setattr(rows, "make", lambda *_: pytest.fail("rows are made again"))
     measure = measuring.measure
@@ -115,7 +115,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(train, folder, quic
 
     monkeypatch.setattr(measuring, "measure", measured)
     said = []
-    parts = run(output="parts", said=said, train=train, lora_rank=4)
+    parts = run(output="parts", said=said, train=train, lora_rank=lora_rank)
     assert (
         "This resumes what was begun in parts. Done, and not done again: measuring the model as it is, making training "
         "rows. Next: training." in said
