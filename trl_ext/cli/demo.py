@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..demo.settings import TO
+from ..demo.settings import ROWS_PER_STEP, TO
 from .device import choose_device
 from .extend import add_options
 
@@ -37,7 +37,7 @@ def add_commands(commands: Any) -> None:
         metavar="N",
         help=f"the window that you want, in tokens; default: {TO['cuda']}, on a CPU {TO['cpu']}",
     )
-    add_options(demo)
+    add_options(demo, f"8, on a CPU {ROWS_PER_STEP['cpu']}")
     demo.set_defaults(**dict.fromkeys(_NOT_SAID))
 
 

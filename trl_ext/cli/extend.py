@@ -49,10 +49,15 @@ def add_commands(commands: Any) -> None:
     add_options(extend)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what is chosen where the user does not say it, device and seed."""
+def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> None:
+    """Add what is chosen where the user does not say it, device and seed.
+
+    Args:
+        parser: of the command.
+        rows_per_step: its default, in words.
+    """
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
     chosen = parser.add_argument_group("what is chosen where you do not say it")
     chosen.add_argument("--rescale", help="rescaling, e.g. ntk or yarn")
     chosen.add_argument("--rescale-args", type=_json, help="its options as a JSON object, e.g. '{\"factor\": 4}'")
@@ -66,9 +71,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shares", type=_shares, metavar="KIND=WEIGHT,...", help="kinds of rows, as in rope-patch rows"
     )
     chosen.add_argument("--short", type=float, help="share of the rows made as eight rows of an eighth of the length")
-    chosen.add_argument("--facts", type=int, default=8, help="facts hidden in a row of questions; default: %(default)s")
+    chosen.add_argument("--facts", type=int, default=8, help="facts hidden in a row of questions; default: 8")
     chosen.add_argument("--own-tokens", type=int, help="tokens that the model writes itself for rows")
-    chosen.add_argument("--rows-per-step", type=int, default=8, help="rows in an optimizer step; default: %(default)s")
+    chosen.add_argument(
+        "--rows-per-step", type=int, default=8, help=f"rows in an optimizer step; default: {rows_per_step}"
+    )
     chosen.add_argument("--train", help="what is trained: all, qkv or lora")
     chosen.add_argument("--lora-rank", type=int, help="of adapters; default: 64")
     chosen.add_argument("--learning-rate", type=float, help="peak learning rate")

@@ -8,6 +8,9 @@ NAME = "SmolLM2-135M-Instruct"
 TO = {"cuda": 65536, "cpu": 12288}
 """Target window by device; the model's own is 8192."""
 
+ROWS_PER_STEP = {"cuda": 8, "cpu": 2}
+"""Rows in an optimizer step by device."""
+
 # of a case that was measured on a GPU (docs/results/keeping.md), with a quarter of the rows and fewer prompts
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 
@@ -18,7 +21,6 @@ _CPU: dict[str, Any] = {
     "row_length": 1024,
     "short": 0.0,
     "shares": {"text": 1.0, "questions": 1.0},
-    "rows_per_step": 2,
     "prompts": 1,
 }
 _SHORT_PROMPTS = {"cuda": (4096, 16384), "cpu": (2048,)}
@@ -33,4 +35,5 @@ def settings(device: str, given: dict[str, Any]) -> dict[str, Any]:
     """
     to = given.get("to", TO[device])
     lengths = (*(length for length in _SHORT_PROMPTS[device] if length < to), to)
-    return {"to": to, "lengths": lengths, "device": device, **(_GPU if device == "cuda" else _CPU), **given}
+    always = {"to": to, "lengths": lengths, "device": device, "rows_per_step": ROWS_PER_STEP[device]}
+    return {**always, **(_GPU if device == "cuda" else _CPU), **given}

@@ -10,6 +10,7 @@ from support.tiny import tiny
 import trl_ext.extension.extending as extending
 from trl_ext import cli
 from trl_ext.cli.console import _parser
+from trl_ext.demo.settings import settings
 from trl_ext.extension.options import ExtendOptions
 
 
@@ -71,3 +72,19 @@ def test_a_mistake_is_one_line(arguments, message, folder, capsys):
     assert cli.main(["extend", *arguments, "--output", "out", "--device", "cpu"]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert message in errors[-1] and errors[-1].startswith("rope-patch extend: ") and not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["extend", "demo"])
+def test_help_says_the_true_defaults(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    options = ExtendOptions(model="m", to=1, data=("a",), output="o")
+    for name in ("seed", "facts", "rows_per_step", "adapter_rank"):
+        flag = "--lora-rank" if name == "adapter_rank" else f"--{name.replace('_', '-')}"
+        said = printed.rpartition(f" {flag} ")[2].partition("default: ")[2]
+        assert said.startswith(f"{getattr(options, name)}"), flag
+    assert "default: None" not in printed
+    if command == "demo":
+        on_cpu, on_gpu = (settings(device, {})["rows_per_step"] for device in ("cpu", "cuda"))
+        assert f"rows in an optimizer step; default: {on_gpu}, on a CPU {on_cpu} " in printed
