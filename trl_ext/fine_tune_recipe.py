@@ -1,12 +1,15 @@
 """From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
 
+import lzma
+import zlib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import set_seed
 from trl import (
@@ -132,13 +135,28 @@ def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:
             "the recipe must name the text to train on, under `datasets` (files of yours: path: json, with data_files) "
             f"or as dataset_name (on the hub): {both}."
         )
+    names: list[Any] = [entry.data_files or entry.path for entry in data.datasets] or [script.dataset_name]
     try:
         if data.datasets:
-            return get_dataset(data)
-        return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-    except (DatasetsError, OSError) as error:
-        names: list[Any] = [entry.data_files or entry.path for entry in data.datasets] or [script.dataset_name]
+            splits = get_dataset(data)
+        else:
+            splits = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        for split in splits.values():
+            require_utf8(split)
+        return splits
+    except READ_ERRORS as error:
         raise unreadable(names, error) from error
+
+
+READ_ERRORS = (DatasetsError, OSError, EOFError, UnicodeError, lzma.LZMAError, zlib.error, pa.ArrowInvalid)
+"""What `datasets` raises for files that are not there, cut, falsely compressed or no text."""
+
+
+def require_utf8(rows: Any) -> None:
+    """Raise `pyarrow.ArrowInvalid` if strings in a `Dataset` are no UTF-8: JSON is read without a look at that."""
+    if isinstance(rows, Dataset):
+        for part in rows.with_format("arrow").iter(1000):
+            part.validate(full=True)
 
 
 def unreadable(names: Sequence[Any], error: Exception) -> ValueError:

@@ -7,12 +7,11 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from rope_patch.eval.report import require_writable
 
-from .fine_tune_recipe import require_model, unreadable
+from .fine_tune_recipe import READ_ERRORS, require_model, require_utf8, unreadable
 from .recipe import RecipeParser
 from .restoration import restore
 
@@ -85,6 +84,8 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
 
 def _documents(files: list[str]) -> Dataset:
     try:
-        return load_dataset("json", data_files=files, split="train")
-    except (DatasetsError, OSError) as error:
+        documents = load_dataset("json", data_files=files, split="train")
+        require_utf8(documents)
+        return documents
+    except READ_ERRORS as error:
         raise unreadable(files, error) from error

@@ -1,6 +1,7 @@
 """From a recipe to a run: what is held out, where the text comes from, and what is refused before a model is loaded."""
 
 import json
+import lzma
 
 import numpy as np
 import pytest
@@ -100,10 +101,22 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
             "datasets: [{path: json, data_files: bad.jsonl}]",
             "the text in bad.jsonl cannot be read: JSON parse error",
         ),
+        (
+            "",
+            "datasets: [{path: json, data_files: latin.jsonl}]",
+            "the text in latin.jsonl cannot be read: .*[Ii]nvalid UTF8",
+        ),
+        (
+            "",
+            "datasets: [{path: json, data_files: cut.jsonl.xz}]",
+            "the text in cut.jsonl.xz cannot be read: Compressed file ended before",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_a_model_is_loaded(more, text, message, recipe, trained, tmp_path):
     (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "fine"}) + "\nnot JSON\n")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    (tmp_path / "cut.jsonl.xz").write_bytes(lzma.compress(b'{"text": "fine"}\n' * 9)[:-9])
     arguments = recipe(more) if text is None else recipe(more, text)
     with pytest.raises(ValueError, match=message):
         fine_tune_recipe(arguments)
