@@ -28,7 +28,7 @@ _PART = 2**16  # tokens that are looked at together
 
 
 def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
-    """Raise ValueError if there is no text in `dataset`, one or several by name, where TRL looks for it."""
+    """Raise ValueError if `dataset`, one or several by name, or one of its rows, has no text where TRL looks for it."""
     if isinstance(dataset, Mapping):
         for key, part in dataset.items():
             require_text(part, f"{name}[{key!r}]", args)
@@ -39,8 +39,12 @@ def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
     columns = dataset.column_names
     if len(dataset) == 0:
         raise ValueError(f"{name} must have at least one row, got none.")
-    alone = (args.dataset_text_field, "messages", "conversations", "input_ids")
-    if not any(column in columns for column in alone) and not {"prompt", "completion"} <= set(columns):
+    others = ("messages", "conversations", "input_ids")  # which TRL reads before the text
+    if any(column in columns for column in others) or {"prompt", "completion"} <= set(columns):
+        return
+    if args.dataset_text_field in columns:
+        _require_text_in_each_row(dataset, name, args.dataset_text_field)
+    else:
         raise ValueError(
             f"{name} must have a column {args.dataset_text_field!r}, or prompt and completion, messages, or input_ids, "
             f"got {', '.join(columns)}. Set dataset_text_field if the text has another name."
@@ -76,6 +80,18 @@ def require_kept_borders(dataset: Any, name: str, args: RopeSFTConfig, packing: 
             f"packing=True and packing_strategy='bfd_split' or 'bfd'; got padding_free={args.padding_free}, "
             f"packing={args.packing}, packing_strategy={args.packing_strategy!r}. Set padding_free=True, or give "
             "documents one a row and do not pack them."
+        )
+
+
+def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
+    if dataset.format["type"] == "custom":  # a function of the user makes what is read
+        return
+    parts = dataset.select_columns([field]).with_format("arrow").iter(1000)
+    n_missing = sum(part[field].null_count for part in parts)
+    if n_missing:
+        raise ValueError(
+            f"{name} must have a text in every row: {n_missing:,} of {len(dataset):,} rows have no {field!r}, or null. "
+            "Leave these rows out."
         )
 
 

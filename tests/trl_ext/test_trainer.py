@@ -327,6 +327,10 @@ def test_a_dataset_without_text_is_refused_with_its_columns(tmp_path):
     args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="train_dataset must have at least one row"):
         RopeSFTTrainer(tiny(), args, train_dataset=rows.select([]), processing_class=tokenizer())
+    for lacking in ({"text": None}, {"story": "w3"}):
+        mixed = Dataset.from_list([{"text": "w3 w4 w5"}, lacking, {"text": "w3"}])
+        with pytest.raises(ValueError, match="must have a text in every row: 1 of 3 rows have no 'text', or null"):
+            trainer(tmp_path, train_dataset=mixed)
     trainer(tmp_path, train_dataset=rows, dataset_text_field="story", processing_class=tokenizer())
 
 
