@@ -1,6 +1,6 @@
 """Short-text benchmarks through lm-eval, from the hub or from local files: what adaptation must not ruin."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from .asking import ChatTemplate, uses_chat_template
 from .cache import Remember, afresh
 from .harness import evaluate, local_task, require_lm_eval, sample_scores
 from .result import Result
-from .text import read_json_lines
+from .text import numbered_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +28,7 @@ class _Benchmark:
     Args:
         file: stem of the local file, which ends in .jsonl or .jsonl.xz.
         split: the split that lm-eval's task evaluates.
+        fields: of a row: strings, but for `choices` and `label`, the index of the right one (0 or 1 without `choices`).
         convert: a row of the file -> a row with the hub's fields.
         metric: the figure that is quoted for it.
         overrides: fields of lm-eval's config that do not fit such rows.
@@ -35,6 +36,7 @@ class _Benchmark:
 
     file: str
     split: str
+    fields: tuple[str, ...]
     convert: Callable[[Row], Row]
     metric: str = "acc"
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -57,18 +59,33 @@ def _hellaswag(row: Row) -> Row:
     return {"query": query, "choices": [preprocess(c) for c in row["choices"]], "label": str(row["label"])}
 
 
+def _of_questions(file: str, question: str) -> _Benchmark:
+    """One whose choices have letters; `question` is what the hub calls that field."""
+    fields = "question", "choices", "label"
+    return _Benchmark(file, "test", fields, lambda r: _letters(r, question), "acc_norm")
+
+
 BENCHMARKS: dict[str, _Benchmark] = {
-    "lambada_openai": _Benchmark("lambada_openai_test", "test", lambda r: {"text": r["text"]}),
-    "hellaswag": _Benchmark("hellaswag_val", "validation", _hellaswag, "acc_norm", {"process_docs": None}),
+    "lambada_openai": _Benchmark("lambada_openai_test", "test", ("text",), lambda r: {"text": r["text"]}),
+    "hellaswag": _Benchmark(
+        "hellaswag_val",
+        "validation",
+        ("ctx", "choices", "label"),
+        _hellaswag,
+        "acc_norm",
+        overrides={"process_docs": None},
+    ),
     "piqa": _Benchmark(
         "piqa_valid",
         "validation",
+        ("goal", "choices", "label"),
         lambda r: {"goal": r["goal"], "sol1": r["choices"][0], "sol2": r["choices"][1], "label": r["label"]},
         "acc_norm",
     ),
     "winogrande": _Benchmark(
         "winogrande_dev",
         "validation",
+        ("sentence", "choices", "label"),
         lambda r: {
             "sentence": r["sentence"],
             "option1": r["choices"][0],
@@ -76,12 +93,13 @@ BENCHMARKS: dict[str, _Benchmark] = {
             "answer": str(r["label"] + 1),
         },
     ),
-    "arc_easy": _Benchmark("arc_easy_test", "test", lambda r: _letters(r, "question"), "acc_norm"),
-    "arc_challenge": _Benchmark("arc_challenge_test", "test", lambda r: _letters(r, "question"), "acc_norm"),
-    "openbookqa": _Benchmark("openbookqa_test", "test", lambda r: _letters(r, "question_stem"), "acc_norm"),
+    "arc_easy": _of_questions("arc_easy_test", "question"),
+    "arc_challenge": _of_questions("arc_challenge_test", "question"),
+    "openbookqa": _of_questions("openbookqa_test", "question_stem"),
     "boolq": _Benchmark(
         "boolq_dev",
         "validation",
+        ("passage", "question", "label"),
         lambda r: {"passage": r["passage"], "question": r["question"], "label": int(r["label"])},
     ),
 }
@@ -169,7 +187,7 @@ def short_text(
 
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: an unknown benchmark.
+        ValueError: an unknown benchmark, or a file without rows or of another form.
         FileNotFoundError: the folder lacks a benchmark.
     """
     require_lm_eval()
@@ -183,7 +201,7 @@ def short_text(
             if data is None:
                 task = local_task(name, None, benchmark.split)
             else:
-                documents = [benchmark.convert(row) for row in islice(read_json_lines(files[name]), limit)]
+                documents = [benchmark.convert(row) for row in islice(rows_of(name, files[name]), limit)]
                 task = local_task(name, documents, benchmark.split, **benchmark.overrides)
             measured, logged = evaluate(
                 model, tokenizer, task, batch_size=batch_size, max_length=max_length, limit=limit, chat=chat
@@ -204,7 +222,7 @@ def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None)
     """Names of the benchmarks that are measured, and the local file of each; arguments as in `short_text`.
 
     Raises:
-        ValueError: an unknown benchmark.
+        ValueError: an unknown benchmark, or a file without rows or of another form.
         FileNotFoundError: the folder lacks a benchmark.
     """
     files = {} if data is None else _files(Path(data))
@@ -218,7 +236,43 @@ def chosen_benchmarks(data: str | Path | None, benchmarks: Sequence[str] | None)
         raise FileNotFoundError(
             f"{data} has none of {', '.join(b.file for b in BENCHMARKS.values())} as .jsonl or .jsonl.xz."
         )
+    if data is not None:
+        for name in names:
+            if not list(rows_of(name, files[name])):
+                raise ValueError(f"{files[name]} has no rows.")
     return names, files
+
+
+def rows_of(benchmark: str, file: Path) -> Iterator[Row]:
+    """Rows of a benchmark's local file.
+
+    Raises:
+        ValueError: a row has other fields than `short_text` lists, or other values in them.
+    """
+    for number, row in numbered_json_lines(file):
+        _require_row(row, BENCHMARKS[benchmark], f"line {number} of {file}")
+        yield row
+
+
+def _require_row(row: Row, benchmark: _Benchmark, where: str) -> None:
+    fields = benchmark.fields
+    missing = [name for name in fields if name not in row]
+    if missing:
+        raise ValueError(
+            f"{where} has no field {', '.join(missing)}; it has {', '.join(row)}. Rows of {benchmark.file} have "
+            f"{', '.join(fields)}."
+        )
+    for name in fields:
+        if name not in ("choices", "label") and not isinstance(row[name], str):
+            raise ValueError(f"the field {name} of {where} must be a string, got {row[name]!r}.")
+    choices = row["choices"] if "choices" in fields else ["no", "yes"]
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError(f"the field choices of {where} must be a list of two strings or more, got {choices!r}.")
+    if "label" in fields and not (isinstance(row["label"], int) and 0 <= row["label"] < len(choices)):
+        raise ValueError(
+            f"the field label of {where} must be the index of the right choice, an integer from 0 to "
+            f"{len(choices) - 1}, got {row['label']!r}."
+        )
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from rope_patch.eval import lm_eval_tasks, ruler, short_text
 from rope_patch.eval.cache import afresh
 from rope_patch.eval.harness import evaluate, quiet
 from rope_patch.eval.ruler import ruler_prompts
-from rope_patch.eval.short_text import BENCHMARKS
+from rope_patch.eval.short_text import BENCHMARKS, chosen_benchmarks, rows_of
 
 pytestmark = pytest.mark.slow
 TOKENIZER = character_tokenizer()
@@ -128,6 +128,46 @@ def test_benchmarks_that_are_not_there_are_refused(model, tmp_path):
         short_text(model, TOKENIZER, data=tmp_path, benchmarks=["piqa"])
     with pytest.raises(ValueError, match="unknown benchmark 'mmlu'"):
         short_text(model, TOKENIZER, data=tmp_path, benchmarks=["mmlu"])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("piqa", [], "piqa_valid.jsonl has no rows"),
+        (
+            "piqa",
+            [{"goal": "x", "sol1": "a", "sol2": "b", "label": 0}],
+            "line 1 of .*piqa_valid.jsonl has no field choices; it has goal, sol1, sol2, label. Rows of "
+            "piqa_valid have goal, choices, label",
+        ),
+        ("piqa", [{"goal": "x", "choices": ["a", "b"], "label": "1"}], "label of line 1 .* from 0 to 1, got '1'"),
+        ("piqa", [{"goal": "x", "choices": ["a"], "label": 0}], "field choices of line 1 .* two strings or more, got"),
+        (
+            "hellaswag",
+            [LOCAL["hellaswag"][0], {"ctx": None, "choices": [], "label": 0}],
+            "field ctx of line 2 .* got",
+        ),
+        ("boolq", [{"passage": "x", "question": "y", "label": 2}], "field label of line 1 of .* from 0 to 1, got 2"),
+        (
+            "lambada_openai",
+            [{"title": "x"}],
+            "has no field text; it has title. Rows of lambada_openai_test",
+        ),
+    ],
+)
+def test_a_benchmark_of_another_form_is_refused_before_anything_is_measured(name, rows, message, tmp_path):
+    write_lines(tmp_path / f"{BENCHMARKS[name].file}.jsonl", rows)
+    with pytest.raises(ValueError, match=message):
+        chosen_benchmarks(tmp_path, None)
+
+
+def test_each_benchmark_has_the_fields_that_are_listed(tmp_path):
+    common = {"text": "x", "ctx": "x.", "goal": "x", "sentence": "_", "question": "x", "passage": "x", "label": 1}
+    for name, benchmark in BENCHMARKS.items():
+        write_lines(tmp_path / f"{benchmark.file}.jsonl", [{**common, "choices": ["a", "b"]}])
+        (row,) = rows_of(name, tmp_path / f"{benchmark.file}.jsonl")
+        assert benchmark.convert(row)
+    assert set(chosen_benchmarks(tmp_path, None)[0]) == set(BENCHMARKS)
 
 
 def lookup(causal_lm, seen, knows=lambda body, value: True):
