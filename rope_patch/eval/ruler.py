@@ -23,7 +23,7 @@ from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores
 from .progress import token_bar
 from .result import Result
 from .retrieval_grid import RetrievalGrid
-from .squad import read_squad
+from .squad import of_form, read_squad
 from .text import is_json_lines, read_json_lines
 
 if TYPE_CHECKING:
@@ -396,19 +396,22 @@ def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _hotpotqa(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Questions and paragraphs as lm-eval's generator takes them, from HotpotQA's own JSON or from JSON lines."""
-    if is_json_lines(file):
-        items: list[Any] = list(read_json_lines(file))
-    else:
-        items = json.loads(file.read_text(encoding="utf-8"))
 
     def texts(item: dict[str, Any]) -> list[str]:
         return [f"{title}\n{''.join(sentences)}" for title, sentences in item["context"]]
 
-    docs = sorted({text for item in items for text in texts(item)})
-    place = {text: i for i, text in enumerate(docs)}
-    return [
-        {"query": i["question"], "outputs": [i["answer"]], "context": [place[t] for t in texts(i)]} for i in items
-    ], docs
+    with of_form(file, "HotpotQA's own JSON file, or JSON lines with question, answer and context"):
+        items: list[Any] = (
+            list(read_json_lines(file)) if is_json_lines(file) else json.loads(file.read_text(encoding="utf-8"))
+        )
+        docs = sorted({text for item in items for text in texts(item)})
+        place = {text: i for i, text in enumerate(docs)}
+        questions = [
+            {"query": i["question"], "outputs": [i["answer"]], "context": [place[t] for t in texts(i)]} for i in items
+        ]
+    if not questions:
+        raise ValueError(f"{file} has no questions.")
+    return questions, docs
 
 
 @contextmanager

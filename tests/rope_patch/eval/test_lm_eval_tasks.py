@@ -293,6 +293,26 @@ def test_question_answering_reads_the_datasets_own_files(tmp_path):
             assert len(document["input"]) <= 1200
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("squad.json", '[{"question": "q"}]', "squad.json cannot be read: .* It must be SQuAD's own JSON file, "),
+        ("squad.json", '{"data": []}', "squad.json has no question with an answer. It must be SQuAD's own"),
+        ("squad.json", "no JSON", "squad.json cannot be read: Expecting value"),
+        ("squad.jsonl", '{"title": "t", "context": "c"}', "squad.jsonl cannot be read: no field 'qas'. It must be"),
+        ("hotpot.json", '{"data": []}', "hotpot.json cannot be read: .* It must be HotpotQA's own JSON file"),
+        ("hotpot.jsonl", '{"question": "q"}', "hotpot.jsonl cannot be read: no field 'context'"),
+        ("hotpot.json", "[]", "hotpot.json has no questions"),
+    ],
+)
+def test_question_answering_refuses_files_of_another_form(name, content, message, tmp_path):
+    from rope_patch.eval.ruler import _hotpotqa, _squad
+
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        (_squad if name.startswith("squad") else _hotpotqa)(tmp_path / name)
+
+
 def test_ruler_refuses_what_it_cannot_measure(model):
     refused = [
         ({"tasks": ["niah_single_2"]}, "RULER's niah_single_2 needs haystack"),
