@@ -276,7 +276,8 @@ def chosen_tasks(tasks: Sequence[str] | None, *, haystack: object, squad: object
     """Names of the tasks that are measured; arguments as in `ruler`.
 
     Raises:
-        ValueError: an unknown task, or one whose data were not given.
+        ValueError: an unknown task, or one whose data were not given or are of another form.
+        OSError: there is no such file.
     """
     sources = {"ruler_qa_squad": squad, "ruler_qa_hotpot": hotpotqa, **dict.fromkeys(_NEEDS_TEXT, haystack)}
     chosen = list(tasks) if tasks is not None else [t for t in TASKS if sources.get(t, "none needed") is not None]
@@ -286,6 +287,9 @@ def chosen_tasks(tasks: Sequence[str] | None, *, haystack: object, squad: object
         if sources.get(task, "none needed") is None:
             argument = {"ruler_qa_squad": "squad", "ruler_qa_hotpot": "hotpotqa"}.get(task, "haystack")
             raise ValueError(f"RULER's {task} needs {argument}: give it, or leave the task out.")
+    for task, read, file in (("ruler_qa_squad", _squad, squad), ("ruler_qa_hotpot", _hotpotqa, hotpotqa)):
+        if task in chosen:
+            read(Path(str(file)))  # raises for a file of another form
     return chosen
 
 

@@ -306,11 +306,13 @@ def test_question_answering_reads_the_datasets_own_files(tmp_path):
     ],
 )
 def test_question_answering_refuses_files_of_another_form(name, content, message, tmp_path):
-    from rope_patch.eval.ruler import _hotpotqa, _squad
+    from rope_patch.eval.ruler import chosen_tasks
 
     (tmp_path / name).write_text(content)
+    given = {"haystack": None, "squad": None, "hotpotqa": None}
+    given["squad" if name.startswith("squad") else "hotpotqa"] = tmp_path / name
     with pytest.raises(ValueError, match=message):
-        (_squad if name.startswith("squad") else _hotpotqa)(tmp_path / name)
+        chosen_tasks(None, **given)
 
 
 def test_ruler_refuses_what_it_cannot_measure(model):
