@@ -395,6 +395,8 @@ def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
         for question, answers in p.questions:
             more = [i for i in titles[p.title] if i != paragraph]
             qas.append({"query": question, "outputs": answers, "context": [paragraph], "more_context": more})
+    if not qas:
+        raise ValueError(f"{file} has no question with an answer.")
     return qas, docs
 
 
