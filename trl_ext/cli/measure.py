@@ -154,7 +154,7 @@ def _add_data(parser: argparse.ArgumentParser, rows: int) -> None:
     parser.add_argument("--length", type=int, help="tokens in the longest row; default: four trained windows")
     parser.add_argument("--rows", type=int, default=rows, help="held-out rows; default: %(default)s")
     parser.add_argument(
-        "--text", nargs="+", help="held-out text: files, or .jsonl(.xz) with `text`; default: Python's own sources"
+        "--text", nargs="+", help="held-out text: files, or .jsonl(.xz, .gz) with `text`; default: Python's own sources"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument(
