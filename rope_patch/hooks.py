@@ -129,7 +129,7 @@ class DecoderEntry:
         if not one_pair or not hands_embeddings(decoder):
             raise ValueError(
                 f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a "
-                "view with positions of their own in some layers needs: leave out `layers`."
+                "view with positions of their own in some layers needs: take one that moves all layers alike."
             )
 
 

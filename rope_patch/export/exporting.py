@@ -216,6 +216,11 @@ def _wrong(target: str, decoder: Any) -> list[Wrong]:
 
 def _require_plain(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Raise ValueError if a plain checkpoint would be another model than this one as it runs."""
+    if causal_lm is decoder:
+        raise ValueError(
+            f"export writes a causal LM with its output head, and {type(decoder).__name__} has none: load the model "
+            "with AutoModelForCausalLM."
+        )
     require_no_decoder_in_adapters(causal_lm)
     state = state_of(decoder)
     if state is None:

@@ -235,6 +235,11 @@ def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, ex
     assert AutoTokenizer.from_pretrained(tmp_path / "native").model_max_length == named
 
 
+def test_a_model_without_its_head_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="LlamaModel has none: load the model with AutoModelForCausalLM"):
+        export(patch_model(tiny().model, "ntk", factor=4.0), tmp_path / "out")
+
+
 def test_an_adapter_that_has_diverged_is_refused(tmp_path):
     model = lora(tiny())
     with torch.no_grad():
