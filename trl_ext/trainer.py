@@ -309,7 +309,8 @@ class RopeSFTTrainer(SFTTrainer):
                     remove_weights(folder)
             super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            widen_tokenizer_of(folder, self.model)
+            if is_patched(self.model):
+                widen_tokenizer_of(folder, self.model)
             self._record.write_after_weights(self, folder)
 
     def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's
