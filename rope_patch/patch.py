@@ -235,12 +235,11 @@ def native_rope(model: nn.Module) -> Iterator[None]:
         raise ValueError(reason)
     if state.native_blocks == 0:
         # the modules may have moved on since: dynamic RoPE types keep frequencies of their last forward
-        configs = {name: module.config for name, module in rotary_by_name(decoder).items()}
-        state.beside_native = (state.current, RopeParameters.of(decoder), configs)
+        in_force = RopeParameters.of(decoder)
+        state.beside_native = (state.current, in_force, _give_configs(decoder, state.native_configs))
     state.native_blocks += 1
     try:
         state.native.write_modules(decoder)
-        _give_configs(decoder, state.native_configs)
         state.current = state.native
         yield
     finally:
@@ -253,11 +252,19 @@ def native_rope(model: nn.Module) -> Iterator[None]:
             _end_temporary(model, decoder, state)
 
 
-def _give_configs(decoder: nn.Module, configs: dict[str, Any]) -> None:
-    """Let rotary modules read these configs, by module name; that of the decoder, which is saved, stays."""
-    for name, module in rotary_by_name(decoder).items():
-        if name in configs:
-            module.config = configs[name]
+def _give_configs(decoder: nn.Module, configs: dict[str, Any]) -> dict[str, Any]:
+    """Let rotary modules read these configs, by module name; that of the decoder, which is saved, stays.
+
+    Returns:
+        What they read before.
+    """
+    if not configs:
+        return {}
+    modules = rotary_by_name(decoder)
+    before = {name: modules[name].config for name in configs}
+    for name, config in configs.items():
+        modules[name].config = config
+    return before
 
 
 def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:

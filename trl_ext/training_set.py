@@ -29,10 +29,11 @@ _PART = 2**16  # tokens that are looked at together
 
 def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
     """Raise ValueError if `dataset`, one or several by name, or one of its rows, has no text where TRL looks for it."""
-    if isinstance(dataset, Mapping):
-        for key, part in dataset.items():
-            require_text(part, f"{name}[{key!r}]", args)
-        return
+    for part_name, part in named_sets(dataset, name):
+        _require_text_in(part, part_name, args)
+
+
+def _require_text_in(dataset: Any, name: str, args: RopeSFTConfig) -> None:
     prepared: Any = args.dataset_kwargs or {}
     if not isinstance(dataset, Dataset) or prepared.get("skip_prepare_dataset"):
         return

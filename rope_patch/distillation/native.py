@@ -143,19 +143,13 @@ class NativeDistiller(Distiller):
             self.require_taught_length("the teacher, the model as it was pretrained,", length)
 
     def _steps(self, tape: NativeTape, call: DecoderCall) -> Steps:
-        if self.teacher is None:
-            output = yield None
-            hidden = tape.labelled.states(output.last_hidden_state, tape.queries)
-            labels, ce_weight = self._asked(tape)
-            tape.loss, tape.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
-            return
-        self.check_length(int(tape.labelled.documents.length.max()))
-        states = tape.labelled.states(self._ask_teacher(tape, call).last_hidden_state, tape.queries)
-        taught = states.to("cpu") if self.offload else states
-        del states
+        taught = None if self.teacher is None else self._taught(tape, call)
         output = yield None
         hidden = tape.labelled.states(output.last_hidden_state, tape.queries)
         labels, ce_weight = self._asked(tape)
+        if taught is None:
+            tape.loss, tape.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
+            return
         kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.n_tokens)
         teacher = self.teacher.head, taught.to(hidden.device)
         del taught
@@ -169,6 +163,12 @@ class NativeDistiller(Distiller):
         none = torch.full_like(labels, IGNORE_INDEX)
         kl, of_kl = head_losses(self.causal_lm, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
         tape.loss, tape.rows = ce + kl, replace(rows, kl=of_kl.kl)
+
+    def _taught(self, tape: NativeTape, call: DecoderCall) -> torch.Tensor:
+        """Last hidden states of the teacher at the queries, where they wait for the student's."""
+        self.check_length(int(tape.labelled.documents.length.max()))
+        states = tape.labelled.states(self._ask_teacher(tape, call).last_hidden_state, tape.queries)
+        return states.to("cpu") if self.offload else states
 
     def _asked(self, tape: NativeTape) -> tuple[torch.Tensor, torch.Tensor]:
         """What each query is to predict, -100 for nothing, and the weight of its cross-entropy, both [N]."""
