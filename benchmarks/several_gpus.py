@@ -1,7 +1,7 @@
 """What several GPUs give: tokens per second and memory of each GPU on 1, 2, 4 ... GPUs, by the engines' own configs.
 
 Run:   python benchmarks/several_gpus.py --out FILE.jsonl [--gpus 1 2] [--cases self-distill pose ...] [--layers 12]
-           [--length 65536] [--steps 2] [--minutes 9]
+           [--length 65536] [--long_rows on] [--steps 2] [--minutes 9]
 Shape: random weights, gradient checkpointing, AdamW, bf16. All weights, float32, of Qwen3-4B's shape or, for
 relation-distill and clm-lora, adapters of rank 64 on q, k and v of Llama-3-8B's. On several GPUs a case is started by
 accelerate with the config that `rope-patch train --accelerate_config NAME` takes; on one it is a plain process.
@@ -132,6 +132,8 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         window = SHAPES[args.shape or case.shape]["max_position_embeddings"]
         options = fields_of(case, length, window, in_turn * (1 + args.steps), folder)
+        if case.trainer is RopeSFTTrainer:
+            options["long_rows"] = args.long_rows
         # before the model: ZeRO-3 makes its weights in parts
         config = (RopeSFTConfig if case.trainer is RopeSFTTrainer else SFTConfig)(**options)
         model = build(case, args)
@@ -167,7 +169,18 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": tokens / seconds,
         "peak_gib": float(peak),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "long_rows": bool(getattr(getattr(trainer, "memory_plan", None), "on", False)),
+        **planned(getattr(trainer, "memory_plan", None)),
+    }
+
+
+def planned(plan: Any) -> dict[str, Any]:
+    """Whether `long_rows` was on, and what was planned for a GPU."""
+    if plan is None:
+        return {"long_rows": False}
+    return {
+        "long_rows": plan.on,
+        "planned_gib": (plan.needed_when_on if plan.on else plan.needed) / GIB,
+        "offloaded_layers": plan.offloaded_layers * plan.on,
     }
 
 
@@ -189,9 +202,8 @@ def command_of(name: str, n_gpus: int, out: Path, folder: Path, args: argparse.N
     """What starts the ranks of one case."""
     case = CASES[name]
     own = [__file__, "--worker", name, "--out", str(out), "--steps", str(args.steps)]
-    for flag in ("shape", "layers", "length"):
-        if getattr(args, flag) is not None:
-            own += [f"--{flag}", str(getattr(args, flag))]
+    given = {flag: getattr(args, flag) for flag in ("shape", "layers", "length", "long_rows")}
+    own += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
     if n_gpus == 1:
         return [sys.executable, *own]
     if not torch.cuda.is_available():  # plain ranks that talk by gloo: what this script does is tested so
@@ -241,6 +253,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="of every case; by default each has its own")
     parser.add_argument("--layers", type=int, help="of the shape; all by default")
     parser.add_argument("--length", type=int, help="tokens of a row; by default each case has its own")
+    parser.add_argument("--long_rows", choices=("auto", "on", "off"), default="auto", help="of RopeSFTTrainer")
     parser.add_argument("--steps", type=int, default=2, help="that are timed")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--out", type=Path, required=True, help="gets a line a case")

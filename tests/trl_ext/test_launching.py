@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -43,6 +44,10 @@ def test_accelerate_takes_each_config(tmp_path, name):
     assert args.use_parallelism_config == (shared is not None)
     if shared is not None:
         assert int(getattr(args, f"parallelism_config_{shared[0]}_size")) == shared[1]
+    args.deepspeed_fields_from_accelerate_config = ""  # as accelerate sets it before it starts ranks
+    prepare = prepare_deepspeed_cmd_env if name.startswith("zero") else prepare_multi_gpu_env
+    prepare(args)
+    assert int(args.main_process_port or args.master_port) not in (0, 29500)  # which another job may have
 
 
 def test_gpus_share_a_row_by_twos(tmp_path):
