@@ -165,7 +165,34 @@ def _cell_of(cell: dict[str, Any]) -> tuple[Any, ...]:
     return cell["test"], cell["chat"], cell["length"], len(cell["scores"])
 
 
+def paragraph_table(runs: list[Run], beside: str) -> str:
+    """Markdown of SQuAD and short text, which all runs are asked alike; of runs with one arm and seed the last counts.
+
+    Empty without SQuAD of the arm beside.
+    """
+    last = {(run["arm"], run["seed"]): run for run in runs if squad(run)}
+    arms = runs_by_arm(list(last.values()))
+    if beside not in arms:
+        return ""
+    measures = {"SQuAD": squad, "short text": short_text}
+    lines = head(["arm", "seeds", *(name for measure in measures for name in (measure, f"more than {beside}"))])
+    for arm, seeds in arms.items():
+        row = [arm, " ".join(sorted(str(run["seed"]) for run in seeds))]
+        for measure in measures.values():
+            ours, theirs = ([of for run in same if (of := measure(run))] for same in (seeds, arms[beside]))
+            row += [cell(ours, None, 3), "-"]
+            if arm != beside and ours and theirs:
+                pairs = [a - b for a, b in zip(over_seeds(ours), over_seeds(theirs), strict=True)]
+                row[-1] = f"{fmean(pairs):+.3f} {in_brackets(pairs)}"
+        lines.append(markdown_row(row))
+    return "\n".join(lines)
+
+
 def tables(runs: list[Run], beside: str | None = None) -> str:
-    """One table for each set of prompts, or with `beside` one of differences from that arm."""
+    """One table for each set of prompts, or with `beside` one of differences from that arm; then one of SQuAD."""
     of_prompts = table if beside is None else partial(differences, beside=beside)
-    return "\n\n".join(text for same in by_prompts(runs) if (text := of_prompts(same)))
+    groups = by_prompts(runs)
+    texts = [of_prompts(same) for same in groups]
+    if sum(any(map(squad, same)) for same in groups) > 1:
+        texts.append(paragraph_table(runs, beside or "native"))
+    return "\n\n".join(text for text in texts if text)

@@ -274,6 +274,11 @@ def keeping_differences(runs, arm, beside):
     return {name: [float(x) for x in re.findall(r"[+-]\d\.\d+", cell)] for name, cell in cells}
 
 
+def split_row(row):
+    """Cells of a row of a markdown table."""
+    return row.strip("| ").split(" | ")
+
+
 def size(value):
     return f"{abs(value):.3f}".removeprefix("0")
 
@@ -355,20 +360,44 @@ def test_what_twice_the_rows_gave_is_told_as_the_file_has_it():
     assert f"{size(fewer[-1])} to {size(fewer[0])} fewer words up to 32768" in said
     assert all(slow[f"words at {n}"][2] < 0 for n in lengths[:-1])
     cells = keeping_cells("keeping-long-h100.jsonl")
-    squad, kl = ({arm: short(row[k].split(" ± ")[0]) for arm, row in cells.items()} for k in (9, 5))
+    kl = {arm: short(row[5].split(" ± ")[0]) for arm, row in cells.items()}
     assert f"a KL of {kl['keep-2-slow-long']} in place of {kl['no-kl-2-slow-long']}" in said
-    more, low, high = keeping_differences(runs, "keep-2", "native")["SQuAD"]
-    asked = f"{squad['keep-2']} by the recipe in one seed ({size(more)} more, {size(low)} to {size(high)})"
-    assert f"{asked}, {squad['keep-2-slow-long']} by keep-2-slow-long, {squad['no-kl-2-slow-long']} by its" in said
-    assert min(keeping_differences(runs, arm, "native")["SQuAD"][1] for arm in cells if arm != "native") > 0
-    told = [squad[arm] for arm in ("keep-2", "no-kl-2-slow-long", "native")]
     choosing, readme = text_of("docs/choosing.md"), text_of("README.md")
-    assert "recipe answers {} (one seed), the control {} (one seed), the model as it came {}.".format(*told) in choosing
-    told = [short(f"{float(share):.2f}") for share in told]
-    assert "recipe answers {} (one seed), the control {}, the model as it came {}.".format(*told) in readme
     recipes = short(f"{mean(run['own']['kl'] for run in recipe):.3f}")
     assert f"KL of {recipes} in place of {kl['no-kl-2-slow-long']}" in choosing
     assert f"KL {kl['no-kl-2-slow-long']} in place of {recipes}" in readme
+
+
+def test_questions_about_a_paragraph_are_told_as_their_files_have_them():
+    runs = lines_of("keeping-long-h100.jsonl", "keeping-squad-h200.jsonl")
+    page, said = (RESULTS / "keeping.md").read_text(), text_of("docs/results/keeping.md")
+    assert keeping_results.tables(runs).split("\n\n")[-1] in page
+    rows = [split_row(row) for row in keeping_results.paragraph_table(runs, "native").splitlines()[2:]]
+    squad = {arm: short(share) for arm, _, share, *_ in rows}
+    assert {seeds for arm, seeds, *_ in rows if arm in ("keep-2", "no-kl-2-slow-long")} == {"0 1 2"}
+    beyond = {arm: [float(x) for x in re.findall(r"[+-]\d\.\d+", cell)] for arm, _, _, cell, *_ in rows[1:]}
+    assert min(low for _, low, _ in beyond.values()) > 0
+    _, low, high = beyond["keep-2"]
+    assert f"model as it came, {squad['native']}: the recipe {squad['keep-2']}, in three" in said
+    assert f"({size(low)} to {size(high)} more)" in said
+    ((_, _, _, cell, *_),) = (
+        row for row in map(split_row, keeping_results.paragraph_table(runs, "keep-2").splitlines()) if "no-kl" in row[0]
+    )
+    more, low, high = map(float, re.findall(r"[+-]\d\.\d+", cell))
+    assert squad["no-kl-2-slow-long"] == max(squad.values()) and low > 0
+    assert f"{squad['no-kl-2-slow-long']}, {size(more)} more than the recipe ({size(low)} to {size(high)})" in said
+    ((*_, cell),) = (row for row in rows if row[0] == "no-kl-2-slow-long")
+    less, low, high = map(float, re.findall(r"[+-]\d\.\d+", cell))
+    assert high <= 0 and f"is {size(less)} below that of the model as it came, just beyond" in said
+    assert f"({size(high)} to {size(low)})" in said
+    questions = {run["squad"]["questions"] for run in runs if "squad" in run}
+    assert f"SQuAD's questions, {questions.pop()} about 152 paragraphs" in said and not questions
+    told = [squad[arm] for arm in ("keep-2", "no-kl-2-slow-long", "native")]
+    assert "recipe answers {}, the control {}, the model as it came {}, in three".format(*told) in text_of(
+        "docs/choosing.md"
+    )
+    told = [short(f"{float(share):.2f}") for share in told]
+    assert "recipe answers {}, the control {}, the model as it came {}, in three".format(*told) in text_of("README.md")
 
 
 def test_what_noise_makes_of_replies_is_documented_as_the_file_has_it():
