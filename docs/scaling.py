@@ -18,7 +18,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from distillation_step import SHAPES  # noqa: E402
 
 from trl_ext import RopeSFTConfig  # noqa: E402
-from trl_ext.engine_advice import TrainingBytes, model_on_meta  # noqa: E402
+from trl_ext.engine_advice import model_on_meta  # noqa: E402
+from trl_ext.engines.sharding import Sharding  # noqa: E402
 from trl_ext.memory_plan import GIB, plan_memory  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
@@ -214,10 +215,9 @@ def memory_on(shape: str, row: int, objective: str, n_gpus: int, *, all_weights:
     training = RopeSFTConfig(
         output_dir="unused", objective=objective, bf16=True, use_cpu=True, per_device_train_batch_size=1, **view
     )
-    plan = plan_memory(model, training, -(-row // (n_gpus if shared else 1)), torch.device("cpu"), "on")
-    fixed = TrainingBytes.of(model, plan.optimizer, copies_teacher=objective == "relation-distill" and all_weights)
-    on_each = fixed.on_each("fsdp2-cp" if shared else "fsdp2", n_gpus)
-    device = on_each + plan.at_once_when_on
+    sharding = Sharding.of_config("fsdp2-cp" if shared else "fsdp2", n_gpus)
+    plan = plan_memory(model, training, row, torch.device("cpu"), "on", sharding)
+    device = plan.fixed + plan.at_once_when_on
     sizes = (device + plan.checkpoints, device, plan.checkpoints)
     return " / ".join(f"{size / GIB:.0f}" for size in sizes)
 

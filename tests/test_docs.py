@@ -1,6 +1,7 @@
 """Links of the pages lead somewhere, and figures in sentences are those of their files."""
 
 import json
+import math
 import re
 import runpy
 from functools import partial
@@ -393,11 +394,11 @@ def test_questions_about_a_paragraph_are_told_as_their_files_have_them():
     questions = {run["squad"]["questions"] for run in runs if "squad" in run}
     assert f"SQuAD's questions, {questions.pop()} about 152 paragraphs" in said and not questions
     told = [squad[arm] for arm in ("keep-2", "no-kl-2-slow-long", "native")]
-    assert "recipe answers {}, the control {}, the model as it came {}, in three".format(*told) in text_of(
+    assert "recipe answers {}, the control {}, the model as it came {}, [in three".format(*told) in text_of(
         "docs/choosing.md"
     )
     told = [short(f"{float(share):.2f}") for share in told]
-    assert "recipe answers {}, the control {}, the model as it came {}, in three".format(*told) in text_of("README.md")
+    assert "recipe answers {}, the control {}, the model as it came {}, [in three".format(*told) in text_of("README.md")
 
 
 def test_what_noise_makes_of_replies_is_documented_as_the_file_has_it():
@@ -439,53 +440,76 @@ def test_the_table_of_long_rows_is_that_of_its_file():
     next_token = [whole[f"clm:{length}:on"] for length in (262144, 524288)]
     assert "262144 tokens takes {} GiB with all layers and one of 524288 tokens {},".format(*next_token) in page
     assert f"self-distillation takes {whole['self-distill:262144:on']} GiB" in page
-    assert f"A row of 342000 tokens takes {whole['clm:342000:on']} GiB with all layers" in page
-    assert f"[{whole['clm:342000:on']} GiB](docs/results/speed.md#long-rows-on-one-gpu)" in text_of("README.md")
+    by_layers = {case.get("peak_gib_with_32_layers"): case for case in cases if case["length"] == 342000}
+    gib, reckoned = f"{by_layers.pop(None)['peak_gib']:.1f}", f"{next(iter(by_layers)):.0f}"
+    assert f"A row of 342000 tokens trains with all layers in {gib} GiB" in page
+    assert f"by arithmetic from twelve layers it was {reckoned}" in page
+    assert f"[{float(gib):.0f} GiB](docs/results/speed.md#long-rows-on-one-gpu)" in text_of("README.md")
 
 
-def test_the_tables_of_two_gpus_are_those_of_their_file():
-    page = text_of("docs/results/speed.md")
+def test_the_tables_of_several_gpus_are_those_of_their_file():
+    page, of_scaling, of_engines = (text_of(f"docs/{name}.md") for name in ("results/speed", "scaling", "several_gpus"))
     own_rows = ("self-distill", "pose", "relation-distill")
-    timed, memory, shared = {}, {}, []
+    one, shared, efficiency, shared_memory = {}, [], {}, {}
     for line in lines_of("several-gpus-h200.jsonl"):
-        memory[line["case"], line["gpus"]] = f"{line['peak_gib']:.1f}"
-        if line["case"] in own_rows:
-            timed[line["case"], line["gpus"]] = line["tokens_per_second"]
-        elif "seconds" in line:
-            shared.append(line)
-    efficiency = []
-    for case in own_rows:
-        one, two = timed[case, 1], timed[case, 2]
-        efficiency.append(f"{two / (2 * one):.0%}".replace("%", " %"))
-        figures = [f"{one:.0f}", memory[case, 1], f"{two:.0f}", memory[case, 2], efficiency[-1]]
-        assert f"| {' | '.join(figures)} |" in page
-    ring, trl = memory["ring-clm", 2], memory["ring-trl", 2]
-    assert f"takes {ring} GiB on each GPU in a ring, and {trl} by TRL's trainer" in page
-    assert " and ".join(efficiency[:2]) in text_of("docs/scaling.md")
-    assert f"and {efficiency[2]} under `ddp`" in text_of("docs/scaling.md")
+        gib = f"{line['peak_gib']:.1f}"
+        if line["case"] not in own_rows:
+            shared += [line] if "seconds" in line else []
+            shared_memory[line["case"]] = gib
+        elif line["gpus"] == 1:  # what lines of several GPUs that follow are compared with
+            one[line["case"]] = line["tokens_per_second"], gib
+        else:
+            n, (rate, gib_of_one) = line["gpus"], one[line["case"]]
+            share = f"{line['tokens_per_second'] / (n * rate):.0%}".replace("%", " %")
+            efficiency[line["case"], n] = share
+            own = [f"{rate:.0f}", gib_of_one, str(n), f"{line['tokens_per_second']:.0f}", gib, share]
+            assert f"| {line['tokens'] // n} | {' | '.join(own)} |" in page
+    assert len(efficiency) == 6
+    ring, trl = shared_memory["ring-clm"], shared_memory["ring-trl"]
+    assert f"takes {ring} GiB on each of two GPUs in a ring, and {trl} by TRL's trainer" in page
+    fsdp2 = sorted(efficiency[case, n] for case in own_rows[:2] for n in (2, 4))
+    ddp = " and ".join(efficiency["relation-distill", n].removesuffix(" %") for n in (2, 4))
+    assert f"had {fsdp2[0]} to {fsdp2[-1]} of as many times the rate of one under `fsdp2`" in of_scaling
+    assert f"and {ddp.replace(' and', ' % and')} % under `ddp`" in of_scaling
+    least, most = fsdp2[0].removesuffix(" %"), fsdp2[-1]
+    assert f"under `fsdp2`, {least} to {most} of as many times the rate" in of_engines
+    assert f"first stage under `ddp`, {ddp} %" in of_engines
     readme = text_of("README.md")
-    assert f"[{efficiency[0].removesuffix(' %')} and {efficiency[1]}](docs/results/speed.md#two-gpus)" in readme
-    assert f"under `ddp` at {efficiency[2]}" in readme
+    assert f"[{least} to {most}](docs/results/speed.md#two-and-four-gpus) of as many times" in readme
+    assert f"under `ddp` at {ddp} %" in readme
 
     names = {"ring": "ring, `fsdp2-cp`", "ulysses": "Ulysses, `zero3-sp`"}
     config = scaling.config_of("qwen3-4b")
-    assert len(shared) == 4
+    assert len(shared) == 7
+    lost = {}
     for line in shared:
         config.num_hidden_layers = line["layers"] or scaling.config_of("qwen3-4b").num_hidden_layers
         operations = scaling.flops_per_token(config, line["length"], all_weights=True)
         runs = scaling.measured_runs()
-        ideal = 2 * scaling.speed(runs) / operations / scaling.cost(runs, "self-distill sequential")
-        figures = [str(line["length"]), f"{config.num_hidden_layers}, {names[line['case']]}", f"{line['seconds']:.2f}"]
+        ideal = line["gpus"] * scaling.speed(runs) / operations / scaling.cost(runs, "self-distill sequential")
+        figures = [str(line["gpus"]), str(line["length"])]
+        figures += [f"{config.num_hidden_layers}, {names[line['case']]}", f"{line['seconds']:.2f}"]
         figures += [f"{line['tokens_per_second']:.0f}", f"{line['peak_gib']:.1f}"]
+        lost[line["case"], line["gpus"], line["length"]] = 1 - line["tokens_per_second"] / ideal
         figures.append(f"{line['tokens_per_second'] / ideal:.0%}".replace("%", " %"))
         assert f"| {' | '.join(figures)} |" in page
+        by_arithmetic = f"{line['length'] / ideal:.1f}"
+        minutes, gib = line["seconds"] / 60, line["peak_gib"]
         if line["layers"] is None:
-            minutes, gib = line["seconds"] / 60, line["peak_gib"]
             assert f"row of 262144 tokens on two H200s: {minutes:.1f} minutes a step, {gib:.1f} GiB on each" in page
-            said = (
-                f"took {line['seconds']:.1f} seconds at 262144 tokens, by this arithmetic {line['length'] / ideal:.1f}"
-            )
-            assert said in text_of("docs/scaling.md")
+            said = f"took {line['seconds']:.1f} seconds at 262144 tokens on two, by this arithmetic {by_arithmetic}"
+            assert said in of_scaling
+        if line["length"] == 1 << 20:
+            assert f"with four layers of 36: {minutes:.1f} minutes a step, {gib:.1f} GiB on each" in page
+            said = f"{line['seconds']:.1f} at 1048576 tokens in four layers on four, by arithmetic {by_arithmetic}"
+            assert said in of_scaling
+            weights = sum(p.numel() for p in scaling._on_meta("qwen3-4b", True).model.layers[4:].parameters())
+            assert f"{gib + 16 * weights / 4 / scaling.GIB:.0f} GiB on each GPU, with the weights" in page
+            assert f"{9 * minutes:.0f} minutes a step, nine times as long" in page
+    ring, ulysses = (f"{lost[case, 4, 65536]:.0%}".replace("%", " %") for case in ("ring", "ulysses"))
+    assert f"over four GPUs, loses {ring} in a ring and {ulysses} under Ulysses" in page
+    host = scaling.memory_on("qwen3-4b", 1 << 20, "self-distill", 4, all_weights=True, shared=True).split(" / ")[-1]
+    assert f"{host} GiB of the host for each GPU, or {math.ceil(int(host) / 2)} with `passes" in page
 
 
 GEMMA = ("keeping-gemma-h200.jsonl", "keeping-gemma-h100.jsonl")

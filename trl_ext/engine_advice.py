@@ -8,55 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rope_patch.rotary import find_decoder
-
-from .memory_plan import GIB, MemoryPlan, plan_memory
+from .engines.sharding import Sharding
+from .memory_plan import GIB, device_memory, plan_memory
 from .model_setup import train_qkv_only
-
-
-@dataclass(frozen=True)
-class TrainingBytes:
-    """What a training holds apart from what grows with rows, in bytes.
-
-    Args:
-        weights: the model's, adapters included.
-        gradients: of what is trained.
-        optimizer: its states.
-        gathered: weights that an engine that shards them has whole at a time: two layers, embeddings and head.
-        teacher: a frozen copy of the weights, whole on each GPU; 0 without one.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    teacher: int
-
-    @classmethod
-    def of(cls, model: nn.Module, optimizer: int, *, copies_teacher: bool) -> "TrainingBytes":
-        """Those of a model as it is trained, on any device."""
-        parameters = list(model.parameters())
-        layers: Any = find_decoder(model).layers
-        in_layers = _bytes(layers.parameters())
-        return cls(
-            weights=_bytes(parameters),
-            gradients=_bytes(p for p in parameters if p.requires_grad),
-            optimizer=optimizer,
-            gathered=_bytes(parameters) - in_layers + 2 * in_layers // len(layers),
-            teacher=_bytes(parameters) if copies_teacher else 0,
-        )
-
-    def on_each(self, config: str, n_gpus: int) -> int:
-        """Bytes on each of `n_gpus` under one of `launching.config_names`.
-
-        With W, G, O, T of weights, gradients, optimizer and teacher and R GPUs: ddp has W + G + O + T, zero2
-        W + (G + O) / R + T, and those that shard weights (W + G + O) / R + gathered + T.
-        """
-        if config == "ddp":
-            return self.weights + self.gradients + self.optimizer + self.teacher
-        if config == "zero2":
-            return self.weights + (self.gradients + self.optimizer) // n_gpus + self.teacher
-        return (self.weights + self.gradients + self.optimizer) // n_gpus + self.gathered + self.teacher
 
 
 @dataclass(frozen=True)
@@ -82,21 +36,19 @@ class EngineNeed:
         return "fits with long_rows" if self.bytes_long <= capacity else "does not fit"
 
 
-def engine_needs(fixed: TrainingBytes, whole: MemoryPlan, part: MemoryPlan, n_gpus: int) -> list[EngineNeed]:
-    """Needs of each engine, the one with the least communication first.
+def engine_needs(model: nn.Module, training: Any, n_gpus: int, device: torch.device) -> list[EngineNeed]:
+    """Needs of each engine on so many GPUs, the one with the least communication first.
 
     Args:
-        fixed: what does not grow with rows.
-        whole: plan of a step of whole rows.
-        part: plan of a step of rows that all GPUs share.
+        model: as it is trained, on any device.
+        training: a `RopeSFTConfig` with max_length.
         n_gpus: GPUs in all.
+        device: that trains.
     """
     needs = []
-    for config in ("ddp", "zero2", "fsdp2", "fsdp2-cp"):
-        plan = part if config == "fsdp2-cp" else whole
-        on_each = fixed.on_each(config, n_gpus)
-        of_rows, of_long_rows = plan.needed - plan.fixed, plan.needed_when_on - plan.fixed
-        needs.append(EngineNeed(config, n_gpus, on_each + of_rows, on_each + of_long_rows))
+    for config in ("ddp", "zero2", "fsdp2", "fsdp2-cp") if n_gpus > 1 else ("ddp",):
+        plan = plan_memory(model, training, training.max_length, device, "on", Sharding.of_config(config, n_gpus))
+        needs.append(EngineNeed(config, n_gpus, plan.needed, plan.needed_when_on))
     return needs
 
 
@@ -120,14 +72,9 @@ def engine_advice(model_config: Any, training: Any, peft_config: Any, dtype: Any
         train_qkv_only(model)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    whole = plan_memory(model, training, training.max_length, device, "on")
-    copies = training.objective_options.needs_teacher and peft_config is None
-    fixed = TrainingBytes.of(model, whole.optimizer, copies_teacher=copies)
-    needs: list[EngineNeed] = []
-    for n in n_gpus:
-        part = plan_memory(model, training, -(-training.max_length // n), device, "on")
-        needs += [need for need in engine_needs(fixed, whole, part, n) if n > 1 or need.config == "ddp"]
-    return _table(needs, whole.tokens, whole.capacity if has_gpu else None)
+    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device)]
+    tokens = training.per_device_train_batch_size * training.max_length
+    return _table(needs, tokens, device_memory(device) if has_gpu else None)
 
 
 def choose_engine(needs: Sequence[EngineNeed], capacity: int) -> EngineNeed | None:
@@ -146,7 +93,7 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None) -> st
         if capacity is not None:
             text += f"  {need.bytes_long / GIB:8.1f} with long_rows: {need.fits(capacity)}"
         lines.append(text)
-    lines.append("zero3 and zero3-sp need what fsdp2 and fsdp2-cp do.")
+    lines.append("zero3 and zero3-sp need about what fsdp2 and fsdp2-cp do, and a few GiB for DeepSpeed's buffers.")
     if capacity is None:
         lines.append("torch sees no GPU here: take the first line that is a tenth below the memory of yours.")
         return "\n".join(lines)
@@ -174,7 +121,3 @@ def model_on_meta(model_config: Any, peft_config: Any, dtype: Any) -> nn.Module:
         from peft import get_peft_model  # an extra, which not every training needs
 
         return get_peft_model(model, peft_config)
-
-
-def _bytes(parameters: Any) -> int:
-    return sum(p.numel() * p.element_size() for p in parameters)

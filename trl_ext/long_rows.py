@@ -3,7 +3,6 @@
 Attention does without masks of n x n also where all fits: they cost time besides.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from rope_patch.rotary import find_causal_lm
 from rope_patch.tiled import TILE, tiled
 
 from .engines.sequence_ranks import SequenceRanks
+from .engines.sharding import Sharding
 from .memory_plan import GIB, MASKS_TO, MemoryPlan, plan_memory
 from .training_set import longest_document
 
@@ -79,9 +79,7 @@ def plan_long_rows(
     """
     model, args = trainer.model, trainer.args
     rows = _row_length(args, trainer.train_dataset)
-    if rows is not None and ranks is not None:
-        rows = math.ceil(rows / ranks.size)
-    plan = plan_memory(model, args, rows, args.device, args.long_rows)
+    plan = plan_memory(model, args, rows, args.device, args.long_rows, Sharding.of(trainer.accelerator))
     if args.process_index == 0:
         (logger.warning if plan.on else logger.info)(str(plan))
     if not plan.on and (not plan.mask_free or ranks is not None):
@@ -103,10 +101,18 @@ def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.dev
     """Let states of AdamW be paged out of the device where they are what does not fit; whether that was done.
 
     bitsandbytes' paged AdamW has the states in float32 where CUDA moves them to the host when memory runs out. An
-    optimizer other than Trainer's default is the user's choice and stays.
+    optimizer other than Trainer's default is the user's choice and stays, and so does one whose states an engine splits
+    over ranks, which it cannot read.
     """
     is_default = args.optim in ("adamw_torch", "adamw_torch_fused")
     if not plan.on or not is_default or plan.needed_when_on <= plan.capacity or device.type != "cuda":
+        return False
+    if plan.sharding.optimizer > 1:
+        logger.warning(
+            f"long_rows: the step needs {plan.needed_when_on / GIB:.1f} GiB on each GPU, and there are "
+            f"{plan.capacity / GIB:.1f}. Take more GPUs, or a file of accelerate's with fsdp_offload_params: true "
+            "(FSDP2) or offload_optimizer_device: cpu (ZeRO)."
+        )
         return False
     if find_spec("bitsandbytes") is None:
         logger.warning(

@@ -1,5 +1,6 @@
 """What the memory of a training step is, by arithmetic, and whether rows are long for a device."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,8 @@ from rope_patch.distillation.teacher import adapter_layers
 from rope_patch.offloaded import checkpointed_layers, pinned_bytes
 from rope_patch.rotary import find_causal_lm, find_decoder, text_modules
 from rope_patch.tiled import TILE
+
+from .engines.sharding import Sharding
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
@@ -47,7 +50,8 @@ class RowMemory:
 
     The second is what the backward of one layer's attention holds: the residual stream and its gradient, the norm's
     output, queries, keys, values, the output, and gradients of all, those of keys and values once for each query head,
-    with what kernels sum queries' gradients up in, in float32. The third: what is between its matrices and gradients of
+    with what kernels sum queries' gradients up in, in float32; a ring sums outputs and gradients of its parts up in
+    float32, 8 A + 16 K more. The third: what is between its matrices and gradients of
     that, and the norm's float32 copies; the last matrix keeps its input if it is trained. A layer holds the larger of
     both; in tiles the third goes away.
 
@@ -62,8 +66,8 @@ class RowMemory:
     feed_forward: int
 
     @classmethod
-    def of(cls, model: nn.Module, activation_bytes: int) -> "RowMemory":
-        """Those of a model, given c."""
+    def of(cls, model: nn.Module, activation_bytes: int, ring: bool = False) -> "RowMemory":
+        """Those of a model, given c, and whether keys and values go round a ring."""
         decoder: Any = find_decoder(model)
         config = decoder.config
         hidden, heads = config.hidden_size, config.num_attention_heads
@@ -71,9 +75,10 @@ class RowMemory:
         queries, keys = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
         inner = getattr(config, "intermediate_size", None) or 4 * hidden
         residual = max(activation_bytes, _embeddings(model).element_size())
+        attention = activation_bytes * (4 * hidden + 6 * queries + 2 * keys) + 4 * queries
         return cls(
             checkpoint=residual * hidden,
-            attention=activation_bytes * (4 * hidden + 6 * queries + 2 * keys) + 4 * queries,
+            attention=attention + ring * (8 * queries + 16 * keys),
             feed_forward=activation_bytes * ((6 + _trains_feed_forward(decoder)) * inner + 4 * hidden) + 12 * hidden,
         )
 
@@ -85,7 +90,7 @@ class MemoryPlan:
     Args:
         tokens: of a row, padding counted, times rows of a batch.
         fixed: weights, gradients and, on the device, the optimizer's states; a frozen copy that teaches; what autocast
-            keeps of float32 weights.
+            keeps of float32 weights. Of parts that an engine splits over ranks, one rank's.
         optimizer: of these, the states.
         checkpoints: what checkpointed layers keep.
         layer: what one layer holds while its backward runs.
@@ -99,6 +104,7 @@ class MemoryPlan:
         on: whether rows are treated as long.
         mask_free: whether there may be rows of `MASKS_TO` tokens and more, which are read without masks, on or not.
         reason: why.
+        sharding: what the engine splits over ranks.
     """
 
     tokens: int
@@ -116,6 +122,7 @@ class MemoryPlan:
     on: bool
     mask_free: bool
     reason: str
+    sharding: Sharding
 
     @property
     def needed(self) -> int:
@@ -154,28 +161,39 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: nn.Module, args: "RopeSFTConfig", row_length: int | None, device: torch.device, mode: LongRows
+    model: nn.Module,
+    args: "RopeSFTConfig",
+    row_length: int | None,
+    device: torch.device,
+    mode: LongRows,
+    sharding: Sharding | None = None,
 ) -> MemoryPlan:
     """Count what a step needs and decide whether rows are long, from a model with adapters, on any device.
 
-    Weights count as they are, whole on each rank. States of the optimizer go by its name. `docs/long_rows.md` has the
-    formulas.
+    Weights count as they are, and those that ZeRO-3 has split already by all of their numbers. States of the optimizer
+    go by its name. `docs/long_rows.md` has the formulas.
 
     Args:
         model: as it is trained.
         args: of the trainer.
-        row_length: tokens of the longest row, None where that is not known.
+        row_length: tokens of the longest row, of which ranks that share it have a part each; None where that is not
+            known.
         device: that trains.
         mode: `long_rows` of `args`.
+        sharding: what the engine splits over ranks; None for nothing.
     """
-    held = args.objective_options.held(find_decoder(model).config, _moved_share(args, row_length))
+    sharding = sharding or Sharding()
+    moved = _moved_share(args, row_length)
+    held = args.objective_options.held(find_decoder(model).config, moved, shared=sharding.row > 1)
+    if row_length is not None:
+        row_length = math.ceil(row_length / sharding.row)
     bits_16 = args.bf16 or args.fp16
     embeddings = _embeddings(model)
-    per_token = RowMemory.of(model, 2 if bits_16 else embeddings.element_size())
+    per_token = RowMemory.of(model, 2 if bits_16 else embeddings.element_size(), sharding.ring)
     tokens = args.per_device_train_batch_size * (row_length or 0)
     layers = checkpointed_layers(model) if args.gradient_checkpointing else []
     n_kept = find_decoder(model).config.num_hidden_layers + 1
-    fixed, optimizer = _fixed_bytes(model, args)
+    fixed, optimizer = _fixed_bytes(model, args, sharding)
     at_once = held.at_once * tokens
     may_be_long = row_length is None or row_length >= MASKS_TO
     mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
@@ -190,8 +208,9 @@ def plan_memory(
     if device.type != "cpu":
         offloaded_layers = min(len(layers), host // pinned_bytes(checkpoint))
     in_tiles += checkpoint if offloaded_layers else 0
-    loss = int(min(_LOSS_BYTES, tokens * embeddings.shape[0] * 4) + held.states * tokens * per_token.checkpoint)
-    loss += 4 * embeddings.numel() * _head(model).requires_grad  # its gradient, as the loss sums it up
+    vocabulary = find_causal_lm(model).config.get_text_config().vocab_size
+    loss = int(min(_LOSS_BYTES, tokens * vocabulary * 4) + held.states * tokens * per_token.checkpoint)
+    loss += 4 * _numel(embeddings) * _head(model).requires_grad  # its gradient, as the loss sums it up
     beside = int(held.beside * tokens * per_token.checkpoint)
     capacity = device_memory(device)
     on, reason = _decide(mode, args, row_length, fixed + checkpoints + beside + max(layer, loss), capacity, device)
@@ -211,6 +230,7 @@ def plan_memory(
         on=on,
         mask_free=mask_free,
         reason=reason,
+        sharding=sharding,
     )
 
 
@@ -260,18 +280,35 @@ def _decide(
     return needed > capacity, f"{fits}, which is {'too little' if needed > capacity else 'enough'}."
 
 
-def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig") -> tuple[int, int]:
-    """Bytes of all that does not grow with rows, and those of the optimizer's states alone."""
-    weights = sum(_bytes(p) for p in model.parameters()) + sum(_bytes(b) for b in model.buffers())
+def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) -> tuple[int, int]:
+    """Bytes on a rank of all that does not grow with rows, and those of the optimizer's states alone."""
+    weights = sum(map(_bytes, (*model.parameters(), *model.buffers())))
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = sum(_state_bytes(args.optim, p) for p in trained)
-    fixed = weights + sum(_bytes(p) for p in trained) + optimizer
-    if args.objective_options.needs_teacher and not adapter_layers(model) and not args.teacher_offload:
-        fixed += weights
-    if args.bf16 or args.fp16:  # copies in 16 bits, of what is multiplied
+    optimizer = sharding.keeps_states * sum(_state_bytes(args.optim, p) for p in trained) // sharding.optimizer
+    gradients = sharding.keeps_states * sum(map(_bytes, trained)) // sharding.gradients
+    fixed = sharding.buffers + sharding.keeps_weights * weights // sharding.weights + gradients + optimizer
+    bits_16 = args.bf16 or args.fp16
+    if sharding.weights > 1:
+        fixed += _whole_at_a_time(model, bits_16, sharding)
+    elif bits_16:  # copies in 16 bits, of what is multiplied
         layers: Any = find_decoder(model).layers
-        fixed += sum(2 * p.numel() for p in (*layers.parameters(), _head(model)) if p.dtype == torch.float32)
+        fixed += sum(2 * _numel(p) for p in (*layers.parameters(), _head(model)) if p.dtype == torch.float32)
+    if args.objective_options.needs_teacher and not adapter_layers(model) and not args.teacher_offload:
+        fixed += weights // sharding.teacher
+        if sharding.teacher > 1:
+            fixed += _whole_at_a_time(model, bits_16, sharding)
     return fixed, optimizer
+
+
+def _whole_at_a_time(model: nn.Module, bits_16: bool, sharding: Sharding) -> int:
+    """Bytes of the weights that an engine that splits them has whole at a time, in the dtype that it computes in."""
+    layers: Any = find_decoder(model).layers
+    sizes = {p: _numel(p) * min(p.element_size(), 2 if bits_16 else 4) for p in model.parameters()}
+    in_layers = sum(sizes[p] for p in layers.parameters())
+    whole = sum(sizes.values())
+    if sharding.live is None:
+        return whole - in_layers + 2 * in_layers // len(layers)
+    return min(whole, whole * sharding.live // sum(map(_numel, sizes)))
 
 
 def _head(model: nn.Module) -> torch.Tensor:
@@ -281,8 +318,14 @@ def _head(model: nn.Module) -> torch.Tensor:
     return weight
 
 
+def _numel(tensor: torch.Tensor) -> int:
+    """Numbers of a tensor; ZeRO-3 leaves none in a parameter that it has split."""
+    numel: int = getattr(tensor, "ds_numel", tensor.numel())
+    return numel
+
+
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return _numel(tensor) * tensor.element_size()
 
 
 def _state_bytes(optim: str, parameter: torch.Tensor) -> int:
@@ -290,8 +333,8 @@ def _state_bytes(optim: str, parameter: torch.Tensor) -> int:
     if optim.startswith("paged") or optim in ("sgd", "adafactor"):
         return 0
     if "8bit" in optim:
-        return 2 * parameter.numel()
-    return 2 * parameter.numel() * (4 if "bnb" in optim else parameter.element_size())
+        return 2 * _numel(parameter)
+    return 2 * _numel(parameter) * (4 if "bnb" in optim else parameter.element_size())
 
 
 def _layer_bytes(

@@ -7,7 +7,7 @@ from support.tiny import tiny
 from support.training import tokenizer
 
 from trl_ext import RopeSFTConfig, cli
-from trl_ext.engine_advice import EngineNeed, TrainingBytes, choose_engine, engine_advice, engine_needs
+from trl_ext.engine_advice import EngineNeed, choose_engine, engine_advice, engine_needs
 from trl_ext.memory_plan import plan_memory
 
 
@@ -17,24 +17,31 @@ def settings(folder, **options):
     )
 
 
-def test_bytes_are_those_of_the_parts(tmp_path):
-    model = tiny()
+def bytes_of(needs):
+    return {need.config: need.bytes for need in needs}
+
+
+def test_each_engine_counts_its_parts(tmp_path):
+    """From ddp to zero2 gradients and states are split, to fsdp2 weights besides, and two layers and what is outside
+    of them are whole at a time."""
+    model, args = tiny(), settings(tmp_path)
+    needs = bytes_of(engine_needs(model, args, 4, torch.device("cpu")))
     total = 4 * sum(p.numel() for p in model.parameters())
     layer = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
-    fixed = TrainingBytes.of(model, 2 * total, copies_teacher=True)
-    outside = total - 3 * layer
-    assert fixed.on_each("ddp", 4) == total + total + 2 * total + total
-    assert fixed.on_each("zero2", 4) == total + 3 * total // 4 + total
-    assert fixed.on_each("fsdp2", 4) == 4 * total // 4 + outside + 2 * layer + total
+    buffers = sum(4 * b.numel() for b in model.buffers())
+    assert needs["ddp"] - needs["zero2"] == 3 * total - (total // 4 + 2 * total // 4) - 2 * 2 * 500_000_000
+    whole = total - 3 * layer + 2 * layer
+    split = total + buffers - (total + buffers) // 4
+    assert needs["ddp"] - needs["fsdp2"] == 3 * total - (total // 4 + 2 * total // 4) + split - whole
 
 
 def test_a_shared_row_counts_its_part_of_tokens(tmp_path):
     model, args = tiny(), settings(tmp_path)
     whole, part = (plan_memory(model, args, n, torch.device("cpu"), "on") for n in (64, 16))
-    fixed = TrainingBytes.of(model, whole.optimizer, copies_teacher=False)
-    needs = {need.config: need for need in engine_needs(fixed, whole, part, 4)}
-    assert needs["fsdp2"].bytes - needs["fsdp2-cp"].bytes == (whole.needed - whole.fixed) - (part.needed - part.fixed)
-    assert needs["ddp"].bytes == whole.needed - whole.fixed + fixed.on_each("ddp", 4)
+    needs = bytes_of(engine_needs(model, args, 4, torch.device("cpu")))
+    assert needs["fsdp2"] - needs["fsdp2-cp"] == whole.needed - part.needed
+    assert needs["ddp"] == whole.needed
+    assert bytes_of(engine_needs(model, args, 1, torch.device("cpu"))) == {"ddp": whole.needed}
 
 
 def test_what_fits_with_the_fewest_gpus_is_advised():

@@ -86,12 +86,13 @@ class ObjectiveOptions(ABC):
         """Whether a step reads as many more windows of tokens as the rank's own documents have."""
         return False
 
-    def held(self, config: Any, moved: float = 1.0) -> Held:
+    def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
         """What of a batch lives at a time, at most: for estimates of memory.
 
         Args:
             config: of the decoder.
             moved: the largest share of a row that is no longer where it was under a draw of the view.
+            shared: whether ranks share each row.
         """
         return Held()
 

@@ -32,7 +32,7 @@ class HiddenOptions(ObjectiveOptions):
     def of(cls, args: "RopeSFTConfig") -> Self:
         return cls(targets=from_field(HiddenTargets, "hidden_args", args.hidden_args))
 
-    def held(self, config: Any, moved: float = 1.0) -> Held:
+    def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
         n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student, of which some are compared
         return Held(graphs=2.0 if self.targets.short_to_long else 1.0, beside=2.0 * n_layers)
 

@@ -36,7 +36,7 @@ class RelationOptions(ObjectiveOptions):
         logit_kl = from_field(LogitKL, "logit_kl_args", args.logit_kl_args) if args.logit_kl_args else None
         return cls(targets=from_field(RelationTargets, "relation_args", args.relation_args), logit_kl=logit_kl)
 
-    def held(self, config: Any, moved: float = 1.0) -> Held:
+    def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
         # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
         n_layers = config.num_hidden_layers if self.targets.layers is None else len(self.targets.layers)
         return Held(beside=1.5 * n_layers)

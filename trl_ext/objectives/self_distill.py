@@ -112,11 +112,11 @@ class SelfDistillOptions(ObjectiveOptions):
         """Whether training runs the view at all."""
         return bool(self.consistency.weight or self.consistency.view_clm)
 
-    def held(self, config: Any, moved: float = 1.0) -> Held:
+    def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
         # last states of both views, their rows that are compared, and the gradients that the loss forms at once
         if not self.compares_in_training or self.passes == "sequential":
             return Held(states=4.0)
-        if self.passes == "two":
+        if self.passes == "two" or shared:  # ranks that share a row run both views whole
             return Held(graphs=2.0, states=6.0)
         copies = moved if self.max_copies is None else min(moved, self.max_copies)
         return Held(graphs=1.0 + copies, at_once=1.0 + copies, states=6.0)

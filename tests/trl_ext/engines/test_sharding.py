@@ -1,0 +1,93 @@
+"""What an engine splits over ranks: by the names of configs, and by what accelerate was told."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
+from support.tiny import tiny
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from trl_ext import RopeSFTConfig
+from trl_ext.engines.sharding import Sharding
+from trl_ext.launching import config_names
+from trl_ext.memory_plan import plan_memory
+
+
+def deepspeed(stage, **zero):
+    plugin = Namespace(zero_stage=stage, deepspeed_config={"zero_optimization": zero})
+    return {"distributed_type": DistributedType.DEEPSPEED, "state": Namespace(deepspeed_plugin=plugin)}
+
+
+def fsdp(reshard=True, offload=None):
+    plugin = Namespace(reshard_after_forward=reshard, cpu_offload=offload or OffloadPolicy())
+    return {"distributed_type": DistributedType.FSDP, "state": Namespace(fsdp_plugin=plugin)}
+
+
+def of(parallelism=None, n=8, state=None, **options):
+    return Sharding.of(
+        Namespace(num_processes=n, parallelism_config=parallelism, state=state or Namespace(), **options)
+    )
+
+
+def split(sharding):
+    return sharding.weights, sharding.gradients, sharding.optimizer, sharding.teacher, sharding.row
+
+
+def test_names_of_configs():
+    assert {name: split(Sharding.of_config(name, 4)) for name in config_names()} == {
+        "ddp": (1, 1, 1, 1, 1),
+        "zero2": (1, 4, 4, 1, 1),
+        "zero3": (4, 4, 4, 1, 1),
+        "zero3-sp": (4, 4, 4, 1, 4),
+        "fsdp2": (4, 4, 4, 4, 1),
+        "fsdp2-cp": (4, 4, 4, 4, 4),
+    }
+    assert [name for name in config_names() if Sharding.of_config(name, 4).ring] == ["fsdp2-cp"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "parallelism", "expected"),
+    [
+        ({"distributed_type": DistributedType.NO}, None, (1, 1, 1, 1, 1)),
+        ({"distributed_type": DistributedType.MULTI_GPU}, None, (1, 1, 1, 1, 1)),
+        (deepspeed(0), None, (1, 1, 1, 1, 1)),
+        (deepspeed(1), None, (1, 1, 8, 1, 1)),
+        (deepspeed(2), None, (1, 8, 8, 1, 1)),
+        (deepspeed(3), None, (8, 8, 8, 1, 1)),
+        (fsdp(), None, (8, 8, 8, 8, 1)),
+        (fsdp(reshard=False), None, (1, 8, 8, 8, 1)),
+        # two copies of four ranks each; four ranks a row, two rows at a time
+        (fsdp(), {"dp_replicate_size": 2, "dp_shard_size": 4}, (4, 4, 4, 4, 1)),
+        (fsdp(), {"dp_shard_size": 2, "cp_size": 4}, (8, 8, 8, 8, 4)),
+    ],
+)
+def test_what_accelerate_was_told(engine, parallelism, expected):
+    sharding = of(None if parallelism is None else ParallelismConfig(**parallelism), **engine)
+    assert split(sharding) == expected
+    assert sharding.ring == (sharding.row > 1) and sharding.keeps_weights and sharding.keeps_states
+
+
+def test_what_waits_on_the_host_does_not_count():
+    assert not of(**fsdp(offload=CPUOffloadPolicy())).keeps_weights
+    states = of(**deepspeed(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "none"}))
+    assert states.keeps_weights and not states.keeps_states
+
+    def fixed(sharding):
+        args = RopeSFTConfig(output_dir="out", use_cpu=True, bf16=False)
+        return plan_memory(tiny(), args, 64, torch.device("cpu"), "on", sharding).fixed
+
+    total = 4 * sum(p.numel() for p in tiny().parameters())
+    # of the kept ones an eighth, and all weights at once, fewer as they are than ZeRO-3 leaves whole
+    assert fixed(states) - states.buffers == pytest.approx(total / 8 + total, rel=1e-3)
+    assert fixed(of(**fsdp(offload=CPUOffloadPolicy()))) < total
+
+
+def test_weights_that_zero3_has_split_count_whole():
+    args = RopeSFTConfig(output_dir="out", use_cpu=True, bf16=False)
+    model = tiny()
+    whole = plan_memory(model, args, 64, torch.device("cpu"), "on", Sharding.of_config("zero3", 4))
+    for parameter in model.parameters():  # as zero.Init leaves them
+        parameter.ds_numel, parameter.data = parameter.numel(), torch.empty(0)
+    assert plan_memory(model, args, 64, torch.device("cpu"), "on", Sharding.of_config("zero3", 4)) == whole

@@ -1,0 +1,92 @@
+"""What an engine splits over ranks of what a training holds apart from rows."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+_DEEPSPEED_BUCKETS = 2 * 500_000_000 * 2
+"""Bytes of two buckets of 5e8 numbers of 16 bits, DeepSpeed's default, in which it exchanges weights and gradients."""
+_DEEPSPEED_LIVE = 1_000_000_000
+"""Weights that ZeRO-3 leaves whole at a time, its default."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over how many ranks an engine splits each part; 1 leaves it whole on each.
+
+    Args:
+        weights: of the model.
+        gradients: of what is trained.
+        optimizer: states of the optimizer.
+        teacher: a copy that teaches.
+        row: tokens of each row.
+        ring: whether keys and values of such rows go round a ring.
+        live: weights that are whole at a time where they are split; None for two layers, embeddings and head.
+        buffers: bytes that the engine holds beside them.
+        keeps_weights: whether they are on the device between their uses, and not on the host.
+        keeps_states: the same of gradients and states of the optimizer.
+    """
+
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    teacher: int = 1
+    row: int = 1
+    ring: bool = False
+    live: int | None = None
+    buffers: int = 0
+    keeps_weights: bool = True
+    keeps_states: bool = True
+
+    @classmethod
+    def of_config(cls, name: str, n_gpus: int) -> "Sharding":
+        """That of one of `launching.config_names`."""
+        of_row = n_gpus if name.endswith(("-cp", "-sp")) else 1
+        if name.startswith("fsdp2"):
+            return cls._of_fsdp(n_gpus, of_row)
+        return cls._of_zero(int(name[4]) if name.startswith("zero") else 0, n_gpus, of_row)
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> "Sharding":
+        """That of a trainer's engine."""
+        state: Any = accelerator.state
+        n_ranks = accelerator.num_processes
+        parallelism: Any = getattr(accelerator, "parallelism_config", None)
+        of_row = 1 if parallelism is None else parallelism.cp_size * parallelism.sp_size
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            plugin = state.deepspeed_plugin
+            return replace(
+                cls._of_zero(plugin.zero_stage, n_ranks, of_row),
+                keeps_weights=_is_kept(plugin, "offload_param"),
+                keeps_states=_is_kept(plugin, "offload_optimizer"),
+            )
+        if accelerator.distributed_type != DistributedType.FSDP:
+            return cls(row=of_row)
+        if parallelism is not None:
+            n_ranks = parallelism.dp_shard_size * parallelism.cp_size
+        plugin = state.fsdp_plugin
+        sharding = cls._of_fsdp(n_ranks, of_row)
+        if plugin.reshard_after_forward is False:  # weights stay whole from forward to backward
+            sharding = replace(sharding, weights=1)
+        keeps = not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        return replace(sharding, keeps_weights=keeps, keeps_states=keeps)
+
+    @classmethod
+    def _of_fsdp(cls, n_ranks: int, of_row: int) -> "Sharding":
+        return cls(n_ranks, n_ranks, n_ranks, n_ranks, of_row, of_row > 1)
+
+    @classmethod
+    def _of_zero(cls, stage: int, n_ranks: int, of_row: int) -> "Sharding":
+        if not stage:
+            return cls(row=of_row)
+        weights, gradients = (n_ranks if stage >= least else 1 for least in (3, 2))
+        return cls(weights, gradients, n_ranks, row=of_row, live=_DEEPSPEED_LIVE, buffers=_DEEPSPEED_BUCKETS)
+
+
+def _is_kept(plugin: Any, part: str) -> bool:
+    """Whether DeepSpeed leaves a part on the device."""
+    options = plugin.deepspeed_config.get("zero_optimization", {}).get(part) or {}
+    return options.get("device", "none") in (None, "none")
