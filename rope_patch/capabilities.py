@@ -62,6 +62,19 @@ def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
     return None
 
 
+def why_no_layers_apart(decoder: nn.Module) -> str | None:
+    """Why layers cannot have positions of their own: one rotary module with one set of RoPE parameters must give each
+    layer its cosines and sines."""
+    rope_types = [rotary.attributes.get("rope_type") for rotary in rotary_states(decoder).values()]
+    one_pair = not layers_call_rotary(decoder) and len(rope_types) == 1 and not isinstance(rope_types[0], dict)
+    if one_pair and hands_embeddings(decoder):
+        return None
+    return (
+        f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a view with "
+        "positions of their own in some layers needs: take one that moves all layers alike."
+    )
+
+
 def why_no_checkpointing(decoder: nn.Module) -> str | None:
     """Why a view and gradient checkpointing do not go together."""
     if layers_call_rotary(decoder):

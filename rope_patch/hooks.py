@@ -15,7 +15,7 @@ from .cache_arguments import cache_of, has_paged_cache, returned_cache
 from .cached_draws import forget_draws
 from .call_stack import frames
 from .capabilities import why_no_checkpointing
-from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
+from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
 from .layout.documents import real_tokens_of
 from .rotary import parameter_names, picks_by_row, rope_types
 from .sources import ViewSource
@@ -88,7 +88,6 @@ class DecoderEntry:
                 "prefill_chunk_size out."
             )
         if isinstance(source, ViewSource) and source.view.layerwise:
-            self._require_one_pair(decoder)
             attach_layer_hooks(decoder)
         ids = call.get("input_ids")
         if self.state.shard is not None:  # draws go by whole rows
@@ -121,16 +120,6 @@ class DecoderEntry:
         except ValueError:
             return False
         return True
-
-    def _require_one_pair(self, decoder: nn.Module) -> None:
-        """Raise unless one rotary module with one set of RoPE parameters gives each layer its cosines and sines."""
-        rope_types = [rotary.attributes.get("rope_type") for rotary in self.state.current.rotary.values()]
-        one_pair = not self.state.layers_call_rotary and len(rope_types) == 1 and not isinstance(rope_types[0], dict)
-        if not one_pair or not hands_embeddings(decoder):
-            raise ValueError(
-                f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a "
-                "view with positions of their own in some layers needs: take one that moves all layers alike."
-            )
 
 
 class DecoderExit:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
-from .capabilities import why_fixed_frequencies, why_no_native_rope, why_no_views
+from .capabilities import why_fixed_frequencies, why_no_layers_apart, why_no_native_rope, why_no_views
 from .hooks import attach_hooks, detach_hooks, is_checkpointing
 from .local_layers import LocalLayers
 from .methods import resolve_method, resolve_view
@@ -343,6 +343,9 @@ def _refuse_without_layers(decoder: PreTrainedModel, view: View | None) -> None:
         if reason is not None:
             raise ValueError(reason)
     if view is not None and view.layerwise:
+        reason = why_no_layers_apart(decoder)
+        if reason is not None:
+            raise ValueError(reason)
         view.check_layers(decoder.config.num_hidden_layers, local.layers)
 
 

@@ -11,6 +11,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPTNeoXConfig, GPT
 from rope_patch import patch_model, rope_view, unpatch_model
 from rope_patch.distillation import SelfDistiller, ViewConsistency
 from rope_patch.draws import DrawKey
+from rope_patch.patch import view_source
 from rope_patch.rotary import find_decoder
 from rope_patch.views import RPE, Compose, Cyclic, PerLayer, PosAug, RandomBase, Skip, Standard
 
@@ -91,9 +92,9 @@ def test_families_whose_layers_do_not_get_one_pair_are_refused():
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}  # fmt: skip
     layer_types = ["sliding_attention", "full_attention"]
     gemma3 = Gemma3ForCausalLM(Gemma3TextConfig(**shape, layer_types=layer_types))
-    model = patch_model(gemma3.train(), PerLayer(PosAug(), "top"))
     with pytest.raises(ValueError, match="does not hand one pair of cosines and sines to each of its layers"):
-        model(tokens(1, 8))
+        patch_model(gemma3.train(), PerLayer(PosAug(), "top"))
+    assert view_source(gemma3) is None
     # of older families too, where layers do get it
     config = GPTNeoXConfig(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                            num_attention_heads=4)  # fmt: skip

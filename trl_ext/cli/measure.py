@@ -29,6 +29,11 @@ SHORTEST = 16
 _RETRIEVAL = ("passkey", *(name for name in FLAGS["niah"] if name != "position"))
 # option -> the measures that read it, and what asks for one of them
 READ_BY = {
+    "lengths": ((*_RETRIEVAL, "position", "ruler"), "--passkey, --niah or --ruler"),
+    "batch_size": (
+        (*_RETRIEVAL, "position", "ruler", "short", "lm-eval"),
+        "a measure that asks questions, as --passkey",
+    ),
     "trials": (_RETRIEVAL, "--passkey or --niah"),
     "ruler_tasks": (("ruler",), "--ruler"),
     "ruler_samples": (("ruler",), "--ruler"),
@@ -333,7 +338,7 @@ def _require_read(args: argparse.Namespace, chosen: set[str]) -> None:
     for name, (readers, needed) in READ_BY.items():
         given = getattr(args, name)
         if given is not None and not chosen & set(readers):
-            said = " ".join(given) if isinstance(given, list) else given
+            said = " ".join(map(str, given)) if isinstance(given, list) else given
             raise ValueError(f"--{name.replace('_', '-')} {said} needs {needed}, which reads it.")
 
 

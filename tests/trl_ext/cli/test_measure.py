@@ -110,7 +110,7 @@ def test_tasks_of_lm_eval_are_named_with_commas(folder, monkeypatch, capsys):
     _, plan = plan_of(monkeypatch, folder, *models, "--lm-eval", "mmlu,niah_single_1,gsm8k", "--lm-eval-data", "x")
     assert plan.measures == ("ruler", "lm-eval") and plan.lm_eval == ("mmlu", "gsm8k")
     assert plan.ruler_tasks == ("niah_single_1",) and plan.lm_eval_data == "x"
-    assert run(folder, "eval", *models, "--cliff", "--lm-eval-data", "x") == 2
+    assert run(folder, "eval", *models[:2], "--cliff", "--lm-eval-data", "x") == 2
     assert "--lm-eval-data x needs --lm-eval TASK, which reads it." in capsys.readouterr().err
 
 
@@ -125,10 +125,12 @@ def test_tasks_of_lm_eval_are_named_with_commas(folder, monkeypatch, capsys):
         ("--benchmarks x", "--short"),
         ("--limit 3", "--short or --lm-eval TASK"),
         ("--trials 2", "--passkey or --niah"),
+        ("--lengths 400 800", "--passkey, --niah or --ruler"),
+        ("--batch-size 2", "a measure that asks questions, as --passkey"),
     ],
 )
 def test_an_option_that_no_measure_reads_is_refused(option, needed, folder, monkeypatch, capsys):
-    models = ["--model", f"native={folder / 'tiny'}", "--lengths", "400"]
+    models = ["--model", f"native={folder / 'tiny'}"]
     assert run(folder, "eval", *models, "--report", str(folder / "report"), "--cliff", *option.split()) == 2
     assert f"rope-patch eval: {option} needs {needed}, which reads it." in capsys.readouterr().err
     every = ["--passkey", "--ruler", "--short", "--lm-eval", "mmlu"]
@@ -142,7 +144,7 @@ def test_options_are_read_by_what_stands_for_a_measure(folder, monkeypatch):
     assert plan.trials == 3, "retrieval is among what runs by default"
     _, plan = plan_of(monkeypatch, folder, *models, "--lm-eval", "niah_single_1", "--ruler-samples", "5")
     assert plan.ruler_samples == 5
-    _, plan = plan_of(monkeypatch, folder, *models, "--lm-eval", "mmlu", "--limit", "4")
+    _, plan = plan_of(monkeypatch, folder, *models[:2], "--lm-eval", "mmlu", "--limit", "4")
     assert plan.limit == 4
 
 
@@ -173,7 +175,7 @@ def test_models_with_other_chat_templates_are_refused_where_they_are_asked(folde
     assert run(folder, "eval", *models, "--report", str(folder / "report"), "--passkey") == 2
     assert "those of native and mine differ. --chat-template off asks both in raw text." in capsys.readouterr().err
     plan_of(monkeypatch, folder, *models, "--passkey", "--chat-template", "off")
-    plan_of(monkeypatch, folder, *models, "--cliff")
+    plan_of(monkeypatch, folder, *models[:4], "--cliff")
 
 
 def test_a_model_without_a_tokenizer_is_given_the_first_ones_tokens(folder, monkeypatch, capsys):
