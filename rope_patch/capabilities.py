@@ -63,8 +63,10 @@ def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
 
 
 def why_no_layers_apart(decoder: nn.Module) -> str | None:
-    """Why layers cannot have positions of their own: one rotary module with one set of RoPE parameters must give each
-    layer its cosines and sines."""
+    """Why layers cannot have positions of their own.
+
+    They can where one rotary module with one set of RoPE parameters gives each layer its cosines and sines.
+    """
     rope_types = [rotary.attributes.get("rope_type") for rotary in rotary_states(decoder).values()]
     one_pair = not layers_call_rotary(decoder) and len(rope_types) == 1 and not isinstance(rope_types[0], dict)
     if one_pair and hands_embeddings(decoder):
