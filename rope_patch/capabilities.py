@@ -72,8 +72,8 @@ def why_no_layers_apart(decoder: nn.Module) -> str | None:
     if one_pair and hands_embeddings(decoder):
         return None
     return (
-        f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a view with "
-        "positions of their own in some layers needs: take one that moves all layers alike."
+        f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a view "
+        "with positions of their own in some layers needs: take one that moves all layers alike."
     )
 
 

@@ -15,7 +15,7 @@ from .cache_arguments import cache_of, has_paged_cache, returned_cache
 from .cached_draws import forget_draws
 from .call_stack import frames
 from .capabilities import why_no_checkpointing
-from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks
+from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
 from .layout.documents import real_tokens_of
 from .rotary import parameter_names, picks_by_row, rope_types
 from .sources import ViewSource
