@@ -37,14 +37,16 @@ def specification(state: "RopeState") -> dict[str, Any]:
             "options": _options_of(sampled[0]),
             "seed": 0 if state.source is None else state.source.clock.seed,
         }
+    # those that come back, inside a `native_rope` block
+    current = state.current if state.beside_native is None else state.beside_native[0]
     rescalings = [{"method": rescaling.name, "options": rescaling.options()} for rescaling in state.rescalings]
     return {
         "format": _STACKED if rescalings[1:] else _FORMAT,
         "rescaling": rescalings[-1] if rescalings else None,
         **({"rescalings": rescalings} if rescalings[1:] else {}),
         "view": view,
-        "rope_parameters": state.current.rope_parameters,
-        "max_position_embeddings": state.current.max_position_embeddings,
+        "rope_parameters": current.rope_parameters,
+        "max_position_embeddings": current.max_position_embeddings,
         "native_rope_parameters": state.native.rope_parameters,
         "native_max_position_embeddings": state.native.max_position_embeddings,
         "rope_patch_version": __version__,

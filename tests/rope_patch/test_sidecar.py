@@ -22,9 +22,10 @@ from peft import (
 )
 from safetensors.torch import load_file
 from support.marks import needs_own_adapters
-from support.tiny import tiny, tokens
+from support.tiny import WINDOW, tiny, tokens
 
-from rope_patch import describe, load_adapter, patch_model, rope_view, unpatch_model
+from rope_patch import describe, load_adapter, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch.sidecar import read_sidecar
 from rope_patch.views import Compose, Cyclic, Skip
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
@@ -382,3 +383,12 @@ def test_an_adapter_with_a_decoder_of_its_own_takes_no_later_patch_and_no_view(t
         viewed.save_pretrained(tmp_path)
     unpatch_model(viewed.get_base_model())
     viewed.save_pretrained(tmp_path)
+
+
+def test_a_block_of_native_rope_leaves_what_is_recorded(tmp_path):
+    model = patch_model(get_peft_model(tiny(), LoraConfig(r=2, target_modules=["q_proj"])), "yarn", factor=4.0)
+    model.save_pretrained(tmp_path / "outside")
+    with native_rope(model):
+        model.save_pretrained(tmp_path / "inside")
+    outside, inside = (read_sidecar(tmp_path / name) for name in ("outside", "inside"))
+    assert outside == inside and inside["max_position_embeddings"] == 4 * WINDOW
