@@ -94,14 +94,15 @@ class DecoderEntry:
             whole = self.state.shard.batch
             tokens = ids = whole["input_ids"]
             position_ids, attention_mask = whole.get("position_ids"), whole.get("attention_mask")
+        cached = 0 if cache is None else int(cache.get_seq_length())
         self.state.enter(
             Batch(
                 rows=tokens.shape[0],
                 seq_len=tokens.shape[1],
                 device=tokens.device,
                 position_ids=position_ids,
-                attention_mask=real_tokens_of(attention_mask),
-                cached=0 if cache is None else int(cache.get_seq_length()),
+                attention_mask=real_tokens_of(attention_mask, cached),
+                cached=cached,
                 training=training,
                 cache=cache,
                 ids=ids,

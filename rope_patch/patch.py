@@ -162,7 +162,8 @@ def rope_view(
 
     Causality, padding and packing stay those of the tokens: only the index that RoPE sees changes. Sliding and chunked
     layers stay at true positions where full-attention layers have RoPE too. A view that draws does so once a forward;
-    tokens decoded with a cache keep the draws of the forward that filled it. Blocks nest, the innermost decides.
+    tokens decoded with a cache keep the draws of the forward that filled it. Each block begins to draw anew from its
+    seed: a loop that opens one for each step gives it `seed=step`. Blocks nest, the innermost decides.
     Backward may run after the block.
 
     Args:

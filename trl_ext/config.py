@@ -1,6 +1,8 @@
 """What `RopeSFTTrainer` adds to TRL's configuration."""
 
 import json
+import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +21,10 @@ from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
 logger = logging.get_logger(__name__)
 
 _ROWS_OF_TRL: Any = next(own.default for own in fields(SFTConfig) if own.name == "max_length")
+
+
+_PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
+"""Metrics of evaluations that are parts of a loss, of named sets too."""
 
 
 @dataclass
@@ -212,7 +218,10 @@ class RopeSFTConfig(SFTConfig):
     def __post_init__(self) -> None:
         for name in self._OWN_DICT_FIELDS:
             self._require_json(name)  # before Transformers parses it, whose error names no field
+        says_which_is_better = self.greater_is_better is not None
         super().__post_init__()
+        if not says_which_is_better and _PART_OF_LOSS.fullmatch(self.metric_for_best_model or ""):
+            self.greater_is_better = False  # Transformers says so of names that end in "loss" alone
         # a wrong name or option stops here, before a model is loaded
         if self.make_rescaling() is None and self.rescale_args:
             raise ValueError(f"rescale_args needs rescale, the name of the rescaling; got {self.rescale_args}.")
@@ -343,12 +352,12 @@ class RopeSFTConfig(SFTConfig):
                 "teacher_offload needs a teacher, the model as it was pretrained, and objective "
                 f"{self.objective!r} has none with these options: leave it out."
             )
-        if self.neftune_noise_alpha and options.compares_forwards:
+        if self.neftune_noise_alpha and self.has_own_loss:
             raise ValueError(
-                "neftune_noise_alpha goes with objective='clm' without token_weighting: it adds other noise to each "
-                "forward, and other objectives compare forwards, which would differ by it. Got neftune_noise_alpha="
-                f"{self.neftune_noise_alpha}, objective={self.objective!r}, token_weighting={self.token_weighting!r}. "
-                "Leave it out."
+                "neftune_noise_alpha goes with objective='clm' without token_weighting and cue_weight: it adds other "
+                "noise to each forward, and other losses compare forwards or keep what they gave. Got "
+                f"neftune_noise_alpha={self.neftune_noise_alpha}, objective={self.objective!r}, token_weighting="
+                f"{self.token_weighting!r}, cue_weight={self.cue_weight}. Leave it out."
             )
         if self.has_own_loss and (self.loss_type != "nll" or self.label_smoothing_factor):
             raise ValueError(
@@ -404,6 +413,13 @@ class RopeSFTConfig(SFTConfig):
             or self.trainable != "all"
             or self.long_rows == "on"
         )
+
+    @property
+    def shifted_group(self) -> int | None:
+        """Tokens of a group of `shifted_attention`, None without."""
+        if self.shifted_attention is None or self.max_length is None:
+            return None
+        return math.ceil(self.shifted_attention * self.max_length)
 
     def _check_shifted_attention(self) -> None:
         share = self.shifted_attention

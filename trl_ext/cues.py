@@ -144,8 +144,9 @@ def append_cue(
 
     def ended(row: dict[str, Any], number: int) -> dict[str, Any]:
         ids = cues[drawn(len(cues), number, seed)]
-        masks = {"completion_mask": row["completion_mask"] + [1] * len(ids)} if "completion_mask" in row else {}
-        return {"input_ids": row["input_ids"] + ids, **masks}
+        labels = {"labels": row["labels"] + ids} if "labels" in row else {}
+        masks = {name: row[name] + [1] * len(ids) for name in _MASKS if name in row}
+        return {"input_ids": row["input_ids"] + ids, **labels, **masks}
 
     tokens: CueTokens = longest if isinstance(cue, str) else cues
     columns = dataset.column_names
@@ -159,6 +160,11 @@ def append_cue(
             f"dataset must have {text_field}, prompt and completion, messages, or input_ids, got {', '.join(columns)}. "
             "Set text_field if the text has another name."
         )
+    if "seq_lengths" in columns:
+        raise ValueError(
+            "dataset has rows of several documents (seq_lengths), and each document ends with a cue: give documents, "
+            "and packing=True packs them."
+        )
     whole = dataset.map(lambda row: _whole(tokenizer, row), remove_columns=columns)
     lengths = [len(row) for row in whole["input_ids"]]
     too_long = sum(n > room for n in lengths)
@@ -168,6 +174,9 @@ def append_cue(
             f"longest has {max(lengths)}. Raise max_length, or shorten them: they would be cut."
         )
     return whole.map(ended, with_indices=True), tokens
+
+
+_MASKS = ("completion_mask", "assistant_masks")
 
 
 def drawn(n: int, number: int, seed: int) -> int:
@@ -197,7 +206,7 @@ def _stopped(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 def _whole(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> dict[str, Any]:
     """Token ids of a row, and which of them are a completion's."""
     if "input_ids" in row:
-        return {name: row[name] for name in ("input_ids", "completion_mask") if name in row}
+        return {name: row[name] for name in ("input_ids", "labels", *_MASKS) if name in row}
     chat: dict[str, Any] = dict(row.get("chat_template_kwargs") or {})
     if row.get("tools"):
         chat["tools"] = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]

@@ -29,13 +29,19 @@ def check_lengths(
         train_dataset: as TRL has prepared it.
 
     Raises:
-        ValueError: a document is too long, or none shows what the view does.
+        ValueError: a document is too long, or none shows what the view or shifted attention does.
     """
     draws = source.view.perturbs and (objective is None or objective.draws)
     view = source.view if draws else resolve_view(TRUE_POSITIONS)
     view.check_run(args)  # also one that the model came with
     lengths = document_lengths(train_dataset)
     lengths = None if lengths is None else view.kept(lengths)
+    if args.shifted_group is not None and lengths is not None and int(lengths.max()) <= args.shifted_group // 2:
+        raise ValueError(
+            f"shifted_attention={args.shifted_attention} of max_length={args.max_length} are groups of "
+            f"{args.shifted_group} tokens, and the longest of all documents has {int(lengths.max())}: each lies within "
+            "one group, where nothing changes. Leave it out, or give a smaller share."
+        )
     longest = None if lengths is None else int(lengths.max())
     check_window(model, view, longest, tell=args.process_index == 0)
     if lengths is None or not longest:
@@ -52,7 +58,7 @@ def check_lengths(
             view,
             lengths,
             find_decoder(model).config.num_hidden_layers,
-            reads_last=kind.counts_every_token,
+            reads_last=args.objective_options.counts_every_token,
             controls=kind.takes_view_controls,
             documents=partial(document_tokens, train_dataset),
         )

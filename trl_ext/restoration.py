@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ class Stage:
 
     Args:
         steps: optimizer steps.
-        tokens: tokens of the rows that were trained on, as the paper counts: steps * rows * tokens of a row.
+        tokens: tokens of the rows that were trained on: rows of all steps * tokens of a row.
         seconds: of training, over all its parts if it was interrupted and resumed.
         loss: mean of the last tenth of the steps.
     """
@@ -149,8 +150,9 @@ def restore(
         Where the result is, and what each stage did.
 
     Raises:
-        ValueError: options that do not fit, 16-bit weights without adapters, rows of stage 1 beyond the window of its
-            teacher, ZeRO-3, too little text for one row, or a folder with another run.
+        ValueError: options that do not fit, 16-bit weights without adapters, rows beyond the window of a stage's
+            teacher, a teacher in stage 2 without adapters, ZeRO-3, too little text for one row, or a folder with
+            another run.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -169,6 +171,8 @@ def restore(
     dtype = _training_dtype(dtype, peft_config)
     root = Path(output_dir)
     stage_options = {"distil": _stage(DISTIL, "distil", distil, peft_config)}
+    if skip_extension and extend:
+        raise ValueError(f"extend would have no effect: leave out skip_extension, or extend={dict(extend)}.")
     if not skip_extension:
         stage_options["extend"] = _stage(EXTEND, "extend", extend, peft_config)
     plan: dict[str, Any] = {
@@ -190,7 +194,8 @@ def restore(
     of_hub = {name: value for name, value in init_kwargs.items() if name in _OF_HUB}
     pretrained = AutoConfig.from_pretrained(model, **of_hub)
     native = getattr(pretrained.get_text_config(), "max_position_embeddings", None)
-    _require_window(configs["distil"], native)
+    for name, config in configs.items():
+        _require_teacher(name, config, native, adapters=peft_config is not None)
     tokenizer = AutoTokenizer.from_pretrained(model, **of_hub)
     rows = {}
     for name, config in configs.items():
@@ -273,6 +278,15 @@ def _config(stage: str, settings: dict[str, Any]) -> RopeSFTConfig:
 _OF_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 
 
+# fields that a stage may not have of its own
+_OF_BOTH = {
+    "rescale": "an argument of restore",
+    "rescale_args": "an argument of restore",
+    "output_dir": "which restore makes below its own",
+    "resume_from_checkpoint": "as the same call goes on where it stopped",
+}
+
+
 def _training_dtype(dtype: torch.dtype | str | None, peft_config: Any) -> torch.dtype | str:
     chosen = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if chosen is None:
@@ -293,23 +307,37 @@ def _stage(
     defaults: dict[str, Any], name: str, overrides: Mapping[str, Any] | None, peft_config: Any
 ) -> dict[str, Any]:
     """Fields of a stage's config."""
+    overrides = {} if overrides is None else overrides
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f"{name} must be a dict of fields of RopeSFTConfig, got {overrides!r}.")
+    for field in _OF_BOTH:
+        if field in overrides:
+            raise ValueError(f"{name}: {field} is for both stages, {_OF_BOTH[field]}: take it out of {name}.")
     if peft_config is None:
-        return {**defaults, **(overrides or {})}
-    if (overrides or {}).get("trainable", "all") != "all":
+        return {**defaults, **overrides}
+    if overrides.get("trainable", "all") != "all":
         raise ValueError(
-            f"{name}: trainable={overrides['trainable']!r} is for training without adapters: name target_modules in "  # type: ignore[index]
+            f"{name}: trainable={overrides['trainable']!r} is for training without adapters: name target_modules in "
             "peft_config instead."
         )
-    return {**{field: value for field, value in defaults.items() if field != "trainable"}, **(overrides or {})}
+    return {**{field: value for field, value in defaults.items() if field != "trainable"}, **overrides}
 
 
-def _require_window(config: RopeSFTConfig, window: int | None) -> None:
-    """Raise if the rows of stage 1 are longer than what its teacher, the model as it came, has learned."""
-    length = config.max_length or 0
-    if config.objective_options.needs_teacher and window is not None and length > window:
+def _require_teacher(name: str, config: RopeSFTConfig, window: int | None, *, adapters: bool) -> None:
+    """Raise if a stage has a teacher and the model as it came is not there, or has not learned rows as long."""
+    if not config.objective_options.needs_teacher:
+        return
+    if name == "extend" and not adapters:
         raise ValueError(
-            f"distil: max_length must be within the window of {window} positions that the model came with, beyond "
-            f"which its teacher teaches what it never learned, got {length}. Give distil={{'max_length': {window}}}."
+            f"extend: objective {config.objective!r} learns from the model as it came, and stage 2 begins from the "
+            "weights of stage 1, which would teach in its place: give peft_config, whose adapters leave it as it is, "
+            "or an objective without a teacher."
+        )
+    length = config.max_length or 0
+    if window is not None and length > window:
+        raise ValueError(
+            f"{name}: max_length must be within the window of {window} positions that the model came with, beyond "
+            f"which its teacher teaches what it never learned, got {length}. Give {name}={{'max_length': {window}}}."
         )
 
 
@@ -323,6 +351,13 @@ def _reading(config: RopeSFTConfig, n_rows: int) -> str:
 
 def _rows_a_step(config: RopeSFTConfig) -> int:
     return config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+
+
+def _rows_read(config: RopeSFTConfig, steps: int, n_rows: int) -> int:
+    """Rows of so many steps; the last of an epoch may have fewer."""
+    of_step = _rows_a_step(config)
+    epochs, rest = divmod(steps, max(math.ceil(n_rows / of_step), 1))
+    return epochs * n_rows + min(rest * of_step, n_rows)
 
 
 def cut_into_rows(documents: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[Dataset, str]:
@@ -395,7 +430,7 @@ def _train(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]
     steps = trainer.state.global_step
-    tokens = steps * _rows_a_step(config) * int(config.max_length or 0)
+    tokens = _rows_read(config, steps, len(rows)) * int(config.max_length or 0)
     del trainer, model
     gc.collect()
     if torch.cuda.is_available():

@@ -37,12 +37,14 @@ class RestoreArguments:
     def __post_init__(self) -> None:
         for name in ("rescale_args", "distil", "extend"):
             value = getattr(self, name) or {}
+            wrong = ValueError(f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {value!r}.")
             try:
-                setattr(self, name, json.loads(value) if isinstance(value, str) else value)
+                options = json.loads(value) if isinstance(value, str) else value
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{name} must be a JSON object such as '{{\"factor\": 4.0}}', got {value!r}."
-                ) from error
+                raise wrong from error
+            if not isinstance(options, dict):
+                raise wrong
+            setattr(self, name, options)
 
 
 FIELDS = (RestoreArguments, ModelConfig)

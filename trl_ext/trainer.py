@@ -1,6 +1,5 @@
 """TRL's SFTTrainer on a rescaled model, with RoPE views in training."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -336,10 +335,7 @@ class RopeSFTTrainer(SFTTrainer):
         return objective_of(args).build(self.model, args, self.accelerator)
 
     def _make_shifted(self, args: RopeSFTConfig) -> ShiftedAttention | None:
-        if args.shifted_attention is None:
-            return None
-        assert args.max_length is not None
-        return ShiftedAttention(self.model, math.ceil(args.shifted_attention * args.max_length))
+        return None if args.shifted_group is None else ShiftedAttention(self.model, args.shifted_group)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device

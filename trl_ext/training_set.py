@@ -17,7 +17,6 @@ from rope_patch.special_tokens import SpecialTokens
 from .config import RopeSFTConfig
 from .document_survey import Survey
 from .long_documents import STAY_WHOLE, cut_batch
-from .objectives import objective_of
 
 logger = logging.get_logger(__name__)
 
@@ -291,7 +290,7 @@ class _Way:
 
     @property
     def labelled(self) -> bool:
-        return not objective_of(self.args).counts_every_token
+        return not self.args.objective_options.counts_every_token
 
     @property
     def truncates(self) -> bool:
@@ -395,7 +394,7 @@ def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any)
     columns = dataset.features
     if not all(isinstance(columns.get(column), List | LargeList) for column in ("input_ids", "labels")):
         return
-    labelled = not objective_of(args).counts_every_token
+    labelled = not args.objective_options.counts_every_token
     documents = Survey.of(dataset, tuple(tokenizer.all_special_ids), labelled=labelled)
     _require_text_to_predict(documents.teaches, name)
     if not documents.teaches.all() and args.process_index == 0:

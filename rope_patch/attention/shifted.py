@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..cache_arguments import cache_of
+from ..capabilities import keeps_from_attention
 from ..layout.labelled import Labelled
 from ..rotary import find_causal_lm, find_decoder
 from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
@@ -35,7 +36,8 @@ class ShiftedAttention:
         group: g, in tokens, at least 2.
 
     Raises:
-        ValueError: another attention, layers of other types, a single key-value head, or a group that is too short.
+        ValueError: another attention, one that keyword arguments do not reach, layers of other types, a single
+            key-value head, or a group that is too short.
 
     Source: LongLoRA, arXiv:2309.12307, section 3.2, and the borders of its FlashAttention code.
     """
@@ -51,6 +53,9 @@ class ShiftedAttention:
                 "shifted attention runs with sdpa, eager, flash and flex attention, got "
                 f"{attention_name(self.causal_lm)!r}."
             )
+        keeps = keeps_from_attention(self.decoder)
+        if keeps is not None:  # each token would see all others
+            raise ValueError(f"shifted attention needs attention that takes keyword arguments, and {keeps}.")
         other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if other:
             raise ValueError(

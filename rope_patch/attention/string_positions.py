@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..cache_arguments import cache_of
+from ..capabilities import keeps_from_attention
 from ..layout.documents import locate_documents
 from ..rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
 from ..state import has_view
@@ -82,6 +83,9 @@ class _StringPositions:
         self.kind = attention_name(self.causal_lm)
         if self.kind not in ("sdpa", "eager"):
             raise ValueError(f"string_positions runs with sdpa and eager attention, got {self.kind!r}.")
+        keeps = keeps_from_attention(self.decoder)
+        if keeps is not None:  # nothing would change
+            raise ValueError(f"string_positions needs attention that takes keyword arguments, and {keeps}.")
         self._require_inference()
         modules = [module for _, module in named_rotary_modules(self.decoder)]
         types = {kind for module in modules for kind in rope_types(module)}

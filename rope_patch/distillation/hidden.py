@@ -40,6 +40,10 @@ class HiddenTargets:
         require_number("weight", self.weight, above_zero=True)
         require_number("short_to_long", self.short_to_long)
         object.__setattr__(self, "layers", checked_layers(self.layers))
+        if self.layers == (0,) and not self.short_to_long:
+            raise ValueError(
+                "layers=[0] are the embeddings, which teacher and student begin with alike: there is nothing to distil."
+            )
 
     def chosen(self, n_layers: int) -> tuple[int, ...]:
         """The indices that count in a model of `n_layers` layers.

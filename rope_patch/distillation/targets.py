@@ -58,6 +58,11 @@ class RelationTargets:
         object.__setattr__(self, "layers", checked_layers(self.layers))
 
     @property
+    def alike_from_the_start(self) -> bool:
+        """Whether teacher and student have the same: those of the first layer before RoPE, whose input is the same."""
+        return self.layers == (0,) and not self.attention and (self.rope == "pre" or set(self.weights) == {"v"})
+
+    @property
     def weights(self) -> dict[str, float]:
         """Target -> weight, for those that count."""
         return {name: float(getattr(self, name)) for name in ("q", "k", "v", "attention") if getattr(self, name)}

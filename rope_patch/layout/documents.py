@@ -83,18 +83,20 @@ def locate_documents(
     return Documents(start=positions.gather(1, first), length=length, ordinal=before + number - 1)
 
 
-def real_tokens_of(attention_mask: Any) -> torch.Tensor | None:
+def real_tokens_of(attention_mask: Any, cached: int = 0) -> torch.Tensor | None:
     """Which tokens are not padding, [batch, seq_len], None if nothing says so, from any mask that a decoder is given.
 
     Multimodal models finish masks before they call their text decoder, [batch, 1 or n_heads, queries, keys] or one a
-    layer type. A token is real if it sees itself there: bool masks say so, additive ones hold 0.
+    layer type. A token is real if it sees itself there: bool masks say so, additive ones hold 0. So do masks for a
+    static cache, whose keys are more than its `cached` tokens and those of the forward; tokens behind others in a cache
+    are not looked at.
     """
     if isinstance(attention_mask, dict):
-        masks = [real_tokens_of(mask) for mask in attention_mask.values()]
+        masks = [real_tokens_of(mask, cached) for mask in attention_mask.values()]
         return next((mask for mask in masks if mask is not None), None)
     if isinstance(attention_mask, torch.Tensor):
         n_queries, n_keys = attention_mask.shape[-2:]
-        if attention_mask.ndim != 4 or n_queries != n_keys:
+        if attention_mask.ndim != 4 or n_queries > n_keys or (n_queries < n_keys and cached):
             return attention_mask
         itself = attention_mask[:, 0].diagonal(dim1=1, dim2=2)
         return itself if itself.dtype == torch.bool else itself == 0

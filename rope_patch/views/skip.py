@@ -102,12 +102,16 @@ class Skip(View):
         require_indexable(self, self.reach(length))
 
     def reach(self, length: int, last: int | None = None) -> int:
-        farthest = self.skip if self.skip is not None else self.max_skip or length
+        farthest = self.skip if self.skip is not None else max(self.max_skip or length, self.start or 0)
         return (length - 1 if last is None else last) + max(farthest, 0)
 
     def largest_skip(self, length: torch.Tensor) -> torch.Tensor | None:
         if self.skip is not None:
             return None
+        return self._last_skip(length).clamp(min=self.start or 0)
+
+    def _last_skip(self, length: torch.Tensor) -> torch.Tensor:
+        """Y, to which a curriculum goes."""
         return length if self.max_skip is None else torch.full_like(length, self.max_skip)
 
     def conditions(self) -> list[str]:
@@ -131,8 +135,7 @@ class Skip(View):
 
     def _largest(self, length: torch.Tensor, key: DrawKey) -> torch.Tensor:
         """Y of each document at this point of training."""
-        largest = self.largest_skip(length)
-        assert largest is not None
+        largest = self._last_skip(length)
         if self.curriculum is None or key.progress is None:
             return largest
         assert self.start is not None

@@ -9,7 +9,8 @@ from support.tiny import tiny, tokens
 from transformers import StaticCache
 
 from rope_patch import patch_model, rope_view
-from rope_patch.views import Cyclic, EndPrompt, PosAug, Skip
+from rope_patch.patch import view_source
+from rope_patch.views import Cyclic, Dilation, EndPrompt, PosAug, Skip
 
 VIEW = Skip(split=4, skip=100)
 
@@ -187,3 +188,20 @@ def test_a_cache_of_a_view_is_refused_without_one():
     with rope_view(model, "standard"):
         cache = model(ids, use_cache=True).past_key_values
     model(ids[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_static_cache_and_padding_have_the_draws_of_a_dynamic_one():
+    """generate hands over finished masks then, of more keys than there are tokens."""
+    model, ids = tiny().eval(), tokens(2, 12)
+    model.generation_config.eos_token_id = None
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    patch_model(model, Dilation(), seed=5, when="always")
+    drawn = []
+    for options in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        view_source(model).clock.set(3, 0)
+        written = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0, **options)
+        last = view_source(model).last
+        drawn.append((written.tolist(), int(last.documents.ordinal.max()), last.parameters["factor"].unique().tolist()))
+    assert drawn[0] == drawn[1] and drawn[0][1] == 1

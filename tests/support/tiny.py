@@ -2,6 +2,8 @@
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -103,3 +105,11 @@ def transformed_logits(kind: str) -> PreTrainedModel:
         "Granite": lambda: GraniteForCausalLM(GraniteConfig(**shape, logits_scaling=0.2)),
     }
     return make[kind]().eval()
+
+
+def deaf(family: str) -> PreTrainedModel:
+    """A model whose attention no keyword argument of a forward reaches: stablelm, nemotron, doge or falcon."""
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": WINDOW}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **special)).eval()

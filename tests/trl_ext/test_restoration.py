@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import trl_ext.restoration as module
 from rope_patch import patch_model
 from rope_patch.model_card import read_runs
-from trl_ext import restore
+from trl_ext import RopeSFTConfig, restore
 from trl_ext.restoration import cut_into_rows
 
 TEXT = "It was a dark night. The wind blew! Who was there? " * 20
@@ -44,6 +44,8 @@ def run(folder, name="out", peft=True, **options):
     arguments = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "peft_config": config, **STAGES}
     if peft:
         arguments["dtype"] = "float32"
+    if options.get("skip_extension"):
+        del arguments["extend"]
     return restore(folder / "tiny", DOCUMENTS, folder / name, **{**arguments, **options})
 
 
@@ -327,6 +329,48 @@ def test_another_run_in_the_folder_and_wrong_options_are_refused(folder):
     with pytest.raises(ValueError, match="no document has 5000 tokens"):
         run(folder, "other", extend={**STAGES["extend"], "max_length": 5000})
     assert not (folder / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "peft", "text"),
+    [
+        ({"distil": {"rescale": "ntk", "rescale_args": {"factor": 2.0}}}, True, "distil: rescale is for both stages"),
+        ({"extend": {"rescale_args": {"factor": 2.0}}}, True, "extend: rescale_args is for both stages"),
+        ({"distil": {"output_dir": "elsewhere"}}, True, "output_dir is for both stages, which restore makes below"),
+        ({"distil": {"resume_from_checkpoint": "x"}}, True, "resume_from_checkpoint is for both stages, as the same"),
+        ({"distil": [1]}, True, r"distil must be a dict of fields of RopeSFTConfig, got \[1\]"),
+        ({"skip_extension": True, "extend": {"max_steps": 1}}, True, "extend would have no effect: leave out skip"),
+        # the weights of stage 1 would teach
+        ({"extend": {"objective": "native-distill"}}, False, "extend: objective 'native-distill' learns from the mod"),
+        (
+            {"extend": {"objective": "self-distill", "view": "skip", "restore_every": 2}},
+            False,
+            "which would teach in its place: give peft_config",
+        ),
+        ({"extend": {"objective": "native-distill"}}, True, "extend: max_length must be within the window of 64"),
+    ],
+)
+def test_what_both_stages_share_is_asked_before_the_first(options, peft, text, folder, monkeypatch):
+    monkeypatch.setattr(module.AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
+    stages = {
+        name: {**STAGES[name], **given} if isinstance(given := options.get(name, {}), dict) else given
+        for name in STAGES
+    }
+    with pytest.raises(ValueError, match=text):
+        config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM") if peft else None
+        arguments = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "peft_config": config, **options, **stages}
+        restore(folder / "tiny", DOCUMENTS, folder / "out", **arguments)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "read"), [(3, 10, 10), (2, 10, 8), (4, 10, 14), (5, 10, 18), (6, 10, 20), (3, 12, 12), (1, 3, 3)]
+)
+def test_the_last_rows_of_an_epoch_count_as_they_are(steps, rows, read):
+    config = RopeSFTConfig(
+        output_dir="out", use_cpu=True, bf16=False, per_device_train_batch_size=2, gradient_accumulation_steps=2
+    )
+    assert module._rows_read(config, steps, rows) == read
 
 
 def test_parts_of_a_model_are_not_exported(folder, monkeypatch):

@@ -487,3 +487,21 @@ def test_a_saved_tokenizer_names_the_window_that_was_trained_for(tmp_path):
     run.save_model(str(tmp_path / "saved"))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").model_max_length == 4 * WINDOW
     assert processing_class.model_max_length == WINDOW, "the user's own stays"
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [
+        *((name, False) for name in ("ce", "eval_ce", "eval_books_kl", "view_ce", "relation/q", "eval_hidden/far")),
+        *((name, True) for name in ("mean_token_accuracy", "eval_mean_token_accuracy", "marks")),
+        ("loss", False),
+    ],
+)
+def test_less_of_a_part_of_the_loss_is_better(metric, best, tmp_path):
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1}
+    config = RopeSFTConfig(str(tmp_path), use_cpu=True, bf16=False, metric_for_best_model=metric, **options)
+    assert config.greater_is_better is best
+    given = RopeSFTConfig(
+        str(tmp_path), use_cpu=True, bf16=False, metric_for_best_model=metric, greater_is_better=True, **options
+    )
+    assert given.greater_is_better is True

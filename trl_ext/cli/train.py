@@ -60,6 +60,8 @@ def run_train(args: argparse.Namespace) -> int:
     if not arguments:
         raise ValueError("name a recipe: rope-patch train RECIPE.yaml. `rope-patch train --help` says what is in one.")
     if is_plan:
+        if is_restoration(arguments):
+            raise ValueError("--dry_run plans fine-tuning, and this recipe is of a restoration: leave it out.")
         from ..fine_tune_recipe import plan_recipe
 
         n_gpus = _GPUS if launch is None else [launch.settings()["num_processes"]]

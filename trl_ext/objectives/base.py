@@ -82,6 +82,11 @@ class ObjectiveOptions(ABC):
         return True
 
     @property
+    def counts_every_token(self) -> bool:
+        """Whether tokens without a label count too, and the last one of a document, which has no next token."""
+        return True
+
+    @property
     def reads_short_contexts(self) -> bool:
         """Whether a step reads as many more windows of tokens as the rank's own documents have."""
         return False
@@ -120,12 +125,13 @@ class Objective:
     synonyms: ClassVar[tuple[str, ...]] = ()
     """Other names of the method, lower case with hyphens, for errors."""
     options_class: ClassVar[type[ObjectiveOptions]]
-    counts_every_token: ClassVar[bool] = True
-    """Whether tokens without a label count too, and the last one of a document, which has no next token."""
     evaluates_view: ClassVar[bool] = True
     """Whether evaluations run the view too, and not training alone."""
     takes_view_controls: ClassVar[bool] = False
     """Whether a view that changes nothing on purpose, as a control of another, is trained with."""
+
+    offloads_shared: ClassVar[bool] = False
+    """Whether `teacher_offload` moves what a teacher in the same weights leaves, besides a copy's weights."""
 
     shares_sequences: ClassVar[bool] = False
     """Whether several ranks may share a sequence: `read`, `counts` and the divisors of `loss` are then those of whole
@@ -236,6 +242,11 @@ class Objective:
         if self.teacher is None:
             has_adapters = find_causal_lm(model) is not model or adapter_layers(model)
             offload = self.args.teacher_offload
+            if offload and has_adapters and not self.offloads_shared:
+                raise ValueError(
+                    f"teacher_offload=True would move nothing with adapters: the teacher of {self.name!r} is the model "
+                    "itself without them. Leave it out."
+                )
             self.teacher = SharedTeacher(model) if has_adapters else CopiedTeacher(model, offload=offload)
         return self.teacher
 

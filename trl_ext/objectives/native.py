@@ -36,6 +36,10 @@ class NativeOptions(ObjectiveOptions):
     def needs_teacher(self) -> bool:
         return bool(self.targets.weight)
 
+    @property
+    def counts_every_token(self) -> bool:
+        return bool(self.targets.weight or self.targets.text_weight)
+
     def record(self) -> dict[str, Any]:
         return {"native_args": self.targets}
 
@@ -54,6 +58,7 @@ class NativeObjective(Objective):
     """
 
     help = "distils predictions of the model as it was pretrained into the sampled view"
+    offloads_shared = True
     shares_sequences = True
     options_class = NativeOptions
     options: NativeOptions

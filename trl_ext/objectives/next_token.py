@@ -49,6 +49,10 @@ class NextTokenOptions(ObjectiveOptions):
         return self.longce is None and self.cue is None
 
     @property
+    def counts_every_token(self) -> bool:
+        return False
+
+    @property
     def compares_forwards(self) -> bool:
         return self.longce is not None
 
@@ -80,7 +84,6 @@ class NextTokenObjective(Objective):
     help = "next-token cross-entropy under the sampled view"
     synonyms: ClassVar[tuple[str, ...]] = ("sft", "next-token", "ce")
     options_class: ClassVar[type[ObjectiveOptions]] = NextTokenOptions
-    counts_every_token = False
     evaluates_view = False
     takes_view_controls = True
     shares_sequences = True

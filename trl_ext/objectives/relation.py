@@ -34,7 +34,13 @@ class RelationOptions(ObjectiveOptions):
     @classmethod
     def of(cls, args: "RopeSFTConfig") -> Self:
         logit_kl = from_field(LogitKL, "logit_kl_args", args.logit_kl_args) if args.logit_kl_args else None
-        return cls(targets=from_field(RelationTargets, "relation_args", args.relation_args), logit_kl=logit_kl)
+        targets = from_field(RelationTargets, "relation_args", args.relation_args)
+        if targets.alike_from_the_start and not (logit_kl is not None and logit_kl.weight):
+            raise ValueError(
+                "relation_args: the first layer without RoPE is alike in teacher and student, so that there is nothing "
+                "to distil: name more layers, or take rope='post' with q or k."
+            )
+        return cls(targets=targets, logit_kl=logit_kl)
 
     def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
         # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
@@ -64,6 +70,7 @@ class RelationObjective(Objective):
 
     help = "distils relations of the model as it was pretrained into the rescaled one"
     synonyms = ("linearard",)
+    offloads_shared = True
     shares_sequences = True
     options_class = RelationOptions
     options: RelationOptions

@@ -104,6 +104,10 @@ class SelfDistillOptions(ObjectiveOptions):
         return self.teacher == "native" or self.restore is not None
 
     @property
+    def counts_every_token(self) -> bool:
+        return False
+
+    @property
     def reads_short_contexts(self) -> bool:
         return self.longce is not None or self.consistency.kl_longce is not None
 

@@ -7,7 +7,7 @@ import torch
 from support import oracle
 from support.batches import batch, documents_of
 from support.flash import as_flash, emulate
-from support.tiny import SLIDING_WINDOW, tiny, tokens
+from support.tiny import SLIDING_WINDOW, deaf, tiny, tokens
 from torch.nn.attention.flex_attention import create_mask
 
 from rope_patch import patch_model, rope_view
@@ -171,3 +171,10 @@ def test_what_it_cannot_do_is_refused():
     cache = model(tokens(1, 4), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="trains on whole rows"), ShiftedAttention(model, 4).active():
         model(tokens(1, 6), past_key_values=cache)
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron", "doge"])
+def test_families_whose_attention_the_groups_do_not_reach_are_refused(family):
+    """Their layers would see the mask that is sent in place of a causal one, and late tokens with it."""
+    with pytest.raises(ValueError, match="shifted attention needs attention that takes keyword arguments, and "):
+        ShiftedAttention(deaf(family), 8)

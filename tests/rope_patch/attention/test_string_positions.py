@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import oracle
 from support.batches import batch, documents_of
-from support.tiny import tiny, tokens
+from support.tiny import deaf, tiny, tokens
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from rope_patch import native_rope, patch_model, rope_view, string_positions
@@ -167,3 +167,13 @@ def test_windows_below_the_offset_have_nothing_far():
         string_positions(model, offset=5, local=3),
     ):
         model(ids, use_cache=False)
+
+
+@pytest.mark.parametrize("family", ["nemotron", "falcon", "doge"])
+def test_families_that_the_plan_does_not_reach_are_refused(family):
+    """Plain attention would be taken for STRING."""
+    with (
+        pytest.raises(ValueError, match="string_positions needs attention that takes keyword arguments, and "),
+        string_positions(deaf(family), offset=S, local=W),
+    ):
+        pass

@@ -24,7 +24,7 @@ STRATEGIES = {
         max_skip=maybe(st.integers(1, 30)),
         law=maybe(st.sampled_from(["uniform", "log-uniform"])),
         curriculum=maybe(st.sampled_from(["linear", "step"])),
-        start=maybe(st.integers(0, 5)),
+        start=maybe(st.sampled_from([0, 1, 5, 60])),
         until=maybe(st.sampled_from([0.3, 0.7])),
     )
 }
@@ -117,3 +117,11 @@ def test_a_curriculum_may_start_with_true_positions():
 def test_what_skip_cannot_do_is_said(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_curriculum_that_comes_down_reaches_as_far_as_it_begins():
+    view = Skip(max_skip=10, curriculum="linear", start=5000)
+    assert view.reach(21) == 5020 and view.largest_skip(torch.tensor([21])).tolist() == [5000]
+    with pytest.raises(ValueError, match="RoPE indices would reach 16777236"):
+        Skip(max_skip=10, curriculum="linear", start=2**24).check_length(21)
+    assert Skip(max_skip=10, curriculum="linear", start=2).reach(21) == 30

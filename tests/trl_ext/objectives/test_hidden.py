@@ -4,6 +4,7 @@ import pytest
 from peft import LoraConfig
 from support.training import documents, logged, trainer
 
+from rope_patch.distillation import HiddenTargets
 from trl_ext import RopeSFTConfig
 
 HIDDEN = {"objective": "hidden-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
@@ -30,6 +31,13 @@ def test_hidden_states_short_to_long(tmp_path):
     for entry in steps:
         assert entry["loss"] == pytest.approx(5 * entry["hidden/distance"] + 10 * entry["hidden/far"], rel=1e-3)
     assert sum(e["hidden/far"] for e in steps[-9:]) < 0.7 * sum(e["hidden/far"] for e in steps[:9])
+
+
+def test_states_that_are_alike_from_the_start_are_no_target():
+    for layers in ([0], (0,)):
+        with pytest.raises(ValueError, match="layers=.0. are the embeddings"):
+            HiddenTargets(layers=layers)
+    assert HiddenTargets(layers=[0], short_to_long=1.0).layers == (0,) and HiddenTargets(layers=[0, 1])
 
 
 def test_a_weight_of_0_is_refused_before_a_model_is_loaded(tmp_path):

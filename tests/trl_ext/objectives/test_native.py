@@ -93,6 +93,17 @@ def test_without_a_kl_answers_and_text_are_weighed_and_nothing_teaches(way, tmp_
     assert metrics["eval_ce"] == pytest.approx(ours["ce"]) and metrics["eval_text_ce"] == pytest.approx(ours["text_ce"])
 
 
+@pytest.mark.parametrize(("native_args", "reads"), [({"clm_weight": 1.0}, False), ({"text_weight": 0.1}, True)])
+def test_documents_without_labels_teach_only_where_all_tokens_count(native_args, reads, tmp_path):
+    rows = documents(2).map(lambda row: {"labels": [-100] * len(row["input_ids"])})
+    options = {"train_dataset": rows, "native_args": {"weight": 0.0, "clm_weight": 0.0, **native_args}, **NATIVE}
+    if reads:
+        trainer(tmp_path, max_steps=1, **options).train()
+    else:
+        with pytest.raises(ValueError, match="none of its 2 documents has"):
+            trainer(tmp_path, **options)
+
+
 def test_what_a_teacher_alone_uses_is_refused_without_one(tmp_path):
     native_args = {"weight": 0.0, "clm_weight": 1.0}
     with pytest.raises(ValueError, match="teacher_offload needs a teacher"):

@@ -213,3 +213,13 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         trainer(tmp_path, objective="relation-distill")
     with pytest.raises(ValueError, match="name target_modules in peft_config instead"):
         trainer(tmp_path, trainable="qkv", peft_config=lora(), **RELATION)
+
+
+@pytest.mark.parametrize("options", [{"rope": "pre"}, {"q": 0.0, "k": 0.0}, {"q": 0.0, "rope": "pre"}])
+def test_relations_that_are_alike_from_the_start_are_no_target(options, tmp_path):
+    config = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **RELATION}
+    with pytest.raises(ValueError, match="the first layer without RoPE is alike in teacher and student"):
+        RopeSFTConfig(relation_args={"layers": [0], **options}, logit_kl_args={"weight": 0.0, "last": 5}, **config)
+    RopeSFTConfig(relation_args={"layers": [0], **options}, logit_kl_args={"weight": 0.5, "last": 5}, **config)
+    for other in ({"layers": [0, 1]}, {"layers": [0], "attention": 1.0}):
+        RopeSFTConfig(relation_args={**options, **other}, **config)

@@ -266,6 +266,16 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
             },
             "neftune_noise_alpha goes with objective='clm' without token_weighting",
         ),
+        (
+            {
+                "neftune_noise_alpha": 5.0,
+                "objective": "clm",
+                "view": "endprompt",
+                "view_args": {"cue_tokens": 2, "target": 128},
+                "cue_weight": 0.5,
+            },
+            "without token_weighting and cue_weight: .* cue_weight=0.5. Leave it out",
+        ),
         ({"self_distill_args": {"direction": "both"}}, "direction must be one of"),
         ({"self_distill_args": {"weight": 2.0}}, "give kl_weight"),
         ({"self_distill_args": {"passes": "one"}}, "passes in self_distill_args must be one of"),
