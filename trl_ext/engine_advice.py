@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .engines.sharding import Sharding
-from .memory_plan import GIB, device_memory, plan_memory
+from .memory_plan import GIB, device_memory, host_memory, plan_memory
 from .model_setup import train_qkv_only
 
 
@@ -36,23 +36,38 @@ class EngineNeed:
         return "fits with long_rows" if self.bytes_long <= capacity else "does not fit"
 
 
-def engine_needs(model: nn.Module, training: Any, n_gpus: int, device: torch.device) -> list[EngineNeed]:
+def engine_needs(
+    model: nn.Module, training: Any, n_gpus: int, device: torch.device, of_row: int | None = None
+) -> list[EngineNeed]:
     """Needs of each engine on so many GPUs, the one with the least communication first.
 
     Args:
         model: as it is trained, on any device.
         training: a `RopeSFTConfig` with max_length.
-        n_gpus: GPUs in all.
+        n_gpus: GPUs in all, of one host.
         device: that trains.
+        of_row: GPUs that share a row; None for all.
     """
     needs = []
+    may_be_long = training.long_rows != "off" and training.gradient_checkpointing
+    host = host_memory() // n_gpus
     for config in ("ddp", "zero2", "fsdp2", "fsdp2-cp") if n_gpus > 1 else ("ddp",):
-        plan = plan_memory(model, training, training.max_length, device, "on", Sharding.of_config(config, n_gpus))
-        needs.append(EngineNeed(config, n_gpus, plan.needed, plan.needed_when_on))
+        sharding = Sharding.of_config(config, n_gpus, of_row)
+        plan = plan_memory(model, training, training.max_length, device, training.long_rows, sharding, host)
+        needs.append(EngineNeed(config, n_gpus, plan.needed, plan.needed_when_on if may_be_long else plan.needed))
     return needs
 
 
-def engine_advice(model_config: Any, training: Any, peft_config: Any, dtype: Any, n_gpus: Sequence[int]) -> str:
+def engine_advice(
+    model_config: Any,
+    training: Any,
+    peft_config: Any,
+    dtype: Any,
+    n_gpus: Sequence[int],
+    *,
+    of_row: int | None = None,
+    available: int | None = None,
+) -> str:
     """A table of what each engine needs on so many GPUs, and which one to take.
 
     Args:
@@ -61,6 +76,8 @@ def engine_advice(model_config: Any, training: Any, peft_config: Any, dtype: Any
         peft_config: of adapters, or None.
         dtype: of the weights; None is float32, as TRL loads them.
         n_gpus: numbers of GPUs to look at, rising.
+        of_row: GPUs that share a row under "fsdp2-cp"; None for all.
+        available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
         ValueError: the length of rows is not known.
@@ -72,21 +89,21 @@ def engine_advice(model_config: Any, training: Any, peft_config: Any, dtype: Any
         train_qkv_only(model)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device)]
+    needs = [need for n in n_gpus for need in engine_needs(model, training, n, device, of_row)]
     tokens = training.per_device_train_batch_size * training.max_length
-    return _table(needs, tokens, device_memory(device) if has_gpu else None)
+    most = max(n_gpus) if available is None else available
+    return _table(needs, tokens, device_memory(device) if has_gpu else None, most)
 
 
 def choose_engine(needs: Sequence[EngineNeed], capacity: int) -> EngineNeed | None:
-    """The first that fits as it is, else of the most GPUs the first that fits with `long_rows`; None if none does."""
-    as_it_is = [need for need in needs if need.fits(capacity) == "fits"]
-    most = max(need.n_gpus for need in needs)
-    long = [need for need in needs if need.n_gpus == most and need.fits(capacity) != "does not fit"]
-    return next(iter(as_it_is or long), None)
+    """What fits with the fewest GPUs, whole rows before shared ones and without `long_rows` before with it."""
+    fitting = [need for need in needs if need.fits(capacity) != "does not fit"]
+    order = [(need.n_gpus, need.config.endswith("-cp"), need.fits(capacity) != "fits") for need in fitting]
+    return fitting[order.index(min(order))] if fitting else None
 
 
-def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None) -> str:
-    """The needs, and what they come to on GPUs with `capacity` bytes for a step; None where there is no GPU to ask."""
+def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most: int) -> str:
+    """The needs, and which of at most `most` GPUs with `capacity` bytes for a step to take; None without a GPU."""
     lines = [f"A step of {tokens} tokens, GiB on each GPU at its peak, by arithmetic:"]
     for need in needs:
         text = f"  {need.n_gpus} GPU{'s' * (need.n_gpus > 1):1} {need.config:9} {need.bytes / GIB:8.1f}"
@@ -97,11 +114,13 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None) -> st
     if capacity is None:
         lines.append("torch sees no GPU here: take the first line that is a tenth below the memory of yours.")
         return "\n".join(lines)
-    best = choose_engine(needs, capacity)
+    best = choose_engine([need for need in needs if need.n_gpus <= most], capacity)
     if best is None:
-        lines.append(f"None fits {capacity / GIB:.1f} GiB: train adapters, take shorter rows, or more GPUs.")
+        there = f"what torch sees here, {most} of {capacity / GIB:.1f} GiB for a step"
+        lines.append(f"None fits {there}: train adapters, take shorter rows, or more GPUs.")
     elif best.n_gpus == 1:
-        lines.append(f"One GPU with {capacity / GIB:.1f} GiB for a step is enough: rope-patch train RECIPE.yaml.")
+        how = "" if best.fits(capacity) == "fits" else ", with long_rows, which switches itself on"
+        lines.append(f"One GPU with {capacity / GIB:.1f} GiB for a step is enough{how}: rope-patch train RECIPE.yaml.")
     else:
         flags = f"--accelerate_config {best.config} --num_processes {best.n_gpus}"
         lines.append(f"With {capacity / GIB:.1f} GiB for a step on each GPU: {flags}.")

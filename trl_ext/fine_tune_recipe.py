@@ -1,6 +1,7 @@
 """From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
 
 import lzma
+import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import fields
@@ -51,7 +52,10 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
             "resume_from_checkpoint must be a folder such as OUTPUT_DIR/checkpoint-100, got "
             f"{training.resume_from_checkpoint}: there is no such folder."
         )
+    require_other_folder(training.output_dir, model)
     require_writable(training.output_dir)
+    if not (training.bf16 or training.fp16):  # Trainer would leave what a launcher says
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     training.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -86,8 +90,16 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         trainer.push_to_hub()
 
 
-def plan_recipe(arguments: Sequence[str], n_gpus: Sequence[int]) -> str:
+def plan_recipe(
+    arguments: Sequence[str], n_gpus: Sequence[int], of_row: int | None = None, available: int | None = None
+) -> str:
     """What each engine needs for the fine-tuning of a recipe on so many GPUs; nothing is loaded or written.
+
+    Args:
+        arguments: as of `fine_tune_recipe`.
+        n_gpus: numbers of GPUs to look at, rising.
+        of_row: GPUs that share a row; None for all.
+        available: the most GPUs that may be advised; None for all that are looked at.
 
     Raises:
         ValueError: the recipe is wrong, of a restoration, or of weights in 4 or 8 bits, which are not counted.
@@ -99,18 +111,48 @@ def plan_recipe(arguments: Sequence[str], n_gpus: Sequence[int]) -> str:
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out.")
     dtype = (training.model_init_kwargs or {}).get("dtype", model.dtype)
-    return engine_advice(model.model_name_or_path, training, get_peft_config(model), dtype, n_gpus)
+    return engine_advice(
+        model.model_name_or_path,
+        training,
+        get_peft_config(model),
+        dtype,
+        n_gpus,
+        of_row=of_row,
+        available=available,
+    )
 
 
 def _parsed(arguments: Sequence[str] | None) -> tuple[Any, ...]:
     try:
-        return RecipeParser(FIELDS, prog="rope-patch train").parse_args_and_config(arguments)
+        parsed: tuple[Any, ...] = RecipeParser(FIELDS, prog="rope-patch train").parse_args_and_config(arguments)
+        _require_counts(parsed[1])
+        return parsed
     except ValueError as error:
         if "support bf16/gpu" not in str(error):  # of Transformers, for lack of a GPU
             raise
         raise ValueError(
             "there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on the CPU, which is slow."
         ) from error
+
+
+def _require_counts(training: RopeSFTConfig) -> None:
+    """Raise ValueError for numbers with which nothing would be trained."""
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if getattr(training, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(training, name)}.")
+    if training.max_steps <= 0 and not training.num_train_epochs > 0:
+        raise ValueError(
+            f"num_train_epochs must be above 0 where max_steps is not, got {training.num_train_epochs} and max_steps="
+            f"{training.max_steps}: nothing would be trained."
+        )
+
+
+def require_other_folder(output_dir: str | Path, model: ModelConfig) -> None:
+    """Raise ValueError if the result would be written over the model that it comes from."""
+    if Path(output_dir).expanduser().resolve() == Path(str(model.model_name_or_path)).expanduser().resolve():
+        raise ValueError(
+            f"output_dir is the folder of model_name_or_path, {output_dir}, which would be overwritten: name another."
+        )
 
 
 def require_model(model: ModelConfig) -> None:

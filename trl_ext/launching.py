@@ -122,7 +122,14 @@ class Launch:
             file = _CONFIGS / f"{self.config}.yaml"
         elif not file.is_file():
             raise unknown("accelerate_config", self.config, config_names())
-        settings: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+        try:
+            settings: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"--accelerate_config {self.config} is no YAML: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(
+                f"--accelerate_config {self.config} must hold the settings of accelerate, got {settings!r}."
+            )
         n = self.n_processes or settings.get("num_processes") or torch.cuda.device_count()
         if not n:
             raise ValueError(f"--accelerate_config {self.config} is for GPUs, and torch sees none. {_ON_CPUS}")

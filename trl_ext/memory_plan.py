@@ -155,7 +155,8 @@ class MemoryPlan:
         if not self.on:
             return f"{text}."
         return (
-            f"{text}; with tiles of {TILE} tokens and the checkpoints of {self.offloaded_layers} layers on the host "
+            f"{text}; with {f'tiles of {TILE} tokens and ' * self.sharding.runs_in_tiles}the checkpoints of "
+            f"{self.offloaded_layers} layers on the host "
             f"({self.offloaded / GIB:.1f} GiB there), {self.needed_when_on / GIB:.1f} GiB."
         )
 
@@ -167,6 +168,7 @@ def plan_memory(
     device: torch.device,
     mode: LongRows,
     sharding: Sharding | None = None,
+    host: int | None = None,
 ) -> MemoryPlan:
     """Count what a step needs and decide whether rows are long, from a model with adapters, on any device.
 
@@ -181,6 +183,7 @@ def plan_memory(
         device: that trains.
         mode: `long_rows` of `args`.
         sharding: what the engine splits over ranks; None for nothing.
+        host: bytes that a rank may pin on its host; None for what `host_memory` says.
     """
     sharding = sharding or Sharding()
     moved = _moved_share(args, row_length)
@@ -197,13 +200,15 @@ def plan_memory(
     at_once = held.at_once * tokens
     may_be_long = row_length is None or row_length >= MASKS_TO
     mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
-    layer, in_tiles = _layer_bytes(model, args, per_token, at_once, row_length or 0, mask_free=mask_free)
+    layer, in_tiles = _layer_bytes(
+        model, args, per_token, at_once, row_length or 0, mask_free=mask_free, tiles=sharding.runs_in_tiles
+    )
     checkpoint = int(held.graphs * tokens * per_token.checkpoint)
     if args.gradient_checkpointing:
         checkpoints = n_kept * checkpoint
     else:  # every layer keeps what one holds, without gradients about half of it
         checkpoints = int(n_kept * held.graphs * tokens * (per_token.attention + per_token.feed_forward) / 2)
-    host = host_memory()
+    host = host_memory() if host is None else host
     offloaded_layers = 0
     if device.type != "cpu":
         offloaded_layers = min(len(layers), host // pinned_bytes(checkpoint))
@@ -282,12 +287,21 @@ def _decide(
 
 def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) -> tuple[int, int]:
     """Bytes on a rank of all that does not grow with rows, and those of the optimizer's states alone."""
-    weights = sum(map(_bytes, (*model.parameters(), *model.buffers())))
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = sharding.keeps_states * sum(_state_bytes(args.optim, p) for p in trained) // sharding.optimizer
-    gradients = sharding.keeps_states * sum(map(_bytes, trained)) // sharding.gradients
-    fixed = sharding.buffers + sharding.keeps_weights * weights // sharding.weights + gradients + optimizer
     bits_16 = args.bf16 or args.fp16
+    upcasts = bits_16 and sharding.optimizer > 1  # engines that split states train float32 numbers
+
+    def width(parameter: torch.Tensor) -> int:
+        return max(parameter.element_size(), 4 if upcasts and parameter.requires_grad else 1)
+
+    codes = [p for p in model.parameters() if not p.is_floating_point()]  # of 4 bits in integers: no engine splits them
+    weights = sum(_numel(p) * width(p) for p in model.parameters() if p.is_floating_point())
+    weights += sum(map(_bytes, model.buffers()))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = sum(_state_bytes(args.optim, _numel(p), width(p)) for p in trained)
+    optimizer = sharding.keeps_states * optimizer // sharding.optimizer
+    gradients = sharding.keeps_states * sum(_numel(p) * width(p) for p in trained) // sharding.gradients
+    fixed = sharding.buffers + sharding.keeps_weights * weights // sharding.weights + gradients + optimizer
+    fixed += sum(map(_bytes, codes))
     if sharding.weights > 1:
         fixed += _whole_at_a_time(model, bits_16, sharding)
     elif bits_16:  # copies in 16 bits, of what is multiplied
@@ -303,8 +317,9 @@ def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) ->
 def _whole_at_a_time(model: nn.Module, bits_16: bool, sharding: Sharding) -> int:
     """Bytes of the weights that an engine that splits them has whole at a time, in the dtype that it computes in."""
     layers: Any = find_decoder(model).layers
-    sizes = {p: _numel(p) * min(p.element_size(), 2 if bits_16 else 4) for p in model.parameters()}
-    in_layers = sum(sizes[p] for p in layers.parameters())
+    split = [p for p in model.parameters() if p.is_floating_point()]
+    sizes = {p: _numel(p) * min(p.element_size(), 2 if bits_16 else 4) for p in split}
+    in_layers = sum(sizes.get(p, 0) for p in layers.parameters())
     whole = sum(sizes.values())
     if sharding.live is None:
         return whole - in_layers + 2 * in_layers // len(layers)
@@ -328,19 +343,26 @@ def _bytes(tensor: torch.Tensor) -> int:
     return _numel(tensor) * tensor.element_size()
 
 
-def _state_bytes(optim: str, parameter: torch.Tensor) -> int:
-    """Bytes of two states for each weight on the device, by the name of the optimizer."""
+def _state_bytes(optim: str, numel: int, width: int) -> int:
+    """Bytes of two states on the device for so many weights of `width` bytes, by the name of the optimizer."""
     if optim.startswith("paged") or optim in ("sgd", "adafactor"):
         return 0
     if "8bit" in optim:
-        return 2 * _numel(parameter)
-    return 2 * _numel(parameter) * (4 if "bnb" in optim else parameter.element_size())
+        return 2 * numel
+    return 2 * numel * (4 if "bnb" in optim else width)
 
 
 def _layer_bytes(
-    model: nn.Module, args: "RopeSFTConfig", per_token: RowMemory, tokens: float, row_length: int, *, mask_free: bool
+    model: nn.Module,
+    args: "RopeSFTConfig",
+    per_token: RowMemory,
+    tokens: float,
+    row_length: int,
+    *,
+    mask_free: bool,
+    tiles: bool,
 ) -> tuple[int, int]:
-    """Bytes of one layer whole, and in tiles without masks."""
+    """Bytes of one layer whole, and without masks, in tiles if layers run so."""
     whole = tokens * max(per_token.attention, per_token.feed_forward)
     window = getattr(find_decoder(model).config, "sliding_window", None)
     makes_masks = (
@@ -355,7 +377,7 @@ def _layer_bytes(
     )
     # bool, and as numbers of 16 bits that are added to scores
     masks = 3 * args.per_device_train_batch_size * row_length**2 if makes_masks else 0
-    tile = min(tokens, TILE) * per_token.feed_forward
+    tile = (min(tokens, TILE) if tiles else tokens) * per_token.feed_forward
     stays = masks if why_masks_stay(model) is not None else 0
     return int(whole + masks), int(max(tokens * per_token.attention, tile) + stays)
 

@@ -11,7 +11,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from rope_patch.eval.report import require_writable
 
-from .fine_tune_recipe import READ_ERRORS, require_model, require_utf8, unreadable
+from .fine_tune_recipe import READ_ERRORS, require_model, require_other_folder, require_utf8, unreadable
 from .recipe import RecipeParser
 from .restoration import restore
 
@@ -65,6 +65,7 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
     parser.set_defaults(dtype=None)  # TRL's is float32, also of a base under adapters
     restoration, model = parser.parse_args_and_config(arguments)
     require_model(model)
+    require_other_folder(restoration.output_dir, model)
     require_writable(restoration.output_dir)
     result = restore(
         model.model_name_or_path,

@@ -6,6 +6,7 @@ import yaml
 from support.tiny import tiny
 from support.training import tokenizer
 
+import trl_ext.engine_advice as engine_advice_module
 from trl_ext import RopeSFTConfig, cli
 from trl_ext.engine_advice import EngineNeed, choose_engine, engine_advice, engine_needs
 from trl_ext.memory_plan import plan_memory
@@ -50,6 +51,45 @@ def test_what_fits_with_the_fewest_gpus_is_advised():
     assert choose_engine(needs, 70).config == "fsdp2"
     assert choose_engine(needs, 55).config == "fsdp2" and needs[2].fits(55) == "fits with long_rows"
     assert choose_engine(needs, 40) is None
+    # long rows on fewer GPUs before more of them, and before GPUs share rows
+    needs = [EngineNeed("ddp", 1, 100, 50), EngineNeed("fsdp2", 2, 60, 40), EngineNeed("fsdp2-cp", 2, 30, 20)]
+    assert [choose_engine(needs, n).config for n in (55, 45, 35)] == ["ddp", "fsdp2", "fsdp2-cp"]
+
+
+def test_a_plan_follows_the_recipe_and_the_host(tmp_path, monkeypatch):
+    def needs(n=1, **options):
+        args = settings(tmp_path, **{"max_length": 512, "per_device_train_batch_size": 2, **options})
+        return engine_needs(tiny("mistral-sliding"), args, n, torch.device("cpu"))[0]
+
+    assert needs(gradient_checkpointing=False).bytes_long == needs(gradient_checkpointing=False).bytes
+    assert needs(long_rows="off").bytes_long == needs(long_rows="off").bytes
+    assert needs().bytes_long < needs().bytes
+    hosts = []
+    real = engine_advice_module.plan_memory
+    monkeypatch.setattr(engine_advice_module, "host_memory", lambda: 800)
+    monkeypatch.setattr(
+        engine_advice_module, "plan_memory", lambda *rest: hosts.append((rest[-1], rest[-2].row)) or real(*rest)
+    )
+    engine_needs(tiny(), settings(tmp_path), 8, torch.device("cpu"), of_row=4)
+    assert hosts == [(100, 1)] * 3 + [(100, 4)]
+
+
+def test_no_more_gpus_are_advised_than_there_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_advice_module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engine_advice_module, "device_memory", lambda device: 100)
+    fake = [EngineNeed("ddp", 1, 200, 90), EngineNeed("ddp", 2, 200, 150), EngineNeed("fsdp2", 2, 90, 80)]
+    monkeypatch.setattr(
+        engine_advice_module, "engine_needs", lambda model, training, n, *rest: [f for f in fake if f.n_gpus == n]
+    )
+    config = tiny().config
+    one = engine_advice(config, settings(tmp_path), None, None, [1, 2], available=1)
+    assert "  2 GPUs fsdp2" in one and "is enough, with long_rows, which switches itself on: rope-patch train" in one
+    fake[0] = EngineNeed("ddp", 1, 200, 190)
+    one = engine_advice(config, settings(tmp_path), None, None, [1, 2], available=1)
+    assert "None fits what torch sees here, 1 of 0.0 GiB for a step: train adapters" in one
+    assert "--accelerate_config fsdp2 --num_processes 2" in engine_advice(
+        config, settings(tmp_path), None, None, [1, 2]
+    )
 
 
 def test_a_dry_run_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, capsys):

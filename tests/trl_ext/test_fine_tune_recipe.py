@@ -133,3 +133,31 @@ def test_a_folder_that_cannot_be_written_shows_before_a_model_is_loaded(recipe, 
     with pytest.raises(OSError, match="no file can be written in text.txt/run: Not a directory. Name another folder."):
         fine_tune_recipe([*recipe(), "--output_dir", "text.txt/run"])
     assert not trained
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--output_dir", "model"],
+            "output_dir is the folder of model_name_or_path, model, which would be overwritten",
+        ),
+        (["--output_dir", "./run/../model"], "output_dir is the folder of model_name_or_path"),
+        (["--gradient_accumulation_steps", "-1"], "gradient_accumulation_steps must be at least 1, got -1"),
+        (["--per_device_train_batch_size", "0"], "per_device_train_batch_size must be at least 1, got 0"),
+        (["--max_steps", "-1", "--num_train_epochs", "0"], "num_train_epochs must be above 0 where max_steps is not"),
+    ],
+)
+def test_what_would_train_nothing_or_overwrite_the_model_is_refused(flags, message, recipe, trained, tmp_path):
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        fine_tune_recipe([*recipe(), *flags])
+    assert not trained and sorted({*before, "recipe.yaml"}) == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_recipe_without_16_bits_trains_so_whatever_a_launcher_says(recipe, trained, monkeypatch):
+    """Trainer tells accelerate of 16 bits that it is asked for, and leaves what stands there otherwise."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(Stop):
+        fine_tune_recipe(recipe())
+    assert module.os.environ["ACCELERATE_MIXED_PRECISION"] == "no" and not trained["args"].bf16

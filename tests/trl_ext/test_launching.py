@@ -169,3 +169,12 @@ def test_what_a_machine_lacks_is_said(monkeypatch):
     monkeypatch.setattr(launching.torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="torch sees none"):
         Launch("fsdp2").settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{a: [", "is no YAML: "), ("", "must hold the settings of accelerate, got N")]
+)
+def test_a_file_that_is_no_config_is_refused(text, said, tmp_path):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        Launch(str(tmp_path / "own.yaml"), n_processes=2).settings()

@@ -310,6 +310,8 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     ruler_tasks = tuple(dict.fromkeys([*(args.ruler_tasks or ()), *(task for task in of_ruler if task != "ruler")]))
     chosen = named or set(DEFAULT)
     _require_read(args, chosen)
+    if chosen & {"cliff", "gain"}:
+        _require_wide(args)
     # what has a default in the plan is given where the command line names it
     counts = {name: getattr(args, name) for name in ("trials", "ruler_samples") if getattr(args, name) is not None}
     return EvalPlan(
@@ -379,6 +381,18 @@ def _require_positive(args: argparse.Namespace) -> None:
         given = getattr(args, name, None)
         if given is not None and given < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
+
+
+def _require_wide(args: argparse.Namespace) -> None:
+    """Raise ValueError for rows and windows that end before losses by position begin."""
+    from rope_patch.eval.loss_by_position import FIRST_POSITION
+
+    for name, least in (("length", FIRST_POSITION + 1), ("window", FIRST_POSITION)):
+        given = getattr(args, name)
+        if given is not None and given < least:
+            raise ValueError(
+                f"--{name} must be at least {least}, as losses by position begin at {FIRST_POSITION}, got {given}."
+            )
 
 
 def _device(args: argparse.Namespace) -> tuple[str, Any]:

@@ -153,6 +153,8 @@ def _shares(text: str) -> dict[str, float]:
     shares: dict[str, float] = {}
     for item in text.split(","):
         kind, equals, weight = item.strip().partition("=")
+        if kind in shares:
+            raise argparse.ArgumentTypeError(f"{kind} stands in it twice: {text!r}")
         try:
             shares[kind] = float(weight)
         except ValueError:

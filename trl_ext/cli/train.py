@@ -64,8 +64,12 @@ def run_train(args: argparse.Namespace) -> int:
             raise ValueError("--dry_run plans fine-tuning, and this recipe is of a restoration: leave it out.")
         from ..fine_tune_recipe import plan_recipe
 
-        n_gpus = _GPUS if launch is None else [launch.settings()["num_processes"]]
-        print(plan_recipe(arguments, n_gpus))
+        if launch is None:
+            import torch
+
+            print(plan_recipe(arguments, _GPUS, available=torch.cuda.device_count()))
+        else:
+            print(plan_recipe(arguments, [launch.settings()["num_processes"]], launch.ranks_per_sequence))
         return 0
     if launch is not None:
         return launch.run(["train", *arguments])

@@ -12,6 +12,9 @@ _DEEPSPEED_BUCKETS = 2 * 500_000_000 * 2
 _DEEPSPEED_LIVE = 1_000_000_000
 """Weights that ZeRO-3 leaves whole at a time, its default."""
 
+_KEEP_WHOLE = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+"""Strategies of FSDP1 that leave weights whole from forward to backward."""
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -42,9 +45,9 @@ class Sharding:
     keeps_states: bool = True
 
     @classmethod
-    def of_config(cls, name: str, n_gpus: int) -> "Sharding":
-        """That of one of `launching.config_names`."""
-        of_row = n_gpus if name.endswith(("-cp", "-sp")) else 1
+    def of_config(cls, name: str, n_gpus: int, of_row: int | None = None) -> "Sharding":
+        """That of one of `launching.config_names`; of all GPUs `of_row` share a row where any do, None for all."""
+        of_row = (of_row or n_gpus) if name.endswith(("-cp", "-sp")) else 1
         if name.startswith("fsdp2"):
             return cls._of_fsdp(n_gpus, of_row)
         return cls._of_zero(int(name[4]) if name.startswith("zero") else 0, n_gpus, of_row)
@@ -69,10 +72,19 @@ class Sharding:
             n_ranks = parallelism.dp_shard_size * parallelism.cp_size
         plugin = state.fsdp_plugin
         sharding = cls._of_fsdp(n_ranks, of_row)
-        if plugin.reshard_after_forward is False:  # weights stay whole from forward to backward
+        strategy = getattr(plugin.reshard_after_forward, "name", "")  # of FSDP1
+        if strategy == "NO_SHARD":
+            sharding = cls(row=of_row)
+        elif plugin.reshard_after_forward is False or strategy in _KEEP_WHOLE:
             sharding = replace(sharding, weights=1)
-        keeps = not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        offload = plugin.cpu_offload
+        keeps = not (isinstance(offload, CPUOffloadPolicy) or getattr(offload, "offload_params", False))
         return replace(sharding, keeps_weights=keeps, keeps_states=keeps)
+
+    @property
+    def runs_in_tiles(self) -> bool:
+        """Whether layers may: ZeRO-3 gathers weights once for each call of a module."""
+        return self.weights == 1 or self.live is None
 
     @classmethod
     def _of_fsdp(cls, n_ranks: int, of_row: int) -> "Sharding":

@@ -400,3 +400,10 @@ def test_the_callback_leaves_the_entries_of_training_as_they_are(every, tmp_path
     own = [entry for entry in runs[0].state.log_history if "long/cliff" in entry]
     assert [entry["step"] for entry in own] == list(range(every, 7, every))
     assert set(own[0]) == {"long/loss_in_window", "long/loss_beyond", "long/cliff", "epoch", "step"}
+
+
+@pytest.mark.parametrize(("option", "least"), [("--window 63", 64), ("--length 64", 65)])
+def test_rows_and_windows_before_losses_begin_are_refused(option, least, folder, monkeypatch, capsys):
+    models = ["--model", f"native={folder / 'tiny'}"]
+    assert run(folder, "eval", *models, "--report", str(folder / "report"), "--cliff", *option.split()) == 2
+    assert f"{option.split()[0]} must be at least {least}, as losses by position begin at 64" in capsys.readouterr().err

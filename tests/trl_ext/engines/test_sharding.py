@@ -7,7 +7,7 @@ import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType
 from support.tiny import tiny
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
 from trl_ext import RopeSFTConfig
 from trl_ext.engines.sharding import Sharding
@@ -58,6 +58,9 @@ def test_names_of_configs():
         (deepspeed(3), None, (8, 8, 8, 1, 1)),
         (fsdp(), None, (8, 8, 8, 8, 1)),
         (fsdp(reshard=False), None, (1, 8, 8, 8, 1)),
+        (fsdp(reshard=ShardingStrategy.FULL_SHARD), None, (8, 8, 8, 8, 1)),
+        (fsdp(reshard=ShardingStrategy.SHARD_GRAD_OP), None, (1, 8, 8, 8, 1)),
+        (fsdp(reshard=ShardingStrategy.NO_SHARD), None, (1, 1, 1, 1, 1)),
         # two copies of four ranks each; four ranks a row, two rows at a time
         (fsdp(), {"dp_replicate_size": 2, "dp_shard_size": 4}, (4, 4, 4, 4, 1)),
         (fsdp(), {"dp_shard_size": 2, "cp_size": 4}, (8, 8, 8, 8, 4)),
@@ -71,6 +74,8 @@ def test_what_accelerate_was_told(engine, parallelism, expected):
 
 def test_what_waits_on_the_host_does_not_count():
     assert not of(**fsdp(offload=CPUOffloadPolicy())).keeps_weights
+    assert not of(**fsdp(offload=CPUOffload(offload_params=True))).keeps_weights
+    assert of(**fsdp(offload=CPUOffload(offload_params=False))).keeps_weights
     states = of(**deepspeed(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "none"}))
     assert states.keeps_weights and not states.keeps_states
 
@@ -91,3 +96,39 @@ def test_weights_that_zero3_has_split_count_whole():
     for parameter in model.parameters():  # as zero.Init leaves them
         parameter.ds_numel, parameter.data = parameter.numel(), torch.empty(0)
     assert plan_memory(model, args, 64, torch.device("cpu"), "on", Sharding.of_config("zero3", 4)) == whole
+
+
+def fixed(model, sharding, **options):
+    args = RopeSFTConfig(output_dir="out", **{"use_cpu": True, "bf16": True, **options})
+    return plan_memory(model, args, 64, torch.device("cpu"), "on", sharding).fixed
+
+
+def test_engines_that_split_states_train_float32_numbers():
+    """accelerate makes trained weights of 16 bits float32 for FSDP2, and DeepSpeed keeps such a copy."""
+    half, single = tiny(dtype=torch.bfloat16), tiny()
+    sharding = Sharding.of_config("fsdp2", 2)
+    assert fixed(half, sharding) == pytest.approx(fixed(single, sharding), rel=0.01)
+    one = Sharding()
+    assert fixed(half, one) == pytest.approx(fixed(single, one) * 8 / 18, rel=0.1)
+    for parameter in half.parameters():  # what is not trained stays in 16 bits
+        parameter.requires_grad_(False)
+    assert fixed(half, sharding) < 0.3 * fixed(single, sharding)
+
+
+def test_codes_in_integers_stay_whole_on_each_rank():
+    model = tiny(dtype=torch.bfloat16).requires_grad_(False)
+    plain = fixed(model, Sharding.of_config("fsdp2", 8))
+    codes = 10**6
+    model.lm_head.codes = torch.nn.Parameter(torch.zeros(codes, dtype=torch.uint8), requires_grad=False)
+    assert fixed(model, Sharding.of_config("fsdp2", 8)) == plain + codes
+
+
+def test_nothing_runs_in_tiles_under_zero3():
+    def plan(name):
+        args = RopeSFTConfig(output_dir="out", use_cpu=True, bf16=False)
+        return plan_memory(tiny(), args, 8192, torch.device("cpu"), "on", Sharding.of_config(name, 2))
+
+    tiled, whole = plan("fsdp2"), plan("zero3")
+    assert whole.layer_in_tiles > tiled.layer_in_tiles and whole.layer == tiled.layer
+    assert "with tiles of 4096 tokens and the checkpoints of" in str(tiled)
+    assert "with the checkpoints of" in str(whole) and "tiles" not in str(whole)
