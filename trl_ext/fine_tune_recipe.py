@@ -45,6 +45,8 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         ValueError: the recipe is wrong, or model, text and settings do not go together.
         OSError: a file that is not there, or a folder that cannot be written.
     """
+    # a launcher's config would hold where the recipe has neither bf16 nor fp16
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     script, training, model, data = _parsed(arguments)
     require_model(model)
     if training.resume_from_checkpoint is not None and not Path(training.resume_from_checkpoint).is_dir():
@@ -54,8 +56,6 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         )
     require_other_folder(training.output_dir, model)
     require_writable(training.output_dir)
-    if not (training.bf16 or training.fp16):  # Trainer would leave what a launcher says
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     training.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
