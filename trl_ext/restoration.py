@@ -171,10 +171,11 @@ def restore(
     dtype = _training_dtype(dtype, peft_config)
     root = Path(output_dir)
     stage_options = {"distil": _stage(DISTIL, "distil", distil, peft_config)}
-    if skip_extension and extend:
-        raise ValueError(f"extend would have no effect: leave out skip_extension, or extend={dict(extend)}.")
-    if not skip_extension:
-        stage_options["extend"] = _stage(EXTEND, "extend", extend, peft_config)
+    of_extension = _stage(EXTEND, "extend", extend, peft_config)
+    if skip_extension:  # for now: what it says is checked, and waits
+        _config("extend", {"output_dir": str(root / "extend"), **_plain(of_extension)})
+    else:
+        stage_options["extend"] = of_extension
     plan: dict[str, Any] = {
         "model": str(model),
         "rescale": rescale,

@@ -44,8 +44,6 @@ def run(folder, name="out", peft=True, **options):
     arguments = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "peft_config": config, **STAGES}
     if peft:
         arguments["dtype"] = "float32"
-    if options.get("skip_extension"):
-        del arguments["extend"]
     return restore(folder / "tiny", DOCUMENTS, folder / name, **{**arguments, **options})
 
 
@@ -339,7 +337,7 @@ def test_another_run_in_the_folder_and_wrong_options_are_refused(folder):
         ({"distil": {"output_dir": "elsewhere"}}, True, "output_dir is for both stages, which restore makes below"),
         ({"distil": {"resume_from_checkpoint": "x"}}, True, "resume_from_checkpoint is for both stages, as the same"),
         ({"distil": [1]}, True, r"distil must be a dict of fields of RopeSFTConfig, got \[1\]"),
-        ({"skip_extension": True, "extend": {"max_steps": 1}}, True, "extend would have no effect: leave out skip"),
+        ({"skip_extension": True, "extend": {"max_stepss": 1}}, True, "Unknown field 'max_stepss' of extend"),
         # the weights of stage 1 would teach
         ({"extend": {"objective": "native-distill"}}, False, "extend: objective 'native-distill' learns from the mod"),
         (
