@@ -172,9 +172,8 @@ def restore(
     root = Path(output_dir)
     stage_options = {"distil": _stage(DISTIL, "distil", distil, peft_config)}
     of_extension = _stage(EXTEND, "extend", extend, peft_config)
-    if skip_extension:  # for now: what it says is checked, and waits
-        _config("extend", {"output_dir": str(root / "extend"), **_plain(of_extension)})
-    else:
+    _require_fields("extend", of_extension)
+    if not skip_extension:
         stage_options["extend"] = of_extension
     plan: dict[str, Any] = {
         "model": str(model),
@@ -268,11 +267,15 @@ def _write_card(model: Any, tokenizer: PreTrainedTokenizerBase, stages: list[Pat
 
 
 def _config(stage: str, settings: dict[str, Any]) -> RopeSFTConfig:
+    _require_fields(stage, settings)
+    return RopeSFTConfig(**settings)
+
+
+def _require_fields(stage: str, settings: Mapping[str, Any]) -> None:
     known = {f.name for f in fields(RopeSFTConfig) if f.init}
     for name in settings:
         if name not in known:
             raise unknown("field", name, known, of=f"{stage}, which takes those of RopeSFTConfig")
-    return RopeSFTConfig(**settings)
 
 
 # arguments of `from_pretrained` that say where a checkpoint is: its config and tokenizer come from there too
