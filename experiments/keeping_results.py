@@ -116,6 +116,20 @@ def table(runs: list[Run]) -> str:
     return "\n".join([*lines, "", f"{conditions}."])
 
 
+def beyond(
+    seeds: list[Run],
+    references: list[Run],
+    measure: Callable[[Run], list[float]],
+    bounds: tuple[float, float] | None = SHARES,
+) -> str:
+    """How far seeds of an arm are above those of another, means over seeds, with the paired interval, or a dash."""
+    ours, theirs = (over_seeds([of for run in same if (of := measure(run))]) for same in (seeds, references))
+    if not ours or not theirs:
+        return "-"
+    pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return f"{fmean(pairs):+.3f} {in_brackets(pairs, bounds)}"
+
+
 def differences(runs: list[Run], beside: str) -> str:
     """Markdown of how far arms are above one of them, on the same prompts: means over seeds, with 95 % intervals."""
     arms = runs_by_arm(runs)
@@ -137,13 +151,7 @@ def differences(runs: list[Run], beside: str) -> str:
             continue
         row = [f"{arm}, {len(seeds)} and {len(arms[beside])} seeds"]
         for name, measure in measures.items():
-            ours, theirs = (over_seeds([of for run in same if (of := measure(run))]) for same in (seeds, arms[beside]))
-            if not ours:
-                row.append("-")
-                continue
-            pairs = [a - b for a, b in zip(ours, theirs, strict=True)]
-            bounds = None if name == "replies" else SHARES
-            row.append(f"{fmean(pairs):+.3f} {in_brackets(pairs, bounds)}")
+            row.append(beyond(seeds, arms[beside], measure, None if name == "replies" else SHARES))
         lines.append(markdown_row(row))
     conditions = f"Right answers more than {beside}, of each prompt, and the paired 95 % interval"
     if "replies" in measures:
@@ -179,11 +187,8 @@ def paragraph_table(runs: list[Run], beside: str) -> str:
     for arm, seeds in arms.items():
         row = [arm, " ".join(sorted(str(run["seed"]) for run in seeds))]
         for measure in measures.values():
-            ours, theirs = ([of for run in same if (of := measure(run))] for same in (seeds, arms[beside]))
-            row += [cell(ours, None, 3), "-"]
-            if arm != beside and ours and theirs:
-                pairs = [a - b for a, b in zip(over_seeds(ours), over_seeds(theirs), strict=True)]
-                row[-1] = f"{fmean(pairs):+.3f} {in_brackets(pairs)}"
+            row.append(cell([measure(run) for run in seeds], None, 3))
+            row.append("-" if arm == beside else beyond(seeds, arms[beside], measure))
         lines.append(markdown_row(row))
     return "\n".join(lines)
 

@@ -1,7 +1,6 @@
 """From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
 
 import lzma
-import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import fields
@@ -28,7 +27,7 @@ from rope_patch.eval.report import require_writable
 from .checkpoint import require_checkpoint, require_no_adapter
 from .config import RopeSFTConfig
 from .engine_advice import engine_advice
-from .recipe import RecipeParser
+from .recipe import RecipeParser, leave_precision_to_recipe
 from .trainer import RopeSFTTrainer
 
 FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
@@ -45,8 +44,7 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         ValueError: the recipe is wrong, or model, text and settings do not go together.
         OSError: a file that is not there, or a folder that cannot be written.
     """
-    # a launcher's config would hold where the recipe has neither bf16 nor fp16
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    leave_precision_to_recipe()
     script, training, model, data = _parsed(arguments)
     require_model(model)
     if training.resume_from_checkpoint is not None and not Path(training.resume_from_checkpoint).is_dir():
@@ -149,7 +147,8 @@ def _require_counts(training: RopeSFTConfig) -> None:
 
 def require_other_folder(output_dir: str | Path, model: ModelConfig) -> None:
     """Raise ValueError if the result would be written over the model that it comes from."""
-    if Path(output_dir).expanduser().resolve() == Path(str(model.model_name_or_path)).expanduser().resolve():
+    source = Path(str(model.model_name_or_path))
+    if source.is_dir() and Path(output_dir).expanduser().resolve() == source.resolve():
         raise ValueError(
             f"output_dir is the folder of model_name_or_path, {output_dir}, which would be overwritten: name another."
         )

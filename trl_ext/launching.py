@@ -20,6 +20,7 @@ from rope_patch.registry import unknown
 
 from . import rank_failures
 from .rank_failures import RankFailure
+from .recipe import read_yaml
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -122,10 +123,7 @@ class Launch:
             file = _CONFIGS / f"{self.config}.yaml"
         elif not file.is_file():
             raise unknown("accelerate_config", self.config, config_names())
-        try:
-            settings: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"--accelerate_config {self.config} is no YAML: {error}") from error
+        settings: dict[str, Any] = read_yaml(file, f"--accelerate_config {self.config}")
         if not isinstance(settings, dict):
             raise ValueError(
                 f"--accelerate_config {self.config} must hold the settings of accelerate, got {settings!r}."

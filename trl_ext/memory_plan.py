@@ -51,9 +51,9 @@ class RowMemory:
     The second is what the backward of one layer's attention holds: the residual stream and its gradient, the norm's
     output, queries, keys, values, the output, and gradients of all, those of keys and values once for each query head,
     with what kernels sum queries' gradients up in, in float32; a ring sums outputs and gradients of its parts up in
-    float32, 8 A + 16 K more. The third: what is between its matrices and gradients of
-    that, and the norm's float32 copies; the last matrix keeps its input if it is trained. A layer holds the larger of
-    both; in tiles the third goes away.
+    float32, 8 A + 16 K more. The third: what is between its matrices and gradients of that, and the norm's float32
+    copies; the last matrix keeps its input if it is trained. A layer holds the larger of both; in tiles the third goes
+    away.
 
     Args:
         checkpoint: what stays of a layer from forward to backward.

@@ -1,6 +1,7 @@
 """Recipes: YAML files whose keys are fields of the dataclasses that a parser is made of."""
 
 import argparse
+import os
 import re
 import sys
 import types
@@ -19,6 +20,11 @@ from rope_patch.registry import unknown
 
 _ARGPARSE_WORDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a mapping", list: "a list"}
+
+
+def leave_precision_to_recipe() -> None:
+    """Forget the precision of a launcher's config, which Trainer takes where it is told neither bf16 nor fp16."""
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 class RecipeParser(TrlParser):
@@ -123,18 +129,28 @@ def recipe_of(arguments: Sequence[str]) -> tuple[str, dict[Any, Any]] | None:
     if arguments[-1] == "--config":
         raise ValueError("--config must name a recipe, a YAML file.")
     path = Path(arguments[list(arguments).index("--config") + 1])
-    try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OSError(f"the recipe {path} cannot be read: {error.strerror or error}.") from error
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
-        raise ValueError(f"the recipe {path} is no YAML: {error.problem}{line}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"the recipe {path} is no YAML: {error}") from error
+    recipe = read_yaml(path, f"the recipe {path}")
     if not isinstance(recipe, dict):
         raise ValueError(f"the recipe {path} must be a YAML mapping, lines of `name: value`, got {_shown(recipe)}.")
     return str(path), recipe
+
+
+def read_yaml(path: Path, called: str) -> Any:
+    """What a YAML file holds; errors name it as it is `called`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OSError(f"{called} cannot be read: {error.strerror or error}.") from error
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ValueError(f"{called} is no YAML: {error.problem}{line}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{called} is no YAML: {error}") from error
 
 
 def _parts(argument: str) -> list[str]:

@@ -172,8 +172,9 @@ def restore(
     root = Path(output_dir)
     stage_options = {"distil": _stage(DISTIL, "distil", distil, peft_config)}
     of_extension = _stage(EXTEND, "extend", extend, peft_config)
-    _require_fields("extend", of_extension)
-    if not skip_extension:
+    if skip_extension:
+        _require_fields("extend", of_extension)
+    else:
         stage_options["extend"] = of_extension
     plan: dict[str, Any] = {
         "model": str(model),

@@ -12,7 +12,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from rope_patch.eval.report import require_writable
 
 from .fine_tune_recipe import READ_ERRORS, require_model, require_other_folder, require_utf8, unreadable
-from .recipe import RecipeParser
+from .recipe import RecipeParser, leave_precision_to_recipe
 from .restoration import restore
 
 
@@ -61,6 +61,7 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
         ValueError: the recipe is wrong, or model, text and settings do not go together.
         OSError: a file that is not there, or a folder that cannot be written.
     """
+    leave_precision_to_recipe()
     parser = RecipeParser(FIELDS, kind="a recipe of a restoration", prog="rope-patch train")
     parser.set_defaults(dtype=None)  # TRL's is float32, also of a base under adapters
     restoration, model = parser.parse_args_and_config(arguments)
