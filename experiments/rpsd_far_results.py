@@ -13,13 +13,19 @@ from paired_results import row as markdown_row
 from result_lines import mean_of, runs_by_arm, spread
 
 Run = dict[str, Any]
-CONTROL = "next-token"
+CONTROL, SKIP = "next-token", "skip"
 
 
 def by_exam(runs: list[Run], kind: str, length: int) -> list[float]:
     """Of each exam the share of right answers, mean over the runs."""
     cells = [c["marks"] for run in runs for c in run["exams"] if (c["kind"], c["length"]) == (kind, length)]
     return [fmean(fmean(right for _, right in exam) for exam in same) for same in zip(*cells, strict=True)]
+
+
+def differences(pairs: list[tuple[Run, Run]], cell: tuple[str, int, int]) -> list[float]:
+    """Of each exam how much more the first runs of pairs have than the second ones."""
+    ours, theirs = (by_exam([pair[k] for pair in pairs], *cell[:2]) for k in (0, 1))
+    return [a - b for a, b in zip(ours, theirs, strict=True)]
 
 
 def by_place(run: Run, kind: str, length: int, parts: int = 5) -> list[float | None]:
@@ -53,30 +59,45 @@ def cells_of(run: Run) -> list[tuple[str, int, int]]:
     return sorted((c["kind"], c["length"], c["yarn"]) for c in run["exams"])
 
 
+def _cell_name(cell: tuple[str, int, int]) -> str:
+    kind, length, yarn = cell
+    return f"{kind} {length}" + (f", YaRN {yarn}x" if yarn > 1 else "")
+
+
 def tables(runs: list[Run]) -> str:
     """Markdown: exams by length, by the place of the answer, and everything else."""
     by_arm = runs_by_arm(sorted(runs, key=lambda run: run["seed"]))
     of_rows = [cell for cell in cells_of(next(iter(by_arm.values()))[0]) if cell[2] == 1][1::2]  # not of the window
-    return "\n\n".join((exam_table(by_arm, CONTROL), place_table(by_arm, of_rows), _others(by_arm)))
+    above = [above_table(by_arm, SKIP)] if SKIP in by_arm else []
+    return "\n\n".join((exam_table(by_arm, CONTROL), *above, place_table(by_arm, of_rows), _others(by_arm)))
 
 
 def exam_table(by_arm: dict[str, list[Run]], control: str) -> str:
     """Markdown: shares of right answers of each cell, with intervals of the difference from `control`."""
     cells = cells_of(next(iter(by_arm.values()))[0])
-    names = [f"{kind} {length}" + (f", YaRN {yarn}x" if yarn > 1 else "") for kind, length, yarn in cells]
-    lines = head(["arm", "seeds", *names])
+    lines = head(["arm", "seeds", *map(_cell_name, cells)])
     for arm, same in by_arm.items():
         row = [arm, str(len(same))]
-        for kind, length, _ in cells:
-            shown = f"{fmean(by_exam(same, kind, length)):.3f}"
-            pairs = seed_pairs(same, by_arm.get(control, []))
-            if arm != control and pairs:
-                ours, theirs = (by_exam([pair[k] for pair in pairs], kind, length) for k in (0, 1))
-                shown += f" {in_brackets([a - b for a, b in zip(ours, theirs, strict=True)])}"
-            row.append(shown)
+        pairs = seed_pairs(same, by_arm.get(control, []))
+        for cell in cells:
+            shown = f"{fmean(by_exam(same, *cell[:2])):.3f}"
+            row.append(f"{shown} {in_brackets(differences(pairs, cell))}" if arm != control and pairs else shown)
         lines.append(markdown_row(row))
     n_exams = len(by_exam(next(iter(by_arm.values())), *cells[0][:2]))
     return "\n".join([*lines, "", f"{n_exams} texts a cell and seed; in brackets, from {control} of the same seeds."])
+
+
+def above_table(by_arm: dict[str, list[Run]], arm: str) -> str:
+    """Markdown: how much more right answers one arm has than each other, with intervals."""
+    cells = cells_of(by_arm[arm][0])
+    lines = head([f"{arm} above", "seeds", *map(_cell_name, cells)])
+    for other, runs in by_arm.items():
+        pairs = seed_pairs(by_arm[arm], runs)
+        if other != arm and pairs:
+            found = [differences(pairs, cell) for cell in cells]
+            shown = [f"{fmean(each):+.3f} {in_brackets(each)}" for each in found]
+            lines.append(markdown_row([other, str(len(pairs)), *shown]))
+    return "\n".join(lines)
 
 
 def place_table(by_arm: dict[str, list[Run]], cells: list[tuple[str, int, int]]) -> str:

@@ -14,7 +14,8 @@ import pytest
 import reply_noise
 import rpsd_far_results
 import scaling
-from result_lines import mean_of
+from paired_results import seed_pairs
+from result_lines import mean_of, runs_by_arm
 from support.training import trainer
 
 from rope_patch.eval.paired import paired_interval
@@ -36,8 +37,8 @@ def lines_of(*files):
     return [json.loads(line) for file in files for line in (RESULTS / file).read_text().splitlines()]
 
 
-def share(value):
-    return f"{value:.2f}".removeprefix("0") if value else "0"
+def share(value, digits=2):
+    return f"{value:.{digits}f}".removeprefix("0") if value else "0"
 
 
 def means(runs, *kinds):
@@ -611,15 +612,15 @@ def test_what_each_method_gave_and_lost_in_the_readme():
     passkeys = [at(kept, arm, "passkey", 2048) for arm in ("native", "pose")]
     said = f"loss at 32K to 64K {losses[0]}, by `extend`'s recipe {losses[1]} | passkeys at 2048 tokens"
     assert f"{said} {' → '.join(passkeys)} |" in readme
-    runs = lines_of("rpsd-small-scale-h200.jsonl")
+    by_arm = runs_by_arm(lines_of("rpsd-far-h200.jsonl"))
     keys = [
-        share(mean(run["multikey"]["16384"] for run in runs if run["arm"] == arm))
-        for arm in ("skip", "standard", "abf")
+        share(mean(rpsd_far_results.by_exam(by_arm[arm], "multikey", 131072)))
+        for arm in ("skip", "next-token", "pose", "abf")
     ]
     times = [run for run in steps() if run["run"] in ("clm", "self-distill") and run["length"] < 100_000]
     rates = {(run["shape"], run["length"], run["run"]): run["tokens_per_second"] for run in times}
     ratios = [rates[shape, n, "clm"] / rate for (shape, n, run), rate in rates.items() if run == "self-distill"]
-    said = f"look-alikes at 16K {keys[0]}, next-token training {keys[1]}, no training {keys[2]}"
+    said = "131072, teacher-forced: {}; next-token training {}, on the same skips {}, no training {}".format(*keys)
     assert f"{said} | {median(ratios):.1f} times the minutes |" in readme
     runs = lines_of("restoration-h200.jsonl")
 
@@ -744,6 +745,28 @@ def test_errors_of_the_restorations_are_those_over_benchmarks():
         assert f"| {whole:.1f} | {kept(arm):.1f} |" in text_of("docs/distillation.md")
 
 
+def test_rates_of_linear_ard_are_those_of_their_file():
+    runs, said = lines_of("restoration-rates-h200.jsonl"), text_of("docs/results/restoration.md")
+    untrained = {run["arm"]: run for run in runs if run["rate"] is None}
+    assert f"Without training PI 4x is at {untrained['pi4']['choice']:.3f} nats" in said
+    arms = runs_by_arm([run for run in runs if run["rate"] is not None])
+    for same in arms.values():
+        assert [run["rate"] for run in same] == [2e-5, 2e-4, 1e-3]
+        far = [run["choice"] for run in same]
+        assert far == sorted(far, reverse=True)
+        cells = [f"{value:.3f}" if value >= 1 else share(value, 3) for value in far]
+        cells += [f"{mean_of(same[-1]['loss_by_position'], *span):.3f}" for span in ((0, 8192), (16384, 32768))]
+        assert f"| {' | '.join(cells)} |" in said, same[0]["arm"]
+    at_authors = {name: same[0]["choice"] for name, same in arms.items()}
+    control = at_authors.pop("pi4 qkv clm")
+    assert all(far > control - 0.0005 for far in at_authors.values())
+    assert all(
+        all(a["choice"] < b["choice"] for a, b in zip(same, arms["pi4 qkv cpt"], strict=True))
+        for name, same in arms.items()
+        if name != "pi4 qkv cpt"
+    )
+
+
 def test_controls_of_self_distillation_stand_beside_it():
     """Untrained ABF in the table, and how strong each control's KL was."""
     runs = lines_of("rpsd-small-scale-h200.jsonl")
@@ -767,29 +790,64 @@ def test_controls_of_self_distillation_stand_beside_it():
 
 
 def test_rows_of_four_windows_are_told_as_their_file_has_them():
-    runs, said = lines_of("rpsd-far-h100.jsonl"), text_of("docs/results/self_distillation.md")
+    runs, said = lines_of("rpsd-far-h200.jsonl"), text_of("docs/results/self_distillation.md")
     page = (RESULTS / "self_distillation.md").read_text()
     for table in rpsd_far_results.tables(runs).split("\n\n"):
-        assert table in page or table.startswith("24 texts")
-    abf, plain, skip = ({run["arm"]: run for run in runs}[arm] for arm in ("abf", "next-token", "skip"))
+        assert table in page
+    arms = runs_by_arm(runs)
+    names = ("skip", "next-token", "next-token x1.6", "pose", "abf", "cyclic")
+    assert set(arms) == set(names) and {len(same) for same in arms.values()} == {3}
 
-    def found(run, kind, length):
-        return f"{mean(rpsd_far_results.by_exam([run], kind, length)):.3f}".removeprefix("0")
+    def found(same, kind, length):
+        return f"{mean(rpsd_far_results.by_exam(same, kind, length)):.3f}".removeprefix("0")
 
-    keys, mentions = ([found(run, kind, 131072) for run in (skip, plain, abf)] for kind in ("multikey", "ordinal"))
+    keys, mentions = ([found(arms[name], kind, 131072) for name in names] for kind in ("multikey", "ordinal"))
+    assert "{} of the keys, in place of {} by next-token".format(*keys) in said
     assert (
-        "{} of the keys in place of {}, and {} of the mentions in place of {}".format(*keys[:2], *mentions[:2]) in said
+        "{2} by 1.6 times its steps, as many seconds, and {3} by next-token training on the same".format(*keys) in said
     )
-    assert f"ABF alone finds {keys[2]} and {mentions[2]} there" in said
-    near = [found(run, "multikey", 32768) for run in (skip, plain, abf)]
+    assert "Of the mentions it finds {}, in place of {}, {} and {}. ABF".format(*mentions) in said
+    assert f"ABF alone finds {keys[4]} and {mentions[4]} there" in said
+    assert f"finds less than next-token training, {keys[5]} and {mentions[5]}" in said
+    for name in names[1:]:
+        for seed, skip in enumerate(arms["skip"]):
+            for kind in ("multikey", "ordinal"):
+                ours, theirs = (found([run], kind, 131072) for run in (skip, arms[name][seed]))
+                assert ours > theirs, (name, seed, kind)
+    pose = seed_pairs(arms["skip"], arms["pose"])
+    for kind, sentence in (("multikey", "{} of the keys ({} to {})"), ("ordinal", "{} of the mentions ({} to {})")):
+        differences = rpsd_far_results.differences(pose, (kind, 131072, 4))
+        figures = (mean(differences), *paired_interval(differences, bounds=(-1, 1)))
+        assert sentence.format(*(f"{figure:.3f}".removeprefix("0") for figure in figures)) in said
+    page = text_of("docs/self_distillation.md")
+    for name in names:
+        cells = [
+            ", ".join(share(mean(rpsd_far_results.by_exam(arms[name], kind, n))) for n in (32768, 65536, 131072))
+            for kind in ("multikey", "ordinal")
+        ]
+        assert "| {} | {} |".format(*cells) in page, name
+    near = [found(arms[name], "multikey", 32768) for name in ("skip", "next-token", "abf")]
     assert "keys {}, {} with next-token training, {} without training".format(*near) in said
-    cost = [a["loss"] - b["loss"] for a, b in zip(skip["loss x1"], plain["loss x1"], strict=True)]
-    assert {f"{nats:.2f}" for nats in cost} == {"0.02"} and "It costs .02 nats of loss within the row" in said
-    far = mean_of(plain["loss x4"], 32768, 131072) - mean_of(skip["loss x4"], 32768, 131072)
-    assert f"the skip's loss is {far:.3f} lower".replace("0.", ".", 1) in said
-    assert f"the skip takes {skip['train_seconds'] / plain['train_seconds']:.1f} times as long" in said
-    kl = f"{rpsd_far_results.kl(skip):.2f}".removeprefix("0")
-    assert f"as large as the skip's, {kl} nats in these rows" in (ROOT / "experiments" / "rpsd_far_arms.py").read_text()
+
+    def loss(name, field, first, end):
+        return mean(mean_of(run[field], first, end) for run in arms[name])
+
+    cost = [loss(name, "loss x1", 64, 32768) - loss("next-token", "loss x1", 64, 32768) for name in ("skip", "cyclic")]
+    assert [f"{nats:.2f}" for nats in cost] == ["0.02", "0.07"]
+    assert "It costs .02 nats of loss within the row" in said and "costs .07 nats" in said
+    far = {name: loss(name, "loss x4", 32768, 131072) for name in names}
+    lower = [f"{far[name] - far['skip']:.3f}".removeprefix("0") for name in ("next-token", "pose")]
+    assert "the skip's loss is {} lower, {} lower than PoSE's".format(*lower) in said
+    kl = {name: mean(map(rpsd_far_results.kl, arms[name])) for name in ("skip", "cyclic")}
+    assert round(kl["cyclic"] / kl["skip"]) == 9 and "its KL is nine times the skip's" in said
+
+    before = {run["arm"]: run for run in lines_of("rpsd-far-h100.jsonl")}
+    order = ("skip", "next-token", "abf")
+    keys, mentions = ([found([before[arm]], kind, 131072) for arm in order] for kind in ("multikey", "ordinal"))
+    assert "keys {}, {} and {} by the skip, next-token training and none".format(*keys) in said
+    assert "mentions {}, {} and {}.".format(*mentions) in said
+    ratio = before["skip"]["train_seconds"] / before["next-token"]["train_seconds"]
+    assert f"the skip took {ratio:.1f} times as long" in said
 
 
 def test_what_posaug_from_scratch_does_not_show():

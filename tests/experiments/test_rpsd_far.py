@@ -79,9 +79,9 @@ def test_arms_are_taught_trained_and_measured_far(files, tmp_path, monkeypatch):
     # seeds differ in what was taught, and arms of one seed begin alike
     assert len({json.dumps(r["loss x1"]) for r in runs}) == len(runs)
     assert results.kl(runs[1]) > 0 and results.kl(runs[2]) is None
-    exams, note, places, others = results.tables(runs).split("\n\n")
+    exams, note, above, places, others = results.tables(runs).split("\n\n")
     assert exams.splitlines()[0].endswith("ordinal 4400, YaRN 2x | ordinal 8800, YaRN 4x |") and "2 texts" in note
-    assert exams.count("(") == 2 * 8 and places.count("\n") == others.count("\n") == 4
+    assert exams.count("(") == above.count("(") == 2 * 8 and above.count("\n") == 3 and places.count("\n") == others.count("\n") == 4
     # a run that was cut off goes on with what it had trained and measured
     parts = tmp_path / "out.parts.jsonl"
     *before, last = parts.read_text().splitlines(keepends=True)
@@ -118,6 +118,8 @@ def test_intervals_are_paired_over_exams_and_seeds():
     runs += [run("skip", 0, [2, 3, 2, 3]), run("skip", 1, [2, 3, 2, 3]), run("abf", 0, [1, 2, 1, 2])]
     rows = {line.split(" | ")[0]: line for line in results.tables(runs).split("\n\n")[0].splitlines()}
     # four exams that differ alike leave a share of 1 - .025^(1/4) unseen, which may differ by -1 to 1
+    above = results.tables(runs).split("\n\n")[2].splitlines()
+    assert above[2].startswith("| next-token | 2 | +0.250 (") and above[3].startswith("| abf | 1 | +0.250 (")
     assert "0.625 (-0.503 to +0.702)" in rows["| skip"] and "0.375 (-0.602 to +0.602)" in rows["| abf"]
     assert results.far_attention(runs[0], 25) == 0.25
     assert results.by_place(runs[0], "multikey", 100) == [0.375, None, None, None, None]
