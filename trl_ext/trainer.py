@@ -88,9 +88,10 @@ class RopeSFTTrainer(SFTTrainer):
     Parts of an objective's loss, such as `ce` and `kl`, are sums over all batches and ranks of an optimizer step, or of
     an evaluation, divided by the step's own counts, so that they add up to the loss that is logged. `eval_loss` is
     Trainer's mean over batches; `eval_ce` weighs each label alike, and differs from it where batches have not as many
-    labels. With several ranks, documents that are repeated to fill the last batches count once in both; with
-    `compute_metrics`, in `predict`, with images, and where rows hold several documents, they count twice. In
-    evaluations of several datasets the parts are called eval_NAME_ce, as the losses are.
+    labels. Under "native-distill" `eval_loss` is made of its parts' means, and a batch may have no label. With several
+    ranks, documents that are repeated to fill the last batches count once in both; with `compute_metrics`, in
+    `predict`, with images, and where rows hold several documents, they count twice. In evaluations of several datasets
+    the parts are called eval_NAME_ce, as the losses are.
 
     The view ends with training: it is in force while `train`, `evaluate` or `predict` run, and off the model after the
     first of them. One that `patch_model` had put on before stays.
@@ -541,8 +542,12 @@ class RopeSFTTrainer(SFTTrainer):
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         forget_unfinished_forwards(self.model)
         metrics = cast(dict[str, float], output.metrics)
-        for name, mean in self._means["eval"].take().items():
+        means = self._means["eval"].take()
+        for name, mean in means.items():
             metrics[f"{metric_key_prefix}_{name}"] = mean
+        loss = None if self._objective is None else self._objective.evaluation_loss(means)
+        if loss is not None:
+            metrics[f"{metric_key_prefix}_loss"] = loss
         return output
 
     def _new_means(self) -> StepMeans:

@@ -45,6 +45,9 @@ class AlternatingObjective(Objective):
     def check_documents(self, lengths: torch.Tensor) -> None:
         self.extend.check_documents(lengths)
 
+    def evaluation_loss(self, means: dict[str, float]) -> float | None:
+        return self.extend.evaluation_loss(means)
+
     @property
     def teacher(self) -> Any:  # type: ignore[override]
         """The model as it was pretrained, of the one that has it or of both."""

@@ -217,6 +217,14 @@ class Objective:
         loss, parts = self._combine(tape, counts, batch_counts)
         return loss + tie, parts
 
+    def evaluation_loss(self, means: dict[str, float]) -> float | None:
+        """The loss of an evaluation, made of the means of its parts; None for Trainer's mean of its batches' losses.
+
+        Args:
+            means: by name, without parts that no batch has anything of.
+        """
+        return None
+
     def _call(self, model: nn.Module, inputs: dict[str, Any], tape: Any) -> torch.Tensor:
         """Run the model with a tape; returns a zero that ties every parameter of the path to the loss.
 

@@ -1,5 +1,6 @@
 """objective="native-distill": predictions of the model as it was pretrained, kept under a view."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,7 +51,7 @@ class NativeObjective(Objective):
 
     loss = weight (sum over tokens of KL) / tokens of the step + clm_weight (sum of cross-entropies) / labels of the
     step + text_weight (sum of cross-entropies) / next tokens of the step. Evaluation has the same at true positions.
-    What is logged as `kl`, `ce` and `text_ce` makes up the loss.
+    What is logged as `kl`, `ce` and `text_ce` makes up the loss, in evaluation too: a batch may have no label.
 
     When: Take it to keep what a model can do while its window grows.
 
@@ -78,6 +79,16 @@ class NativeObjective(Objective):
     def counts(self, read: Labelled) -> dict[str, int]:
         """Real tokens, and queries with a label or with a next token, of which a step may have none."""
         return {"tokens": int(read.valid.sum()), "labelled": read.n_labels, "next": read.n_next}
+
+    def evaluation_loss(self, means: dict[str, float]) -> float | None:
+        """The means of KL and cross-entropies, weighed; nan where an evaluation has nothing that counts.
+
+        A mean of batches' losses would take the cross-entropy of a batch without a label for 0.
+        """
+        targets = self.options.targets
+        weights = {"kl": targets.weight, "ce": targets.clm_weight, "text_ce": targets.text_weight}
+        weighed = [weight * means[name] for name, weight in weights.items() if weight and name in means]
+        return sum(weighed) if weighed else math.nan
 
     def _tape(self, inputs: dict[str, Any], read: Labelled, counts: dict[str, int]) -> NativeTape:
         return NativeTape(read, counts["tokens"], counts["labelled"], counts["next"])

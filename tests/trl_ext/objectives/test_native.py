@@ -1,5 +1,7 @@
 """RopeSFTTrainer with objective="native-distill": normalisation, batches, what is logged, what is learned."""
 
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -102,6 +104,46 @@ def test_documents_without_labels_teach_only_where_all_tokens_count(native_args,
     else:
         with pytest.raises(ValueError, match="none of its 2 documents has"):
             trainer(tmp_path, **options)
+
+
+def half_labelled(n=4):
+    """Documents of which every second one has no label."""
+    rows = documents(n)["input_ids"]
+    return Dataset.from_list(
+        [{"input_ids": row, "labels": [-100] * len(row) if i % 2 else row} for i, row in enumerate(rows)]
+    )
+
+
+@pytest.mark.parametrize("native_args", [{"clm_weight": 0.3}, {"weight": 0.5, "clm_weight": 0.3, "text_weight": 0.2}])
+@pytest.mark.parametrize("way", [{}, {"padding_free": True, "max_length": None}], ids=["padded", "padding-free"])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_an_evaluation_leaves_the_cross_entropy_of_a_batch_without_labels_out(batch, way, native_args, tmp_path):
+    data = half_labelled()
+    kl, text_ce = by_hand(data["input_ids"])
+    _, ce = by_hand(data["input_ids"][::2])
+    sets = {"part": data, "plain": documents(4)}
+    run = trainer(
+        tmp_path, eval_dataset=sets, native_args=native_args, per_device_eval_batch_size=batch, **NATIVE, **way
+    )
+    weights = {"weight": 1.0, "text_weight": 0.0, **native_args}
+    wanted = weights["weight"] * kl + weights["clm_weight"] * ce + weights["text_weight"] * text_ce
+    metrics = run.evaluate()
+    assert metrics["eval_part_ce"] == pytest.approx(ce, rel=1e-4)
+    assert metrics["eval_part_loss"] == pytest.approx(wanted, rel=1e-4)
+    assert run.predict(data).metrics["test_loss"] == pytest.approx(wanted, rel=1e-4)
+    assert metrics["eval_plain_loss"] != pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_an_evaluation_without_any_label_has_the_kl_alone_or_nothing(weight, tmp_path):
+    data = documents(3).map(lambda row: {"labels": [-100] * len(row["input_ids"])})
+    native_args = {"weight": weight, "clm_weight": 0.3}
+    metrics = trainer(tmp_path, native_args=native_args, **NATIVE).predict(data).metrics
+    assert "test_ce" not in metrics
+    if weight:
+        assert metrics["test_loss"] == metrics["test_kl"] > 0
+    else:
+        assert math.isnan(metrics["test_loss"])
 
 
 def test_what_a_teacher_alone_uses_is_refused_without_one(tmp_path):
