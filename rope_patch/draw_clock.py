@@ -8,6 +8,14 @@ from .draws import DrawKey
 from .layout.documents import Documents, document_numbers
 
 
+def progress_at(step: int, n_steps: int) -> float:
+    """Progress of a training of `n_steps` optimizer steps in one of them: 0 in the first, step 0, and 1 in the last.
+
+    So a curriculum comes to its end, however late that is. A run of one step has the end alone.
+    """
+    return min(step / (n_steps - 1), 1.0) if n_steps > 1 else 1.0
+
+
 class DrawClock:
     """Which optimizer step, and which sample of it, the next forward draws for.
 

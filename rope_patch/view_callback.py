@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from .draw_clock import progress_at
 from .patch import patch_model
 from .rotary import find_decoder
 from .sources import ViewSource
@@ -64,7 +65,7 @@ class RopeViewCallback(TrainerCallback):
         self.on_step_begin(args, state, control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        progress = min(state.global_step / max(state.max_steps, 1), 1.0)
+        progress = progress_at(state.global_step, state.max_steps)
         clock = _view_of(self._trainer, self._decoder).clock
         clock.set_step(state.global_step, progress, pairs=self._pairs, driver=self._number)
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerState
 
+from rope_patch.draw_clock import progress_at
 from rope_patch.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
 from rope_patch.rotary import find_decoder
@@ -73,7 +74,8 @@ class TrainerView:
     def set_clock(self, state: TrainerState, first_sample: int) -> None:
         """Draw for the optimizer step that `state` is at, from its document `first_sample` on."""
         if self.source is not None:
-            self.source.clock.set(state.global_step, first_sample, state.global_step / max(state.max_steps, 1))
+            progress = progress_at(state.global_step, state.max_steps)
+            self.source.clock.set(state.global_step, first_sample, progress)
 
     def set_evaluation_clock(self, first_sample: int) -> None:
         """Draw for an evaluation, from its document `first_sample` on: the same every time.

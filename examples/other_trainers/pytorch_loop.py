@@ -24,7 +24,7 @@ def main() -> None:
     input_ids = tokenizer([TEXT], return_tensors="pt")["input_ids"]
     for step in range(arguments.steps):
         # positions are drawn by step and document, so the loop says which step it is
-        view_source(model).clock.set_step(step, progress=step / arguments.steps)
+        view_source(model).clock.set_step(step, progress=step / max(arguments.steps - 1, 1))
         model.train()
         loss = model(input_ids, labels=input_ids).loss
         loss.backward()

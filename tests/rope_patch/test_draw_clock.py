@@ -5,7 +5,7 @@ import torch
 from support.tiny import tiny, tokens
 
 from rope_patch import patch_model, rope_view
-from rope_patch.draw_clock import DrawClock
+from rope_patch.draw_clock import DrawClock, progress_at
 from rope_patch.patch import view_source
 from rope_patch.views import Compose, PerLayer, PosAug, Skip
 
@@ -30,6 +30,17 @@ def test_a_clock_takes_numbers_alone_and_stays_as_it_was(arguments, message):
     with pytest.raises(ValueError, match=message):
         clock.set(*arguments)
     assert (int(clock.step), int(clock.first_sample), float(clock.progress), clock.is_set) == (0, 0, 1.0, False)
+
+
+def test_progress_goes_from_the_first_step_to_the_last():
+    assert [progress_at(step, 5) for step in range(5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert progress_at(0, 1) == progress_at(7, 5) == progress_at(0, -1) == 1.0, "nothing is behind the end"
+
+
+@pytest.mark.parametrize("n_steps", [2, 3, 10, 64, 1000])
+def test_a_share_of_the_steps_that_is_a_number_of_them_is_that_number(n_steps):
+    for before in range(1, n_steps):
+        assert sum(progress_at(step, n_steps) < before / n_steps for step in range(n_steps)) == before
 
 
 @pytest.mark.parametrize(

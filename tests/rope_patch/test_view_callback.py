@@ -289,7 +289,7 @@ def test_a_curriculum_goes_by_the_progress_of_the_trainer(tmp_path):
     seen = []
     model.register_forward_hook(lambda *_: seen.append(view_source(model).clock.progress.item()))
     run.train()
-    assert seen == [0.0, 0.5]
+    assert seen == [0.0, 1.0]
 
 
 def test_a_trainer_without_the_callback_is_refused(saved, tmp_path):

@@ -402,6 +402,19 @@ def test_a_curriculum_goes_by_the_steps_of_the_run(tmp_path):
     assert alphas[:3] == [1, 1, 1] and all(a != 1 for a in alphas[3:])
 
 
+@pytest.mark.parametrize(("n_steps", "first"), [(5, 4), (2, 1), (1, 0)])
+def test_a_curriculum_comes_to_its_end_however_late_that_is(n_steps, first, tmp_path):
+    late = {"curriculum": "step", "until": 0.99}
+    run = trainer(tmp_path, view="posaug", view_args=late, max_steps=n_steps)
+    run.train()
+    alphas = [entry["view/alpha"] for entry in logged(run, "view/alpha")]
+    assert [alpha != 1 for alpha in alphas] == [step >= first for step in range(n_steps)]
+    grows = {"curriculum": "linear", "start": [2.0, 2.0], "low": 4.0, "high": 4.0}
+    run = trainer(tmp_path, view="posaug", view_args=grows, max_steps=n_steps)
+    run.train()
+    assert logged(run, "view/alpha")[-1]["view/alpha"] == 4.0
+
+
 @pytest.mark.parametrize("granularity", ["step", "sample"])
 def test_rpe_trains_padded_and_packed(granularity, tmp_path):
     for batch in BATCHES.values():
