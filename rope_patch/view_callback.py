@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from .document_lengths import longest_document
 from .draw_clock import progress_at
 from .patch import patch_model
 from .rotary import find_decoder
@@ -62,6 +63,7 @@ class RopeViewCallback(TrainerCallback):
         _require_supported(self._trainer, source.view)
         require_same_rope_as_reference(self._trainer, self._decoder)
         _share_view(self._trainer, self._decoder)
+        source.checked_length = _checked_length(self._trainer, source.view)
         self.on_step_begin(args, state, control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -81,6 +83,20 @@ def _view_of(trainer: Any, decoder: nn.Module) -> ViewSource:
             "view) first, or leave RopeViewCallback out; a rescaling alone needs none."
         )
     return state.source
+
+
+def _checked_length(trainer: Any, view: View) -> int:
+    """Tokens of a training document that the view takes; 0 if none is known, and each forward has to hold one."""
+    longest = longest_document(trainer.train_dataset)
+    if longest is None:
+        return 0
+    limit = getattr(trainer.args, "max_length", None)  # to which TRL's collators truncate
+    longest = longest if limit is None else min(longest, limit)
+    try:
+        view.check_length(longest)
+    except ValueError:  # of a forward then, which may have shorter documents from a collator of the user's
+        return 0
+    return longest
 
 
 def _require_supported(trainer: Any, view: View) -> bool:

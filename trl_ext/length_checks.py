@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from rope_patch.document_lengths import document_lengths, longest_document
 from rope_patch.methods import resolve_view
 from rope_patch.rotary import find_decoder
 from rope_patch.sources import ViewSource
@@ -11,7 +12,7 @@ from rope_patch.views.base import TRUE_POSITIONS
 
 from .config import RopeSFTConfig
 from .objectives import Objective, objective_of
-from .training_set import document_lengths, document_tokens, longest_document, named_sets
+from .training_set import document_tokens, named_sets
 from .view_effect import require_effect_on
 from .window_check import check_window
 
@@ -44,6 +45,7 @@ def check_lengths(
         )
     longest = None if lengths is None else int(lengths.max())
     check_window(model, view, longest, tell=args.process_index == 0)
+    source.checked_length = 0  # the documents of an earlier trainer may have been longer
     if lengths is None or not longest:
         return
     view.check_length(longest)

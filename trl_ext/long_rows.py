@@ -15,6 +15,7 @@ from transformers.utils import logging
 from rope_patch.attention.calls import attention_kernel
 from rope_patch.attention.rows import MaskFreeRows, why_masks_stay
 from rope_patch.distillation import CopiedTeacher
+from rope_patch.document_lengths import longest_document
 from rope_patch.offloaded import offloaded_checkpoints
 from rope_patch.rotary import find_causal_lm
 from rope_patch.tiled import TILE, tiled
@@ -22,7 +23,6 @@ from rope_patch.tiled import TILE, tiled
 from .engines.sequence_ranks import SequenceRanks
 from .engines.sharding import Sharding
 from .memory_plan import GIB, MASKS_TO, MemoryPlan, plan_memory
-from .training_set import longest_document
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from rope_patch import patch_model, unpatch_model
+from rope_patch.document_lengths import longest_document
 from rope_patch.methods import resolve_view
 from rope_patch.patch import view_source
 from rope_patch.rescalings import Rescaling
@@ -15,7 +16,6 @@ from rope_patch.state import state_of
 from rope_patch.views import View
 
 from .config import RopeSFTConfig
-from .training_set import longest_document
 from .window_check import farthest_target
 
 

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset, IterableDataset, LargeList, List
 from transformers.utils import logging
 
+from rope_patch.document_lengths import document_lengths
 from rope_patch.special_tokens import SpecialTokens
 
 from .config import RopeSFTConfig
@@ -105,30 +106,6 @@ def with_masked_loss(args: RopeSFTConfig, dataset: Any) -> RopeSFTConfig:
         args = copy.copy(args)
         args.completion_only_loss = True
     return args
-
-
-def document_lengths(dataset: Any) -> torch.Tensor | None:
-    """Tokens of each document of a set that TRL has prepared, int64 [documents]; None where only reading all would say.
-
-    Rows are documents, unless they are packed: `seq_lengths` then holds the tokens of those in each.
-    """
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
-        return None
-    column = next((name for name in ("seq_lengths", "input_ids") if name in dataset.column_names), None)
-    if column is None or not isinstance(dataset.features[column], List | LargeList):
-        return None
-    parts = []
-    for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
-        rows = batch[column]
-        lengths = pc.list_flatten(rows) if column == "seq_lengths" else pc.list_value_length(rows)
-        parts.append(_int64(lengths))
-    return torch.cat(parts) if parts else None
-
-
-def longest_document(dataset: Any) -> int | None:
-    """Tokens of the longest document of a row, None where only reading all of them would say."""
-    lengths = document_lengths(dataset)
-    return None if lengths is None else int(lengths.max()) or None
 
 
 def document_tokens(dataset: Dataset) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -292,6 +292,68 @@ def test_a_curriculum_goes_by_the_progress_of_the_trainer(tmp_path):
     assert seen == [0.0, 1.0]
 
 
+FIXED = Skip(split=12, skip=40)
+
+
+def rows_of(*lengths):
+    return [{"input_ids": row, "labels": row} for row in (tokens(1, n)[0].tolist() for n in lengths)]
+
+
+def fixed_run(tmp_path, data, model, **options):
+    settings = {**COMMON, "per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", **options}
+    args = TrainingArguments(output_dir=str(tmp_path), **settings)
+    return with_view(Trainer(model=model, args=args, train_dataset=data))
+
+
+def test_a_batch_may_end_before_a_fixed_split_that_other_documents_reach(tmp_path):
+    seen, model = [], patch_model(tiny(), FIXED)
+    model.register_forward_hook(lambda *_: seen.append(int(view_source(model).last.documents.length.max())))
+    fixed_run(tmp_path, Dataset.from_list(rows_of(9, 20, 7)), model, max_steps=3).train()
+    assert seen == [9, 20, 7]
+
+
+def test_a_fixed_split_behind_all_documents_is_refused_whatever_an_earlier_run_had(tmp_path):
+    model = patch_model(tiny(), FIXED)
+    fixed_run(tmp_path, Dataset.from_list(rows_of(9, 20, 7)), model).train()
+    short = rows_of(9, 10, 11)
+    for data in (Dataset.from_list(short), short):  # of a list nobody knows how long its rows are
+        with pytest.raises(ValueError, match="split must be below .* got split=12"):
+            fixed_run(tmp_path, data, model).train()
+    streamed = Dataset.from_list(short).to_iterable_dataset()
+    viewed = trainer(tmp_path, model=model, train_dataset=streamed)
+    with pytest.raises(ValueError, match="split must be below .* got split=12"):
+        viewed.train()
+
+
+SHORT_FIRST = {
+    "dpo": [{"prompt": "w5", "chosen": words(n, n), "rejected": words(3, n)} for n in (4, 30)],
+    "rejected": [{"prompt": "w5", "chosen": words(3, n), "rejected": words(n, n)} for n in (4, 30)],
+    "kto": [
+        {"prompt": words(3, n), "completion": " " + words(n, n), "label": label}
+        for n, label in ((3, True), (4, False), (30, True), (4, False))
+    ],
+    "reward": [{"chosen": words(n, n), "rejected": words(3, n)} for n in (4, 30)],
+    "sft": [{"text": words(n, n)} for n in (4, 30)],
+}
+
+
+@pytest.mark.parametrize("kind", SHORT_FIRST)
+def test_each_trainer_knows_how_long_its_documents_are(kind, saved, tmp_path):
+    trainers = {"reward": (RewardTrainer, RewardConfig), "sft": (SFTTrainer, SFTConfig), "kto": PREFERENCES["kto"][:2]}
+    trainer_class, config_class = trainers.get(kind, PREFERENCES["dpo"][:2])
+    options = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2 if kind == "kto" else 1}
+
+    def run(**more):
+        model = patch_model(reward_model() if kind == "reward" else load(saved), FIXED)
+        data = Dataset.from_list(SHORT_FIRST[kind])
+        return with_view(made(trainer_class, config_class, model, tmp_path, data, **options, **more))
+
+    run().train()
+    if kind != "reward":  # which leaves out what is longer
+        with pytest.raises(ValueError, match="split must be below"):
+            run(max_length=10).train()
+
+
 def test_a_trainer_without_the_callback_is_refused(saved, tmp_path):
     for run in (
         made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs()),

@@ -7,9 +7,10 @@ import torch
 from datasets import Dataset
 from support.training import documents, trainer
 
+from rope_patch.document_lengths import document_lengths
 from rope_patch.views import Compose, Cyclic, EndPrompt, LongRecipe, Mix, PerLayer, PosAug, PoSE, Skip, Standard
 from trl_ext import training_set
-from trl_ext.training_set import document_lengths, document_tokens
+from trl_ext.training_set import document_tokens
 from trl_ext.view_effect import require_effect_on
 
 SAME = Dataset.from_list([{"input_ids": row["input_ids"][:12]} for row in documents(8)])  # 12 tokens each
