@@ -8,9 +8,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rope_patch.rotary import find_causal_lm
+
 from .engines.sharding import Sharding
 from .memory_plan import GIB, device_memory, host_memory, plan_memory
 from .model_setup import train_qkv_only
+from .objective_checks import why_not_shared
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,19 @@ class EngineNeed:
         n_gpus: GPUs in all.
         bytes: without anything done about rows.
         bytes_long: with `long_rows`.
+        refused: why the engine does not take the training; None if it does.
     """
 
     config: str
     n_gpus: int
     bytes: int
     bytes_long: int
+    refused: str | None = None
 
     def fits(self, capacity: int) -> str:
         """What a GPU with `capacity` bytes for a step says to it."""
+        if self.refused is not None:
+            return "refused"
         if self.bytes <= capacity:
             return "fits"
         return "fits with long_rows" if self.bytes_long <= capacity else "does not fit"
@@ -54,7 +61,9 @@ def engine_needs(
     for config in ("ddp", "zero2", "fsdp2", "fsdp2-cp") if n_gpus > 1 else ("ddp",):
         sharding = Sharding.of_config(config, n_gpus, of_row)
         plan = plan_memory(model, training, training.max_length, device, training.long_rows, sharding, host)
-        needs.append(EngineNeed(config, n_gpus, plan.needed, plan.needed_when_on if may_be_long else plan.needed))
+        refused = why_not_shared(model, training, "cp", sharding.row) if sharding.ring else None
+        long = plan.needed_when_on if may_be_long else plan.needed
+        needs.append(EngineNeed(config, n_gpus, plan.needed, long, refused))
     return needs
 
 
@@ -65,6 +74,7 @@ def engine_advice(
     dtype: Any,
     n_gpus: Sequence[int],
     *,
+    attention: str | None = None,
     of_row: int | None = None,
     available: int | None = None,
 ) -> str:
@@ -76,6 +86,7 @@ def engine_advice(
         peft_config: of adapters, or None.
         dtype: of the weights; None is float32, as TRL loads them.
         n_gpus: numbers of GPUs to look at, rising.
+        attention: implementation that the model is loaded with; None for Transformers' choice.
         of_row: GPUs that share a row under "fsdp2-cp"; None for all.
         available: the most GPUs that may be advised; None for all that are looked at.
 
@@ -85,6 +96,8 @@ def engine_advice(
     if training.max_length is None:
         raise ValueError("a plan needs the length of rows: give max_length.")
     model = model_on_meta(model_config, peft_config, dtype)
+    if attention is not None:  # the plan asks its name alone, and the package of its kernels may be elsewhere
+        find_causal_lm(model).config._attn_implementation = attention
     if training.trainable == "qkv":
         train_qkv_only(model)
     has_gpu = torch.cuda.is_available()
@@ -92,25 +105,34 @@ def engine_advice(
     needs = [need for n in n_gpus for need in engine_needs(model, training, n, device, of_row)]
     tokens = training.per_device_train_batch_size * training.max_length
     most = max(n_gpus) if available is None else available
-    return _table(needs, tokens, device_memory(device) if has_gpu else None, most)
+    reasons = [why_not_shared(model, training, "sp", of_row or n) for n in n_gpus if n > 1]
+    ulysses = reasons[0] if reasons and all(reasons) else None
+    return _table(needs, tokens, device_memory(device) if has_gpu else None, most, ulysses)
 
 
 def choose_engine(needs: Sequence[EngineNeed], capacity: int) -> EngineNeed | None:
     """What fits with the fewest GPUs, whole rows before shared ones and without `long_rows` before with it."""
-    fitting = [need for need in needs if need.fits(capacity) != "does not fit"]
+    fitting = [need for need in needs if need.fits(capacity) in ("fits", "fits with long_rows")]
     order = [(need.n_gpus, need.config.endswith("-cp"), need.fits(capacity) != "fits") for need in fitting]
     return fitting[order.index(min(order))] if fitting else None
 
 
-def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most: int) -> str:
-    """The needs, and which of at most `most` GPUs with `capacity` bytes for a step to take; None without a GPU."""
+def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most: int, ulysses: str | None) -> str:
+    """The needs, and which of at most `most` GPUs with `capacity` bytes for a step to take; None without a GPU.
+
+    `ulysses` is why "zero3-sp" is refused, None if it is not.
+    """
     lines = [f"A step of {tokens} tokens, GiB on each GPU at its peak, by arithmetic:"]
     for need in needs:
         text = f"  {need.n_gpus} GPU{'s' * (need.n_gpus > 1):1} {need.config:9} {need.bytes / GIB:8.1f}"
-        if capacity is not None:
+        if need.refused is not None:
+            text += f"  refused: {need.refused}"
+        elif capacity is not None:
             text += f"  {need.bytes_long / GIB:8.1f} with long_rows: {need.fits(capacity)}"
         lines.append(text)
     lines.append("zero3 and zero3-sp need about what fsdp2 and fsdp2-cp do, and a few GiB for DeepSpeed's buffers.")
+    if ulysses is not None:
+        lines.append(f"zero3-sp is refused: {ulysses}.")
     if capacity is None:
         lines.append("torch sees no GPU here: take the first line that is a tenth below the memory of yours.")
         return "\n".join(lines)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
-from transformers import set_seed
+from transformers import AutoConfig, set_seed
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -108,13 +108,17 @@ def plan_recipe(
     require_model(model)
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out.")
-    dtype = (training.model_init_kwargs or {}).get("dtype", model.dtype)
+    loading = training.model_init_kwargs or {}
+    config = AutoConfig.from_pretrained(
+        model.model_name_or_path, revision=loading.get("revision", model.model_revision) or "main"
+    )
     return engine_advice(
-        model.model_name_or_path,
+        config,
         training,
         get_peft_config(model),
-        dtype,
+        loading.get("dtype", model.dtype),
         n_gpus,
+        attention=loading.get("attn_implementation", model.attn_implementation),
         of_row=of_row,
         available=available,
     )

@@ -2,13 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from rope_patch.attention.calls import attention_name
 from rope_patch.local_layers import is_local
 from rope_patch.rotary import find_causal_lm
 
-from .engines.sequence_ranks import SequenceRanks
+from .engines.sequence_ranks import Engine, SequenceRanks
 from .objectives import objective_of
 
 if TYPE_CHECKING:
+    from .config import RopeSFTConfig
     from .trainer import RopeSFTTrainer
 
 _INSTEAD_OF_SPREADING = (
@@ -41,15 +45,34 @@ def check_next_token(trainer: "RopeSFTTrainer") -> None:
 
 def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> None:
     """Raise ValueError if a trainer whose ranks share each sequence has what needs whole rows on one rank."""
-    args, name = trainer.args, f"{ranks.engine}_size={ranks.size}"
+    reason = "images belong to whole rows" if trainer._is_vision_dataset else None
+    reason = reason or why_not_shared(trainer.model, trainer.args, ranks.engine, ranks.size)
+    if reason is not None:
+        raise ValueError(
+            f"{ranks.engine}_size={ranks.size} gives each rank a part of every sequence, and {reason}: leave it out, "
+            "or use FSDP2 or DeepSpeed ZeRO with whole sequences on each rank, and long_rows for their memory."
+        )
+
+
+def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size: int) -> str | None:
+    """Why ranks cannot share each sequence of a training, as a clause; None if they can.
+
+    Args:
+        model: as it is trained, on any device.
+        args: of the trainer.
+        engine: by which they would.
+        size: how many ranks would share a sequence.
+    """
     view = args.make_view()
     options: Any = args.objective_options
     consistency, targets = getattr(options, "consistency", None), getattr(options, "targets", None)
-    config = find_causal_lm(trainer.model).config.get_text_config(decoder=True)
+    causal_lm = find_causal_lm(model)
+    config = causal_lm.config.get_text_config(decoder=True)
     n_heads = getattr(config, "num_attention_heads", 1)
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
     attends = bool(getattr(targets, "attention", 0.0))
-    reasons = {
+    attention = attention_name(causal_lm)
+    of_whole_rows = {
         f"objective {args.objective!r} does not say that it can (`shares_sequences`)": not objective_of(
             args
         ).shares_sequences,
@@ -57,25 +80,26 @@ def check_shared_sequences(trainer: "RopeSFTTrainer", ranks: SequenceRanks) -> N
         "token_weighting='longce' and kl_longce read short windows of whole rows": options.reads_short_contexts,
         "kl_top chooses among all rows of a document": getattr(consistency, "kl_top", None) is not None,
         "a control's noise differs between ranks": getattr(options, "control", None) is not None,
-        "attention with dropout would take a teacher's for an evaluation, which Ulysses does not split": ranks.engine
-        == "sp"
-        and bool(getattr(config, "attention_dropout", 0.0)),
         f"attention=... of relation_args needs {n_heads} and {n_kv_heads} heads to be multiples of that": attends
-        and bool(n_heads % ranks.size or n_kv_heads % ranks.size),
-        "images belong to whole rows": trainer._is_vision_dataset,
-        "padding_free rows hold several documents, which a ring does not keep apart": ranks.engine == "cp"
-        and args.padding_free,
-        "layers with sliding windows would attend to all tokens before, as a ring has no masks": ranks.engine == "cp"
-        and _has_local_layers(config),
-        f"view {view.name!r} with {view.cuts} cuts rows, which Ulysses has split before": ranks.engine == "sp"
-        and view.cuts is not None,
+        and bool(n_heads % size or n_kv_heads % size),
     }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
-    if reason is not None:
-        raise ValueError(
-            f"{name} gives each rank a part of every sequence, and {reason}: leave it out, or use FSDP2 or DeepSpeed "
-            "ZeRO with whole sequences on each rank, and long_rows for their memory."
-        )
+    of_ring = {
+        "padding_free rows hold several documents, which a ring does not keep apart": args.padding_free,
+        "packed rows hold several documents, which a ring does not keep apart": args.packing
+        and args.packing_strategy != "wrapped",
+        "layers with sliding windows would attend to all tokens before, as a ring has no masks": _has_local_layers(
+            config
+        ),
+        f"attention is {attention}, where a ring is one of sdpa": attention != "sdpa",
+    }
+    of_ulysses = {
+        "attention with dropout would take a teacher's for an evaluation, which Ulysses does not split": bool(
+            getattr(config, "attention_dropout", 0.0)
+        ),
+        f"view {view.name!r} with {view.cuts} cuts rows, which Ulysses has split before": view.cuts is not None,
+    }
+    reasons = of_whole_rows | (of_ring if engine == "cp" else of_ulysses)
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _has_local_layers(config: Any) -> bool:

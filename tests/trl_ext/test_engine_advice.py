@@ -92,16 +92,75 @@ def test_no_more_gpus_are_advised_than_there_are(tmp_path, monkeypatch):
     )
 
 
-def test_a_dry_run_prints_the_plan_and_trains_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    tiny().save_pretrained("model")
-    tokenizer().save_pretrained("model")
-    recipe = {"model_name_or_path": "model", "output_dir": "out", "max_length": 64, "view": "skip", "report_to": "none"}
-    (tmp_path / "tune.yaml").write_text(yaml.safe_dump({**recipe, "datasets": [{"path": "json"}]}))
-    assert cli.main(["train", "tune.yaml", "--dry_run"]) == 0
-    printed = capsys.readouterr().out
-    assert "A step of 512 tokens" in printed and "8 GPUs fsdp2-cp" in printed
-    assert not (tmp_path / "out").exists()
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capsys):
+    """What `rope-patch train --dry_run` prints for a recipe, given a model and more fields."""
+
+    def run(model, *flags, **fields):
+        monkeypatch.chdir(tmp_path)
+        model.save_pretrained("model")
+        tokenizer().save_pretrained("model")
+        recipe = {"model_name_or_path": "model", "output_dir": "out", "max_length": 64, "report_to": "none", **fields}
+        (tmp_path / "tune.yaml").write_text(yaml.safe_dump({**recipe, "datasets": [{"path": "json"}]}))
+        assert cli.main(["train", "tune.yaml", "--dry_run", *flags]) == 0
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_dry_run_prints_the_plan_and_trains_nothing(dry_run):
+    printed = dry_run(tiny(), view="skip")
+    assert "A step of 512 tokens" in printed and "8 GPUs fsdp2-cp" in printed and "refused" not in printed
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "ring", "ulysses"),
+    [
+        ("mistral-sliding", {}, "layers with sliding windows would attend", None),
+        ("llama", {"packing": True}, "packed rows hold several documents", None),
+        ("llama", {"packing": True, "packing_strategy": "wrapped"}, None, None),
+        ("llama", {"padding_free": True}, "padding_free rows hold several documents", None),
+        (
+            "llama",
+            {"attn_implementation": "flash_attention_2"},
+            "attention is flash_attention_2, where a ring is",
+            None,
+        ),
+        ("llama", {"shifted_attention": 0.25}, "shifted_attention groups tokens", "shifted_attention groups tokens"),
+        ("llama", {"view": "pose", "view_args": {"target": 64, "window": 16}}, None, "view 'pose' with window=16 cuts"),
+    ],
+)
+def test_a_dry_run_tells_where_gpus_cannot_share_the_rows_of_a_recipe(family, fields, ring, ulysses, dry_run):
+    lines = dry_run(tiny(family), **fields).splitlines()
+    rings = [line for line in lines if "fsdp2-cp" in line and "GPUs fsdp2-cp" in line]
+    assert len(rings) == 3 and all((f"refused: {ring}" in line) if ring else "refused" not in line for line in rings)
+    assert [f"zero3-sp is refused: {ulysses}" in line for line in lines if line.startswith("zero3-sp is")] == (
+        [True] if ulysses else []
+    )
+
+
+def test_a_ring_is_refused_for_those_numbers_of_gpus_that_it_does_not_go_with(dry_run):
+    fields = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
+    printed = dry_run(tiny(), **fields, relation_args={"attention": 1.0})  # 4 heads of queries, 2 of keys
+    assert printed.count("refused: attention=... of relation_args needs 4 and 2 heads") == 2
+    assert "zero3-sp is refused" not in printed
+    assert "refused" in dry_run(tiny("mistral-sliding"), "--accelerate_config", "fsdp2-cp", "--num_processes", "2")
+
+
+def test_an_engine_that_is_refused_is_not_advised():
+    needs = [EngineNeed("fsdp2", 2, 100, 90), EngineNeed("fsdp2-cp", 2, 50, 40, "rows are packed")]
+    assert choose_engine(needs, 60) is None and choose_engine(needs, 100).config == "fsdp2"
+
+
+@pytest.mark.parametrize("given", ["field", "model_init_kwargs"])
+def test_a_dry_run_counts_no_masks_under_flash_attention(given, dry_run):
+    """Which need not be installed where the plan is made."""
+    fields = {"max_length": 8192, "gradient_checkpointing": True, "per_device_train_batch_size": 2}
+    way = {"attn_implementation": "flash_attention_2"}
+    flash = way if given == "field" else {"model_init_kwargs": way}
+    masks, none = (float(dry_run(tiny(), **fields, **more).splitlines()[1].split()[3]) for more in ({}, flash))
+    assert masks - none == pytest.approx(3 * 2 * 8192**2 / 2**30, abs=0.1)
 
 
 def test_rows_of_unknown_length_have_no_plan(tmp_path):

@@ -116,6 +116,8 @@ def test_what_needs_whole_rows_is_refused(tmp_path, monkeypatch, engine, options
     ("engine", "options", "text"),
     [
         ("cp", {"padding_free": True, "max_length": None}, "which a ring does not keep apart"),
+        ("cp", {"packing": True}, "packed rows hold several documents, which a ring does not keep apart"),
+        ("cp", {"model": {"attention": "eager"}}, "attention is eager, where a ring is one of sdpa"),
         (
             "sp",
             {"view": "pose", "view_args": {"target": 64, "window": 16}},
