@@ -18,6 +18,8 @@ from trl.scripts.utils import DatasetConfig
 
 from rope_patch.registry import unknown
 
+from .home import with_home
+
 _ARGPARSE_WORDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a mapping", list: "a list"}
 
@@ -70,7 +72,7 @@ class RecipeParser(TrlParser):
             ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
             OSError: there is no such recipe.
         """
-        arguments = with_config_flag(list(sys.argv[1:] if args is None else args))
+        arguments = with_config_flag(with_home(list(sys.argv[1:] if args is None else args)))
         recipe = recipe_of(arguments)
         if recipe is not None:
             path, keys = recipe
@@ -80,6 +82,10 @@ class RecipeParser(TrlParser):
         if rest:
             raise self._unknown_argument(rest[0])
         return tuple(parsed)
+
+    def set_defaults_with_config(self, **kwargs: Any) -> Any:
+        """TRL's, which takes the values of the recipe for defaults, with the user's home in their paths."""
+        return super().set_defaults_with_config(**with_home(kwargs))
 
     def _check_keys(self, path: str, recipe: dict[Any, Any]) -> None:
         known = {action.dest for action in self._actions} - {"help"} | {"env"}  # TRL sets what is under `env`

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..home import with_home
 from ..rank_failures import is_started_rank
 from .check import add_commands as add_check
 from .demo import add_commands as add_demo
@@ -23,7 +24,7 @@ from .user_errors import run_command
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 if it is done, 130 if it was stopped by Ctrl-C, 2 after a mistake that the user can mend."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(with_home(list(sys.argv[1:] if arguments is None else arguments)))
     try:
         return run_command(f"rope-patch {args.command}", lambda: _run(args))
     except KeyboardInterrupt:

@@ -1,0 +1,18 @@
+"""The user's home in paths where no shell has put it: behind `--FLAG=`, within quotation marks, in recipes."""
+
+import os
+import re
+from typing import Any
+
+# behind no name, or those of a flag and of a label, as in --model=LABEL=~/folder
+_HOME = re.compile(r"((?:[^=/]*=){0,2})~(?=/)")
+
+
+def with_home(value: Any) -> Any:
+    """The home in place of the `~` of `~/...`, in an argument of the command line or in all values of a recipe."""
+    if isinstance(value, str):
+        found = _HOME.match(value)
+        return value if found is None else found[1] + os.path.expanduser("~") + value[found.end() :]
+    if isinstance(value, list):
+        return [with_home(item) for item in value]
+    return {name: with_home(item) for name, item in value.items()} if isinstance(value, dict) else value
