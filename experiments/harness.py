@@ -163,9 +163,14 @@ def carry_out(runs: Sequence[Run], args: argparse.Namespace, shown: Callable[[Li
         raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
-def load(folder: str | Path) -> Any:
-    """float32 weights on the GPU if there is one: what is trained is small steps on them, in bf16 autocast."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def load(folder: str | Path, attention: str | None = None) -> Any:
+    """float32 weights on the GPU if there is one: what is trained is small steps on them, in bf16 autocast.
+
+    Args:
+        folder: of the checkpoint.
+        attention: implementation, None for Transformers' choice.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     return model.to(DEVICE)
 
 

@@ -121,7 +121,7 @@ def extend(
     arm: Arm, base: Path, rows: Dataset, tokenizer: Any, args: argparse.Namespace, seed: int, folder: Path
 ) -> Line:
     """Extend a taught model with ABF into `folder`; what its training logged."""
-    model = load(base)
+    model = load(base, arm.attention)
     abf = {"theta": args.theta, "max_position_embeddings": args.row}
     if arm.fields is None:
         patch_model(model, "abf", **abf)

@@ -14,15 +14,17 @@ class Arm:
     Args:
         fields: of RopeSFTConfig, besides those of all arms; None for what is not trained.
         steps: as multiples of the others' steps.
+        attention: implementation that it is trained with, None for Transformers' choice.
     """
 
     fields: dict[str, Any] | None = field(default_factory=dict)
     steps: float = 1.0
+    attention: str | None = None
 
 
-def _control(kind: str, strength: float) -> Arm:
+def _control(kind: str, strength: float, attention: str | None = None) -> Arm:
     """A perturbation of the model in place of a view, in two passes of one batch."""
-    return Arm({**SELF, "self_distill_args": {"control": kind, "strength": strength}})
+    return Arm({**SELF, "self_distill_args": {"control": kind, "strength": strength}}, attention=attention)
 
 
 def arms(row: int) -> dict[str, Arm]:
@@ -40,8 +42,9 @@ def arms(row: int) -> dict[str, Arm]:
         "skip, Y = L/2": Arm({**SKIP, "view_args": {"max_skip": row // 2}}),
         "skip, Y = 2 L": Arm({**SKIP, "view_args": {"max_skip": 2 * row}}),
         "cyclic": Arm({**SELF, "view": "cyclic"}),
-        # of a KL as large as the skip's, .13 nats in these rows: in rows of 8192 noise of .1 had .002 and dropout
+        # of a KL as large as the skip's, .26 nats in these rows: in rows of 8192 noise of .1 had .002 and dropout
         # of .1 .53; noise's grows with the square of its strength, dropout's with its share. The log has what came.
-        "noise": _control("attention_noise", 0.8),
-        "dropout": _control("dropout", 0.025),
+        # Under SDPA noise makes a mask of n x n for each head, 18 GiB a layer; flex attention draws it score by score.
+        "noise": _control("attention_noise", 1.1, "flex_attention"),
+        "dropout": _control("dropout", 0.05),
     }
