@@ -27,7 +27,7 @@ from .outcomes import TESTED, Wrong, wrong_outcomes
 from .programs import PROGRAMS
 from .reloading import reference_of, require_same_logits
 from .sources import base_of, copy_tokenizer, load, tokenizer_files
-from .weights import final_weights, is_adapted, require_exportable
+from .weights import final_weights, is_adapted, plain_name, require_exportable
 from .writing import ShardWriter, by_layer, whole_folder
 
 logger = logging.get_logger(__name__)
@@ -297,13 +297,21 @@ def _is_untied(causal_lm: Any) -> bool:
     return any(end is not None and is_adapted(end) for end in ends)
 
 
+def _tied_names(causal_lm: Any) -> set[str]:
+    """Names of the weights that are tied when the saved config is loaded, as `final_weights` says them."""
+    if _is_untied(causal_lm):
+        return set()
+    pairs = causal_lm.get_expanded_tied_weights_keys(all_submodels=True).items()
+    return {plain_name(name) for pair in pairs for name in pair}
+
+
 def _write(causal_lm: Any, config: Any, edits: dict[str, Edit], folder: Path, shard_bytes: int) -> None:
     config.save_pretrained(folder)
     if causal_lm.can_generate():
         causal_lm.generation_config.save_pretrained(folder)
     writer = ShardWriter(folder, shard_bytes)
     with logging.tqdm(total=config.get_text_config(decoder=True).num_hidden_layers, desc="Writing layers") as bar:
-        for group in by_layer(final_weights(causal_lm, _compute_dtype(causal_lm))):
+        for group in by_layer(final_weights(causal_lm, _compute_dtype(causal_lm), _tied_names(causal_lm))):
             edited = {name: edits.get(name, _as_is)(tensor) for name, tensor in group.items()}
             for name, tensor in revert_weight_conversion(causal_lm, edited).items():
                 writer.add(name, tensor)

@@ -3,7 +3,7 @@
 The model stays as it is, and no more than one merged or dequantised tensor is made at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -47,18 +47,24 @@ def require_exportable(model: nn.Module, causal_lm: Any) -> None:
             )
 
 
-def final_weights(causal_lm: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+def final_weights(
+    causal_lm: nn.Module, dtype: torch.dtype | None, tied: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Each weight by the name that it has without adapters.
 
     Args:
         causal_lm: the outermost Transformers model.
         dtype: of what is dequantised and of all beside it; None leaves weights as they are.
+        tied: names that Transformers gives one weight when it loads the model, as of embeddings at both ends. Under
+            these the weight comes once; one that the model has twice of its own accord comes twice.
     """
     seen: set[int] = set()
     for name, tensor in _of_module(causal_lm, ""):
         if isinstance(tensor, nn.Parameter):
             if id(tensor) in seen:
-                continue  # tied to one before, as of embeddings at both ends
+                if name in tied:
+                    continue
+                tensor = tensor.detach().clone()  # no file of safetensors holds one memory under two names
             seen.add(id(tensor))
         tensor = tensor.detach()
         yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

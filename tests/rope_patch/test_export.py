@@ -59,7 +59,7 @@ def test_the_result_is_checked_in_a_process_without_this_package(tmp_path):
 def test_a_result_that_is_another_model_is_not_left_behind(tmp_path, monkeypatch):
     from rope_patch.export import exporting
 
-    def other(causal_lm, dtype):
+    def other(causal_lm, *_):
         return ((name, 2 * weight) for name, weight in causal_lm.state_dict().items())
 
     monkeypatch.setattr(exporting, "final_weights", other)
@@ -294,6 +294,31 @@ def test_embeddings_that_an_adapter_made_two_of_are_saved_as_two(tmp_path):
     export(model, tmp_path / "out")
     ids = tokens(1, 40)
     torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("state", ["merged", "disabled", "of one weight"])
+@torch.no_grad()
+def test_a_head_that_the_config_unties_is_saved_where_it_is_the_embeddings_too(state, tmp_path):
+    options = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": state == "of one weight"}
+    if state != "of one weight":
+        options = {"target_modules": ["lm_head"]}
+    model = lora(tiny(tie_word_embeddings=True), **options)
+    if state == "merged":
+        model.merge_adapter()
+    if state == "disabled":
+        model.base_model.disable_adapter_layers()
+    export(model, tmp_path / "out")
+    ids = tokens(1, 40)
+    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_weights_that_only_this_model_shares_are_saved_under_each_name(tmp_path):
+    model, ids = tiny(), tokens(1, 40)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    export(model, tmp_path / "out")
+    assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
 
 
 @torch.no_grad()
