@@ -33,7 +33,7 @@ def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]
     """Edits of the weights of `causal_lm`, by name, that keep attention scores under `without_attention_factor`.
 
     Queries are scaled where they are made: the rows of the query projection and its bias or, where queries are
-    normalised after that, the weight of the norm.
+    normalised after that, the weight of the norm. There are none where the factor is the one that programs take anyway.
 
     Raises:
         ValueError: of a family for which that is not known to be right, or that rotates a part of the features alone,
@@ -46,6 +46,8 @@ def fold_attention_factor(causal_lm: nn.Module, decoder: Any) -> dict[str, Edit]
             f"{', '.join(_FOLDABLE)}: leave out {', '.join(_OPTIONS)} and train again, or export for 'transformers'."
         )
     ratios = _ratios(decoder)
+    if all(ratio == 1.0 for ratio in ratios.values()):
+        return {}  # what is written is what programs take by default
     edits: dict[str, Edit] = {}
     for name, module in causal_lm.named_modules():
         layer = getattr(module, "layer_idx", None)

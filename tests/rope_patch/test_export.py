@@ -1,6 +1,7 @@
 """`export`: a folder that another program serves right, or a refusal that says why not."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -92,6 +93,14 @@ def test_an_attention_factor_is_folded_into_queries(family, target, tmp_path):
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     plain = patch_model(made(family), "yarn", factor=4.0)
     assert (plain(ids).logits - expected).abs().max() > 1e-2  # what the program would have made of it
+
+
+@torch.no_grad()
+def test_an_attention_factor_that_is_the_default_is_left_as_it_is(tmp_path):
+    model = patch_model(tiny(), "yarn", factor=4.0, attention_factor=0.1 * math.log(4.0) + 1)
+    done = export(model, tmp_path / "out", target="sglang")
+    ids = tokens(1, 100)
+    assert not done.folded and torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
 
 
 @torch.no_grad()
