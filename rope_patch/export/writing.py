@@ -18,21 +18,30 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to write into, which takes its place when the block ends, and is deleted if it raises.
+    """A folder to write into, whose files are those of `folder` when the block ends, and are deleted if it raises.
+
+    A folder that is there and empty stays the same one: it may be a mount, the folder that the user is in, or at the
+    other end of a link.
 
     Raises:
         FileExistsError: `folder` is a file, or holds something.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = folder.resolve()
+    is_there = folder.exists()
+    if is_there and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder: name a new one to export to.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=folder.parent))
+    around = folder if is_there else folder.parent
+    around.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=around))
     try:
         yield unfinished
-        unfinished.chmod(0o777 & ~_umask())  # mkdtemp makes it for the owner alone
-        if folder.exists():
-            folder.rmdir()
-        unfinished.rename(folder)
+        if is_there:
+            for file in unfinished.iterdir():
+                file.rename(folder / file.name)
+            unfinished.rmdir()
+        else:
+            unfinished.chmod(0o777 & ~_umask())  # mkdtemp makes it for the owner alone
+            unfinished.rename(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -430,6 +430,30 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
     assert left_behind(tmp_path) == ["out"] and left_behind(tmp_path / "out") == ["mine.txt"]
 
 
+@pytest.mark.parametrize("where", ["link", "dangling link", "folder that one is in", "empty folder"])
+def test_an_empty_folder_is_filled_and_stays_the_same_one(where, tmp_path, monkeypatch):
+    real = tmp_path / "real"
+    out = tmp_path / "link" if "link" in where else real
+    if where != "dangling link":
+        real.mkdir()
+    if "link" in where:
+        out.symlink_to(real)
+    if where == "folder that one is in":
+        monkeypatch.chdir(real)
+        out = "."
+    before = None if where == "dangling link" else real.stat().st_ino
+    export(tiny(), out)
+    assert reloaded(real) and not [name for name in left_behind(real) if name.startswith(".")]
+    assert before in (None, real.stat().st_ino) and set(left_behind(tmp_path)) <= {"real", "link"}
+
+
+def test_an_empty_folder_is_empty_after_an_error(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="would serve this model wrong"):
+        export(patch_model(tiny(), "dynamic-ntk", factor=4.0), tmp_path / "out", target="vllm")
+    assert left_behind(tmp_path / "out") == []
+
+
 def test_views_that_change_inference_are_refused(tmp_path):
     model = patch_model(tiny(), "nope", when="always")
     with pytest.raises(ValueError, match="no checkpoint can say so"):

@@ -83,7 +83,7 @@ def run_export(args: argparse.Namespace) -> int:
     require_whole_weights(path, "MODEL_OR_ADAPTER")
     base = base_of_adapter(path)
     require_checkpoint(base or path, f"MODEL_OR_ADAPTER {path}" if base else "MODEL_OR_ADAPTER")
-    require_writable(args.output.parent)
+    require_writable(args.output if args.output.is_dir() else args.output.parent)
     tokenizer = args.tokenizer
     if tokenizer is None and spec is not None and base is not None and tokenizer_files(path):
         tokenizer = path  # the loaded model says what its base is, and not that an adapter lies here
