@@ -29,7 +29,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
 
     Args:
         model: the base model, not patched.
-        directory: where a patched PEFT model was saved: an adapter with `rope_patch.json` beside it.
+        directory: where a patched PEFT model was saved: an adapter with `rope_patch.json` beside it. A `~` in front is
+            the user's home.
         **kwargs: passed to `peft.PeftModel.from_pretrained`, e.g. is_trainable=True.
 
     Raises:
@@ -42,6 +43,7 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
         from peft import PeftModel
     except ImportError as error:
         raise ImportError("load_adapter needs PEFT: pip install 'rope-patch[peft]'.") from error
+    directory = os.path.expanduser(directory)
     specification = read_sidecar(directory)
     decoder = find_decoder(model)
     if state_of(decoder) is not None:

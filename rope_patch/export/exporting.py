@@ -1,6 +1,7 @@
 """`rope_patch.export`: from a model or an adapter to a folder that one program serves right."""
 
 import copy
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def export(
     Args:
         model: a loaded model, patched or not, bare or with adapters of PEFT; or a folder or hub id of a checkpoint; or
             the folder of an adapter, whose base model is loaded with the RoPE that the adapter was trained with.
-        folder: to write, which must not exist, or be empty. It appears when it is whole.
+        folder: to write, which must not exist, or be empty. It appears when it is whole. In it and in the other paths
+            a `~` in front is the user's home.
         target: a name in `PROGRAMS`. "llama.cpp" adds model.gguf.
         converter: llama.cpp's convert_hf_to_gguf.py; None looks for it on PATH.
         max_shard_gb: size of one file of weights, in 10^9 bytes, above 0.
@@ -116,11 +118,13 @@ def export(
     chosen_converter = find_converter(converter) if target == "llama.cpp" else None
     if converter is not None and chosen_converter is None:
         raise ValueError(f"converter belongs to target 'llama.cpp', got {converter!r} with target {target!r}.")
+    model = model if isinstance(model, nn.Module) else os.path.expanduser(model)
     source = None if isinstance(model, nn.Module) else Path(model)
+    report, tokenizer = (path if path is None else os.path.expanduser(path) for path in (report, tokenizer))
     figures = figures_of(report, source)
     if tokenizer is not None and not tokenizer_files(tokenizer):
         raise FileNotFoundError(f"tokenizer must name a folder or hub id with a tokenizer's files, got {tokenizer}.")
-    out = Path(folder)
+    out = Path(os.path.expanduser(folder))
     with whole_folder(out) as unfinished:
         loaded = model if isinstance(model, nn.Module) else load(model)
         causal_lm, decoder = find_causal_lm(loaded), find_decoder(loaded)

@@ -1,6 +1,7 @@
 """GGUF by llama.cpp's own converter."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ def find_converter(converter: str | Path | None) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    converter_path = shutil.which(_NAME) if converter is None else str(converter)
+    converter_path = shutil.which(_NAME) if converter is None else os.path.expanduser(converter)
     if converter_path is not None and Path(converter_path).is_file():
         return Path(converter_path).resolve()
     where = "on PATH" if converter is None else f"at {converter}"

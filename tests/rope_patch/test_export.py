@@ -272,6 +272,24 @@ def test_an_adapter_in_a_folder_is_merged_with_the_rope_of_its_training(tmp_path
 
 
 @torch.no_grad()
+def test_a_tilde_is_the_home_of_the_user_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    tiny().save_pretrained(tmp_path / "base")
+    model = lora(patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "ntk", factor=4.0))
+    model.save_pretrained(tmp_path / "adapter")
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    fake_converter(tmp_path)
+    converter = "~/converter/convert_hf_to_gguf.py"
+    export("~/adapter", "~/out", target="llama.cpp", converter=converter, tokenizer="~/tokenizer")
+    assert "~" not in left_behind(tmp_path)
+    ids = tokens(1, 90)
+    torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    adapted = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "~/adapter")
+    assert torch.equal(adapted(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
 def test_qlora_is_merged_into_the_dequantised_base(tmp_path):
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
