@@ -31,7 +31,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
         model: the base model, not patched.
         directory: where a patched PEFT model was saved: an adapter with `rope_patch.json` beside it. A `~` in front is
             the user's home.
-        **kwargs: passed to `peft.PeftModel.from_pretrained`, e.g. is_trainable=True.
+        **kwargs: passed to `peft.PeftModel.from_pretrained`, e.g. is_trainable=True, or subfolder="b" for an adapter
+            that was saved under a name of its own, "b".
 
     Raises:
         ImportError: PEFT is not installed.
@@ -44,7 +45,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     except ImportError as error:
         raise ImportError("load_adapter needs PEFT: pip install 'rope-patch[peft]'.") from error
     directory = os.path.expanduser(directory)
-    specification = read_sidecar(directory)
+    beside = os.path.join(directory, kwargs.get("subfolder") or "")
+    specification = read_sidecar(beside)
     decoder = find_decoder(model)
     if state_of(decoder) is not None:
         raise ValueError("load_adapter needs a model without patches: call unpatch_model first.")
@@ -52,11 +54,11 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     recorded = (specification["native_rope_parameters"], specification["native_max_position_embeddings"])
     if loaded != recorded:
         raise ValueError(
-            f"the adapter in {directory} was trained on a base model with RoPE {recorded[0]} and a window of "
+            f"the adapter in {beside} was trained on a base model with RoPE {recorded[0]} and a window of "
             f"{recorded[1]} positions, this model has {loaded[0]} and {loaded[1]}. Load the base model that it was "
             "trained on."
         )
-    _require_own_weights(directory, specification)
+    _require_own_weights(beside, specification)
     view = always_view_of(specification)
     try:
         for rescaling in rescalings_of(specification):

@@ -67,6 +67,7 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
             "is downloaded with huggingface_hub.snapshot_download."
         )
     if not path.is_file():
+        require_no_named_adapters(path.parent)
         raise FileNotFoundError(
             f"{path} does not exist: this adapter was not saved from a model patched by rope_patch, so what RoPE "
             "it was trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model if "
@@ -85,6 +86,16 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return specification
+
+
+def require_no_named_adapters(directory: Path) -> None:
+    """Raise FileNotFoundError if adapters were saved there under names of their own, each in a folder within."""
+    named = sorted(path.parent.name for path in directory.glob(f"*/{SIDECAR_NAME}"))
+    if named and not (directory / "adapter_config.json").is_file():
+        raise FileNotFoundError(
+            f"{directory} holds adapters by name, each in its own folder: {', '.join(named)}. Name the folder of one, "
+            f"e.g. {directory / named[0]}."
+        )
 
 
 _KEYS = {

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from ..adapters import load_adapter
-from ..sidecar import SIDECAR_NAME
+from ..sidecar import SIDECAR_NAME, require_no_named_adapters
 from ..weights_in_parts import require_whole_weights
 
 logger = logging.get_logger(__name__)
@@ -25,7 +25,7 @@ def load(source: str | Path) -> nn.Module:
     """The model in `source` on the CPU; for an adapter its base model with the adapter and the RoPE of its training.
 
     Raises:
-        OSError: there is none.
+        OSError: there is none, or adapters by name.
         ValueError: its weights are in parts.
     """
     folder = Path(source)
@@ -33,6 +33,8 @@ def load(source: str | Path) -> nn.Module:
     if not (folder / "adapter_config.json").is_file():
         if not folder.is_dir():
             _require_no_adapter(str(source))
+        elif not (folder / "config.json").is_file():
+            require_no_named_adapters(folder)
         return AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     base: Any = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype="auto")
     if (folder / SIDECAR_NAME).is_file():

@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from support.tiny import WINDOW, tiny, tokens
 from transformers import AutoModelForCausalLM
 
-from rope_patch import describe, load_adapter, native_rope, patch_model, unpatch_model
+from rope_patch import describe, export, load_adapter, native_rope, patch_model, unpatch_model
 from trl_ext.cli.model_spec import ModelSpec
 
 STACKS = {
@@ -121,6 +121,21 @@ def test_the_command_line_stacks_too(tmp_path):
     torch.testing.assert_close(model(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="says what RoPE the adapter was trained with. Leave @native out"):
         ModelSpec.parse(f"{adapter}@native").check()
+
+
+@torch.no_grad()
+def test_an_adapter_with_a_name_of_its_own_is_in_a_folder_within(tmp_path):
+    tiny().save_pretrained(tmp_path / "base")
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = patch_model(get_peft_model(fresh(tmp_path), config, adapter_name="b"), "yarn", factor=4.0).eval()
+    model.save_pretrained(tmp_path / "adapters")
+    ids = tokens(1, 100)
+    again = load_adapter(fresh(tmp_path), tmp_path / "adapters", subfolder="b")
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    with pytest.raises(FileNotFoundError, match="holds adapters by name, each in its own folder: b. Name the folder"):
+        load_adapter(fresh(tmp_path), tmp_path / "adapters")
+    with pytest.raises(FileNotFoundError, match="holds adapters by name, each in its own folder: b. Name the folder"):
+        export(tmp_path / "adapters", tmp_path / "out")
 
 
 def test_a_folder_without_weights_leaves_the_rope_of_the_base(tmp_path):
