@@ -9,7 +9,7 @@ from transformers.utils import logging
 from .adapter_watch import watch_adapters
 from .adapter_weights import digest_of_folder
 from .patch import patch_model, unpatch_model
-from .rotary import find_causal_lm, find_decoder
+from .rotary import find_causal_lm, find_decoder, with_factors
 from .sidecar import SIDECAR_NAME, always_view_of, read_sidecar, rescalings_of
 from .state import state_of
 
@@ -38,7 +38,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
         ImportError: PEFT is not installed.
         FileNotFoundError: there is no such directory, or no specification lies beside the adapter.
         ValueError: the model is patched already, or came with other RoPE parameters than the adapter's base model; or
-            the specification is damaged, or is that of other weights.
+            the specification is damaged, is that of other weights, or names a rescaling that makes other RoPE
+            parameters today than when the adapter was trained.
     """
     try:
         from peft import PeftModel
@@ -64,6 +65,7 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
         for rescaling in rescalings_of(specification):
             patch_model(model, rescaling)
             state_of(decoder).settle()  # type: ignore[union-attr]
+        _require_recorded_rope(decoder, specification, beside)
         if view is not None:
             patch_model(model, view[0], seed=view[1], when="always")
         adapted = PeftModel.from_pretrained(model, directory, **kwargs)
@@ -92,4 +94,20 @@ def _require_own_weights(directory: str | os.PathLike[str], specification: dict[
             f"{SIDECAR_NAME} in {directory} does not belong to the weights beside it, which were saved later, or "
             "changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; if "
             'they were trained with the RoPE that it names, set its "adapter_weights" to null.'
+        )
+
+
+def _require_recorded_rope(decoder: Any, specification: dict[str, Any], directory: str) -> None:
+    """Raise ValueError if the rescalings make another model now than that which the adapter was trained on.
+
+    They did in versions before 'abf' with a window kept the attention factor of a LongRoPE that names no factor.
+    """
+    recorded: tuple[Any, Any] = (specification["rope_parameters"], specification["max_position_embeddings"])
+    made: tuple[Any, Any] = (decoder.config.rope_parameters, getattr(decoder.config, "max_position_embeddings", None))
+    if with_factors(*recorded) != with_factors(*made):
+        raise ValueError(
+            f"the adapter in {directory} was trained with RoPE {recorded[0]} and a window of {recorded[1]} positions, "
+            f"by rope-patch {specification['rope_patch_version']}. Its rescaling now makes {made[0]} and {made[1]}, "
+            "which is another model. Load it with the version that trained it, and save what merge_and_unload() "
+            "returns."
         )

@@ -149,6 +149,13 @@ def with_factor(parameters: dict[str, Any], window: int) -> dict[str, Any]:
     return parameters
 
 
+def with_factors(rope_parameters: dict[str, Any], window: int) -> dict[str, Any]:
+    """`rope_parameters`, or those of each layer type, with every factor that Transformers would take from `window`."""
+    if is_nested(rope_parameters):
+        return {layer_type: of_type and with_factor(of_type, window) for layer_type, of_type in rope_parameters.items()}
+    return with_factor(rope_parameters, window)
+
+
 def rope_types(module: Any) -> set[str]:
     """RoPE types of a rotary module; families with several layer types hold a dictionary."""
     rope_type = getattr(module, "rope_type", "default")

@@ -18,7 +18,7 @@ from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
 from ..registry import unknown
 from ..rescale import RopeParameters
-from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factor
+from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
 from ..state import state_of
 from ..tokenizer_window import widen_tokenizer_of
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
@@ -265,7 +265,7 @@ def _config_to_save(causal_lm: PreTrainedModel, decoder: PreTrainedModel, *, fol
     config: Any = copy.deepcopy(causal_lm.config)
     text = config if causal_lm.config is decoder.config else config.get_text_config(decoder=True)
     if window is not None and window != text.max_position_embeddings:
-        text.rope_parameters = _with_factors(text.rope_parameters, text.max_position_embeddings)
+        text.rope_parameters = with_factors(text.rope_parameters, text.max_position_embeddings)
         text.max_position_embeddings = window
     if folded:
         text.rope_parameters = without_attention_factor(text.rope_parameters)
@@ -278,13 +278,6 @@ def _config_to_save(causal_lm: PreTrainedModel, decoder: PreTrainedModel, *, fol
     if _is_untied(causal_lm):
         config.tie_word_embeddings = text.tie_word_embeddings = False
     return config
-
-
-def _with_factors(rope_parameters: dict[str, Any], window: int) -> dict[str, Any]:
-    """`rope_parameters`, or those of each layer type, with every factor that Transformers would take from `window`."""
-    if is_nested(rope_parameters):
-        return {layer_type: of_type and with_factor(of_type, window) for layer_type, of_type in rope_parameters.items()}
-    return with_factor(rope_parameters, window)
 
 
 def _compute_dtype(causal_lm: Any) -> torch.dtype | None:

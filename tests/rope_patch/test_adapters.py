@@ -123,6 +123,24 @@ def test_the_command_line_stacks_too(tmp_path):
         ModelSpec.parse(f"{adapter}@native").check()
 
 
+def test_a_rescaling_that_makes_another_model_than_in_training_is_refused(tmp_path):
+    native = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    native |= {"long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0] * 4}
+    tiny(rope_parameters=native).save_pretrained(tmp_path / "base")
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    options = {"theta": 1e6, "max_position_embeddings": 128}
+    patch_model(get_peft_model(fresh(tmp_path), config), "abf", **options).save_pretrained(tmp_path / "adapter")
+    load_adapter(fresh(tmp_path), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "rope_patch.json"
+    recorded = json.loads(file.read_text())
+    assert recorded["rope_parameters"].pop("factor") == WINDOW / 16  # as earlier versions did: the window made it 8
+    file.write_text(json.dumps(recorded))
+    base = fresh(tmp_path)
+    with pytest.raises(ValueError, match="now makes .* which is another model. Load it with the version that trained"):
+        load_adapter(base, tmp_path / "adapter")
+    assert base.config.max_position_embeddings == WINDOW and base.config.rope_parameters["rope_theta"] == 10000.0
+
+
 @torch.no_grad()
 def test_an_adapter_with_a_name_of_its_own_is_in_a_folder_within(tmp_path):
     tiny().save_pretrained(tmp_path / "base")
