@@ -23,7 +23,7 @@ from .adapter_weights import digest, digest_of_folder
 from .call_stack import frames
 from .one_config import require_saved_rope
 from .rotary import find_causal_lm, find_decoder
-from .sidecar import SIDECAR_NAME, specification
+from .sidecar import SIDECAR_NAME, require_rope_of_adapter, specification
 from .state import RopeState, state_of
 
 
@@ -132,6 +132,19 @@ class _CheckedSave(_OfModel):
         return type(model).save_pretrained(model, *args, **kwargs)
 
 
+class _CheckedLoad(_OfModel):
+    """Stands in for `load_adapter` of one model of PEFT, all of whose adapters run with the one RoPE of the model."""
+
+    def __call__(self, model_id: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.causal_lm()
+        if model is None:
+            raise ReferenceError("the model of this load_adapter is gone: keep the model, and call its own method.")
+        state = state_of(find_decoder(find_causal_lm(model)))
+        if state is not None:
+            require_rope_of_adapter(Path(model_id) / (kwargs.get("subfolder") or ""), state)
+        return type(model).load_adapter(model, model_id, *args, **kwargs)
+
+
 class _SaveWatch:
     """Pre-hook of a decoder's `state_dict`: covers the adapters of every model that is being saved around it.
 
@@ -149,10 +162,18 @@ class _SaveWatch:
             require_saved_rope(outermost, decoder, state)
 
 
+_LOADING = ("PeftModel", "PeftMixedModel")
+
+
 def watch_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
-    """Let every adapter on `model` write the sidecar when it is saved, also one that is added later."""
+    """Let every adapter on `model` write the sidecar when it is saved, also one that is added later.
+
+    One that PEFT loads has its own sidecar checked.
+    """
     for module in model.modules():
         _cover(module, causal_lm)
+        if any(kind.__name__ in _LOADING for kind in type(module).__mro__) and "load_adapter" not in vars(module):
+            module.load_adapter = _CheckedLoad(module)  # type: ignore[assignment]
     decoder = find_decoder(causal_lm)
     if not any(isinstance(hook, _SaveWatch) for hook in decoder._state_dict_pre_hooks.values()):
         decoder.register_state_dict_pre_hook(_SaveWatch())
@@ -174,6 +195,8 @@ def forget_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("save_pretrained"), _CheckedSave):
             del module.save_pretrained
+        if isinstance(vars(module).get("load_adapter"), _CheckedLoad):
+            del module.load_adapter
         for peft_config in _adapter_configs(module).values():
             cover = vars(peft_config).get("save_pretrained")
             if isinstance(cover, _SaveWithSidecar) and not cover.has_written:

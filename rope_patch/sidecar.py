@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.utils import logging
 
 from .methods import resolve_rescaling, resolve_view
 from .registry import unknown
 from .rescalings import Rescaling
-from .rotary import find_causal_lm, find_decoder
+from .rotary import find_causal_lm, find_decoder, with_factors
 from .version import __version__
 from .views import View
 
 if TYPE_CHECKING:
     from .state import RopeState
+
+logger = logging.get_logger(__name__)
 
 SIDECAR_NAME = "rope_patch.json"
 _FORMAT = 1
@@ -188,6 +191,32 @@ def _as_recipe(value: object) -> dict[str, Any]:
     if not isinstance(value, View):
         raise TypeError(f"{value!r} has no form in JSON.")
     return {"view": value.name, **value.options()}
+
+
+def require_rope_of_adapter(directory: Path, state: "RopeState") -> None:
+    """Raise ValueError if the adapter in `directory` was trained with other RoPE parameters than a model runs with.
+
+    One without a specification passes, on a rescaled model with a warning, as does what is no folder.
+    """
+    if not (directory / "adapter_config.json").is_file():
+        return
+    if not (directory / SIDECAR_NAME).is_file():
+        if state.rescalings:
+            logger.warning(
+                f"The adapter in {directory} has no {SIDECAR_NAME}, so what RoPE it was trained with is not known: it "
+                f"runs with that of this model, which is rescaled ({', '.join(map(str, state.rescalings))})."
+            )
+        return
+    saved, in_force = read_sidecar(directory), specification(state)
+    with_adapter, with_model = (
+        with_factors(s["rope_parameters"], s["max_position_embeddings"]) for s in (saved, in_force)
+    )
+    if with_adapter != with_model:
+        raise ValueError(
+            f"the adapter in {directory} was trained with RoPE {_shown([saved['rope_parameters']])}, and this model "
+            f"has {_shown([in_force['rope_parameters']])}, which holds for all of its adapters. Load it on a base "
+            "model of its own with rope_patch.load_adapter, or call patch_model with its rescaling before."
+        )
 
 
 def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:

@@ -1,5 +1,6 @@
 """A rescaling on top of a loaded adapter's: what the merged checkpoint gives under it."""
 
+import copy
 import json
 
 import pytest
@@ -139,6 +140,29 @@ def test_a_rescaling_that_makes_another_model_than_in_training_is_refused(tmp_pa
     with pytest.raises(ValueError, match="now makes .* which is another model. Load it with the version that trained"):
         load_adapter(base, tmp_path / "adapter")
     assert base.config.max_position_embeddings == WINDOW and base.config.rope_parameters["rope_theta"] == 10000.0
+
+
+@torch.no_grad()
+def test_a_second_adapter_of_another_rope_is_refused(tmp_path, caplog):
+    first = trained(tmp_path, "yarn", {"factor": 4.0})
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    of_ntk = patch_model(get_peft_model(fresh(tmp_path), config), "ntk", factor=8.0).eval()
+    of_ntk.save_pretrained(tmp_path / "ntk")
+    get_peft_model(fresh(tmp_path), config).save_pretrained(tmp_path / "unknown")
+    model, ids = load_adapter(fresh(tmp_path), first), tokens(1, 100)
+    for copied in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match="'default'}, and this model has .*'yarn'.* holds for all"):
+            copied.load_adapter(tmp_path / "ntk", "other")
+        assert list(copied.peft_config) == ["default"]
+    model.load_adapter(first, "again")
+    model.load_adapter(tmp_path / "unknown", "unknown")
+    assert "what RoPE it was trained with is not known" in caplog.text
+    patch_model(unpatch_model(model), "ntk", factor=8.0)
+    model.load_adapter(tmp_path / "ntk", "other")
+    model.set_adapter("other")
+    assert torch.equal(model.eval()(ids).logits, of_ntk(ids).logits)
+    unpatch_model(model)
+    assert "load_adapter" not in vars(model)
 
 
 @torch.no_grad()
