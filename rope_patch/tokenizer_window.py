@@ -1,4 +1,8 @@
-"""The window that a saved tokenizer names: tokenizers truncate there, and vLLM serves no longer texts."""
+"""The window that files beside a checkpoint's config name.
+
+Tokenizers truncate at `model_max_length`, and vLLM serves no longer texts. `generate` takes no longer prompts than the
+`max_length` of the generation config, where one is named, as for Llama 2.
+"""
 
 import json
 from pathlib import Path
@@ -24,20 +28,21 @@ def widen_tokenizer_of(folder: Path, model: nn.Module, window: int | None = None
 
 
 def widen_tokenizer(folder: Path, native: int | None, window: int | None) -> None:
-    """Let the tokenizer in `folder` name `window` in `model_max_length`, if it names the native window or more.
+    """Let tokenizer and generation config in `folder` name `window`, if they name the native window or more.
 
     A smaller number was not taken from the model, and a larger one than `window` stops nothing.
 
     Args:
-        folder: with a tokenizer or without.
+        folder: with a tokenizer or without, and with a generation config or without.
         native: window of the model as it came, None if its config names none.
         window: that of the checkpoint.
     """
-    file = folder / "tokenizer_config.json"
-    if native is None or window is None or not file.is_file():
+    if native is None or window is None:
         return
-    config = json.loads(file.read_text(encoding="utf-8"))
-    named = config.get("model_max_length")
-    if isinstance(named, int | float) and native <= named < window:
-        config["model_max_length"] = window
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, key in (("tokenizer_config.json", "model_max_length"), ("generation_config.json", "max_length")):
+        file = folder / name
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        named = config.get(key)
+        if isinstance(named, int | float) and native <= named < window:
+            config[key] = window
+            file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -133,10 +133,10 @@ def export(
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
         has_tokenizer = copy_tokenizer(_tokenizer_sources(tokenizer, model, causal_lm), unfinished)
-        widen_tokenizer_of(unfinished, causal_lm, window)
         if chosen_converter is not None:
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
         _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
+        widen_tokenizer_of(unfinished, causal_lm, window)
         difference = None
         if reference is not None:
             difference = require_same_logits(unfinished, causal_lm, reference)

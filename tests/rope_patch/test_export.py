@@ -244,6 +244,17 @@ def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, ex
     assert AutoTokenizer.from_pretrained(tmp_path / "native").model_max_length == named
 
 
+@pytest.mark.parametrize(("named", "expected"), [(64, 256), (50, 50), (None, None)])
+def test_generate_takes_prompts_up_to_the_new_window(named, expected, tmp_path):
+    model = tiny()
+    model.generation_config.max_length = named
+    export(patch_model(model, "ntk", factor=4.0), tmp_path / "out")
+    again = reloaded(tmp_path / "out")
+    assert again.generation_config.max_length == expected and model.generation_config.max_length == named
+    if named == 64:
+        assert again.generate(tokens(1, 100)).shape[1] > 100
+
+
 def test_a_model_without_its_head_is_refused(tmp_path):
     with pytest.raises(ValueError, match="LlamaModel has none: load the model with AutoModelForCausalLM"):
         export(patch_model(tiny().model, "ntk", factor=4.0), tmp_path / "out")
