@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "chat_template*",
+    "tekken.json", "chat_template*", "additional_chat_templates/*.jinja", "*processor_config.json",
 )  # fmt: skip
 
 
@@ -67,9 +67,12 @@ def _require_no_adapter(name: str) -> None:
 def copy_tokenizer(sources: list[str], folder: Path) -> bool:
     """Copy the tokenizer's files of the first of `sources` that has any, as they are; whether there were any."""
     for source in filter(None, sources):
-        files = tokenizer_files(source)
+        there = _local(source)
+        files = tokenizer_files(there) if there.is_dir() else []
         for file in files:
-            shutil.copy(file, folder / file.name)
+            copied = folder / file.relative_to(there)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copied)  # and not its mode: of a source that is read-only, no file could be changed
         if files:
             return True
     logger.warning("No tokenizer was found to go with the checkpoint: save it there with tokenizer.save_pretrained.")

@@ -95,6 +95,7 @@ class ShardWriter:
         count = len(self.files)
         names = ["model.safetensors"] if count == 1 else [_name(i, count) for i in range(count)]
         for i, name in enumerate(names):
+            (self.folder / _unfinished(i)).chmod(0o666 & ~_umask())  # safetensors writes it for the owner alone
             (self.folder / _unfinished(i)).rename(self.folder / name)
         if count > 1:
             index: dict[str, Any] = {

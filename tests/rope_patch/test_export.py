@@ -244,6 +244,27 @@ def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, ex
     assert AutoTokenizer.from_pretrained(tmp_path / "native").model_max_length == named
 
 
+def test_all_files_of_a_tokenizer_are_copied_whose_own_may_be_read_only(tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    others = ("tekken.json", "preprocessor_config.json")  # Mistral's own tokenizer; what prepares images
+    for name in others:
+        (tmp_path / "tokenizer" / name).write_text("{}")
+    for file in (tmp_path / "tokenizer").glob("*.json"):
+        file.chmod(0o444)
+    export(tiny(), tmp_path / "out", tokenizer=tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    assert all((tmp_path / "out" / name).is_file() for name in others)
+    assert all(file.stat().st_mode & 0o200 for file in (tmp_path / "out").iterdir())
+
+
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
+    export(tiny(), tmp_path / "out", max_shard_gb=1e-5)
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1 and len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+
 @pytest.mark.parametrize(("named", "expected"), [(64, 256), (50, 50), (None, None)])
 def test_generate_takes_prompts_up_to_the_new_window(named, expected, tmp_path):
     model = tiny()
