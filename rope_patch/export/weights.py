@@ -13,6 +13,8 @@ from ..adapter_watch import adapter_configs
 
 _WRAPPERS = ("base_layer", "_orig_mod", "_checkpoint_wrapped_module")
 _BNB = ("Params4bit", "Int8Params")
+# PEFT's layers whose `get_delta_weight` is added to a quantised weight; HiRA's is multiplied with it
+_ADDING = ("LoraLayer", "VeraLayer", "PveraLayer", "RandLoraLayer")
 
 
 def plain_name(name: str) -> str:
@@ -130,14 +132,32 @@ def _merged(module: Any, base: Any, active: list[str], name: str) -> Iterator[tu
 
 def _merged_into_quantised(module: Any, base: Any, active: list[str], name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The dequantised weight plus each adapter's B A times its scale, in float32; PEFT would quantise the sum again."""
-    if any(getattr(module, "use_dora", {}).get(adapter) for adapter in active):
-        raise ValueError(f"{name}: DoRA on a quantised layer is not merged here: serve it with PEFT.")
-    weight = _dequantised(base).float()
+    for adapter in active:
+        if not _adds_a_matrix(module, adapter):
+            raise ValueError(
+                f"{name} is quantised, and adapter {adapter!r} does more than add a matrix to its weight, as LoRA does "
+                "(but not DoRA), so it is not merged here: load the base model without quantisation and put the "
+                "adapter on it, or serve it with PEFT."
+            )
+    weight, bias = _dequantised(base).float(), base.bias
     for adapter in active:
         weight += module.get_delta_weight(adapter).float().to(weight.device)
+        if getattr(module, "lora_bias", {}).get(adapter):
+            if bias is None:
+                raise ValueError(
+                    f"{name} has no bias, and adapter {adapter!r} was trained with lora_bias=True: serve it with PEFT."
+                )
+            bias = bias.float() + module.lora_B[adapter].bias.float() * module.scaling[adapter]
     yield _join(name, "weight"), _finite(weight, name)
-    if base.bias is not None:
-        yield _join(name, "bias"), base.bias
+    if bias is not None:
+        yield _join(name, "bias"), bias
+
+
+def _adds_a_matrix(module: Any, adapter: str) -> bool:
+    """Whether an adapter's effect on a quantised layer is the sum of the weight and `get_delta_weight`."""
+    is_other_lora = adapter in getattr(module, "lora_variant", {}) or getattr(module, "use_dora", {}).get(adapter)
+    has_matrix = hasattr(module, "get_delta_weight")  # not AdaLoRA's, which are of LoRA's class
+    return has_matrix and not is_other_lora and any(kind.__name__ in _ADDING for kind in type(module).__mro__)
 
 
 def _finite(weight: torch.Tensor, name: str) -> torch.Tensor:

@@ -321,6 +321,41 @@ def test_a_tilde_is_the_home_of_the_user_in_every_path(tmp_path, monkeypatch):
     assert torch.equal(adapted(ids).logits, model(ids).logits)
 
 
+def quantised(folder, bits, family="llama"):
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    tiny(family, hidden_size=64, intermediate_size=64).save_pretrained(folder / "base")
+    how = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    return AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=how, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_biases_of_lora_on_a_quantised_layer_are_merged(bits, tmp_path):
+    model = lora(quantised(tmp_path, bits, "qwen2"), target_modules=["q_proj"], lora_bias=True)
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj
+    layer.lora_B["default"].bias.normal_()
+    export(model, tmp_path / "out")
+    expected = layer.base_layer.bias + layer.lora_B["default"].bias * layer.scaling["default"]
+    torch.testing.assert_close(reloaded(tmp_path / "out").model.layers[1].self_attn.q_proj.bias.data, expected.data)
+    without = lora(quantised(tmp_path, bits), target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(ValueError, match="q_proj has no bias, and adapter 'default' was trained with lora_bias"):
+        export(without, tmp_path / "without")
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("LoraConfig", {"use_dora": True}), ("HiraConfig", {"init_weights": False}),
+    ("IA3Config", {"feedforward_modules": []}), ("AdaLoraConfig", {"total_step": 10}),
+])  # fmt: skip
+def test_adapters_on_quantised_layers_that_add_no_matrix_are_refused(kind, options, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(target_modules=["q_proj"], **options)
+    with pytest.raises(ValueError, match="q_proj is quantised, and adapter 'default' does more than add a matrix"):
+        export(peft.get_peft_model(quantised(tmp_path, 4), config), tmp_path / "out")
+    assert left_behind(tmp_path) == ["base"]
+
+
 @torch.no_grad()
 def test_qlora_is_merged_into_the_dequantised_base(tmp_path):
     pytest.importorskip("bitsandbytes")
