@@ -52,6 +52,12 @@ def string_positions(model: nn.Module, *, offset: int | None = None, local: int 
         handle.remove()
 
 
+def has_string_positions(decoder: nn.Module) -> bool:
+    """Whether a `string_positions` block is open on a model with this decoder."""
+    hooks = decoder._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), _StringPositions) for hook in hooks)
+
+
 @dataclass(frozen=True)
 class _Plan:
     """Of one forward.

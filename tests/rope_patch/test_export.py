@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 import rope_patch
 from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
+from rope_patch.attention.string_positions import string_positions
 from rope_patch.export import PROGRAMS
 from rope_patch.export.gguf import convert, require_runs
 from rope_patch.export.outcomes import OUTCOMES
@@ -547,6 +548,13 @@ def test_views_that_change_inference_are_refused(tmp_path):
     with rope_view(model, "nope"), pytest.raises(ValueError, match="no checkpoint can say so"):
         export(model, tmp_path / "out")
     export(patch_model(model, "skip", max_skip=8), tmp_path / "out")
+
+
+def test_string_positions_are_refused(tmp_path):
+    model = patch_model(tiny(), "yarn", factor=4.0)
+    with string_positions(model, local=8), pytest.raises(ValueError, match="inside string_positions.*leave the block"):
+        export(model, tmp_path / "out")
+    export(model, tmp_path / "out")
 
 
 def test_prompts_are_refused(tmp_path):
