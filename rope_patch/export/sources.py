@@ -36,7 +36,7 @@ def load(source: str | Path) -> nn.Module:
         elif not (folder / "config.json").is_file():
             require_no_named_adapters(folder)
         return AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    base: Any = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype="auto")
+    base: Any = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype="auto", revision=revision_of_base(folder))
     if (folder / SIDECAR_NAME).is_file():
         return load_adapter(base, folder)
     from peft import PeftModel
@@ -44,9 +44,19 @@ def load(source: str | Path) -> nn.Module:
     return PeftModel.from_pretrained(base, str(folder))
 
 
+def revision_of_base(adapter: Path) -> str:
+    """The revision of the base model on the hub that an adapter was trained on."""
+    return _config_of(adapter).get("revision") or "main"
+
+
+def _config_of(adapter: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    return config
+
+
 def base_of(adapter: Path) -> str:
     """The base model that an adapter names."""
-    named = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+    named: str | None = _config_of(adapter).get("base_model_name_or_path")
     if not named:
         raise ValueError(
             f"{adapter / 'adapter_config.json'} names no base model: load it, put the adapter on it with load_adapter, "

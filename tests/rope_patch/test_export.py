@@ -18,6 +18,7 @@ from rope_patch.attention.string_positions import string_positions
 from rope_patch.export import PROGRAMS
 from rope_patch.export.gguf import convert, require_runs
 from rope_patch.export.outcomes import OUTCOMES
+from trl_ext.cli.model_spec import ModelSpec
 
 LONG = [1.0, 1.5, 3.0, 4.0]
 A = 1.7
@@ -302,6 +303,20 @@ def test_an_adapter_in_a_folder_is_merged_with_the_rope_of_its_training(tmp_path
     with pytest.raises(ValueError, match="llama.cpp needs the tokenizer"):
         export(tmp_path / "adapter", tmp_path / "gguf", target="llama.cpp", converter=fake_converter(tmp_path))
     load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+
+
+def test_the_base_of_an_adapter_is_of_the_revision_that_it_was_trained_on(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    tiny().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, peft.LoraConfig(), revision="v1").save_pretrained(tmp_path / "adapter")
+    asked, real = [], AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *a, **k: asked.append(k.get("revision")) or real(*a, **k)
+    )
+    export(tmp_path / "adapter", tmp_path / "out")
+    ModelSpec.parse(f"{tmp_path / 'adapter'}@native").load("cpu", "auto")
+    assert asked == ["v1", "v1"]
 
 
 @torch.no_grad()

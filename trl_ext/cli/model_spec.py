@@ -138,11 +138,14 @@ class ModelSpec:
         from transformers import AutoModelForCausalLM
 
         from rope_patch import load_adapter, patch_model
+        from rope_patch.export.sources import revision_of_base
         from rope_patch.sidecar import SIDECAR_NAME
 
         if self.is_adapter:
             self._require_known_rope()
-        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype)
+        # the base model may have changed on the hub since the adapter was trained
+        revision = revision_of_base(Path(self.path)) if self.is_adapter else "main"
+        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype, revision=revision)
         model = model.to(device)
         if self.is_adapter and (Path(self.path) / SIDECAR_NAME).is_file():
             model = load_adapter(model, self.path)
