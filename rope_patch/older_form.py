@@ -139,4 +139,4 @@ def _explicit(parameters: dict[str, Any] | None, config: Any) -> dict[str, Any] 
     if parameters is None:
         return None
     explicit = {"partial_rotary_factor": 1.0, **{key: value for key, value in parameters.items() if key != "type"}}
-    return with_factor(explicit, config.max_position_embeddings)
+    return with_factor(explicit, getattr(config, "max_position_embeddings", None))

@@ -138,18 +138,20 @@ def is_nested(rope_parameters: dict[str, Any]) -> bool:
     return bool(rope_parameters) and all(value is None or isinstance(value, dict) for value in rope_parameters.values())
 
 
-def with_factor(parameters: dict[str, Any], window: int) -> dict[str, Any]:
+def with_factor(parameters: dict[str, Any], window: int | None) -> dict[str, Any]:
     """RoPE parameters of one set of frequencies, with the factor that Transformers takes where they have none.
 
     Of 'longrope' and 'yarn' that is window / L0, where `window` is what the config declares: under another one the same
     parameters would have another attention factor.
     """
+    if window is None:  # no family of Transformers without a window names such a type
+        return parameters
     if parameters.get("rope_type") in ("longrope", "yarn") and parameters.get("factor") is None:
         return {**parameters, "factor": window / parameters["original_max_position_embeddings"]}
     return parameters
 
 
-def with_factors(rope_parameters: dict[str, Any], window: int) -> dict[str, Any]:
+def with_factors(rope_parameters: dict[str, Any], window: int | None) -> dict[str, Any]:
     """`rope_parameters`, or those of each layer type, with every factor that Transformers would take from `window`."""
     if is_nested(rope_parameters):
         return {layer_type: of_type and with_factor(of_type, window) for layer_type, of_type in rope_parameters.items()}

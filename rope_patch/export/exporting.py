@@ -1,6 +1,7 @@
 """`rope_patch.export`: from a model or an adapter to a folder that one program serves right."""
 
 import copy
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +115,9 @@ def export(
     """
     if target not in PROGRAMS:
         raise unknown("target", target, PROGRAMS)
-    if isinstance(max_shard_gb, bool) or not isinstance(max_shard_gb, int | float) or not max_shard_gb > 0:
-        raise ValueError(f"max_shard_gb must be a number above 0, got {max_shard_gb!r}.")
+    is_size = isinstance(max_shard_gb, int | float) and not isinstance(max_shard_gb, bool)
+    if not is_size or not 0 < max_shard_gb < math.inf:
+        raise ValueError(f"max_shard_gb must be a finite number above 0, got {max_shard_gb!r}.")
     chosen_converter = find_converter(converter) if target == "llama.cpp" else None
     if converter is not None and chosen_converter is None:
         raise ValueError(f"converter belongs to target 'llama.cpp', got {converter!r} with target {target!r}.")
@@ -252,7 +254,11 @@ def _promised(window: int | None, config: Any) -> int | None:
     if window is None:
         return reached
     require_integer("window", window, least=1)
-    if reached is not None and window > reached:
+    if reached is None:
+        raise ValueError(
+            f"window must be left out for model type {config.model_type!r}, whose config names none, got {window}."
+        )
+    if window > reached:
         raise ValueError(f"window must be at most the {reached} positions of the model's config, got {window}.")
     parameters = config.rope_parameters
     of_layer_types = parameters.values() if is_nested(parameters) else [parameters]

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from support.characters import character_tokenizer
+from support.families import tiny_family
 from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3ForCausalLM
 from transformers.utils import logging
@@ -583,7 +584,8 @@ def test_prompts_are_refused(tmp_path):
     ("options", "message"),
     [
         ({"target": "vlm"}, "Did you mean 'vllm'"),
-        ({"max_shard_gb": 0}, "max_shard_gb must be a number above 0, got 0"),
+        ({"max_shard_gb": 0}, "max_shard_gb must be a finite number above 0, got 0"),
+        ({"max_shard_gb": math.inf}, "max_shard_gb must be a finite number above 0, got inf"),
         ({"target": "vllm", "converter": "x.py"}, "converter belongs to target 'llama.cpp'"),
     ],
 )
@@ -591,6 +593,15 @@ def test_wrong_arguments_are_named(options, message, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         export(tiny(), tmp_path / "out", **options)
     assert left_behind(tmp_path) == []
+
+
+@torch.no_grad()
+def test_a_model_whose_config_names_no_window(tmp_path):
+    model, ids = tiny_family("recurrent_gemma"), tokens(1, 40)
+    export(model, tmp_path / "out", target="vllm")
+    assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="window must be left out for model type 'recurrent_gemma', whose config nam"):
+        export(model, tmp_path / "window", window=64)
 
 
 def test_a_smaller_window_is_refused_where_it_would_change_the_model(tmp_path):
