@@ -34,17 +34,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     around.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=around))
     try:
-        yield unfinished
+        written = unfinished / folder.name  # llama.cpp's converter names the model after the folder
+        written.mkdir()
+        yield written
         if is_there:
-            for file in unfinished.iterdir():
+            for file in written.iterdir():
                 file.rename(folder / file.name)
-            unfinished.rmdir()
         else:
-            unfinished.chmod(0o777 & ~_umask())  # mkdtemp makes it for the owner alone
-            unfinished.rename(folder)
-    except BaseException:
+            written.rename(folder)
+    finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _umask() -> int:

@@ -532,6 +532,18 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
     assert left_behind(tmp_path) == ["out"] and left_behind(tmp_path / "out") == ["mine.txt"]
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_converter_finds_the_checkpoint_in_a_folder_of_its_name(is_there, tmp_path):
+    code = "Path(sys.argv[3]).write_text(Path(sys.argv[1]).name)"
+    character_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    if is_there:
+        (tmp_path / "smollm2-yarn").mkdir()
+    options = {"converter": fake_converter(tmp_path, code), "tokenizer": tmp_path / "tokenizer"}
+    export(tiny(), tmp_path / "smollm2-yarn", target="llama.cpp", **options)
+    assert (tmp_path / "smollm2-yarn" / "model.gguf").read_text() == "smollm2-yarn"
+    assert sorted(left_behind(tmp_path)) == ["converter", "smollm2-yarn", "tokenizer"]
+
+
 @pytest.mark.parametrize("where", ["link", "dangling link", "folder that one is in", "empty folder"])
 def test_an_empty_folder_is_filled_and_stays_the_same_one(where, tmp_path, monkeypatch):
     real = tmp_path / "real"
