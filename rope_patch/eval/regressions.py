@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf, isfinite
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -63,20 +64,32 @@ class Cell:
         """Whether the model is worse or better than the other one beyond noise.
 
         That is: the interval does not hold 0, at least six pairs differ, and McNemar's p, if there is one, is below
-        0.05. A bootstrap of a few pairs that differ is too sure of itself.
+        0.05. A bootstrap of a few pairs that differ is too sure of itself. A figure that is no number, as the loss of a
+        model that computes NaN, is worse than any that is one.
         """
+        if not self.is_finite:
+            return "below" if isfinite(self.first) else "above" if isfinite(self.mean) else "same"
         beyond = (self.low > 0 or self.high < 0) and self.different >= MIN_DIFFERENT
         if not beyond or (self.p is not None and self.p >= 1 - CONFIDENCE):
             return "same"
         return "above" if (self.difference > 0) == self.higher_is_better else "below"
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the figures of both models are numbers."""
+        return isfinite(self.first) and isfinite(self.mean)
+
+    @property
     def effect(self) -> float:
         """How much better the model is: its difference, in points of 100 or in nats, with a sign that means better."""
+        if not self.is_finite:  # NaN has no place in an order
+            return {"below": -inf, "above": inf, "same": 0.0}[self.outcome]
         return self.difference if self.higher_is_better else -self.difference
 
     def said(self) -> str:
         """In words, with figures."""
+        if not self.is_finite:
+            return f"{self.name} ({self.first:.3f} to {self.mean:.3f}, which is no number)"
         if not self.higher_is_better:
             change = f"{self.first:.3f} to {self.mean:.3f} nats, {self.difference:+.3f}"
             return f"{self.name} ({change}, 95 % from {self.low:+.3f} to {self.high:+.3f})"
@@ -312,7 +325,7 @@ def _cell(
             length,
             name,
             mean,
-            mean + mean_difference(first, second),
+            mean + mean_difference(first, second) if isfinite(mean) else fmean(second),
             low,
             high,
             len(first),

@@ -1,6 +1,6 @@
 """What the model does before and after, and what was won and lost."""
 
-from math import exp
+from math import exp, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,10 @@ def _said(cell: Cell) -> str:
         what = "passkeys" if cell.measure == "passkey" else "keys among look-alikes"
         return f"{what} in {cell.length:,} tokens: {100 * cell.mean:.0f} % are found, before {100 * cell.first:.0f} %."
     start, end = map(int, cell.name.removeprefix("loss ").split(".."))
-    after, before = (f"{100 * exp(-loss):.1f} %" for loss in (cell.mean, cell.first))
+    after, before = (
+        f"{100 * exp(-loss):.1f} %" if isfinite(loss) else f"no number (a loss of {loss})"
+        for loss in (cell.mean, cell.first)
+    )
     return f"text at positions {start:,} to {end:,}: the right next token gets {after}, before {before}."
 
 

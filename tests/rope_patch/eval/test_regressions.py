@@ -201,6 +201,20 @@ def test_losses_are_compared_by_spans_of_the_window():
     assert {c.unit for c in regressions({"cliff": {"a": curve(many), "b": curve(many)}}).cells} == {"rows"}
 
 
+def test_a_loss_that_is_no_number_is_lost():
+    base = [[2.0] * 32, [3.0] * 32]
+    broken = [[2.0] * 16 + [math.nan] + [2.0] * 15, [3.0] * 32]
+    both = {"native": curve(base), "broken": curve(broken)}
+    comparison = regressions({"cliff": both})
+    assert [c.name for c in comparison.below] == ["loss 1024..2047"] and not comparison.above
+    assert "broken lost, all beyond the window: loss 1024..2047 (2.500 to nan, which is no number)." in (
+        comparison.verdict()
+    )
+    for other, outcome in ((base, "above"), (broken, "same")):
+        pair = {"native": curve(broken), "other": curve(other)}
+        assert regressions({"cliff": pair}).cells[-1].outcome == outcome
+
+
 def test_short_text_is_compared_sample_by_sample():
     native = ShortText({"piqa": 1.0}, {}, {"piqa": 20}, {"piqa": [1.0] * 20})
     worse = ShortText({"piqa": 0.5}, {}, {"piqa": 20}, {"piqa": [1.0, 0.0] * 10})

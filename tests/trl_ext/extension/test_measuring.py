@@ -63,6 +63,12 @@ def test_losses_are_said_as_the_probability_of_the_right_token():
     assert said[1] == "Lost: nothing that is beyond chance." and "exp(-loss)" in said[2] and len(said) == 3
 
 
+def test_a_loss_that_is_no_number_is_lost():
+    said = verdict({"cliff": {BEFORE: losses(4.0), AFTER: losses(math.nan)}}, WINDOW)
+    assert said[0] == "Won:  nothing that is beyond chance."
+    assert said[1].startswith("Lost: text at positions 2,048 to 4,095: the right next token gets no number (a loss of")
+
+
 def test_a_question_of_the_longest_prompt_is_shown_with_both_answers():
     shown = answers(results([[1.0], [0.0]], [[1.0], [1.0]], " \n", "7. " * 50))
     assert "in 4,000 tokens. It is 7." in shown[0] and shown[1] == "  asked:  What is the pass key? It is"
