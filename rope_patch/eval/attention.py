@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # (layer index, probabilities [n_heads of one group, n_queries, seq_len] float32)
 Visit = Callable[[int, torch.Tensor], None]
 
+LAST = 256
+"""Queries at the end of a row whose distances are counted where no number is named: RPSD's."""
+
 
 @dataclass(frozen=True)
 class AttentionDistance(Result):
@@ -155,7 +158,7 @@ class EntropyRatio(Result):
 
 
 def attention_distance(
-    model: nn.Module, rows: torch.Tensor, *, last: int = 256, threshold: float = 1e-3, progress: bool = True
+    model: nn.Module, rows: torch.Tensor, *, last: int = LAST, threshold: float = 1e-3, progress: bool = True
 ) -> AttentionDistance:
     """Histogram of query index minus key index over the attention of the last queries of each row.
 

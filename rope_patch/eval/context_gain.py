@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["exact", "paper"]
 
+SHORT = 512
+"""Tokens of the short context where none are named."""
+
 
 @dataclass(frozen=True)
 class ContextGain(Result):
@@ -97,7 +100,7 @@ def context_gain(
     *,
     kind: Kind = "exact",
     begin: Sequence[int] = (),
-    short: int = 512,
+    short: int = SHORT,
     stride: int = 512,
     batch_size: int = 8,
     n_bins: int = 32,

@@ -16,13 +16,13 @@ from ..describe import describe
 from ..special_tokens import SpecialTokens
 from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
 from .asking import ChatTemplate, uses_chat_template
-from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
+from .attention import LAST, AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
 from .cache import Remember, ResultCache, data_hash, files_hash, model_hash
 from .comparisons import baseline_first
-from .context_gain import ContextGain, context_gain
+from .context_gain import SHORT, ContextGain, context_gain
 from .harness import require_lm_eval
 from .lm_eval_tasks import LmEval, check_tasks, lm_eval_tasks
-from .loss_by_position import LossByPosition, loss_by_position
+from .loss_by_position import FIRST_POSITION, LossByPosition, loss_by_position
 from .needles import KINDS, Kind
 from .progress import tell
 from .prompt_grid import DEPTHS, check_retrieval
@@ -120,6 +120,7 @@ class EvalPlan:
 
     def check(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
         """Raise what a measure would raise for want of a package, a file, a name or enough text, without a model."""
+        self.check_rows(self.window)
         uses_chat_template(tokenizer, self.chat_template)
         if {"ruler", "short"} & set(self.measures):
             require_lm_eval()
@@ -131,6 +132,21 @@ class EvalPlan:
             check_tasks(self.lm_eval, self.lm_eval_data, self.length)
         for kind in self.kinds:
             check_retrieval(kind, tokenizer, texts, self.lengths, self.chat_template)
+
+    def too_short(self, window: int | None) -> dict[str, int]:
+        """Measures that rows of `length` tokens are too short for -> the tokens that they need."""
+        needed = {"cliff": FIRST_POSITION + 1, "gain": SHORT + 1, "attention": LAST}
+        if window is not None:
+            needed["entropy"] = window + 2
+        return {name: least for name, least in needed.items() if name in self.measures and self.length < least}
+
+    def check_rows(self, window: int | None) -> None:
+        """Raise ValueError if the rows are too short for a measure, where `window` positions were trained."""
+        for name, least in self.too_short(window).items():
+            raise ValueError(
+                f"{name} needs rows of at least {least} tokens, and length is {self.length}: give a longer length, or "
+                f"leave {name} out."
+            )
 
 
 @dataclass
@@ -368,6 +384,7 @@ def run_suite(
         model = load()
         if window is None:
             window = Subject(model).trained_window
+            plan.check_rows(window)
         settings_of_all["window"] = window
         description = describe(model)
         subject = {

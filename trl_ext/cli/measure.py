@@ -195,6 +195,7 @@ def run_eval(args: argparse.Namespace) -> int:
     _require_one_tokenizer(specs, tokenizer, chat=chat and plan.asks)
     if plan.window is None:
         plan = replace(plan, window=first.trained_window())
+    plan = _without_too_long(plan, named=any(getattr(args, flag.replace("-", "_")) for flag in FLAGS))
     if not plan.lengths:
         plan = _with_lengths(plan, tokenizer)
     results = run_suite(
@@ -369,6 +370,23 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
         lengths=at_least(needed, "retrieval"),
         ruler_lengths=at_least(SHORTEST_LENGTH, "RULER") if "ruler" in plan.measures else None,
     )
+
+
+def _without_too_long(plan: "EvalPlan", *, named: bool) -> "EvalPlan":
+    """The plan without what nobody asked for by name and rows of its length are too short for, which is told.
+
+    Args:
+        plan: what is measured.
+        named: whether measures were named. The entropy of attention has no flag of its own.
+    """
+    left_out = {
+        name: least
+        for name, least in plan.too_short(plan.window).items()
+        if len(plan.measures) > 1 and (not named or name == "entropy")
+    }
+    for name, least in left_out.items():
+        print(f"{name} is left out: it needs rows of {least} tokens, and --length is {plan.length}.")
+    return replace(plan, measures=tuple(name for name in plan.measures if name not in left_out))
 
 
 def _names(text: str) -> tuple[str, ...]:

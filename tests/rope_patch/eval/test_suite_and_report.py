@@ -363,6 +363,9 @@ def test_results_put_together_by_hand_are_compared_over_one_window():
         ({"measures": ("cliff", "ruler"), "ruler_tasks": ("ruler_qa_squad",)}, ValueError, "needs squad"),
         ({"measures": ("cliff", "ruler"), "ruler_tasks": ("rulr",)}, ValueError, "unknown RULER task 'rulr'"),
         ({"measures": ("cliff", "short"), "benchmarks": ("x",)}, ValueError, "unknown benchmark 'x'"),
+        ({"measures": ("cliff", "gain")}, ValueError, "gain needs rows of at least 513 tokens, and length is 200"),
+        ({"measures": ("cliff", "attention")}, ValueError, "attention needs rows of at least 256 tokens"),
+        ({"measures": ("cliff", "entropy"), "window": 199}, ValueError, "entropy needs rows of at least 201 tokens"),
         ({"measures": ("cliff",), "chat_template": "on"}, ValueError, "needs a tokenizer with a chat template"),
     ],
 )
@@ -371,6 +374,13 @@ def test_what_cannot_be_measured_shows_before_a_model_is_loaded(plan, error, mes
     plan = {"length": 200, "n_rows": 1, "lengths": (400,), **plan}
     with pytest.raises(error, match=message):
         run_suite({"m": lambda: pytest.fail("loaded")}, character_tokenizer(), TEXTS, EvalPlan(**plan), tmp_path)
+
+
+def test_rows_within_the_window_of_a_model_show_before_it_is_measured(tmp_path):
+    plan = EvalPlan(measures=("cliff", "entropy"), length=WINDOW + 1, n_rows=1)
+    with pytest.raises(ValueError, match=f"entropy needs rows of at least {WINDOW + 2} tokens"):
+        run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing was measured"
 
 
 def test_a_missing_lm_eval_shows_before_a_model_is_loaded(tmp_path, monkeypatch):

@@ -342,6 +342,19 @@ def test_a_folder_that_is_there_is_a_path_whatever_its_name(text, label, path, m
     assert (spec.label, spec.path, spec.method) == (label, path, method)
 
 
+def test_what_rows_are_too_short_for_is_left_out_and_told_unless_it_is_named(folder, monkeypatch, capsys):
+    models = ["--model", str(folder / "tiny"), "--window", "400"]
+    _, plan = plan_of(monkeypatch, folder, *models, "--length", "401", "--lengths", "600")
+    assert "gain" not in plan.measures and "entropy" not in plan.measures and "cliff" in plan.measures
+    out = capsys.readouterr().out
+    assert "gain is left out: it needs rows of 513 tokens, and --length is 401." in out and "entropy is left out" in out
+    _, plan = plan_of(monkeypatch, folder, *models, "--length", "401", "--attention")
+    assert plan.measures == ("attention",)
+    monkeypatch.undo()
+    assert run(folder, "eval", *models, "--report", str(folder / "report"), "--length", "401", "--gain") == 2
+    assert "gain needs rows of at least 513 tokens, and length is 401" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
