@@ -173,7 +173,7 @@ def _compared(result: Result, first: Result | None) -> dict[str, float]:
         return {}
     if isinstance(result, LossByPosition) and isinstance(first, LossByPosition) and first.window:
         return {"in-distribution penalty (%)": in_distribution_penalty(result, first)}
-    if isinstance(result, ShortText) and isinstance(first, ShortText):
+    if isinstance(result, ShortText) and isinstance(first, ShortText) and first.mean:
         return {"recovery ratio, short text (%)": recovery_ratio(result.accuracy, first.accuracy)}
     return {}
 

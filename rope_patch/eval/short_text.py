@@ -152,7 +152,10 @@ class ShortText(Result):
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
         (first, native), *others = results.items()
         said = [f"{first}: mean accuracy {100 * native.mean:.1f} %."]
-        said += [f"{k}: {100 * r.mean:.1f} %, {100 * r.mean / native.mean:.1f} % of {first}." for k, r in others]
+        for label, result in others:
+            # a few samples may all be answered wrong, and nothing is a share of 0
+            share = f", {100 * result.mean / native.mean:.1f} % of {first}" if native.mean else ""
+            said.append(f"{label}: {100 * result.mean:.1f} %{share}.")
         return [*said, "Adaptation to long text should leave these where they were."]
 
 

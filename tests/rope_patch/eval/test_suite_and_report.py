@@ -239,6 +239,13 @@ def test_comparisons_by_hand():
     assert short.mean == 0.5 and short.table()[-1] == {"benchmark": "mean", "accuracy": 0.5, "samples": 8}
 
 
+def test_short_text_that_the_first_model_answers_all_wrong_has_no_share_of_it(tmp_path):
+    of = {label: ShortText({"piqa": a}, {}, {"piqa": 2}, {"piqa": [a, a]}) for label, a in (("a", 0.0), ("b", 1.0))}
+    write_report({"short": of}, tmp_path, title="t", settings={})
+    assert summary({"short": of}) == [{"figure": "short-text accuracy, mean", "values": {"a": 0.0, "b": 1.0}}]
+    assert ShortText.readings(of)[1] == "b: 100.0 %."
+
+
 def test_rows_of_text(tmp_path):
     tokenizer = character_tokenizer()
     rows = text_rows(tokenizer, ["a" * 25, "b" * 4, "c" * 7], seq_len=10, n_rows=2)
