@@ -159,12 +159,15 @@ class Regressions:
         said += [f"{label} lost{self._where(below)}: {_listed(below)}."] if below else []
         said += [f"{label} won{self._where(above)}: {_listed(above)}."] if above else []
         widths = {
-            unit: median(_least(c) for c in cells if c.unit == unit and c.higher_is_better)
+            unit: median(least_difference(c) for c in cells if c.unit == unit and c.higher_is_better)
             for unit in {c.unit for c in cells if c.higher_is_better}
         }
         for unit, width in sorted(widths.items()):
             n = sorted({c.n for c in cells if c.unit == unit and c.higher_is_better})
             over = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
+            if n[-1] < MIN_DIFFERENT:
+                said.append(f"Over {over} {unit} a cell, no difference counts: {MIN_DIFFERENT} must differ at least.")
+                continue
             said.append(
                 f"Over {over} {unit} a cell, a difference of less than about {100 * width:.0f} points would not show."
             )
@@ -277,7 +280,7 @@ def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosit
     return cells
 
 
-def _least(cell: Cell) -> float:
+def least_difference(cell: Cell) -> float:
     """A difference that would just show: half of the interval, and of rights and wrongs the least number of pairs."""
     half = (cell.high - cell.low) / 2
     return half if cell.p is None else max(half, MIN_DIFFERENT / cell.n)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from rope_patch.eval import MEASURES, EvalPlan, LossByPosition, Result, regressions, run_suite, write_report
 from rope_patch.eval.paired import MIN_DIFFERENT
 from rope_patch.eval.prompt_grid import DEPTHS
-from rope_patch.eval.regressions import Cell, Regressions
+from rope_patch.eval.regressions import Cell, Regressions, least_difference
 from rope_patch.eval.retrieval_grid import RetrievalGrid
 
 from .choices import Choices
@@ -145,9 +145,9 @@ def _unseen(results: Results, compared: Regressions) -> list[str]:
             f"Prompts of each length: {asked[0]}. Answers count as won or lost from {MIN_DIFFERENT} on: --prompts asks "
             "more."
         ]
-    widest = max((cell.high - cell.low) / 2 for cell in compared.cells if cell.higher_is_better)
+    least = max(least_difference(cell) for cell in compared.cells if cell.higher_is_better)
     return [
-        f"With {asked[0]} prompts a length, changes of less than about {max(100 * widest, 100 / asked[0]):.0f} points "
+        f"With {asked[0]} prompts a length, changes of less than about {100 * least:.0f} points "
         "may go unseen: --prompts asks more."
     ]
 

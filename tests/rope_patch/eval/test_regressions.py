@@ -273,6 +273,13 @@ def test_the_difference_that_would_not_show_is_that_of_the_rule():
     assert "Over 20 prompts a cell, a difference of less than about 30 points would not show." in words
 
 
+def test_fewer_pairs_than_have_to_differ_are_told_as_such():
+    native, other = (ShortText({"piqa": a}, {}, {"piqa": 3}, {"piqa": [a] * 3}) for a in (1.0, 0.0))
+    comparison = regressions({"short": {"native": native, "other": other}})
+    assert not comparison.below
+    assert "Over 3 samples a cell, no difference counts: 6 must differ at least." in comparison.verdict()
+
+
 def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys):
     texts = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
     plan = EvalPlan(("cliff", "passkey"), length=600, n_rows=2, lengths=(400, 600), trials=1)

@@ -43,8 +43,10 @@ def test_answers_are_won_and_lost_in_percent():
     said = verdict(results([[1.0] * 10, [0.0] * 10], [[0.0] * 10, [1.0] * 10]), WINDOW)
     assert said[0] == "Won:  passkeys in 4,000 tokens: 100 % are found, before 0 %."
     assert said[1] == "Lost: passkeys in 1,000 tokens: 0 % are found, before 100 %."
-    # 1 - .025 ** (1 / 10)
-    assert said[2].startswith("With 10 prompts a length, changes of less than about 31 points may go unseen")
+    # six of ten have to differ
+    assert said[2].startswith("With 10 prompts a length, changes of less than about 60 points may go unseen")
+    half = results([[0.0] * 10, [0.0] * 10], [[0.0] * 10, [1.0] * 5 + [0.0] * 5])
+    assert verdict(half, WINDOW)[0] == "Won:  nothing that is beyond chance."
 
 
 def test_few_answers_count_neither_way():
