@@ -52,10 +52,15 @@ def string_positions(model: nn.Module, *, offset: int | None = None, local: int 
         handle.remove()
 
 
-def has_string_positions(decoder: nn.Module) -> bool:
-    """Whether a `string_positions` block is open on a model with this decoder."""
-    hooks = decoder._forward_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), _StringPositions) for hook in hooks)
+def string_in_force(model: nn.Module) -> tuple[int, int] | None:
+    """Offset and local of the `string_positions` block that `model` is in, None outside of one."""
+    for hook in find_decoder(model)._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _StringPositions):
+            return owner.offset, owner.local
+    return None
+
+
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import __version__
+from ..attention.string_positions import string_in_force
 from ..rotary import find_causal_lm
 
 _CHUNK = 1 << 24  # values hashed at once
@@ -17,7 +18,9 @@ _LAYOUT = 4  # of what measures keep; another number where an earlier value coul
 
 
 def model_hash(model: nn.Module) -> str:
-    """SHA-256 over weights, buffers (RoPE frequencies among them) and config; any changed bit changes it.
+    """SHA-256 over weights, buffers (RoPE frequencies among them), config and what is not in these; any bit counts.
+
+    What is not in these: scales of adapters and which are active, tokens that end an answer, and STRING's positions.
 
     Each tensor is reduced on its own device to two sums of its bits times odd numbers, modulo 2**64, so that a model on
     a GPU is hashed at the speed of its memory and never copied.
@@ -28,7 +31,28 @@ def model_hash(model: nn.Module) -> str:
         tensor = tensors[name].detach()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(f"{_bit_sums(tensor)}".encode())
+    beside = _beside(model)
+    if beside:
+        digest.update(json.dumps(beside, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def _beside(model: nn.Module) -> list[Any]:
+    """What changes a model's answers and is neither a tensor nor in its config; empty of most models."""
+    causal_lm: Any = find_causal_lm(model)
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        scaling = getattr(module, "scaling", None)  # of a PEFT layer a dictionary, of attention a number
+        if isinstance(scaling, dict):
+            found.append([name, scaling, getattr(module, "active_adapters", None), getattr(module, "merged", None)])
+            found.append(getattr(module, "disable_adapters", None))
+    ends = getattr(getattr(causal_lm, "generation_config", None), "eos_token_id", None)
+    if ends != getattr(causal_lm.config, "eos_token_id", None):
+        found.append(["ends", ends])
+    string = string_in_force(model)
+    if string is not None:
+        found.append(["string", string])
+    return found
 
 
 def data_hash(*data: Any) -> str:

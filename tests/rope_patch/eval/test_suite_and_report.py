@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import WINDOW, tiny, tokens
 from tokenizers import normalizers
 
 import rope_patch.eval.suite as suite
-from rope_patch import patch_model
+from rope_patch import patch_model, string_positions
 from rope_patch.eval import (
     EvalPlan,
     LossByPosition,
@@ -74,6 +75,29 @@ def test_any_changed_bit_changes_the_hash():
         swapped.lm_head.weight.copy_(swapped.lm_head.weight.flip(0))
     seen.add(model_hash(swapped))
     assert len(seen) == 6
+
+
+def test_what_changes_answers_and_no_weight_changes_the_hash():
+    def with_adapter(alpha):
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False)
+        return get_peft_model(model(), config)
+
+    adapted = with_adapter(4)
+    assert model_hash(adapted) == model_hash(with_adapter(4)) != model_hash(with_adapter(8))
+    before = model_hash(adapted)
+    with adapted.disable_adapter():
+        assert model_hash(adapted) != before
+    assert model_hash(adapted) == before
+    plain, ends = model(), model()
+    ends.generation_config.eos_token_id = [2, 5]
+    assert model_hash(plain) != model_hash(ends)
+    before = model_hash(plain)
+    with string_positions(plain, offset=30, local=5):
+        inside = model_hash(plain)
+    with string_positions(plain, offset=31, local=5):
+        assert len({before, inside, model_hash(plain)}) == 3
+    assert model_hash(plain) == before
 
 
 def test_files_count_by_what_is_in_them(tmp_path):
