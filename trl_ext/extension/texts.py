@@ -66,7 +66,9 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         _require(facts, held_out, options.to, n_rows)
         return Texts(others, held_out, f"{said}, which is not trained on")
     except ValueError:  # too little is left of one of the two
-        own = _longest_first([file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files()])
+        sources = (file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files())
+        trained = set(texts)  # --data may be these sources
+        own = _longest_first([source for source in sources if source not in trained])
         _require(facts, own, options.to, n_rows)
         why = "a tenth of --data is too short to be measured on"
         return Texts(texts, own, f"the sources of Python's standard library, as {why}")

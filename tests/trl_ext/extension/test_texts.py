@@ -31,6 +31,17 @@ def test_one_document_is_trained_on_and_pythons_sources_are_measured_on(tmp_path
     assert found.train == ["word " * 300] and "Python's standard library" in found.said
 
 
+def test_sources_of_python_that_are_trained_on_are_not_measured_on(tmp_path, monkeypatch):
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file, word in zip(files, ("word ", "other "), strict=True):
+        file.write_text(word * 300)
+    monkeypatch.setattr(texts, "standard_library_files", lambda: files)
+    found = read(tmp_path, ["word " * 300])
+    assert found.held_out == ["other " * 300] and not set(found.held_out) & set(found.train)
+    with pytest.raises(ValueError, match="--held-out is too short for 1 rows"):
+        read(tmp_path, ["word " * 300, "other " * 300], to=1700)
+
+
 def test_the_end_of_the_only_document_is_held_out_where_it_is_long_enough(tmp_path):
     document = " ".join(map(str, range(4000)))
     found = read(tmp_path, [document])
