@@ -459,7 +459,7 @@ def _evaluation(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> 
         )
     else:
         lengths = [window // 4, window, to]
-    lengths = list(options.lengths) or lengths
+    lengths = list(dict.fromkeys(options.lengths)) or lengths  # one that is named twice would be asked and count twice
     wanted = options.prompts or prompts
     prompts = _of_depths(wanted)
     asked = bool(options.lengths or options.prompts)

@@ -78,6 +78,11 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(folder):
     assert plan.tokens == 6 * 800 and plan.steps == 3
 
 
+def test_a_length_that_is_named_twice_is_asked_once(folder):
+    plan = run(dry_run=True, lengths=(1500, 700, 1500))
+    assert plan.choices.evaluation.value["lengths"] == [1500, 700]
+
+
 class Stop(RuntimeError):
     pass
 
