@@ -47,10 +47,11 @@ class LmEval(Result):
     """Scores of lm-eval's tasks.
 
     Args:
-        accuracy: task or group as it was named -> mean over its samples of its first metric, mostly 0 to 1.
+        accuracy: task or group as it was named -> mean over its samples of its first metric that is a score of each
+            sample, of which more is better; mostly 0 to 1.
         parts: task or group -> each of its tasks -> that metric.
         metrics: each task -> every metric that lm-eval gave.
-        scores: task or group -> the first metric of each sample, in the order of the data.
+        scores: task or group -> that metric of each sample, in the order of the data.
         left_out: task or group -> samples that were left out because prompt and answer are longer than the length.
         replies: one of each task, as {task, question, expected, reply, score}; of multiple choice none.
     """
@@ -201,13 +202,14 @@ def check_tasks(tasks: Sequence[str], data: str | Path | None, length: int) -> N
 
     Raises:
         ImportError: lm-eval, or what one of the tasks needs beside it, is not installed.
-        ValueError: an unknown task, or rows that it cannot read.
+        ValueError: an unknown task, one without a score of each sample, or rows that it cannot read.
         FileNotFoundError: the folder lacks the file of a task.
         OSError: data of the hub cannot be had.
     """
     for files in chosen_files(tasks, data).values():
         for leaf, source in files.items():
             task = _built(leaf, source, 1, length)
+            _metric(task, leaf)
             with quiet(), _explained(leaf, source):
                 task.build_all_requests(limit=1)
                 task.doc_to_target(next(iter(task.eval_docs)))
@@ -369,6 +371,28 @@ def _explained(leaf: str, source: _Source) -> Iterator[None]:
         ) from error
 
 
+def _metric(task: Any, leaf: str) -> str:
+    """The first metric of a task that is a score of each sample, of which more is better: models are paired by it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    with quiet():
+        from lm_eval.api.metrics import mean, median, nanmean
+        from lm_eval.api.registry import AGGREGATION_REGISTRY
+
+        # beside these what lm-eval knows by name is of all samples together, as perplexity, BLEU and F1
+        of_all = {AGGREGATION_REGISTRY.get(name) for name in AGGREGATION_REGISTRY} - {mean, median, nanmean}
+    aggregations, more_is_better = task.aggregation(), task.higher_is_better()
+    for name, aggregation in aggregations.items():
+        if more_is_better.get(name) and aggregation not in of_all:
+            return str(name)
+    raise ValueError(
+        f"lm-eval's {leaf} has no metric that is a score of each sample, of which more is better; it has "
+        f"{', '.join(map(str, aggregations)) or 'none'}. Name another task, or measure this one by lm-eval itself."
+    )
+
+
 def _require_sentences(leaf: str) -> None:
     """IFEval splits answers into words by data of NLTK's, and would fail when the model has written all of them.
 
@@ -410,7 +434,7 @@ def _measure(
         metrics, logged = evaluate(
             model, tokenizer, task, batch_size=batch_size, max_length=length, samples=part.documents, chat=chat
         )
-    metric = task.config.metric_list[0]["metric"]
+    metric = _metric(task, leaf)
     floats = {k.removesuffix(",none"): v for k, v in metrics.items() if isinstance(v, float) and "stderr" not in k}
     first = min(logged, key=lambda s: s["doc_id"])
     reply = {

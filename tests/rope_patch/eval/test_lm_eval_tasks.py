@@ -438,6 +438,18 @@ def test_long_tasks_are_read_from_local_files(tmp_path):
     assert result.accuracy["babilong"] == 0 or result.accuracy["babilong"] == 1
 
 
+def test_a_task_is_told_by_its_first_metric_that_is_a_score_of_each_sample(model, tmp_path):
+    from rope_patch.eval.lm_eval_tasks import check_tasks
+
+    write_lines(tmp_path / "lambada_openai.jsonl", [{"text": "It was a dark night"}] * 3)
+    result = lm_eval_tasks(model, TOKENIZER, ["lambada_openai"], length=500, data=tmp_path)
+    assert set(result.scores["lambada_openai"]) <= {0.0, 1.0}, "and not by perplexity, which comes first"
+    assert result.metrics["lambada_openai"]["perplexity"] > 1
+    write_lines(tmp_path / "wikitext.jsonl", [{"page": "It was a dark night"}])
+    with pytest.raises(ValueError, match="wikitext has no metric that is a score of each sample.* word_perplexity"):
+        check_tasks(["wikitext"], tmp_path, 500)
+
+
 def test_tasks_that_are_not_there_are_refused_with_the_list(model, tmp_path):
     from rope_patch.eval.lm_eval_tasks import check_tasks
 
