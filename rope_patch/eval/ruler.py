@@ -57,6 +57,7 @@ _NEEDLES: dict[str, dict[str, Any]] = {
 }
 _SEED = 42  # lm-eval's own
 SHORTEST_LENGTH = 4096  # tokens that RULER begins at; its generators do not fill much shorter prompts
+_VT_EXAMPLE = 500  # tokens of the example that lm-eval shows before a prompt of variable tracking
 _SHOWN = 200  # characters of a prompt that are kept with its reply: its question
 TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
 RulerPrompts = dict[tuple[int, str], list[dict[str, Any]]]
@@ -318,9 +319,13 @@ def _documents(
             )
         if task == "ruler_vt":
             make = lm_eval.vt_utils.sys_vartrack_w_noise_random
-            (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=500, incremental=5)
+            _require_room(task, tokenizer, _VT_EXAMPLE, lm_eval.vt_utils, (5, 1, 4, True), 30)
+            (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=_VT_EXAMPLE, incremental=5)
+            shown = f"{example['input']} {' '.join(example['outputs'])}\n\n"
+            _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30, shown)
             return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=length, icl_example=example)
         if task == "ruler_cwe":
+            _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, length), 120)
             return lm_eval.cwe_utils.sys_word_pair_random(
                 num_samples=samples, max_seq_length=length, tokenizer=tokenizer
             )
@@ -329,6 +334,39 @@ def _documents(
         qas, docs = _squad(Path(squad or "")) if task == "ruler_qa_squad" else _hotpotqa(Path(hotpotqa or ""))
         return lm_eval.qa_utils.generate_samples(
             tokenizer=tokenizer, docs=docs, qas=qas, max_seq_length=length, num_samples=min(samples, len(qas))
+        )
+
+
+def _require_room(
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    generator: Any,
+    least: tuple[int, ...],
+    new_tokens: int,
+    shown: str = "",
+) -> None:
+    """Raise ValueError unless the shortest prompt of a generator fits: where it does not, lm-eval looks for ever.
+
+    Args:
+        task: its name.
+        tokenizer: of the model.
+        length: tokens that prompt and answer may have.
+        generator: lm-eval's module of the task.
+        least: what it makes its shortest prompt of.
+        new_tokens: of an answer.
+        shown: an example that stands before the prompt.
+    """
+    drawn, drawn_words = random.getstate(), getattr(generator, "RNG", random).getstate()
+    parts = generator.generate_input_output(*least)
+    getattr(generator, "RNG", random).setstate(drawn_words)
+    random.setstate(drawn)  # lm-eval draws the same prompt first
+    prompt = "\n".join([*parts[:-1], " ".join(map(str, parts[-1]))])
+    needed = new_tokens + sum(len(tokenizer(text)["input_ids"]) for text in (prompt, shown) if text)
+    if needed > length:
+        raise ValueError(
+            f"{length} tokens are too few for RULER's {task}, which takes {needed} with its answer: use "
+            "a longer length, or leave the task out."
         )
 
 

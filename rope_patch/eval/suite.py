@@ -29,7 +29,7 @@ from .prompt_grid import DEPTHS, check_retrieval
 from .result import Result
 from .retrieval import retrieval
 from .retrieval_grid import RetrievalGrid
-from .ruler import Ruler, chosen_tasks, ruler
+from .ruler import Ruler, chosen_tasks, ruler, ruler_prompts
 from .short_text import ShortText, chosen_benchmarks, short_text
 from .subject import Subject
 from .text import text_rows
@@ -126,6 +126,17 @@ class EvalPlan:
             require_lm_eval()
         if "ruler" in self.measures:
             chosen_tasks(self.ruler_tasks, haystack="given", squad=self.squad, hotpotqa=self.hotpotqa)
+            ruler_prompts(
+                tokenizer,
+                [min(self.ruler_lengths or self.lengths, default=0)],
+                tasks=self.ruler_tasks,
+                samples=1,
+                haystack="\n".join(texts),
+                squad=self.squad,
+                hotpotqa=self.hotpotqa,
+                chat_template=self.chat_template,
+                progress=False,
+            )
         if "short" in self.measures:
             chosen_benchmarks(self.short_data, self.benchmarks)
         if "lm-eval" in self.measures:

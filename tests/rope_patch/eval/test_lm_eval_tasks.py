@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
-from rope_patch.eval import lm_eval_tasks, ruler, short_text
+from rope_patch.eval import EvalPlan, lm_eval_tasks, ruler, run_suite, short_text
 from rope_patch.eval.cache import afresh
 from rope_patch.eval.harness import evaluate, quiet
 from rope_patch.eval.ruler import ruler_prompts
@@ -210,6 +210,13 @@ def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
     assert never.scores == {task: [0.0] for task in NEEDLES}
     assert always.by_answer_position(1500).count != [0] * 10
     assert type(always).from_dict(json.loads(json.dumps(always.to_dict()))) == always
+
+
+@pytest.mark.parametrize("task", ["ruler_vt", "ruler_cwe", "niah_single_2", "niah_multikey_2"])
+def test_lengths_that_ruler_has_no_room_in_are_told_before_a_model_is_loaded(task, tmp_path):
+    plan = EvalPlan(measures=("cliff", "ruler"), length=200, n_rows=1, lengths=(9000, 200), ruler_tasks=(task,))
+    with pytest.raises(ValueError, match="[25]00 tokens are too few for RULER's ruler_|max_seq_length=200"):
+        run_suite({"m": lambda: pytest.fail("loaded")}, TOKENIZER, [TEXT], plan, tmp_path)
 
 
 def test_ruler_makes_lm_evals_prompts_and_gives_its_score(tmp_path):
