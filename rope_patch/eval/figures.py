@@ -85,6 +85,12 @@ def draw_bars(axes: Any, groups: Sequence[str], series: Mapping[str, Iterable[fl
     axes.grid(axis="y", alpha=0.25)
 
 
+def drawn_label(label: str) -> str:
+    """A label as matplotlib shows it: dollar signs would begin a formula, and a leading _ keep it out of legends."""
+    shown = label.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
 def compact(tokens: int) -> str:
     """A token count as people write it: 512, 8K, 32K, 1.5K."""
     return f"{tokens / 1024:g}K" if tokens >= 1024 and tokens % 512 == 0 else str(tokens)

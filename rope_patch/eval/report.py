@@ -14,7 +14,7 @@ import torch
 
 from ..environment import device_name, installed_versions
 from .comparisons import baseline_first, in_distribution_penalty, over_one_window, recovery_ratio
-from .figures import require_matplotlib, save_figure
+from .figures import drawn_label, require_matplotlib, save_figure
 from .loss_by_position import LossByPosition
 from .regressions import Cell, regressions
 from .replies import shown_replies
@@ -66,7 +66,8 @@ def write_report(
         if not by_label:
             continue
         kind = type(next(iter(by_label.values())))
-        png, svg = save_figure(kind.figure(by_label), folder / "figures" / name)
+        drawn = {drawn_label(label): result for label, result in by_label.items()}
+        png, svg = save_figure(kind.figure(drawn), folder / "figures" / name)
         _write_csv(by_label, folder / "tables" / f"{name}.csv")
         sections.append(
             {

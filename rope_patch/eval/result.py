@@ -54,6 +54,6 @@ class Result(ABC):
 
     def plot(self, path: str | Path, *, label: str = "model") -> list[Path]:
         """Draw this result alone as `path`.png and `path`.svg, and return the two paths."""
-        from .figures import save_figure
+        from .figures import drawn_label, save_figure
 
-        return save_figure(type(self).figure({label: self}), path)
+        return save_figure(type(self).figure({drawn_label(label): self}), path)

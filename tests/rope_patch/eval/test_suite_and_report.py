@@ -30,6 +30,7 @@ from rope_patch.eval import (
     write_report,
 )
 from rope_patch.eval.cache import ResultCache, files_hash, model_hash
+from rope_patch.eval.figures import drawn_label
 from rope_patch.eval.report import summary
 from trl_ext.cli.measure import FLAGS, HELP
 
@@ -268,6 +269,15 @@ def test_short_text_that_the_first_model_answers_all_wrong_has_no_share_of_it(tm
     write_report({"short": of}, tmp_path, title="t", settings={})
     assert summary({"short": of}) == [{"figure": "short-text accuracy, mean", "values": {"a": 0.0, "b": 1.0}}]
     assert ShortText.readings(of)[1] == "b: 100.0 %."
+
+
+def test_labels_are_drawn_as_they_are_written(tmp_path):
+    curve = LossByPosition(torch.ones(200).double(), 1, 100)
+    page = write_report({"cliff": {r"_a$\frac$b": curve, "b": curve}}, tmp_path, title="t", settings={})
+    assert r"<b>_a$\frac$b</b>" in page.read_text()
+    legend = LossByPosition.figure({drawn_label("_a"): curve}).legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == [" _a"]
+    assert curve.plot(tmp_path / "one", label=r"$\frac$")
 
 
 def test_rows_of_text(tmp_path):
