@@ -61,8 +61,6 @@ def string_in_force(model: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-
-
 @dataclass(frozen=True)
 class _Plan:
     """Of one forward.

@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from ..adapter_watch import require_no_decoder_in_adapters
-from ..attention.string_positions import has_string_positions
+from ..attention.string_positions import string_in_force
 from ..checked_numbers import require_integer
 from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
@@ -242,7 +242,7 @@ def _require_plain(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None
                 "can say so. For 'nope' use the rescaling 'drop-rope'; else take the view off with unpatch_model, or "
                 "patch it with when='train'."
             )
-    if has_string_positions(decoder):
+    if string_in_force(decoder) is not None:
         raise ValueError("export was called inside string_positions, and no checkpoint can say so: leave the block.")
     if causal_lm.is_remote_code():
         raise ValueError(f"{type(causal_lm).__name__} is code of a repository, which other programs do not run.")
