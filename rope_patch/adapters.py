@@ -46,7 +46,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     except ImportError as error:
         raise ImportError("load_adapter needs PEFT: pip install 'rope-patch[peft]'.") from error
     directory = os.path.expanduser(directory)
-    beside = os.path.join(directory, kwargs.get("subfolder") or "")
+    subfolder = kwargs.get("subfolder")
+    beside = os.path.join(directory, subfolder) if subfolder else directory
     specification = read_sidecar(beside)
     decoder = find_decoder(model)
     if state_of(decoder) is not None:

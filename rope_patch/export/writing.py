@@ -26,10 +26,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: `folder` is a file, or holds something.
     """
-    folder = folder.resolve()
     is_there = folder.exists()
     if is_there and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder: name a new one to export to.")
+    folder = folder.resolve()
     around = folder if is_there else folder.parent
     around.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=around))
