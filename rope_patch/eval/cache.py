@@ -14,7 +14,7 @@ from ..attention.string_positions import string_in_force
 from ..rotary import find_causal_lm
 
 _CHUNK = 1 << 24  # values hashed at once
-_LAYOUT = 4  # of what measures keep; another number where an earlier value could no longer be read
+_LAYOUT = 5  # of what measures keep; another number where an earlier value could not be read, or is another figure
 
 
 def model_hash(model: nn.Module) -> str:

@@ -29,7 +29,7 @@ from .prompt_grid import DEPTHS, check_retrieval
 from .result import Result
 from .retrieval import retrieval
 from .retrieval_grid import RetrievalGrid
-from .ruler import Ruler, chosen_tasks, ruler, ruler_prompts
+from .ruler import Ruler, ruler, ruler_prompts
 from .short_text import ShortText, chosen_benchmarks, short_text
 from .subject import Subject
 from .text import text_rows
@@ -125,7 +125,6 @@ class EvalPlan:
         if {"ruler", "short"} & set(self.measures):
             require_lm_eval()
         if "ruler" in self.measures:
-            chosen_tasks(self.ruler_tasks, haystack="given", squad=self.squad, hotpotqa=self.hotpotqa)
             ruler_prompts(
                 tokenizer,
                 [min(self.ruler_lengths or self.lengths, default=0)],
