@@ -31,7 +31,8 @@ def seed_pairs(runs: Sequence[Line], references: Sequence[Line]) -> list[tuple[L
 def difference(pairs: Sequence[tuple[Line, Line]], scores: Scores, digits: int = 3) -> str:
     """How much more the first runs of pairs have than the second ones, with the paired 95 % interval, or a dash.
 
-    Each prompt counts by the mean over pairs of its difference, and the bootstrap is over prompts.
+    Each prompt counts by the mean over pairs of its difference, and the bootstrap is over prompts. Where not all pairs
+    were measured, it says of how many seeds it is.
 
     Args:
         pairs: of one seed each, or with one reference for all.
@@ -44,7 +45,8 @@ def difference(pairs: Sequence[tuple[Line, Line]], scores: Scores, digits: int =
         return "-"
     per_prompt = over_seeds([[a - b for a, b in zip(ours, theirs, strict=True)] for ours, theirs in both])
     within = all(-1 <= d <= 1 for d in per_prompt)  # of shares; weighed ones may be more
-    return f"{fmean(per_prompt):+.{digits}f} {in_brackets(per_prompt, SHARES if within else None, digits)}"
+    fewer = f" of {len(both)} seed{'s' if len(both) > 1 else ''}" if len(both) < len(pairs) else ""
+    return f"{fmean(per_prompt):+.{digits}f} {in_brackets(per_prompt, SHARES if within else None, digits)}{fewer}"
 
 
 def macro(by_name: dict[str, list[float]], *without: str) -> list[float]:

@@ -13,7 +13,8 @@ JSON line a stage is added to --out, with every prompt's score, and what is in i
 --rates trains each arm at each rate, in both stages as the paper has it. --best then takes of each arm the rate that
 such a file has with the least "choice": the KL of the model's predictions from the native model's, in nats a token,
 within the native window of --choosing-rows held-out books of which nothing else is reported. It is what the first stage
-is to bring back, and needs none of the questions that arms are compared by.
+is to bring back, and needs none of the questions that arms are compared by. A line has the training of the stages
+before its own as "before".
 
 With --checkpoints a run that is cut off goes on: what it had measured is in OUT.parts.jsonl, and what its stages
 trained is kept until it is through. --table prints the means over seeds of such files, with what was won back of the
@@ -94,7 +95,7 @@ class Data:
 def run(arm: Arm, key: Line, args: argparse.Namespace, data: Data) -> Iterator[Line]:
     """Train one arm, and measure it after each stage that --out does not have, or as it is where it has none."""
     known = {line["after"] for line in read_lines(args.out) if has(line, key)}
-    before = None
+    before, trained = None, {}
     with kept_folder("-".join(map(str, key.values())), args.checkpoints) as folder:
         for stage in arm.stages:
             parts = Parts(args.out.with_suffix(".parts.jsonl") if args.checkpoints else None, {**key, "after": stage})
@@ -108,7 +109,8 @@ def run(arm: Arm, key: Line, args: argparse.Namespace, data: Data) -> Iterator[L
             if stage not in known and (stage == arm.stages[-1] or not args.last_stage):
                 model = begun(arm, before, args)
                 whole = model.merge_and_unload() if before is not None and arm.lora is not None else model
-                yield {"after": stage, **measure(whole, args, data, parts), **training}
+                yield {"after": stage, **measure(whole, args, data, parts), **training, "before": dict(trained)}
+            trained[stage] = training
 
 
 def begun(arm: Arm, before: Path | None, args: argparse.Namespace) -> Any:
@@ -150,7 +152,7 @@ def measure(model: Any, args: argparse.Namespace, data: Data, parts: Parts) -> L
                 data.tokenizer,
                 data=args.short_data,
                 limit=args.limit,
-                batch_size=64,
+                batch_size=16,  # all logits of a batch are held in float32, three times
                 chat_template="off",
                 remember=parts.remember,
             )

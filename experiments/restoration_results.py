@@ -187,9 +187,9 @@ def _logit_kl(runs: list[Line]) -> str:
     """Relations and the KL of predictions as stage 1 goes on, means over seeds."""
     lines: list[str] = []
     steps: list[int] = []
-    for (name, after), same in groups(runs).items():
-        logs = [[entry for entry in run.get("log", []) if "relation/logit_kl" in entry] for run in same]
-        if after != "distil" or not all(logs):
+    for name, of_runs in _first_stages(runs).items():
+        logs = [[entry for entry in log if "relation/logit_kl" in entry] for log in of_runs]
+        if not all(logs):
             continue
         steps = steps or [logs[0][round(k * (len(logs[0]) - 1) / 4)]["step"] for k in range(5)]
         parts = [part for part in logs[0][0] if part.startswith("relation/")]
@@ -200,6 +200,16 @@ def _logit_kl(runs: list[Line]) -> str:
     if not lines:
         return ""
     return "\n".join([*head(["stage 1, mean of the steps up to", "KL, nats", *map(str, steps)]), *lines])
+
+
+def _first_stages(runs: Sequence[Line]) -> dict[str, list[list[Line]]]:
+    """What stage 1 of each arm and seed logged, of lines behind it or behind both stages."""
+    logs: dict[str, dict[int, list[Line]]] = {}
+    for run in runs:
+        log = run.get("log") if run["after"] == "distil" else run.get("before", {}).get("distil", {}).get("log")
+        if log:
+            logs.setdefault(label(run), {})[run["seed"]] = log
+    return {name: list(by_seed.values()) for name, by_seed in logs.items()}
 
 
 # arm -> how the figure calls it

@@ -5,8 +5,7 @@ import math
 import re
 import runpy
 from functools import partial
-from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 
 import keeping_results
 import paper_claims
@@ -16,6 +15,7 @@ import rpsd_far_results
 import scaling
 from paired_results import seed_pairs
 from result_lines import mean_of, runs_by_arm
+from support.pages import RESULTS, ROOT, lines_of, share, text_of
 from support.training import trainer
 
 from rope_patch.eval.paired import paired_interval
@@ -23,22 +23,7 @@ from rope_patch.patch import view_source
 from rope_patch.rescalings import Rescaling
 from rope_patch.views import VIEWS, View
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def text_of(page):
-    """The page without bold marks and on one line, so that a sentence is found wherever it is broken."""
-    return " ".join((ROOT / page).read_text().replace("**", "").split())
-
-
-def lines_of(*files):
-    return [json.loads(line) for file in files for line in (RESULTS / file).read_text().splitlines()]
-
-
-def share(value, digits=2):
-    return f"{value:.{digits}f}".removeprefix("0") if value else "0"
 
 
 def means(runs, *kinds):
@@ -630,7 +615,7 @@ def test_what_each_method_gave_and_lost_in_the_readme():
     arms = "pi4", "pi4 hidden+cpt", "pi4 clm qkv 0.001+cpt"
     kept_share = [f"{100 * mean_of(arm, 'short_mean') / mean_of('native', 'short_mean'):.1f} %" for arm in arms]
     loss = [f"{mean_of(arm, 'loss_in_window'):.3f}" for arm in arms]
-    said = f"{kept_share[0]} → {kept_share[1]}; the control without teacher {kept_share[2]}"
+    said = f"{kept_share[0]} → {kept_share[1]}; the control without teacher {kept_share[2]}, not beyond chance"
     assert f"{said} | loss on books: {loss[1]}, the control {loss[2]} |" in readme
 
 
@@ -705,66 +690,6 @@ def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
         assert f"1.00 to 32768 tokens and {short(passkeys[5])} at 60000" in text and set(passkeys[:5]) == {"1.00"}
         assert short(keys[5]) in text and f"{lost:.3f}".removeprefix("0") in text
         assert short(cells["keep-2"][7]) in text and short(cells["native"][7]) in text
-
-
-def test_errors_of_the_restorations_are_those_over_benchmarks():
-    runs = lines_of("restoration-h200.jsonl")
-
-    def short(arm):
-        same = [run["short"] for run in runs if run["arm"] == arm and run["after"] in ("extend", None)]
-        return {name: 100 * mean(accuracy[name] for accuracy in same) for name in same[0]}
-
-    def kept(arm):
-        names = [name for name in short(arm) if name != "lambada_openai"]
-        return 100 * sum(short(arm)[n] for n in names) / sum(short("native")[n] for n in names)
-
-    def compared(arm, other):
-        differences = [short(arm)[name] - short(other)[name] for name in short(arm)]
-        return mean(differences), stdev(differences) / len(differences) ** 0.5, sum(d > 0 for d in differences)
-
-    results, control, ard = text_of("docs/results/restoration.md"), "pi4 clm qkv 0.001+cpt", "pi4 ard+cpt"
-    for arm in (ard, "pi4 hidden+cpt", "pi4 ard attn+v +logit+cpt"):
-        points, error, better = compared(arm, control)
-        assert f"| {kept(arm):.1f} | {points:.2f}, {error:.2f} | {better} of 8 |" in results
-    assert f"| {kept(control):.1f} | - | - |" in results
-    points, error, better = compared("pi4 hidden+cpt", ard)
-    assert (
-        f"{points:.2f} points of accuracy above LinearARD, standard error {error:.2f}, better in {better} of 8"
-        in results
-    )
-    assert f"{short('pi4 hidden+cpt')['lambada_openai'] - short(ard)['lambada_openai']:.1f} points" in results
-    for arm in (
-        ard,
-        control,
-        "pi4 hidden+cpt",
-        "pi4 ard attn+v +logit+cpt",
-        "pi4 clm 0.0005+cpt",
-        "pi4 native kl 1+cpt",
-    ):
-        whole = 100 * sum(short(arm).values()) / sum(short("native").values())
-        assert f"| {whole:.1f} | {kept(arm):.1f} |" in text_of("docs/distillation.md")
-
-
-def test_rates_of_linear_ard_are_those_of_their_file():
-    runs, said = lines_of("restoration-rates-h200.jsonl"), text_of("docs/results/restoration.md")
-    untrained = {run["arm"]: run for run in runs if run["rate"] is None}
-    assert f"Without training PI 4x is at {untrained['pi4']['choice']:.3f} nats" in said
-    arms = runs_by_arm([run for run in runs if run["rate"] is not None])
-    for same in arms.values():
-        assert [run["rate"] for run in same] == [2e-5, 2e-4, 1e-3]
-        far = [run["choice"] for run in same]
-        assert far == sorted(far, reverse=True)
-        cells = [f"{value:.3f}" if value >= 1 else share(value, 3) for value in far]
-        cells += [f"{mean_of(same[-1]['loss_by_position'], *span):.3f}" for span in ((0, 8192), (16384, 32768))]
-        assert f"| {' | '.join(cells)} |" in said, same[0]["arm"]
-    at_authors = {name: same[0]["choice"] for name, same in arms.items()}
-    control = at_authors.pop("pi4 qkv clm")
-    assert all(far > control - 0.0005 for far in at_authors.values())
-    assert all(
-        all(a["choice"] < b["choice"] for a, b in zip(same, arms["pi4 qkv cpt"], strict=True))
-        for name, same in arms.items()
-        if name != "pi4 qkv cpt"
-    )
 
 
 def test_controls_of_self_distillation_stand_beside_it():

@@ -243,6 +243,7 @@ def test_rates_are_swept_and_seeds_are_trained_at_the_best(study, monkeypatch, c
     again = study("seeds.jsonl", *command)[-1]
     same = ("choice", "loss_by_position", "short_scores", "log")
     assert {k: again[k] for k in same} == {k: lines[-1][k] for k in same}
+    assert again["before"]["distil"]["log"] == lines[-1]["before"]["distil"]["log"] != []
     assert [c["scores"] for c in again["asked"]] == [c["scores"] for c in lines[-1]["asked"]]
 
 
@@ -295,19 +296,24 @@ def test_intervals_are_those_of_the_bootstrap_over_prompts_of_means_over_seeds()
     expected = f"{sum(per_prompt) / 60:+.3f} ({low:+.3f} to {high:+.3f})"
     assert paired_results.difference(runs, lambda run: run["s"]) == expected
     assert paired_results.difference(runs, lambda _: []) == "-"
+    half = [runs[0], ({"s": []}, {"s": native})]  # not measured of one seed
+    assert paired_results.difference(half, lambda run: run["s"]) == (
+        f"{paired_results.difference(runs[:1], lambda run: run['s'])} of 1 seed"
+    )
 
 
 def test_rates_and_the_log_of_stage_1_have_tables_of_their_own():
     log = [{"step": 8 * k, "relation/q": 1 / k, "relation/logit_kl": 2 / k} for k in range(1, 6)]
     lines = [
         made_up("native", 0, None),
-        *(made_up("pi4 qkv", 0, "distil", rate, log=log, choice=9.0) for rate in (1e-4, 1e-3)),
+        made_up("pi4 qkv", 0, "distil", 1e-4, log=log, choice=9.0),
         made_up("pi4 qkv", 0, rate=1e-4, choice=0.3),
-        made_up("pi4 qkv", 0, rate=1e-3, choice=0.2),
+        made_up("pi4 qkv", 0, rate=1e-3, choice=0.2, log=[], before={"distil": {"log": log}}),
     ]
     printed = restoration_results.tables(lines)
     assert "| pi4 qkv | 0.0001: 0.3000 | **0.001: 0.2000** |" in printed
-    assert "| pi4 qkv, 0.001 | logit_kl | 2.0000 | 1.0000 | 0.6667 | 0.5000 | 0.4000 |" in printed
+    for rate in ("0.0001", "0.001"):  # a line of its own has it, or that of the last stage
+        assert f"| pi4 qkv, {rate} | logit_kl | 2.0000 | 1.0000 | 0.6667 | 0.5000 | 0.4000 |" in printed
     assert rates.best_rate(lines, {"arm": "pi4 qkv", "after": "extend"}) == 1e-3
     with pytest.raises(ValueError, match="run --rates first"):
         rates.best_rate(lines, {"arm": "pi4 qkv clm", "after": "extend"})
