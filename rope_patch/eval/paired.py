@@ -69,7 +69,7 @@ def paired_interval(
             for first in range(0, draws, at_once)
         ]
     )
-    out = math.sqrt(n / (n - 1)) * _student_t((1 + confidence) / 2, n - 1)
+    out = math.sqrt(n / (n - 1)) * student_t((1 + confidence) / 2, n - 1)
     tail = NormalDist().cdf(-out)
     low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
     return low, high
@@ -103,11 +103,21 @@ def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
     return fmean(y - x for x, y in zip(first, second, strict=True))
 
 
-def _student_t(probability: float, freedom: int) -> float:
-    """Quantile of Student's t by Cornish and Fisher's expansion, exact to 1 % from 3 degrees of freedom on.
+def student_t(probability: float, freedom: int) -> float:
+    """Quantile of Student's t: exact with 1 and 2 degrees of freedom, from 3 on by Cornish and Fisher's expansion.
 
-    Source: Abramowitz and Stegun, 26.7.5.
+    The expansion is exact to 1 % up to a `probability` of 0.975.
+
+    Args:
+        probability: that t is below the quantile, in (0, 1).
+        freedom: degrees of freedom, at least 1.
+
+    Source: Abramowitz and Stegun, 26.7.3, 26.7.4 (solved for t) and 26.7.5.
     """
+    if freedom == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom == 2:
+        return (2 * probability - 1) * math.sqrt(0.5 / (probability * (1 - probability)))
     z = NormalDist().inv_cdf(probability)
     terms = (
         (z**3 + z) / 4,

@@ -1,6 +1,6 @@
 """What a model lost and won beside another one, cell by cell, beyond noise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from statistics import fmean, median
@@ -9,14 +9,14 @@ from typing import Any, Literal
 from .comparisons import baseline_first
 from .lm_eval_tasks import LmEval
 from .loss_by_position import BLOCK, LossByPosition
+from .loss_intervals import interval_over_blocks, interval_over_rows
 from .paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, mean_difference, paired_interval
 from .result import Result
 from .retrieval_grid import RetrievalGrid
 from .ruler import Ruler
 from .short_text import ShortText
 
-_PARTS = 8  # of a row's span, where there are few rows
-_ENOUGH_ROWS = 20  # from here on whole rows are resampled
+_ONE_ROW = f"blocks of {BLOCK} tokens of one row"
 _TOLD = 3  # scores that the verdict names of those lost or won
 
 
@@ -31,10 +31,11 @@ class Cell:
         name: measure and length or span in words.
         first: mean of the model that this one is compared with.
         mean: of this model.
-        low: end of the 95 % interval of mean - first, by a paired bootstrap.
+        low: end of the 95 % interval of mean - first: of scores `paired_interval`, of losses `interval_over_rows`, or
+            `interval_over_blocks` where there is one row.
         high: the other end.
         n: pairs.
-        unit: what a pair is.
+        unit: what a pair is, in the plural.
         p: of McNemar's exact test; None where scores are not 0 and 1.
         different: pairs in which the two differ.
         higher_is_better: False for losses.
@@ -63,16 +64,24 @@ class Cell:
     def outcome(self) -> Literal["below", "above", "same"]:
         """Whether the model is worse or better than the other one beyond noise.
 
-        That is: the interval does not hold 0, at least six pairs differ, and McNemar's p, if there is one, is below
-        0.05. A bootstrap of a few pairs that differ is too sure of itself. A figure that is no number, as the loss of a
-        model that computes NaN, is worse than any that is one.
+        That is: the interval does not hold 0. Of scores, at least six pairs differ too, since a bootstrap of a few
+        pairs that differ is too sure of itself, and McNemar's p, if there is one, is below 0.05. Intervals of losses
+        are wide by themselves where there are few rows. A figure that is no number, as the loss of a model that
+        computes NaN, is worse than any that is one.
         """
         if not self.is_finite:
             return "below" if isfinite(self.first) else "above" if isfinite(self.mean) else "same"
-        beyond = (self.low > 0 or self.high < 0) and self.different >= MIN_DIFFERENT
+        beyond = self.low > 0 or self.high < 0
+        if self.higher_is_better and self.different < MIN_DIFFERENT:
+            beyond = False
         if not beyond or (self.p is not None and self.p >= 1 - CONFIDENCE):
             return "same"
         return "above" if (self.difference > 0) == self.higher_is_better else "below"
+
+    @property
+    def is_of_one_text(self) -> bool:
+        """Whether it is a loss on one row: what is won or lost in it may be another in other texts."""
+        return self.unit == _ONE_ROW
 
     @property
     def is_finite(self) -> bool:
@@ -138,11 +147,12 @@ class Regressions:
         said = [sentence for label in self.labels for sentence in self._about(label)]
         n_cells = len(self.cells)
         if n_cells:
+            by_chance = max(round(n_cells / 40), 1)
             said.append(
-                "A cell counts as lost or won if the 95 % interval of the difference leaves out 0, at least "
-                f"{MIN_DIFFERENT} pairs differ, and McNemar's exact p is below 0.05 where answers are right or wrong. "
-                f"Of {_counted(n_cells, 'cell')} without any true difference, up to {max(round(n_cells / 40), 1)} "
-                "would be called lost by chance, and as many won."
+                "A cell counts as lost or won if the 95 % interval of the difference leaves out 0. Of scores, at least "
+                f"{MIN_DIFFERENT} pairs must differ too, and McNemar's exact p is below 0.05 where answers are right "
+                f"or wrong. Of {_counted(n_cells, 'cell')} without any true difference, up to {by_chance} would be "
+                "called lost by chance, and as many won."
             )
         return said
 
@@ -158,18 +168,12 @@ class Regressions:
         ]
         said += [f"{label} lost{self._where(below)}: {_listed(below)}."] if below else []
         said += [f"{label} won{self._where(above)}: {_listed(above)}."] if above else []
-        widths = {
-            unit: median(least_difference(c) for c in cells if c.unit == unit and c.higher_is_better)
-            for unit in {c.unit for c in cells if c.higher_is_better}
-        }
-        for unit, width in sorted(widths.items()):
-            n = sorted({c.n for c in cells if c.unit == unit and c.higher_is_better})
-            over = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
-            if n[-1] < MIN_DIFFERENT:
-                said.append(f"Over {over} {unit} a cell, no difference counts: {MIN_DIFFERENT} must differ at least.")
-                continue
+        for unit in sorted({c.unit for c in cells}):
+            said += _unseen([c for c in cells if c.unit == unit and c.is_finite], unit)
+        if any(c.is_of_one_text for c in cells):
             said.append(
-                f"Over {over} {unit} a cell, a difference of less than about {100 * width:.0f} points would not show."
+                "Losses were read from one row, which is one text: what is won or lost in them is so for this text "
+                "alone, and only several rows show how much texts differ."
             )
         return said
 
@@ -194,9 +198,11 @@ class Regressions:
 def regressions(results: Mapping[str, Mapping[str, Result]], *, window: int | None = None) -> Regressions:
     """Compare each model with the one named "native", or else the first, in each measure and at each length.
 
-    Retrieval, RULER, short text and lm-eval's tasks are compared prompt by prompt, losses by parts of rows: each row of
-    a span of positions is cut into up to eight parts, or, from 20 rows on, is one. Spans go from a sixteenth of the
-    window on in powers of two. Other measures, and results that keep no scores of single prompts, are left out.
+    Retrieval, RULER, short text and lm-eval's tasks are compared prompt by prompt, losses row by row, since the tokens
+    of one text are no independent pairs. Where there is one row, its blocks of 64 tokens are compared, the interval
+    takes account of how alike neighbours are, and the verdict says that it is of this text alone. Spans of positions go
+    from a sixteenth of the window on in powers of two. Other measures, and results that keep no scores of single
+    prompts, are left out.
 
     Args:
         results: measure -> label -> result, as `run_suite` returns it.
@@ -268,16 +274,28 @@ def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosit
     end_of_all = len(first.blocks[0])
     edges = _edges(window, end_of_all)
     for start, end in zip(edges, edges[1:], strict=False):
-        parts = 1 if first.n_rows >= _ENOUGH_ROWS else min(_PARTS, end - start)
-        cuts = [start + (end - start) * k // parts for k in range(parts + 1)]
-        before, after = (
-            [fmean(row[a:b]) for row in curve.blocks for a, b in zip(cuts, cuts[1:], strict=False)]
-            for curve in (first, second)
-        )
-        unit = "rows" if parts == 1 else f"parts of {_counted(first.n_rows, 'row')}"
+        before, after = ([row[start:end] for row in curve.blocks] for curve in (first, second))
         name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
-        cells += _cell(label, measure, BLOCK * end, name, before, after, unit, higher_is_better=False)
+        if len(before) == 1:
+            cells += _cell(label, measure, BLOCK * end, name, before[0], after[0], _ONE_ROW, interval_over_blocks)
+        else:
+            means = [[fmean(row) for row in rows] for rows in (before, after)]
+            cells += _cell(label, measure, BLOCK * end, name, means[0], means[1], "rows", interval_over_rows)
     return cells
+
+
+def _unseen(cells: Sequence[Cell], unit: str) -> list[str]:
+    """How large a difference would have had to be, over cells of one unit."""
+    if not cells:
+        return []
+    n = sorted({c.n for c in cells})
+    over = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
+    width = median(least_difference(c) for c in cells)
+    if not cells[0].higher_is_better:
+        return [f"Over {over} {unit} a cell, a difference of less than about {width:.3f} nats would not show."]
+    if n[-1] < MIN_DIFFERENT:
+        return [f"Over {over} {unit} a cell, no difference counts: {MIN_DIFFERENT} must differ at least."]
+    return [f"Over {over} {unit} a cell, a difference of less than about {100 * width:.0f} points would not show."]
 
 
 def least_difference(cell: Cell) -> float:
@@ -308,18 +326,21 @@ def _cell(
     first: Sequence[float],
     second: Sequence[float],
     unit: str,
-    *,
-    higher_is_better: bool = True,
+    interval_of_losses: Callable[[Sequence[float]], tuple[float, float]] | None = None,
 ) -> list[Cell]:
-    """The cell; none where there are too few pairs to say anything."""
+    """The cell; none where there are too few pairs to say anything. Losses come with their interval."""
     if len(first) != len(second):
         raise ValueError(f"{name}: {label} has {len(second)} {unit}, the first model {len(first)}: nothing is paired.")
     if len(first) < 2:
         return []
     differences = [b - a for a, b in zip(first, second, strict=True)]
-    are_shares = higher_is_better and all(0 <= score <= 1 for score in (*first, *second))
-    low, high = paired_interval(differences, bounds=(-1.0, 1.0) if are_shares else None)
-    right_or_wrong = higher_is_better and {*first, *second} <= {0, 1}
+    if interval_of_losses is None:
+        are_shares = all(0 <= score <= 1 for score in (*first, *second))
+        low, high = paired_interval(differences, bounds=(-1.0, 1.0) if are_shares else None)
+        right_or_wrong = {*first, *second} <= {0, 1}
+    else:
+        low, high = interval_of_losses(differences)
+        right_or_wrong = False
     mean = fmean(first)
     return [
         Cell(
@@ -335,7 +356,7 @@ def _cell(
             unit,
             mcnemar(first, second) if right_or_wrong else None,
             sum(d != 0 for d in differences),
-            higher_is_better,
+            interval_of_losses is None,
         )
     ]
 

@@ -114,6 +114,11 @@ def verdict(results: Results, window: int) -> list[str]:
         said += [f"{word + ':':6}{_said(cell)}" for cell in cells] or [f"{word + ':':6}nothing that is beyond chance."]
     if any(not cell.higher_is_better for cell in compared.above + compared.below):
         said.append("The probability of the right next token is the geometric mean over tokens, exp(-loss).")
+    if any(cell.is_of_one_text for cell in compared.cells):
+        said.append(
+            "What is said of text holds for the one row that was read: other texts may differ. "
+            "`rope-patch eval --cliff --rows 8` compares both models on more."
+        )
     return [*said, *_unseen(results, compared)]
 
 

@@ -23,7 +23,7 @@ from rope_patch.eval import (
     run_suite,
     write_report,
 )
-from rope_patch.eval.paired import _student_t
+from rope_patch.eval.paired import student_t
 from rope_patch.eval.replies import shown_replies
 
 DEPTHS = [0.25, 0.75]
@@ -102,8 +102,8 @@ def test_pairs_that_differ_alike_leave_room_for_others(n, alike):
 
 
 def test_students_t_is_that_of_the_tables():
-    table = {5: 2.5706, 10: 2.2281, 30: 2.0423, 199: 1.9720}
-    assert {n: _student_t(0.975, n) for n in table} == pytest.approx(table, rel=1e-3)
+    table = {1: 12.7062, 2: 4.3027, 5: 2.5706, 10: 2.2281, 30: 2.0423, 199: 1.9720}
+    assert {n: student_t(0.975, n) for n in table} == pytest.approx(table, rel=1e-3)
 
 
 @pytest.mark.parametrize(("b", "c"), [(0, 0), (5, 0), (6, 0), (1, 9), (12, 3), (40, 25)])
@@ -193,12 +193,30 @@ def test_losses_are_compared_by_spans_of_the_window():
     }
     lost = comparison.below[0]
     expected = (moved - base)[:, 4:8].mean().item()
-    assert lost.difference == pytest.approx(expected) and lost.low < expected < lost.high and lost.n == 16
-    assert "loss 256..511 (" in " ".join(comparison.verdict()) and "parts of 4 rows" in lost.unit
+    assert lost.difference == pytest.approx(expected) and lost.low < expected < lost.high
+    words = " ".join(comparison.verdict())
+    assert (lost.n, lost.unit) == (4, "rows") and "loss 256..511 (" in words and "one text" not in words
+    assert "Over 4 rows a cell, a difference of less than about" in words and "nats would not show." in words
     with pytest.raises(ValueError, match="other read other rows"):
         regressions({"cliff": {"native": curve(base.tolist()), "other": curve(base.tolist(), rows_hash="x")}})
-    many = base.repeat(5, 1).tolist()
-    assert {c.unit for c in regressions({"cliff": {"a": curve(many), "b": curve(many)}}).cells} == {"rows"}
+
+
+def test_a_difference_of_losses_that_is_the_same_in_one_text_alone_is_none():
+    """One row of four lost in every part of it, the others in none: four rows are four pairs, not 32."""
+    base = torch.full((4, 32), 3.0, dtype=torch.float64)
+    other = base + 0.001 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    other[0] += 0.5
+    compared = regressions({"cliff": {"native": curve(base.tolist()), "other": curve(other.tolist())}})
+    assert {cell.outcome for cell in compared.cells} == {"same"}
+
+
+def test_the_verdict_of_one_row_is_of_that_text():
+    base = [[3.0] * 32]
+    other = [[3.0] * 16 + [3.5 + 0.01 * (k % 3) for k in range(16)]]
+    compared = regressions({"cliff": {"native": curve(base), "other": curve(other)}})
+    (lost,) = compared.below
+    assert lost.is_of_one_text and (lost.n, lost.unit) == (16, "blocks of 64 tokens of one row")
+    assert any("is so for this text alone" in sentence for sentence in compared.verdict())
 
 
 def test_a_loss_that_is_no_number_is_lost():

@@ -236,7 +236,7 @@ def test_a_folder_that_had_a_report_keeps_only_what_is_still_true(results, tmp_p
 
 
 def test_the_page_counts_from_one_and_cuts_no_digits(results, tmp_path):
-    """Two curves that differ by 0.04: "+0.040" stands below "+0.048", and one row is no "rows"."""
+    """Two curves that differ by 0.04: "+0.040" stands below "+0.048"."""
     curves = {
         label: LossByPosition(torch.full((2048,), loss, dtype=torch.float64), 1, 1024, ((loss,) * 32,), "same")
         for label, loss in (("native", 2.0), ("pi", 2.04))
@@ -244,7 +244,8 @@ def test_the_page_counts_from_one_and_cuts_no_digits(results, tmp_path):
     html = write_report({"cliff": curves}, tmp_path, title="t", settings={}).read_text()
     row = next(line for line in html.splitlines() if "<td>loss 512..1023</td>" in line)
     cells = re.findall(r"<td[^>]*>(.*?)</td>", row)
-    assert cells[1:5] == ["2.000 nats", "2.040 nats", "+0.040", "+0.040 to +0.040"] and cells[-1] == "8 parts of 1 row"
+    assert cells[1:5] == ["2.000 nats", "2.040 nats", "+0.040", "+0.040 to +0.040"]
+    assert cells[-1] == "8 blocks of 64 tokens of one row"
     html = write_report(results[0], tmp_path / "r", title="t", settings={}).read_text()
     numbers = {int(n) for n in re.findall(r"tokens, wording (\d) of 4</h3>", html)}
     assert numbers and numbers <= {1, 2, 3, 4}
