@@ -79,7 +79,7 @@ def run_facts(
         tokens: that it has seen.
     """
     args, model = trainer.args, trainer.model
-    base = BaseModel.of(find_causal_lm(model).config._name_or_path)
+    base = BaseModel.of(find_causal_lm(model).config._name_or_path, trainer.base_revision)
     before = earlier[-1].get("run", {}).get("rescalings", []) if earlier else []
     state = None if source is None else state_of(find_decoder(model))
     rescalings = () if state is None else state.rescalings

@@ -113,6 +113,8 @@ class RopeSFTTrainer(SFTTrainer):
 
     args: RopeSFTConfig
     model: Any  # TRL allows None for a while; here it is a model once __init__ is through
+    base_revision: str | None
+    """Of the hub, which the model card names: that of `model_init_kwargs`. Set it where a loaded model was given."""
 
     def __init__(
         self,
@@ -192,6 +194,8 @@ class RopeSFTTrainer(SFTTrainer):
             if source is None
             else training_method(config, source.view, source.clock.seed)
         )
+        loading: Any = config.model_init_kwargs or {}
+        self.base_revision = loading.get("revision") if isinstance(model, str) else None
         self._record = RunRecord(self, source, method, dataset_facts)
         self._ranks = SequenceRanks.of(self.accelerator)
         self._whole: dict[str, Any] | None = None  # rows of the batch in flight, where ranks share them

@@ -1,7 +1,7 @@
 """Which model a checkpoint was made of, as a page may name it: by its id on the hub, and never by a path."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,15 +20,22 @@ class BaseModel:
         name: its id on the hub, or the name of the folder that it was loaded from.
         is_on_hub: which of the two.
         license: as its own card says, "" where there is none on this machine.
+        revision: branch, tag or commit on the hub that was loaded; "" for "main".
     """
 
     name: str
     is_on_hub: bool
     license: str = ""
+    revision: str = ""
 
     @classmethod
-    def of(cls, name_or_path: str) -> Self | None:
-        """What `from_pretrained` was given; None for a model that was loaded from nowhere."""
+    def of(cls, name_or_path: str, revision: str | None = None) -> Self | None:
+        """What `from_pretrained` was given; None for a model that was loaded from nowhere.
+
+        Args:
+            name_or_path: hub id or folder.
+            revision: of a model on the hub; None is "main". Of a folder it says nothing and is left out.
+        """
         if not name_or_path:
             return None
         folder = Path(name_or_path)
@@ -39,17 +46,18 @@ class BaseModel:
             return cls(folder.resolve().name, False, _license_in(folder / "README.md"))
         if folder.is_absolute() or not _is_repo_id(name_or_path):
             return cls(folder.name, False)
-        page = try_to_load_from_cache(name_or_path, "README.md")
-        return cls(name_or_path, True, _license_in(Path(page)) if isinstance(page, str) else "")
+        page = try_to_load_from_cache(name_or_path, "README.md", revision=revision)
+        license_ = _license_in(Path(page)) if isinstance(page, str) else ""
+        return cls(name_or_path, True, license_, "" if revision in (None, "main") else revision)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values, which `from_dict` takes back."""
-        return {"name": self.name, "is_on_hub": self.is_on_hub, "license": self.license}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """What `to_dict` wrote."""
-        return cls(values["name"], values["is_on_hub"], values.get("license", ""))
+        return cls(values["name"], values["is_on_hub"], values.get("license", ""), values.get("revision", ""))
 
 
 def _is_repo_id(name: str) -> bool:

@@ -96,6 +96,19 @@ def test_a_base_model_of_the_hub_is_named_and_loaded_by_its_id(tmp_path):
     assert card.data.base_model == "owner/model" and card.data.base_model_relation == "adapter"
     assert "[owner/model](https://huggingface.co/owner/model)" in card.text
     assert 'from_pretrained("owner/model", dtype="auto")' in card.text
+    run.base_revision = "v1"
+    run.save_model()
+    card = card_in(tmp_path / "out")
+    assert "(https://huggingface.co/owner/model) at revision `v1`, trained with rope-patch." in card.text
+    assert 'from_pretrained("owner/model", revision="v1", dtype="auto")' in card.text
+
+
+def test_the_revision_of_a_model_given_by_name_is_that_of_its_loading(tmp_path, base):
+    run = trainer(tmp_path / "out", model=str(base), model_init_kwargs={"revision": "v1"})
+    assert run.base_revision == "v1"
+    assert trainer(tmp_path / "other", model=str(base)).base_revision is None
+    run.save_model()
+    assert "`base`, a model in a local folder; trained" in card_in(tmp_path / "out").text, "a folder has none"
 
 
 def test_the_contract_of_trl(tmp_path, base):

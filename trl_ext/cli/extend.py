@@ -21,6 +21,7 @@ def add_commands(commands: Any) -> None:
     )
     extend.set_defaults(run=run_extend)
     extend.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
+    extend.add_argument("--model-revision", metavar="NAME", help="branch, tag or commit on the hub; default: main")
     extend.add_argument("--to", type=int, required=True, metavar="N", help="the window that you want, in tokens")
     extend.add_argument(
         "--data",

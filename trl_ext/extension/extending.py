@@ -127,7 +127,7 @@ class _Run:
         self.stages = Stages(options.folder)
         self._require_folder()
         _require_targets(options)
-        self.facts = ModelFacts.of(options.model)
+        self.facts = ModelFacts.of(options.model, options.model_revision)
         backend = getattr(self.facts.tokenizer, "backend_tokenizer", None)
         if "llama.cpp" in options.targets and backend is not None:
             require_known_tokenizer(self.facts.config.model_type, backend.to_str())
@@ -183,7 +183,7 @@ class _Run:
     def _stages(self) -> Extended:
         root, options, run = self.options.folder, self.options, self.stages.run
         model, trained = root / "model", root / "trained"
-        before = run("before", lambda: self._measure("Measuring the model as it is", measuring.BEFORE, options.model))
+        before = run("before", lambda: self._measure("Measuring the model as it is", measuring.BEFORE, None))
         run("rows", lambda: self._rows(root / "rows.jsonl"))
         run("train", lambda: self._train(root / "rows.jsonl", trained))
         served = {"transformers": run("model", lambda: self._export(trained, model, "transformers"))}
@@ -193,7 +193,7 @@ class _Run:
                 folder = root / f"model-{target}"
                 served[target] = run(f"model-{target}", lambda f=folder, t=target: self._export(model, f, t))  # type: ignore[misc]
         results = measuring.together(before, after)
-        settings = {"model": options.model, "data": ", ".join(options.data), "measured on": self.texts.said}
+        settings = {"model": self.facts.said, "data": ", ".join(options.data), "measured on": self.texts.said}
         settings |= installed_versions("trl")
         page = measuring.report(results, root / "report", self.facts.name, self.eval_plan, self.choices, settings)
         window = self.facts.window
@@ -207,7 +207,7 @@ class _Run:
             answers=measuring.answers(results),
         )
 
-    def _measure(self, title: str, label: str, model: str | Path) -> dict[str, Any]:
+    def _measure(self, title: str, label: str, model: Path | None) -> dict[str, Any]:
         self.tell(f"\n{title}.")
         cache, begin = self.options.folder / "cache", time.perf_counter()
         device = str(self.options.device)

@@ -29,6 +29,7 @@ class ModelFacts:
         tokenizer: of the model.
         window: positions that it was pretrained on.
         dtype: of its checkpoint.
+        revision: branch, tag or commit of a model on the hub; None is "main".
     """
 
     name: str
@@ -36,22 +37,37 @@ class ModelFacts:
     tokenizer: Any
     window: int
     dtype: torch.dtype
+    revision: str | None = None
 
     @classmethod
-    def of(cls, name: str) -> "ModelFacts":
+    def of(cls, name: str, revision: str | None = None) -> "ModelFacts":
         """Read config and tokenizer; no weights.
 
+        Args:
+            name: hub id or folder.
+            revision: of a model on the hub; None is "main".
+
         Raises:
-            ValueError: no such model, one without RoPE or a window, an adapter, or a model that is rescaled already.
+            ValueError: no such model or revision, a revision of a folder, a model without RoPE or a window, an adapter,
+                or a model that is rescaled already.
         """
+        if revision is not None and Path(name).is_dir():
+            raise ValueError(
+                f"--model-revision {revision} is of a model on the hub, and {name} is a folder: leave it out, or name "
+                "the model by its hub id."
+            )
+        if revision == "":
+            raise ValueError("--model-revision must name a branch, tag or commit on the hub, got an empty name.")
         if (Path(name) / "adapter_config.json").is_file():
             raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
         try:
-            config = AutoConfig.from_pretrained(name)
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, revision=revision or "main")
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
         except OSError as error:
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"{name} is no folder with a checkpoint, and from the hub: {reason}") from error
+            raise ValueError(
+                f"{_said(name, revision)} is no folder with a checkpoint, and from the hub: {reason}"
+            ) from error
         text = config.get_text_config(decoder=True)
         window = getattr(text, "max_position_embeddings", None)
         if window is None:
@@ -59,7 +75,18 @@ class ModelFacts:
                 f"the config of {name} names no window (max_position_embeddings), so where it ends is not known."
             )
         dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-        return cls(name, config, tokenizer, window, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        return cls(
+            name, config, tokenizer, window, getattr(torch, dtype) if isinstance(dtype, str) else dtype, revision
+        )
+
+    @property
+    def said(self) -> str:
+        """Name and revision, in words."""
+        return _said(self.name, self.revision)
+
+    def load(self, dtype: torch.dtype) -> Any:
+        """The model with its weights, on the CPU."""
+        return AutoModelForCausalLM.from_pretrained(self.name, dtype=dtype, revision=self.revision or "main")
 
     def twin(self) -> PreTrainedModel:
         """The model without weights: tensors on the device "meta", RoPE and all modules as they are."""
@@ -202,6 +229,10 @@ class ModelSize:
             keys=keys,
             vocabulary=head.shape[0],
         )
+
+
+def _said(name: str, revision: str | None) -> str:
+    return name if revision is None else f"{name} at revision {revision}"
 
 
 def _attention_linears(decoder: nn.Module) -> list[tuple[str, Any]]:

@@ -40,13 +40,16 @@ def eval_plan(facts: ModelFacts, to: int, choices: Choices, seed: int) -> EvalPl
 
 
 def measure(
-    label: str, folder: str | Path, facts: ModelFacts, plan: EvalPlan, texts: Texts, device: str, cache: Path
+    label: str, folder: Path | None, facts: ModelFacts, plan: EvalPlan, texts: Texts, device: str, cache: Path
 ) -> dict[str, Any]:
-    """Results by measure, as JSON values, of the checkpoint in `folder`, in its own dtype on a GPU."""
+    """Results by measure, as JSON values, in the model's own dtype on a GPU.
+
+    Of the checkpoint in `folder`, None for the model as it came.
+    """
 
     def load() -> Any:
         dtype = torch.float32 if device == "cpu" else facts.dtype
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model: Any = facts.load(dtype) if folder is None else AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         return model.to(device).eval()
 
     # figures are told in words when all are there

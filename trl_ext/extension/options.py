@@ -22,6 +22,7 @@ class ExtendOptions:
 
     Args:
         model: hub id, or folder of a checkpoint.
+        model_revision: branch, tag or commit of a model on the hub; None is "main".
         to: target window, in positions.
         data: files of documents: .jsonl(.xz, .gz) with `text`, or text files of one document each.
         output: folder of everything that is made.
@@ -54,6 +55,7 @@ class ExtendOptions:
     """
 
     model: str
+    model_revision: str | None = None
     to: int
     data: tuple[str, ...]
     output: str

@@ -94,7 +94,7 @@ class ExtensionPlan:
     def __str__(self) -> str:
         device = f"{self.machine.name} with {self.machine.memory / GIB:.1f} free"
         lines = [
-            f"The model: {self.facts.name}",
+            f"The model: {self.facts.said}",
             *(f"  {line}" for line in self.facts.lines()),
             "",
             f"What will be done to reach {self.options.to:,} positions, and why",

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM
 
 from rope_patch.eval.text import read_json_lines
 
@@ -72,7 +71,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def _written(facts: ModelFacts, options: ExtendOptions, tokens: int, kind: str) -> list[list[int]]:
     dtype = torch.float32 if options.device == "cpu" else facts.dtype
-    model: Any = AutoModelForCausalLM.from_pretrained(facts.name, dtype=dtype)
+    model: Any = facts.load(dtype)
     model = model.to(options.device).eval()
     common: dict[str, Any] = {"temperature": 1.0, "seed": options.seed, "batch_size": None, "progress": True}
     if kind == "chats":

@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
-
-from rope_patch.tokenizer_window import widen_tokenizer_of
 
 from ..config import RopeSFTConfig
 from ..trainer import RopeSFTTrainer
@@ -65,7 +62,11 @@ def adapters(choices: Choices, facts: ModelFacts) -> Any:
 
     rank = weights["lora_rank"]
     return LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=list(facts.attention_projections), task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=list(facts.attention_projections),
+        task_type="CAUSAL_LM",
+        revision=facts.revision,  # of the base model, which the export loads again
     )
 
 
@@ -98,7 +99,7 @@ def train(
     """
     steps = n_steps(len(rows), options.rows_per_step)
     config = RopeSFTConfig(output_dir=str(folder), **training_fields(choices, options, steps))
-    loaded: Any = AutoModelForCausalLM.from_pretrained(facts.name, dtype=training_dtype(choices))
+    loaded = facts.load(training_dtype(choices))
     trainer = RopeSFTTrainer(
         loaded.to(options.device),
         config,
@@ -108,6 +109,7 @@ def train(
         processing_class=facts.tokenizer,
         peft_config=adapters(choices, facts),
     )
+    trainer.base_revision = facts.revision
     del loaded
     for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
         trainer.remove_callback(printing)
@@ -120,12 +122,9 @@ def train(
     finally:
         progress.close()
     seconds = time.perf_counter() - begin
-    if choices.weights.value["train"] == "lora":
-        trainer.save_model(str(result))
-    else:
-        trainer.model.to(facts.dtype).save_pretrained(result)
-        facts.tokenizer.save_pretrained(result)
-        widen_tokenizer_of(result, trainer.model)
+    if choices.weights.value["train"] != "lora":
+        trainer.model.to(facts.dtype)
+    trainer.save_model(str(result))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]
     figures = {

@@ -31,6 +31,15 @@ def test_ids_are_told_from_paths(given, name, is_on_hub):
     assert BaseModel.of(given) == BaseModel(name, is_on_hub)
 
 
+def test_a_revision_is_of_a_model_on_the_hub(tmp_path):
+    base = BaseModel.of("owner/model", "v1")
+    assert base == BaseModel("owner/model", True, revision="v1") and BaseModel.from_dict(base.to_dict()) == base
+    assert BaseModel.of("owner/model", "main") == BaseModel.of("owner/model") == BaseModel("owner/model", True)
+    assert BaseModel.of(str(tmp_path), "v1").revision == ""
+    earlier = {"name": "owner/model", "is_on_hub": True}
+    assert BaseModel.from_dict(earlier).revision == "", "a record of before there were revisions"
+
+
 def test_a_model_that_was_loaded_from_nowhere_has_no_base():
     assert BaseModel.of("") is None
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import gemma3, tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 WINDOW = 800
 TEXT = "It was a dark night. The wind blew! Who was there? "
@@ -29,6 +29,25 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "other.jsonl").write_text(json.dumps({"body": "short"}) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def hub(folder, monkeypatch):
+    """A hub with the model "owner/base": its revisions "v1" and "v1.1" are the folder "base", others are not there."""
+    for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
+
+        def from_hub(name, *args, revision="main", real=kind.from_pretrained, **kwargs):
+            if str(name) != "owner/base":
+                return real(name, *args, **kwargs)
+            if revision not in ("v1", "v1.1"):
+                raise OSError(f"{revision} is not a valid git identifier for this model name.")
+            made = real("base", *args, **kwargs)
+            if isinstance(made, torch.nn.Module):
+                made.name_or_path = made.config._name_or_path = name
+            return made
+
+        monkeypatch.setattr(kind, "from_pretrained", from_hub)
+    return folder
 
 
 @pytest.fixture

@@ -292,6 +292,36 @@ def test_of_large_files_both_ends_are_looked_at(tmp_path, monkeypatch):
     assert model_files_module.model_files("someone/on-the-hub") == {}
 
 
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_a_revision_of_a_model_on_the_hub_is_taken_and_named(train, hub, quick, monkeypatch):
+    found = {}
+
+    def page(results, folder, name, plan, choices, settings):
+        found.update(settings)
+        return folder / "report.html"
+
+    monkeypatch.setattr(measuring, "report", page)
+    options = {"model": "owner/base", "model_revision": "v1", "train": train}
+    assert "The model: owner/base at revision v1" in str(run(dry_run=True, **options))
+    done = run(**options)
+    assert found["model"] == "owner/base at revision v1"
+    assert json.loads((hub / "out/extend.json").read_text())["model_revision"] == "v1"
+    card = (done.model / "README.md").read_text()
+    assert "[owner/base](https://huggingface.co/owner/base) at revision `v1`, trained with rope-patch." in card
+    with pytest.raises(ValueError, match="holds a run with other settings: model_revision 'v1' there and 'v1.1' here"):
+        run(**{**options, "model_revision": "v1.1"})
+
+
+def test_a_revision_that_is_none_is_refused_before_anything_is_done(hub):
+    with pytest.raises(ValueError, match="owner/base at revision v2 is no folder .*: v2 is not a valid git identifier"):
+        run(model="owner/base", model_revision="v2")
+    with pytest.raises(ValueError, match="--model-revision v1 is of a model on the hub, and base is a folder: leave"):
+        run(model="base", model_revision="v1")
+    with pytest.raises(ValueError, match="--model-revision must name a branch, tag or commit on the hub, got an empty"):
+        run(model="owner/base", model_revision="")
+    assert not (hub / "out").exists()
+
+
 def test_an_adapter_is_to_be_merged_first(folder):
     (folder / "base/adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="base is an adapter: merge it first, with rope-patch export base --output"):
