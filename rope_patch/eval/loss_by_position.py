@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ..attention.plain import last_hidden_states
 from .cache import data_hash
+from .json_values import json_values, with_nan
 from .progress import token_bar
 from .result import Result
 from .subject import Subject
@@ -122,15 +123,15 @@ class LossByPosition(Result):
             "seq_len": self.seq_len,
             "n_rows": self.n_rows,
             "window": self.window,
-            "loss": [None, *self.loss[1:].tolist()],
-            "blocks": [list(row) for row in self.blocks],
+            "loss": json_values(self.loss.tolist()),
+            "blocks": json_values(self.blocks),
             "rows_hash": self.rows_hash,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        loss = torch.tensor([torch.nan, *values["loss"][1:]], dtype=torch.float64)
-        blocks = tuple(tuple(row) for row in values.get("blocks", ()))
+        loss = torch.tensor(with_nan(values["loss"]), dtype=torch.float64)
+        blocks = tuple(tuple(row) for row in with_nan(values.get("blocks", ())))
         return cls(loss, values["n_rows"], values["window"], blocks, values.get("rows_hash", ""))
 
     def binned(self, bin_size: int | None = None) -> list[dict[str, float]]:

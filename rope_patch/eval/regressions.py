@@ -7,6 +7,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from .comparisons import baseline_first
+from .json_values import json_values
 from .lm_eval_tasks import LmEval
 from .loss_by_position import BLOCK, LossByPosition
 from .loss_intervals import interval_over_blocks, interval_over_rows
@@ -106,8 +107,9 @@ class Cell:
         return f"{self.name} ({change}, 95 % from {100 * self.low:+.0f} to {100 * self.high:+.0f})"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {**asdict(self), "difference": self.difference, "outcome": self.outcome}
+        """As JSON values; a number that is NaN or infinite is None."""
+        values: dict[str, Any] = json_values({**asdict(self), "difference": self.difference})
+        return {**values, "outcome": self.outcome}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from ..environment import device_name, installed_versions
 from .comparisons import baseline_first, in_distribution_penalty, over_one_window, recovery_ratio
 from .figures import drawn_label, require_matplotlib, save_figure
+from .json_values import json_values
 from .loss_by_position import LossByPosition
 from .regressions import Cell, regressions
 from .replies import shown_replies
@@ -35,7 +36,8 @@ def write_report(
     `report.html` needs no other file: pictures are inside it. It opens with what each model lost and won beside the
     first one, the cells where it lost, and some of the models' own answers. Beside it are `results.json`,
     `tables/regressions.csv`, and for each measure `figures/NAME.png`, `figures/NAME.svg` and `tables/NAME.csv`. Those
-    that an earlier report left in the folder are removed; other files stay.
+    that an earlier report left in the folder are removed; other files stay. A figure that is NaN or infinite is null in
+    `results.json`.
 
     Args:
         results: measure -> label -> result; the label "native", or else the first, is what the others are compared
@@ -91,7 +93,8 @@ def write_report(
         "regressions": compared.to_dict(),
         "results": values,
     }
-    (folder / "results.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(json_values(stored), indent=1, allow_nan=False)
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     environment = Environment(
         loader=PackageLoader("rope_patch.eval", "templates"), autoescape=True, undefined=StrictUndefined
     )

@@ -4,7 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_type_hints
+
+from .json_values import is_of_floats, json_values, with_nan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,13 +24,17 @@ class Result(ABC):
     """The column of `table` that models are compared by."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values; `from_dict` takes it back."""
-        return asdict(self)  # type: ignore[call-overload]  # every subclass is a dataclass
+        """Everything as JSON values; `from_dict` takes it back.
+
+        A number that is NaN or infinite, as the loss of a model that overflows, is None: JSON has neither.
+        """
+        return json_values(asdict(self))  # type: ignore[call-overload]  # every subclass is a dataclass
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The result that `to_dict` wrote."""
-        return cls(**values)
+        """The result that `to_dict` wrote; None where there can only be a number is NaN."""
+        hints = get_type_hints(cls)
+        return cls(**{k: with_nan(value) if is_of_floats(hints.get(k)) else value for k, value in values.items()})
 
     @abstractmethod
     def headline(self) -> dict[str, float]:

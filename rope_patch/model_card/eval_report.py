@@ -1,6 +1,7 @@
 """The figures of a report of `rope-patch eval`, for the card of one of the models that it measured."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ class EvalFigures:
     Args:
         labels: of the models, in the order of the report.
         own: the label of the model of the card, None where the report does not say which it is.
-        rows: (figure, value of each label, None where it was not measured).
+        rows: (figure, value of each label: None where it was not measured, NaN where what was is no number).
         conditions: under which it was measured, name and value.
     """
 
@@ -46,7 +47,7 @@ class EvalFigures:
             stored = json.loads(file.read_text(encoding="utf-8"))
             settings, summary = stored["settings"], stored["summary"]
             labels = tuple(dict.fromkeys(label for row in summary for label in row["values"]))
-            rows = tuple((row["figure"], tuple(row["values"].get(label) for label in labels)) for row in summary)
+            rows = tuple((row["figure"], tuple(_figure(row["values"], label) for label in labels)) for row in summary)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"report: {file} is not what `rope-patch eval` writes: {error!r}.") from error
         conditions = tuple((name, str(settings[name])) for name in _CONDITIONS if settings.get(name) is not None)
@@ -63,6 +64,12 @@ class EvalFigures:
             figures = cls.read(around, folder)
             return figures if figures.own is not None else None
         return None
+
+
+def _figure(values: dict[str, Any], label: str) -> float | None:
+    if label not in values:
+        return None
+    return math.nan if values[label] is None else values[label]
 
 
 def _label_of(settings: dict[str, Any], labels: tuple[str, ...], checkpoint: Any) -> str | None:
