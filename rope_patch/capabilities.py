@@ -232,6 +232,11 @@ def why_unreachable(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
     return None
 
 
+def computes_own_attention(model: nn.Module) -> bool:
+    """Whether no module of a model looks its attention up in Transformers' table, where calls can be watched."""
+    return not any(_asks_for_attention(module) for module in model.modules())
+
+
 def _asks_for_attention(module: nn.Module) -> bool:
     """Whether `forward` looks its attention up in Transformers' table; a family may have a table of its own."""
     table = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ..attention.calls import AttentionCall, attention_name, watched_attention
+from ..capabilities import computes_own_attention
+from ..rotary import find_causal_lm
 from .progress import token_bar
 from .result import Result
 from .subject import Subject
@@ -17,8 +19,12 @@ from .subject import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# (layer index, probabilities [n_heads of one group, n_queries, seq_len] float32)
-Visit = Callable[[int, torch.Tensor], None]
+# (layer index, softmax over keys [n_heads of one group, n_queries, seq_len] float32, the share of attention that goes
+# to keys [n_heads of one group, n_queries, 1] float32, which is 1 without an attention sink)
+Visit = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+# modules that give a layer other keys than those of its tokens, or let each query see some of them only
+_CHOOSES_KEYS = ("indexer", "compressor")
 
 LAST = 256
 """Queries at the end of a row whose distances are counted where no number is named: RPSD's."""
@@ -34,7 +40,8 @@ class AttentionDistance(Result):
         threshold: weights above this count in `count`.
         edges: distances, query index minus key index, between which `count` and `mass` are summed.
         count: [n_layers][n_bins], weights above the threshold, per query and head.
-        mass: [n_layers][n_bins], attention weight, per query and head; a layer's sum is 1.
+        mass: [n_layers][n_bins], attention weight, per query and head; a layer's sum is 1, or less by what its
+            attention sinks take, as in gpt-oss.
         n_rows: rows that the means are over.
     """
 
@@ -102,6 +109,8 @@ class AttentionDistance(Result):
 class EntropyRatio(Result):
     """Row entropy of attention beyond the window over that within it.
 
+    Of what goes to keys: where heads have attention sinks, as in gpt-oss, weights count as multiples of their sum.
+
     Args:
         window: positions on either side of which entropies are compared.
         inside: mean row entropy of queries within it, in nats, over layers, heads and rows.
@@ -162,8 +171,11 @@ def attention_distance(
 ) -> AttentionDistance:
     """Histogram of query index minus key index over the attention of the last queries of each row.
 
+    The weight of key j for query i is exp(s_ij) / (exp(b) + sum_k exp(s_ik)), with b the head's attention sink; exp(b)
+    is 0 where it has none.
+
     Args:
-        model: a causal LM on sdpa or eager attention.
+        model: a causal LM on sdpa or eager attention, with attention sinks or without.
         rows: token ids, int64 [n_rows, n].
         last: queries from the end.
         threshold: weights above it are counted; the weight itself is summed as well.
@@ -187,11 +199,11 @@ def attention_distance(
     mass: dict[int, torch.Tensor] = {}
     heads: dict[int, int] = {}
 
-    def visit(layer: int, probabilities: torch.Tensor) -> None:
-        for of_head in probabilities:  # one head at a time: sums from the left are in float64
+    def visit(layer: int, over_keys: torch.Tensor, to_keys: torch.Tensor) -> None:
+        for of_head in over_keys * to_keys:  # one head at a time: sums from the left are in float64
             mass[layer] = mass.get(layer, 0) + _run_sums(of_head, ends)
             count[layer] = count.get(layer, 0) + _run_sums(of_head > threshold, ends)
-        heads[layer] = heads.get(layer, 0) + probabilities.shape[0]
+        heads[layer] = heads.get(layer, 0) + over_keys.shape[0]
 
     _read(subject, rows, queries, visit, "attention distance", progress)
     layers = sorted(mass)
@@ -211,8 +223,10 @@ def entropy_ratio(
 ) -> EntropyRatio:
     """H(beyond) / H(within): mean entropy of attention rows of queries beyond the window over that of those within.
 
+    H = -sum_j p_j ln p_j, in nats, with p the softmax over keys: what an attention sink takes is left out.
+
     Args:
-        model: a causal LM on sdpa or eager attention.
+        model: a causal LM on sdpa or eager attention, with attention sinks or without.
         rows: token ids, int64 [n_rows, n], n > window.
         window: None means the trained one.
         n_queries: queries on each side, evenly spread over positions 64..window and window+1..n-1.
@@ -236,11 +250,11 @@ def entropy_ratio(
     sums: dict[int, torch.Tensor] = {}
     heads: dict[int, int] = {}
 
-    def visit(layer: int, probabilities: torch.Tensor) -> None:
-        entropy = -torch.special.xlogy(probabilities, probabilities).sum(-1).double()
+    def visit(layer: int, over_keys: torch.Tensor, to_keys: torch.Tensor) -> None:
+        entropy = -torch.special.xlogy(over_keys, over_keys).sum(-1).double()
         entropy = entropy.sum(0)
         sums[layer] = sums.get(layer, 0) + torch.stack([entropy, entropy / visible])
-        heads[layer] = heads.get(layer, 0) + probabilities.shape[0]
+        heads[layer] = heads.get(layer, 0) + over_keys.shape[0]
 
     _read(subject, rows, queries, visit, "attention entropy", progress)
     # [n_layers, entropy or share, within or beyond]
@@ -272,20 +286,43 @@ def _read(
 
 def _watched(causal_lm: Any, queries: torch.Tensor, visit: Visit) -> AbstractContextManager[None]:
     """Call `visit` with the attention of `queries` in every layer, one group of heads at a time."""
+    require_recomputable_attention(causal_lm)
+    return watched_attention(causal_lm, lambda call: _visit_groups(call, queries, visit))
+
+
+def require_recomputable_attention(model: nn.Module) -> None:
+    """Raise what `attention_distance` and `entropy_ratio` would raise for the kind of a model's attention.
+
+    Args:
+        model: a causal LM, with its weights or without.
+
+    Raises:
+        ValueError: another attention implementation than sdpa and eager, layers whose queries do not see the keys of
+            all tokens before them, or attention that is not called as Transformers' functions are.
+    """
+    causal_lm: Any = find_causal_lm(model)
     name = attention_name(causal_lm)
     if name not in ("sdpa", "eager"):
         raise ValueError(
             f"attention is recomputed from sdpa and eager only, the model runs {name!r}: load it with sdpa."
         )
-
-    return watched_attention(causal_lm, lambda call: _visit_groups(call, queries, visit))
+    chooses = next((n for n, _ in causal_lm.named_modules() if n.rpartition(".")[2] in _CHOOSES_KEYS), None)
+    if chooses is not None:
+        why = f"chooses or compresses the keys that its queries see ({chooses}), which q and k alone do not give"
+    elif computes_own_attention(causal_lm):
+        why = "computes attention in code of its own, where q and k cannot be seen"
+    else:
+        return
+    raise ValueError(
+        f"{type(causal_lm).__name__} {why}: its attention cannot be measured. Leave the measures attention and entropy "
+        "out: `rope-patch eval` runs those that are named, e.g. --cliff --gain --passkey --niah."
+    )
 
 
 def _visit_groups(call: AttentionCall, queries: torch.Tensor, visit: Visit) -> None:
     """Softmax of chosen queries over keys, of one row, in float32."""
     module, query, key, kwargs = call.module, call.query, call.key, call.options
-    if kwargs.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__} has attention sinks, which q and k alone do not give.")
+    sinks = kwargs.get("s_aux")  # [n_heads], logits of their own in each head's softmax
     scaling = call.scale
     distance = queries[:, None] - torch.arange(key.shape[2], device=key.device)
     hidden = distance < 0
@@ -297,4 +334,9 @@ def _visit_groups(call: AttentionCall, queries: torch.Tensor, visit: Visit) -> N
         scores = scaling * chosen[head] @ key[0, head].float().T
         if kwargs.get("softcap"):
             scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
-        visit(module.layer_idx, scores.masked_fill(hidden, -torch.inf).softmax(-1))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        to_keys = torch.ones_like(scores[..., :1])
+        if sinks is not None:
+            of_group = sinks.float()[head * group : (head + 1) * group, None, None]
+            to_keys = (scores.logsumexp(-1, keepdim=True) - of_group).sigmoid()
+        visit(module.layer_idx, scores.softmax(-1), to_keys)

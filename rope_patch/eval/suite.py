@@ -16,7 +16,14 @@ from ..describe import describe
 from ..special_tokens import SpecialTokens
 from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
 from .asking import ChatTemplate, uses_chat_template
-from .attention import LAST, AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
+from .attention import (
+    LAST,
+    AttentionDistance,
+    EntropyRatio,
+    attention_distance,
+    entropy_ratio,
+    require_recomputable_attention,
+)
 from .cache import Remember, ResultCache, data_hash, files_hash, model_hash
 from .comparisons import baseline_first
 from .context_gain import SHORT, ContextGain, context_gain
@@ -117,6 +124,11 @@ class EvalPlan:
     def asks(self) -> bool:
         """Whether questions are asked, through the chat template if it says so."""
         return bool(self.kinds) or bool({"ruler", "short", "lm-eval"} & set(self.measures))
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether attention is recomputed, which `require_recomputable_attention` refuses for some models."""
+        return bool({"attention", "entropy"} & set(self.measures))
 
     def check(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
         """Raise what a measure would raise for want of a package, a file, a name or enough text, without a model."""
@@ -392,6 +404,8 @@ def run_suite(
     for label, load in baseline_first(models).items():
         tell(f"{label}:")
         model = load()
+        if plan.reads_attention:
+            require_recomputable_attention(model)
         if window is None:
             window = Subject(model).trained_window
             plan.check_rows(window)

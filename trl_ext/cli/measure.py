@@ -196,6 +196,8 @@ def run_eval(args: argparse.Namespace) -> int:
     if plan.window is None:
         plan = replace(plan, window=first.trained_window())
     plan = _without_too_long(plan, named=any(getattr(args, flag.replace("-", "_")) for flag in FLAGS))
+    if plan.reads_attention:
+        _require_recomputable_attention(specs)
     if not plan.lengths:
         plan = _with_lengths(plan, tokenizer)
     results = run_suite(
@@ -229,6 +231,17 @@ def run_eval(args: argparse.Namespace) -> int:
         print(sentence)
     print(f"\nReport: {page}")
     return 0
+
+
+def _require_recomputable_attention(specs: list[ModelSpec]) -> None:
+    """Raise for the attention of a model what its measure would raise, before those in front of it are measured."""
+    from rope_patch.eval.attention import require_recomputable_attention
+
+    for spec in specs:
+        try:
+            require_recomputable_attention(spec.twin())
+        except ValueError as error:
+            raise ValueError(f"--model {spec.label}: {error}") from error
 
 
 def _require_one_tokenizer(specs: list[ModelSpec], tokenizer: Any, *, chat: bool) -> None:

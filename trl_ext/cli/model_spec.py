@@ -91,8 +91,19 @@ class ModelSpec:
                 f"--model {self.path}@{NATIVE}: {SIDECAR_NAME} in it says what RoPE the adapter was trained with. "
                 f"Leave @{NATIVE} out."
             )
+        return self._whole_config().get_text_config(decoder=True)
+
+    def _whole_config(self) -> Any:
         argument = f"--model {self.path}" if self.is_adapter else "--model"
-        return require_checkpoint(self.checkpoint, argument).get_text_config(decoder=True)
+        return require_checkpoint(self.checkpoint, argument)
+
+    def twin(self) -> Any:
+        """The checkpoint's model without weights: tensors on the device "meta"."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self._whole_config())
 
     def trained_window(self) -> int | None:
         """Positions that the checkpoint was pretrained on; None if its config names none."""

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from support.families import families, tiny_family
 from support.tiny import SLIDING_WINDOW, WINDOW, tiny, tokens
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch import patch_model
 from rope_patch.eval import attention_distance, entropy_ratio
+from rope_patch.eval.attention import require_recomputable_attention
 
 
 def maps(family, rows):
@@ -51,6 +53,45 @@ def test_entropy_is_that_of_the_attention_maps(family):
     assert result.beyond == pytest.approx(entropy[beyond].mean().item(), rel=1e-4)
     assert result.inside_share == pytest.approx((entropy / visible)[inside].mean().item(), rel=1e-4)
     assert result.ratio == result.beyond / result.inside
+
+
+@pytest.mark.parametrize("family", [f for f in ("gpt_oss", "mimo_v2_flash") if f in families()])
+def test_attention_sinks_take_their_part(family):
+    """Against the family's own maps, from which the sink is left out after the softmax."""
+    model, rows, last = tiny_family(family), tokens(2, 2 * WINDOW), 10
+    with torch.no_grad():
+        layers = [layer.double() for layer in model(rows, output_attentions=True).attentions]
+    result = attention_distance(model, rows, last=last, progress=False)
+    for layer, layer_map in enumerate(layers):
+        to_keys = layer_map[:, :, -last:].sum(-1).mean().item()
+        assert sum(result.mass[layer]) == pytest.approx(to_keys, abs=1e-5)
+    assert min(map(sum, result.mass)) < 0.99, "a sink takes some"
+    of_keys = [layer_map / layer_map.sum(-1, keepdim=True) for layer_map in layers]
+    entropy = -torch.special.xlogy(torch.stack(of_keys), torch.stack(of_keys)).sum(-1).mean((0, 1, 2))
+    beyond = torch.linspace(WINDOW + 1, 2 * WINDOW - 1, 4).long()
+    found = entropy_ratio(model, rows, window=WINDOW, n_queries=4, progress=False)
+    assert found.beyond == pytest.approx(entropy[beyond].mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("deepseek_v32", r"chooses or compresses the keys that its queries see \(model.layers.0.self_attn.indexer\)"),
+        ("deepseek_v4", r"chooses or compresses the keys that its queries see \(model.layers.0.self_attn.compressor\)"),
+        ("falcon", "computes attention in code of its own"),
+    ],
+)
+def test_attention_that_q_and_k_do_not_give_is_refused(family, why):
+    if family not in families():
+        pytest.skip(f"this Transformers has no {family}")
+    model = tiny_family(family)
+    with torch.device("meta"):
+        twin = type(model)(model.config)
+    for subject in (model, twin):
+        with pytest.raises(ValueError, match=f"{why}.*: its attention cannot be measured. Leave the measures"):
+            require_recomputable_attention(subject)
+    with pytest.raises(ValueError, match="its attention cannot be measured"):
+        attention_distance(model, tokens(1, 20), last=5, progress=False)
 
 
 def test_uniform_attention_has_the_most_entropy_there_is():

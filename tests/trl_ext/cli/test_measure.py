@@ -1,6 +1,7 @@
 """`rope-patch eval` and `rope-patch probe` on a tiny model, and the callback during training."""
 
 import json
+import math
 import re
 import runpy
 import sys
@@ -11,6 +12,7 @@ from support import training
 from support.characters import CHARACTERS, character_tokenizer, chat_tokenizer
 from support.tiny import WINDOW, tiny, tokens
 from tokenizers import normalizers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch import __version__, patch_model
 from trl_ext import cli
@@ -48,6 +50,47 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, capsys):
     assert stored["settings"]["model pi"].endswith("@pi:factor=4")
     windows = {k: r["window"] for k, r in stored["results"]["cliff"].items()}
     assert windows == {"native": WINDOW, "pi": WINDOW}, "the trained window, not the promised one"
+
+
+def sparse(folder):
+    """A model whose queries choose their keys, in "sparse"."""
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    sizes |= {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "num_key_value_heads": 4}
+    save(folder / "sparse", "deepseek_v32", **sizes, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+
+
+def save(folder, family, **config):
+    shape = {"vocab_size": CHARACTERS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"intermediate_size": 48, "max_position_embeddings": WINDOW, "pad_token_id": 0}
+    made = AutoConfig.for_model(family, **shape, **config)
+    AutoModelForCausalLM.from_config(made).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+
+
+def test_attention_of_a_model_with_sinks_is_measured(folder):
+    rope = {"rope_type": "default", "rope_theta": 10000.0}  # by default it is YaRN's
+    sizes = {"head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 8}
+    save(folder / "sinks", "gpt_oss", **sizes, rope_parameters=rope)
+    arguments = ["--report", str(folder / "report"), "--length", "300", "--attention"]
+    assert run(folder, "eval", "--model", str(folder / "sinks"), *arguments) == 0
+    stored = json.loads((folder / "report/results.json").read_text())["results"]
+    of_sliding = sum(stored["attention"]["sinks"]["mass"][0])
+    assert 0.5 < of_sliding < 0.95, "the sink takes about one of nine weights"
+    assert math.isfinite(stored["entropy"]["sinks"]["beyond"])
+
+
+def test_attention_that_cannot_be_recomputed_is_refused_before_any_model_is_measured(folder, capsys, monkeypatch):
+    sparse(folder)
+    monkeypatch.setattr(ModelSpec, "load", lambda *_: pytest.fail("a model is loaded"))
+    models = ["--model", f"native={folder / 'tiny'}", "--model", str(folder / "sparse")]
+    for measures in ([], ["--cliff", "--attention"]):
+        assert run(folder, "eval", *models, "--report", str(folder / "report"), "--length", "600", *measures) == 2
+        told = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "--model sparse: DeepseekV32ForCausalLM chooses or compresses the keys" in told
+        assert "Leave the measures attention and entropy out: `rope-patch eval` runs those that are named" in told
+    monkeypatch.setattr(ModelSpec, "twin", lambda *_: pytest.fail("nothing asks for it"))
+    _, plan = plan_of(monkeypatch, folder, *models, "--length", "600", "--cliff")
+    assert plan.measures == ("cliff",)
 
 
 def plan_of(monkeypatch, folder, *arguments):
