@@ -293,8 +293,9 @@ def _unseen(cells: Sequence[Cell], unit: str) -> list[str]:
     n = sorted({c.n for c in cells})
     over = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
     width = median(least_difference(c) for c in cells)
-    if not cells[0].higher_is_better:
-        return [f"Over {over} {unit} a cell, a difference of less than about {width:.3f} nats would not show."]
+    if not cells[0].higher_is_better:  # equal models have no width, which says nothing of others
+        said = f"Over {over} {unit} a cell, a difference of less than about {width:.2g} nats would not show."
+        return [said] if width else []
     if n[-1] < MIN_DIFFERENT:
         return [f"Over {over} {unit} a cell, no difference counts: {MIN_DIFFERENT} must differ at least."]
     return [f"Over {over} {unit} a cell, a difference of less than about {100 * width:.0f} points would not show."]

@@ -210,6 +210,15 @@ def test_a_difference_of_losses_that_is_the_same_in_one_text_alone_is_none():
     assert {cell.outcome for cell in compared.cells} == {"same"}
 
 
+def test_losses_that_are_equal_say_nothing_of_what_would_not_show():
+    """The figure has two digits, so that it is never 0.000."""
+    base = torch.full((4, 32), 3.0, dtype=torch.float64)
+    near = base + 1e-5 * torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    for other, told in ((base, False), (near, True)):
+        words = " ".join(regressions({"cliff": {"a": curve(base.tolist()), "b": curve(other.tolist())}}).verdict())
+        assert ("nats would not show" in words) == told and "0.000" not in words
+
+
 def test_the_verdict_of_one_row_is_of_that_text():
     base = [[3.0] * 32]
     other = [[3.0] * 16 + [3.5 + 0.01 * (k % 3) for k in range(16)]]
