@@ -15,6 +15,9 @@ def interval_over_rows(differences: Sequence[float]) -> tuple[float, float]:
     However much the tokens of one row depend on each other, their mean is one observation. Rows that scatter unlike
     each other only widen the interval. Two rows are allowed and give a wide one: t is 12.7.
 
+    Means are taken as Gaussian. Of strongly skewed ones, as where one text in many loses much, few rows say too little:
+    of 2 to 8 rows whose means are squares of Gaussians, 95 % intervals hold the true mean in 81 to 85 of 100.
+
     Args:
         differences: [G], mean over a row of the one model's loss minus the other's, in nats, G >= 2. Rows are taken as
             independent: another text each.
