@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .adapter_loads import require_rope_of_loads
 from .adapter_weights import digest, digest_of_folder
 from .call_stack import frames
 from .one_config import require_saved_rope
 from .rotary import find_causal_lm, find_decoder
-from .sidecar import SIDECAR_NAME, require_rope_of_adapter, specification
+from .sidecar import SIDECAR_NAME, mark_config, specification
 from .state import RopeState, state_of
 
 
@@ -59,6 +60,8 @@ class _SaveWithSidecar:
         text = json.dumps({**specification(state), "adapter_weights": weights}, indent=2, sort_keys=True)
         path.write_text(text + "\n", encoding="utf-8")
         self.has_written = True
+        if state.rescalings or (state.source is not None and state.source.view.perturbs and state.when == "always"):
+            mark_config(path.parent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SaveWithSidecar":
         causal_lm = self.causal_lm()
@@ -95,7 +98,7 @@ class _TraversalWatch(_OfModel):
 
     PEFT goes through all modules of what it saves, also where it is given the weights, as DeepSpeed ZeRO-3 gathers
     them, and nothing else of such a save meets the decoder. Each module asks those in it, so that the calls in progress
-    are those of the modules around.
+    are those of the modules around. It goes through all before it loads an adapter, too, which is checked here.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -111,6 +114,8 @@ class _TraversalWatch(_OfModel):
         around, gathers = _traversed()
         outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
         state = state_of(decoder)
+        if state is not None:
+            require_rope_of_loads(state)
         for module in around:
             _cover(module, outermost)
             if gathers and state is not None and state.rescalings:
@@ -132,19 +137,6 @@ class _CheckedSave(_OfModel):
         return type(model).save_pretrained(model, *args, **kwargs)
 
 
-class _CheckedLoad(_OfModel):
-    """Stands in for `load_adapter` of one model of PEFT, all of whose adapters run with the one RoPE of the model."""
-
-    def __call__(self, model_id: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        model: Any = self.causal_lm()
-        if model is None:
-            raise ReferenceError("the model of this load_adapter is gone: keep the model, and call its own method.")
-        state = state_of(find_decoder(find_causal_lm(model)))
-        if state is not None:
-            require_rope_of_adapter(Path(model_id) / (kwargs.get("subfolder") or ""), state)
-        return type(model).load_adapter(model, model_id, *args, **kwargs)
-
-
 class _SaveWatch:
     """Pre-hook of a decoder's `state_dict`: covers the adapters of every model that is being saved around it.
 
@@ -162,18 +154,13 @@ class _SaveWatch:
             require_saved_rope(outermost, decoder, state)
 
 
-_LOADING = ("PeftModel", "PeftMixedModel")
-
-
 def watch_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
     """Let every adapter on `model` write the sidecar when it is saved, also one that is added later.
 
-    One that PEFT loads has its own sidecar checked.
+    One that is loaded from then on has its own sidecar checked.
     """
     for module in model.modules():
         _cover(module, causal_lm)
-        if any(kind.__name__ in _LOADING for kind in type(module).__mro__) and "load_adapter" not in vars(module):
-            module.load_adapter = _CheckedLoad(module)  # type: ignore[assignment]
     decoder = find_decoder(causal_lm)
     if not any(isinstance(hook, _SaveWatch) for hook in decoder._state_dict_pre_hooks.values()):
         decoder.register_state_dict_pre_hook(_SaveWatch())
@@ -195,8 +182,6 @@ def forget_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("save_pretrained"), _CheckedSave):
             del module.save_pretrained
-        if isinstance(vars(module).get("load_adapter"), _CheckedLoad):
-            del module.load_adapter
         for peft_config in _adapter_configs(module).values():
             cover = vars(peft_config).get("save_pretrained")
             if isinstance(cover, _SaveWithSidecar) and not cover.has_written:

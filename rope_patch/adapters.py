@@ -1,6 +1,7 @@
 """Loading an adapter onto a base model with the RoPE that it was trained with."""
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
@@ -10,7 +11,7 @@ from .adapter_watch import watch_adapters
 from .adapter_weights import digest_of_folder
 from .patch import patch_model, unpatch_model
 from .rotary import find_causal_lm, find_decoder, with_factors
-from .sidecar import SIDECAR_NAME, always_view_of, read_sidecar, rescalings_of
+from .sidecar import CONFIG_MARK, SIDECAR_NAME, always_view_of, read_sidecar, rescalings_of
 from .state import state_of
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
         _require_recorded_rope(decoder, specification, beside)
         if view is not None:
             patch_model(model, view[0], seed=view[1], when="always")
-        adapted = PeftModel.from_pretrained(model, directory, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=f".*'{CONFIG_MARK}'")  # what it asks for is being done
+            adapted = PeftModel.from_pretrained(model, directory, **kwargs)
     except Exception:
         unpatch_model(model)
         raise

@@ -1,6 +1,7 @@
 """An adapter does not record RoPE: what it was trained with is written beside it, and put back when it is loaded.
 
-`adapter_config.json` has no key for it, so a plain reload on the base model silently gives another model.
+`adapter_config.json` has no key for it, so a plain reload on the base model gives another model. Where this package is
+not imported, nothing can refuse that: the config gets a key that PEFT does not know, and PEFT warns by its name.
 """
 
 import json
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SIDECAR_NAME = "rope_patch.json"
+CONFIG_MARK = "load_with_rope_patch_load_adapter"
 _FORMAT = 1
 _STACKED = 2  # of several rescalings, which a version that knows format 1 alone would load as the last one
 
@@ -54,6 +56,14 @@ def specification(state: "RopeState") -> dict[str, Any]:
         "native_max_position_embeddings": state.native.max_position_embeddings,
         "rope_patch_version": __version__,
     }
+
+
+def mark_config(directory: Path) -> None:
+    """Let PEFT warn, by an unknown key in the config of the adapter in `directory`, whoever loads it without RoPE."""
+    path = directory / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config[CONFIG_MARK] = f"It was trained with the RoPE in {SIDECAR_NAME}: PEFT alone runs it with that of its base."
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -202,7 +212,7 @@ def require_rope_of_adapter(directory: Path, state: "RopeState") -> None:
         return
     if not (directory / SIDECAR_NAME).is_file():
         if state.rescalings:
-            logger.warning(
+            logger.warning_once(  # the modules are asked for several times in a load
                 f"The adapter in {directory} has no {SIDECAR_NAME}, so what RoPE it was trained with is not known: it "
                 f"runs with that of this model, which is rescaled ({', '.join(map(str, state.rescalings))})."
             )
