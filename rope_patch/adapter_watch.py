@@ -193,6 +193,12 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
     return {name: config for module in model.modules() for name, config in _adapter_configs(module).items()}
 
 
+def base_revision(model: nn.Module) -> str | None:
+    """The revision on the hub of the model under the adapters of `model`; None where they name none, or several."""
+    revisions = {getattr(config, "revision", None) for config in adapter_configs(model).values()}
+    return revisions.pop() if len(revisions) == 1 else None
+
+
 def require_no_decoder_in_adapters(causal_lm: nn.Module) -> None:
     """Raise ValueError if an adapter brought a decoder of its own, which a patch of the model would leave as it is."""
     for name, peft_config in _adapter_configs(causal_lm).items():

@@ -1,5 +1,6 @@
 """A model before it is trained: what earlier training left on it, its rescaling and view, which weights train."""
 
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,19 @@ def has_rope(model: nn.Module) -> bool:
 def is_patched(model: nn.Module) -> bool:
     """Whether `patch_model` has patched the model already."""
     return has_rope(model) and state_of(find_decoder(model)) is not None
+
+
+def with_base_revision(peft_config: Any, revision: str | None) -> Any:
+    """The config of new adapters, which records the revision on the hub that their base model is loaded from.
+
+    PEFT records it only if it is told, and whoever loads the adapter takes the newest revision otherwise. The config
+    that a user gave is left as it is: it may serve for another base.
+    """
+    if peft_config is None or revision in (None, "main"):
+        return peft_config
+    told = copy.copy(peft_config)
+    told.revision = revision
+    return told
 
 
 def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -> None:

@@ -28,6 +28,7 @@ from rope_patch.special_tokens import SpecialTokens, cut_document
 from rope_patch.tokenizer_window import widen_tokenizer
 
 from .config import RopeSFTConfig
+from .model_setup import with_base_revision
 from .run_folder import Stopwatch, record_settings, require_same_settings
 from .trainer import RopeSFTTrainer
 
@@ -181,6 +182,7 @@ def restore(
         "rescale": rescale,
         "rescale_args": dict(rescale_args),
         "peft_config": None if peft_config is None else _plain(peft_config.to_dict()),
+        "revision": init_kwargs.get("revision"),
         "quantized": quantization_config is not None,
         "dtype": str(dtype),
         "distil": _plain(stage_options["distil"]),
@@ -229,7 +231,7 @@ def restore(
         if file.is_file():
             stages[name] = Stage(**json.loads(file.read_text(encoding="utf-8")))
         else:
-            new_adapters = peft_config if before is None else None
+            new_adapters = with_base_revision(peft_config, of_hub.get("revision")) if before is None else None
             student = load(before, quantized=True, dtype=dtype)
             stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
             del student

@@ -41,6 +41,7 @@ from .model_setup import (
     keep_quantised_weights,
     patch_by_config,
     train_qkv_only,
+    with_base_revision,
 )
 from .objective_checks import check_next_token, check_objective, check_shared_sequences
 from .objectives import Objective, objective_of
@@ -150,6 +151,9 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
                 "model_init_kwargs={'dtype': 'bfloat16'} to halve its memory."
             )
+        if isinstance(model, str):
+            loading: Any = config.model_init_kwargs or {}  # parsed from JSON by now
+            peft_config = with_base_revision(peft_config, loading.get("revision"))
         dataset_facts = DatasetFacts.of(train_dataset)
         config, train_dataset = prepare_text(model, config, train_dataset, processing_class)
         if formatting_func is None:

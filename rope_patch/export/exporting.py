@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from ..adapter_watch import require_no_decoder_in_adapters
+from ..adapter_watch import base_revision, require_no_decoder_in_adapters
 from ..attention.string_positions import string_in_force
 from ..checked_numbers import require_integer
 from ..older_form import older_form, unscaled_keys, write_older_keys
@@ -29,7 +29,7 @@ from .gguf import convert, find_converter, require_known_tokenizer
 from .outcomes import TESTED, Wrong, wrong_outcomes
 from .programs import PROGRAMS
 from .reloading import reference_of, require_same_logits
-from .sources import base_of, copy_tokenizer, load, tokenizer_files
+from .sources import base_of, copy_tokenizer, load, revision_of_base, tokenizer_files
 from .weights import final_weights, is_adapted, plain_name, require_exportable
 from .writing import ShardWriter, by_layer, whole_folder
 
@@ -101,7 +101,8 @@ def export(
         report: of `rope-patch eval`, its folder or results.json, whose figures go into the card, README.md; None takes
             that in the folder `rope-patch-report` in the checkpoint, or beside it if it measured this checkpoint.
         tokenizer: folder or hub id that has the tokenizer's files, which are copied; None looks in `model` where it is
-            a name, in the base model that an adapter names, then where the weights came from.
+            a name, in the base model that an adapter names and of the revision that it names, then where the weights
+            came from.
 
     Returns:
         Where it is, the command that serves it and the largest difference of logits.
@@ -333,14 +334,16 @@ def _require_convertible_tokenizer(folder: Path, model_type: str, has_tokenizer:
         require_known_tokenizer(model_type, tokenizer_json.read_text(encoding="utf-8"))
 
 
-def _tokenizer_sources(tokenizer: str | Path | None, model: nn.Module | str | Path, causal_lm: Any) -> list[str]:
-    """Where the tokenizer may lie: where the user points, then where the weights came from."""
+def _tokenizer_sources(
+    tokenizer: str | Path | None, model: nn.Module | str | Path, causal_lm: Any
+) -> list[tuple[str, str | None]]:
+    """Where the tokenizer may lie, with its revision: where the user points, then where the weights came from."""
     if tokenizer is not None:
-        return [str(tokenizer)]
-    named = [] if isinstance(model, nn.Module) else [str(model)]
-    if named and (Path(named[0]) / "adapter_config.json").is_file():
-        named.append(base_of(Path(named[0])))
-    return [*named, causal_lm.config._name_or_path]
+        return [(str(tokenizer), None)]
+    named: list[tuple[str, str | None]] = [] if isinstance(model, nn.Module) else [(str(model), None)]
+    if named and (adapter := Path(named[0][0])).joinpath("adapter_config.json").is_file():
+        named.append((base_of(adapter), revision_of_base(adapter)))
+    return [*named, (causal_lm.config._name_or_path, base_revision(causal_lm))]
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:

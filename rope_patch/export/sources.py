@@ -74,10 +74,17 @@ def _require_no_adapter(name: str) -> None:
         )
 
 
-def copy_tokenizer(sources: list[str], folder: Path) -> bool:
-    """Copy the tokenizer's files of the first of `sources` that has any, as they are; whether there were any."""
-    for source in filter(None, sources):
-        there = _local(source)
+def copy_tokenizer(sources: list[tuple[str, str | None]], folder: Path) -> bool:
+    """Copy the tokenizer's files of the first source that has any, as they are; whether there were any.
+
+    Args:
+        sources: a folder or hub id each, "" for none, and its revision on the hub, None for the newest.
+        folder: to copy them to.
+    """
+    for source, revision in sources:
+        if not source:
+            continue
+        there = _local(source, revision)
         files = tokenizer_files(there) if there.is_dir() else []
         for file in files:
             copied = folder / file.relative_to(there)
@@ -89,18 +96,18 @@ def copy_tokenizer(sources: list[str], folder: Path) -> bool:
     return False
 
 
-def tokenizer_files(source: str | Path) -> list[Path]:
+def tokenizer_files(source: str | Path, revision: str | None = None) -> list[Path]:
     """Those of a tokenizer in a folder or a repository on the hub; none where there are none, or no such source."""
-    folder = _local(source)
+    folder = _local(source, revision)
     return [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
 
 
-def _local(source: str | Path) -> Path:
+def _local(source: str | Path, revision: str | None) -> Path:
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=list(_TOKENIZER_FILES)))
-    except (OSError, ValueError):  # no such repository, or no network
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=list(_TOKENIZER_FILES)))
+    except (OSError, ValueError):  # no such repository or revision, or no network
         return Path(source)

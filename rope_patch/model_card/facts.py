@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ..adapter_watch import base_revision
 from ..methods import resolve_rescaling
 from ..one_config import text_config
 from ..rotary import find_causal_lm, find_decoder
@@ -46,6 +47,7 @@ class CardFacts:
         base: the model that it was made of, None where that is not known.
         is_adapter: whether the folder holds an adapter, and not a whole model.
         loader: the class of Transformers that loads it.
+        base_revision: of the model that an adapter was trained on, as the adapter records it; "" for none.
         context: its window and its RoPE.
         always_view: the view that is in force in inference too, as a call that makes it; "" for none.
         runs: a table for each training run, in order.
@@ -62,6 +64,7 @@ class CardFacts:
     base: BaseModel | None
     is_adapter: bool
     loader: str
+    base_revision: str = ""
     context: Rows = ()
     always_view: str = ""
     runs: tuple[Rows, ...] = ()
@@ -96,6 +99,7 @@ def facts_of(
     return CardFacts(
         base=base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path),
         is_adapter=is_adapter,
+        base_revision=(base_revision(model) or "") if is_adapter else "",
         loader=_loader_of(type(causal_lm).__name__),
         context=_context(model, runs, rescalings, config),
         always_view=_always_view(model),

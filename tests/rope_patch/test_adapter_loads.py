@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
+from support.hub import publish, use_cache
 from support.tiny import tiny, tokens
 
 from rope_patch import load_adapter, patch_model
@@ -92,22 +92,16 @@ def test_a_second_adapter_is_refused_where_peft_came_after_the_patch(tmp_path):
 
 
 def test_one_in_the_cache_of_the_hub_is_refused_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--owner--adapter"
-    saved(repository / "snapshots" / ("0" * 40))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
+    use_cache(monkeypatch, tmp_path)
+    publish(tmp_path, "owner/adapter", main=saved)
     with pytest.raises(ValueError, match=OTHER_ROPE):
-        PeftModel.from_pretrained(model_of(OTHERS["rescaled"]), "owner/adapter", cache_dir=tmp_path)
+        PeftModel.from_pretrained(model_of(OTHERS["rescaled"]), "owner/adapter")
 
 
 def test_one_on_the_hub_without_specification_is_loaded_with_a_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--owner--plain"
-    saved(repository / "snapshots" / ("0" * 40), None)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    PeftModel.from_pretrained(model_of(OTHERS["rescaled"]), "owner/plain", cache_dir=tmp_path)
+    use_cache(monkeypatch, tmp_path)
+    publish(tmp_path, "owner/plain", main=lambda folder: saved(folder, None))
+    PeftModel.from_pretrained(model_of(OTHERS["rescaled"]), "owner/plain")
     assert "what RoPE it was trained with is not known" in caplog.text
 
 

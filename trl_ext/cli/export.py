@@ -73,7 +73,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Export, and print what was written and the command that serves it."""
     from rope_patch import export
     from rope_patch.eval.report import require_writable
-    from rope_patch.export.sources import tokenizer_files
+    from rope_patch.export.sources import revision_of_base, tokenizer_files
     from rope_patch.weights_in_parts import require_whole_weights
 
     from ..checkpoint import base_of_adapter, require_checkpoint
@@ -82,7 +82,10 @@ def run_export(args: argparse.Namespace) -> int:
     path = args.model if spec is None else spec.path
     require_whole_weights(path, "MODEL_OR_ADAPTER")
     base = base_of_adapter(path)
-    require_checkpoint(base or path, f"MODEL_OR_ADAPTER {path}" if base else "MODEL_OR_ADAPTER")
+    if base:
+        require_checkpoint(base, f"MODEL_OR_ADAPTER {path}", revision_of_base(Path(path)))
+    else:
+        require_checkpoint(path, "MODEL_OR_ADAPTER")
     require_writable(args.output if args.output.is_dir() else args.output.parent)
     tokenizer = args.tokenizer
     if tokenizer is None and spec is not None and base is not None and tokenizer_files(path):

@@ -265,7 +265,7 @@ def _require_one_tokenizer(specs: list[ModelSpec], tokenizer: Any, *, chat: bool
         if source in seen:
             continue
         seen.add(source)
-        if not tokenizer_files(source):
+        if not tokenizer_files(*source):
             print(f"{spec.label} comes without a tokenizer and is given the tokens of {first.label}'s.")
             continue
         own = spec.load_tokenizer()

@@ -74,6 +74,13 @@ class ModelSpec:
         return self.checkpoint != self.path
 
     @property
+    def revision(self) -> str:
+        """Of `checkpoint` on the hub: the base model may have changed there since the adapter was trained."""
+        from rope_patch.export.sources import revision_of_base
+
+        return revision_of_base(Path(self.path)) if self.is_adapter else "main"
+
+    @property
     def is_checkpoint(self) -> bool:
         """Whether `path` alone is the model: no adapter, and no rescaling after loading."""
         return not self.is_adapter and self.method is None
@@ -95,7 +102,7 @@ class ModelSpec:
 
     def _whole_config(self) -> Any:
         argument = f"--model {self.path}" if self.is_adapter else "--model"
-        return require_checkpoint(self.checkpoint, argument)
+        return require_checkpoint(self.checkpoint, argument, self.revision)
 
     def twin(self) -> Any:
         """The checkpoint's model without weights: tensors on the device "meta"."""
@@ -149,14 +156,11 @@ class ModelSpec:
         from transformers import AutoModelForCausalLM
 
         from rope_patch import load_adapter, patch_model
-        from rope_patch.export.sources import revision_of_base
         from rope_patch.sidecar import SIDECAR_NAME
 
         if self.is_adapter:
             self._require_known_rope()
-        # the base model may have changed on the hub since the adapter was trained
-        revision = revision_of_base(Path(self.path)) if self.is_adapter else "main"
-        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype, revision=revision)
+        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype, revision=self.revision)
         model = model.to(device)
         if self.is_adapter and (Path(self.path) / SIDECAR_NAME).is_file():
             model = load_adapter(model, self.path)
@@ -169,16 +173,17 @@ class ModelSpec:
         return model.eval()
 
     @property
-    def tokenizer_source(self) -> str:
-        """Where its tokenizer is read: `path` or, for an adapter without one, its base model."""
+    def tokenizer_source(self) -> tuple[str, str]:
+        """Where its tokenizer is read, and its revision: `path` or, for an adapter without one, its base model."""
         own = (Path(self.path) / "tokenizer_config.json").is_file()
-        return self.path if own else self.checkpoint
+        return (self.path, "main") if own else (self.checkpoint, self.revision)
 
     def load_tokenizer(self) -> Any:
         """That of `tokenizer_source`."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.tokenizer_source)
+        source, revision = self.tokenizer_source
+        return AutoTokenizer.from_pretrained(source, revision=revision)
 
 
 def _folder_name(path: str) -> str:
