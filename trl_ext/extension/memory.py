@@ -15,7 +15,7 @@ class Step:
     Args:
         train: "all", "qkv" or "lora".
         lora_rank: of adapters.
-        row_length: n, tokens of the longest row; one row is read at a time.
+        row_length: n, tokens of the longest row; one is read at a time, or shorter ones with as many tokens.
         autocast: whether products are in 16 bits.
         checkpointing: whether a layer's activations are computed again in backward.
         teacher: whether a native model is read besides.
@@ -71,7 +71,7 @@ class Memory:
 
 
 def peak_memory(size: ModelSize, step: Step) -> Memory:
-    """Bytes at the peak of a step of one row at a time.
+    """Bytes at the peak of a step of one row at a time, or of shorter ones with as many tokens.
 
     With P parameters, T trained ones, n tokens, L layers, H features, I in an MLP, Q and K of queries and keys, V
     entries of the vocabulary, r ranks; w bytes of a weight and of a hidden state, t of a trained value (4 of adapters,

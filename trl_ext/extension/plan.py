@@ -11,6 +11,7 @@ from .facts import ModelFacts
 from .machine import GIB, Machine
 from .memory import Memory, Step, peak_memory
 from .options import ExtendOptions
+from .short_rows import batches_a_step
 from .training import free_memory, n_steps
 from .writing import seconds_a_step, seconds_of_writing
 
@@ -82,7 +83,7 @@ class ExtensionPlan:
             facts=facts,
             choices=choices,
             memory=peak_memory(facts.size, step),
-            minutes=_minutes(facts, options.to, choices, step, rate, counts),
+            minutes=_minutes(facts, options, choices, step, rate, counts),
             rows=sum(counts.values()),
             tokens=sum(length * count for length, count in counts.items()),
             steps=n_steps(sum(counts.values()), options.rows_per_step),
@@ -103,7 +104,7 @@ class ExtensionPlan:
             "  [measured] is of SmolLM2-135M-Instruct from 8,192 to 65,536, three seeds; others may do otherwise.",
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
-            f"{self.options.rows_per_step} rows, one row at a time",
+            f"{self.options.rows_per_step} rows, {_at_once(self.choices, self.options)}",
             f"Memory at the peak of a step, in GiB, on {device}:",
             *(
                 f"  {getattr(self.memory, part.name) / GIB:8.2f}  {_SAID[part.name]}"
@@ -149,6 +150,22 @@ def row_counts(choices: Choices) -> dict[int, int]:
     return {size: count for size, count in ((length, long), (length // SHORTER, short)) if count}
 
 
+def _at_once(choices: Choices, options: ExtendOptions) -> str:
+    length, counts = choices.rows.value["length"], row_counts(choices)
+    most = min(SHORTER, options.rows_per_step)
+    if length // SHORTER not in counts or most == 1:
+        return "one row at a time"
+    return f"one row at a time, up to {most} neighbours of {length // SHORTER:,} tokens together"
+
+
+def _batches(choices: Choices, options: ExtendOptions) -> float:
+    """That go through the model, each of one row or of short ones."""
+    length, counts = choices.rows.value["length"], row_counts(choices)
+    rows = sum(counts.values())
+    a_step = batches_a_step(options.rows_per_step, counts.get(length // SHORTER, 0) / rows, SHORTER)
+    return rows / options.rows_per_step * a_step
+
+
 def own_tokens(choices: Choices) -> int:
     """Tokens that the model writes itself: as many as its rows have room for, at most `own_tokens`."""
     value = choices.rows.value
@@ -158,13 +175,13 @@ def own_tokens(choices: Choices) -> int:
     return min(value["own_tokens"], own * value["length"])
 
 
-def _minutes(facts: ModelFacts, to: int, choices: Choices, step: Step, rate: Rate, counts: dict[int, int]) -> Minutes:
-    size, measuring = facts.size, choices.evaluation.value
+def _minutes(
+    facts: ModelFacts, options: ExtendOptions, choices: Choices, step: Step, rate: Rate, counts: dict[int, int]
+) -> Minutes:
+    size, measuring, to = facts.size, choices.evaluation.value, options.to
     calls = forward_calls(size)
-    train = sum(
-        count * rate.seconds(step_operations(size, step, length), step_calls(size, step))
-        for length, count in counts.items()
-    )
+    operations = sum(count * step_operations(size, step, length) for length, count in counts.items())
+    train = rate.seconds(operations, _batches(choices, options) * step_calls(size, step))
     asked = len(measuring["measures"]) - 1
     lengths = [*measuring["lengths"] * measuring["prompts"] * asked, *[to] * measuring["n_rows"]]
     read = sum(rate.seconds(forward_operations(size, length), calls) for length in lengths)

@@ -12,10 +12,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..config import RopeSFTConfig
-from ..trainer import RopeSFTTrainer
 from .choices import Choices
 from .facts import ModelFacts
 from .options import ExtendOptions
+from .short_rows import ShortRowsTrainer
 
 _SAVES = 4  # checkpoints in a run, of which the last is kept
 
@@ -100,7 +100,7 @@ def train(
     steps = n_steps(len(rows), options.rows_per_step)
     config = RopeSFTConfig(output_dir=str(folder), **training_fields(choices, options, steps))
     loaded = facts.load(training_dtype(choices))
-    trainer = RopeSFTTrainer(
+    trainer = ShortRowsTrainer(
         loaded.to(options.device),
         config,
         train_dataset=Dataset.from_dict(

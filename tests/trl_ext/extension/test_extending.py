@@ -99,8 +99,8 @@ def stop_training(monkeypatch):
         trainer.add_callback(Stopping())
         return trainer
 
-    trainer_class = training_module.RopeSFTTrainer
-    monkeypatch.setattr(training_module, "RopeSFTTrainer", with_stop)
+    trainer_class = training_module.ShortRowsTrainer
+    monkeypatch.setattr(training_module, "ShortRowsTrainer", with_stop)
 
 
 @pytest.mark.parametrize(("train", "lora_rank"), [("all", None), ("lora", 4)])

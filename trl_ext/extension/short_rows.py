@@ -1,0 +1,85 @@
+"""Short rows of an optimizer step go through the model together, as many as have the tokens of a long one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..step_batches import FIRST_SAMPLE
+from ..trainer import RopeSFTTrainer
+
+
+class ShortRowsTrainer(RopeSFTTrainer):
+    """A `RopeSFTTrainer` on one process whose batches of one row each are joined within each optimizer step.
+
+    Joined are neighbours of the same length n, up to `max_length` tokens together: they need no padding, and no more
+    memory than the longest row. Order, draws of the view and the divisors of losses are those of the whole step, so
+    that gradients are the same. Batches stay apart where the loss is a mean of each: that of a model which takes no
+    count of the step, and that of a router.
+    """
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """The batches of an optimizer step, joined, behind as many empty ones as were joined to others.
+
+        Trainer takes its step at a number of batches, which has to stay.
+        """
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if num_items is None or (self._objective is None and getattr(self, "aux_loss_enabled", False)):
+            return batches, num_items
+        joined = join(batches, self.args.max_length or 0)
+        self._batches_left = len(joined)
+        return [{} for _ in batches[len(joined) :]] + joined, num_items
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A step of `RopeSFTTrainer`; nothing for an empty batch."""
+        if not inputs:
+            return torch.zeros((), device=self.args.device)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def join(batches: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """The same rows in the same order, in fewer batches: neighbours of the same shape, at most `tokens` tokens each.
+
+    A batch that holds several documents a row, whose number is not that of its rows, stays alone.
+    """
+    groups: list[list[dict[str, Any]]] = []
+    for batch in batches:
+        before = groups[-1] if groups else []
+        if before and _alike(before[0], batch) and (len(before) + 1) * batch["input_ids"].numel() <= tokens:
+            before.append(batch)
+        else:
+            groups.append([batch])
+    return [_joined(group) for group in groups]
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if one.keys() != other.keys() or "position_ids" in one:
+        return False
+    return all(getattr(one[name], "shape", None) == getattr(other[name], "shape", None) for name in one)
+
+
+def _joined(group: list[dict[str, Any]]) -> dict[str, Any]:
+    first, *others = group
+    if not others:
+        return first
+    return {
+        name: value if name == FIRST_SAMPLE else torch.cat([batch[name] for batch in group])
+        for name, value in first.items()
+    }
+
+
+def batches_a_step(rows: int, short: float, most: int) -> float:
+    """Batches that the rows of an optimizer step make on average, where their order is random.
+
+    With r rows, a share s of them short, a run of short rows begins at the first row with chance s, and at each other
+    one with s (1 - s), behind a long one. A run makes a batch, or more where it is longer than `most` rows.
+
+    Args:
+        rows: r, in a step.
+        short: s, from 0 to 1.
+        most: short rows in a batch, at most.
+    """
+    runs = short + (rows - 1) * short * (1 - short)
+    return (1 - short) * rows + max(runs, short * rows / most)
