@@ -66,6 +66,17 @@ def mark_config(directory: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
+def require_no_lost_sidecar(directory: Path) -> None:
+    """Raise FileNotFoundError if an adapter was saved with a specification that does not lie beside it any more."""
+    path = directory / "adapter_config.json"
+    if path.is_file() and CONFIG_MARK in json.loads(path.read_text(encoding="utf-8")):
+        raise FileNotFoundError(
+            f"{directory / SIDECAR_NAME} does not exist, and {CONFIG_MARK!r} in {path} says that it was saved with the "
+            "adapter, whose RoPE is not that of its base model: copy it from where the adapter was saved. If you know "
+            "the RoPE, remove that entry, load the adapter with peft.PeftModel.from_pretrained, and call patch_model."
+        )
+
+
 def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The specification beside an adapter.
 
@@ -81,6 +92,7 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if not path.is_file():
         require_no_named_adapters(path.parent)
+        require_no_lost_sidecar(path.parent)
         raise FileNotFoundError(
             f"{path} does not exist: this adapter was not saved from a model patched by rope_patch, so what RoPE "
             "it was trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model if "
@@ -206,11 +218,13 @@ def _as_recipe(value: object) -> dict[str, Any]:
 def require_rope_of_adapter(directory: Path, state: "RopeState") -> None:
     """Raise ValueError if the adapter in `directory` was trained with other RoPE parameters than a model runs with.
 
-    One without a specification passes, on a rescaled model with a warning, as does what is no folder.
+    FileNotFoundError tells of one whose specification is lost. One that was saved without it passes, on a rescaled
+    model with a warning, as does what is no folder.
     """
     if not (directory / "adapter_config.json").is_file():
         return
     if not (directory / SIDECAR_NAME).is_file():
+        require_no_lost_sidecar(directory)
         if state.rescalings:
             logger.warning_once(  # the modules are asked for several times in a load
                 f"The adapter in {directory} has no {SIDECAR_NAME}, so what RoPE it was trained with is not known: it "

@@ -1,10 +1,12 @@
 """What a trainer writes of its run beside the weights that it saves: the record of the method, and the model card."""
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.model_card import has_card_of_user, write_card, write_runs
+from rope_patch.model_card import RECORD_NAME, has_card_of_user, write_card, write_runs
 from rope_patch.rotary import find_causal_lm
+from rope_patch.sidecar import SIDECAR_NAME
 from rope_patch.sources import ViewSource
 
 from .method_record import record_of
@@ -53,6 +55,14 @@ class RunRecord:
         """Write the model card as the user wants it, unless somebody wrote or edited the one that is there."""
         keep = self._keeps_card[folder] if folder in self._keeps_card else has_card_of_user(folder)
         write_card(folder, card_of(trainer, self._runs(trainer, dataset_name), title=title, tags=tags), keep=keep)
+
+    def copy(self, checkpoint: Path, folder: Path) -> None:
+        """Put the record of a checkpoint, and the RoPE of its adapter, beside its weights in another folder."""
+        for name in (RECORD_NAME, SIDECAR_NAME):
+            if (checkpoint / name).is_file():
+                shutil.copyfile(checkpoint / name, folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)  # of what was saved there before
 
     def _runs(self, trainer: "RopeSFTTrainer", dataset_name: str | None = None) -> list[dict[str, Any]]:
         """This run as it stands, after the earlier ones."""

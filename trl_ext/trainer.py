@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import logging
 from trl import SFTTrainer
 
@@ -320,6 +320,19 @@ class RopeSFTTrainer(SFTTrainer):
             if is_patched(self.model):
                 widen_tokenizer_of(folder, self.model)
             self._record.write_after_weights(self, folder)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Trainer's push of a checkpoint while training goes on, with what tells the RoPE of its adapter.
+
+        Trainer copies weights and configs to `output_dir` by their names, of which ours are none.
+        """
+        earlier: Any = self.push_in_progress
+        busy = earlier is not None and not earlier.is_done()
+        if self.args.hub_strategy == HubStrategy.END or (busy and not self.args.hub_always_push):
+            return  # as Trainer does: files that lie beside other weights would not belong to them
+        if self.is_world_process_zero():
+            self._record.copy(Path(checkpoint_folder), Path(str(self.args.output_dir)))
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(  # type: ignore[override]  # TRL's arguments, which are others than Trainer's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

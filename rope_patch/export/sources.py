@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from ..adapters import load_adapter
-from ..sidecar import SIDECAR_NAME, require_no_named_adapters
+from ..sidecar import SIDECAR_NAME, require_no_lost_sidecar, require_no_named_adapters
 from ..weights_in_parts import require_whole_weights
 
 logger = logging.get_logger(__name__)
@@ -25,7 +25,7 @@ def load(source: str | Path) -> nn.Module:
     """The model in `source` on the CPU; for an adapter its base model with the adapter and the RoPE of its training.
 
     Raises:
-        OSError: there is none, or adapters by name.
+        OSError: there is none, adapters by name, or an adapter without the file that says its RoPE.
         ValueError: its weights are in parts.
     """
     folder = Path(source)
@@ -36,6 +36,8 @@ def load(source: str | Path) -> nn.Module:
         elif not (folder / "config.json").is_file():
             require_no_named_adapters(folder)
         return AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    if not (folder / SIDECAR_NAME).is_file():
+        require_no_lost_sidecar(folder)
     base: Any = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype="auto", revision=revision_of_base(folder))
     if (folder / SIDECAR_NAME).is_file():
         return load_adapter(base, folder)

@@ -10,7 +10,7 @@ from peft.utils.hotswap import hotswap_adapter
 from support.hub import publish, use_cache
 from support.tiny import tiny, tokens
 
-from rope_patch import load_adapter, patch_model
+from rope_patch import export, load_adapter, patch_model
 
 OTHER_ROPE = "was trained with RoPE .*'yarn'.*, and this model has .* Load it on a base model of its own"
 
@@ -118,3 +118,17 @@ def test_peft_alone_warns_by_name_and_load_adapter_does_not(tmp_path):
 def test_the_config_of_an_adapter_on_native_rope_is_pefts_own(method, tmp_path):
     saved(tmp_path, method)
     assert "load_with_rope_patch_load_adapter" not in json.loads((tmp_path / "adapter_config.json").read_text())
+
+
+def test_an_adapter_whose_specification_was_lost_is_refused(tmp_path):
+    """As by a copy of the weights and their config alone."""
+    saved(tmp_path / "adapter")
+    (tmp_path / "adapter" / "rope_patch.json").unlink()
+    lost = "does not exist, and 'load_with_rope_patch_load_adapter' in .* says that it was saved with the adapter"
+    for load in (
+        lambda folder: load_adapter(tiny(), folder),
+        lambda folder: PeftModel.from_pretrained(model_of(OTHERS["rescaled"]), folder),
+        lambda folder: export(folder, tmp_path / "out"),
+    ):
+        with pytest.raises(FileNotFoundError, match=lost):
+            load(tmp_path / "adapter")

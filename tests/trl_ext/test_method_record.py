@@ -3,6 +3,8 @@
 import json
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,3 +269,28 @@ def test_every_field_of_ours_is_compared_or_may_change(tmp_path):
         recorded |= trainer(tmp_path, **options)._record.method.keys()
     ours = {f.name for f in fields(RopeSFTConfig)} - {f.name for f in fields(SFTConfig)}
     assert recorded == ours - may_change - by_rescaling
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["at once", "while another is under way"])
+def test_a_push_while_training_goes_on_has_the_rope_of_the_adapter(busy, tmp_path, monkeypatch):
+    pushed = []
+
+    class Hub:
+        def upload_folder(self, folder_path, **kwargs):
+            pushed.append({path.name for path in Path(folder_path).iterdir()})
+
+    # the one that this version of Transformers calls
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub, raising=False)
+    monkeypatch.setattr("transformers.trainer.upload_folder", Hub().upload_folder, raising=False)
+    run = trainer(
+        tmp_path, rescale="yarn", rescale_args={"factor": 2.0}, peft_config=lora(), max_steps=1,
+        save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    run.train()
+    run.hub_model_id, run.push_in_progress = "owner/model", SimpleNamespace(is_done=lambda: not busy)
+    run._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    ours = {"adapter_model.safetensors", "adapter_config.json", "rope_patch.json", "rope_patch_training.json"}
+    assert not (busy and any((tmp_path / name).exists() for name in ours))
+    assert pushed == [] if busy else ours <= pushed[0]
+    if not busy:
+        load_adapter(tiny(), tmp_path)
