@@ -134,6 +134,7 @@ class _CheckedSave(_OfModel):
         if state is not None:
             _cover(model, model)
             require_saved_rope(model, decoder, state)
+            require_no_adapter_beside(model, kwargs["save_directory"] if "save_directory" in kwargs else args[0])
         return type(model).save_pretrained(model, *args, **kwargs)
 
 
@@ -152,6 +153,9 @@ class _SaveWatch:
         state = state_of(decoder)
         if state is not None:
             require_saved_rope(outermost, decoder, state)
+            for call in frames():
+                if call.f_code.co_name == "save_pretrained" and call.f_locals.get("self") is outermost:
+                    require_no_adapter_beside(call.f_locals["self"], call.f_locals["save_directory"])
 
 
 def watch_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
@@ -191,6 +195,18 @@ def forget_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
     """Name -> PEFT's config of each adapter on `model`, prompts included."""
     return {name: config for module in model.modules() for name, config in _adapter_configs(module).items()}
+
+
+def require_no_adapter_beside(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Raise ValueError if whole weights without adapters would lie in the folder of an adapter.
+
+    Transformers puts the adapter that it finds beside weights on them: on those that it was merged into once more.
+    """
+    if not adapter_configs(model) and (Path(directory) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{directory} holds an adapter, which Transformers would put on this model's weights when it loads the "
+            "folder, also if it is merged into them already: take another folder, or delete adapter_config.json there."
+        )
 
 
 def base_revision(model: nn.Module) -> str | None:

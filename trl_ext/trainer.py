@@ -13,6 +13,7 @@ from transformers.utils import logging
 from trl import SFTTrainer
 
 from rope_patch import unpatch_model
+from rope_patch.adapter_watch import require_no_adapter_beside
 from rope_patch.attention.shifted import ShiftedAttention
 from rope_patch.distillation import CopiedTeacher
 from rope_patch.layout.labelled import Labelled
@@ -269,8 +270,9 @@ class RopeSFTTrainer(SFTTrainer):
 
         Raises:
             ValueError: the checkpoint was trained under other frequencies, which would go on as another model, or with
-                another view, objective or option of theirs.
+                another view, objective or option of theirs; or `output_dir` holds an adapter, and this run trains none.
         """
+        require_no_adapter_beside(self.model, str(self.args.output_dir))  # and not when all is trained, and saved
         folder = resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(str(self.args.output_dir))

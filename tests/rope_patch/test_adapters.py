@@ -187,3 +187,19 @@ def test_a_folder_without_weights_leaves_the_rope_of_the_base(tmp_path):
     with pytest.raises(Exception, match="adapter"):
         load_adapter(base, adapter)
     assert not describe(base).patched and base.config.rope_parameters == tiny().config.rope_parameters
+
+
+@torch.no_grad()
+def test_what_an_adapter_was_merged_into_is_not_saved_beside_it(tmp_path):
+    """From such a folder Transformers loads the merged weights with the adapter on them."""
+    adapter = trained(tmp_path, "yarn", {"factor": 4.0})
+    merged = load_adapter(fresh(tmp_path), adapter).merge_and_unload()
+    before = sorted(adapter.iterdir())
+    for options in ({}, {"state_dict": dict(merged.named_parameters())}):
+        with pytest.raises(ValueError, match="holds an adapter, which Transformers would put on this model's weights"):
+            merged.save_pretrained(adapter, **options)
+    assert sorted(adapter.iterdir()) == before
+    merged.save_pretrained(tmp_path / "elsewhere")
+    ids = tokens(1, 100)
+    assert torch.equal(fresh(tmp_path, "elsewhere")(ids).logits, merged(ids).logits)
+    load_adapter(fresh(tmp_path), adapter).save_pretrained(adapter)
