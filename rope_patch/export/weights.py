@@ -100,6 +100,11 @@ def _of_adapted(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from _of_module(module.modules_to_save[active[0]] if active else module.original_module, name)
         return
     base = module.get_base_layer()
+    if module.disable_adapters and module.merged:  # the next forward would take them out of the weights first
+        raise ValueError(
+            f"{name} has adapters that are merged and switched off at once, so that its weight is not what it computes "
+            "with: call model.unmerge_adapter() first."
+        )
     if not active or module.merged:
         yield from _of_module(base, name)
     elif type(base.weight).__name__ in _BNB:

@@ -424,6 +424,17 @@ def test_a_head_that_the_config_unties_is_saved_where_it_is_the_embeddings_too(s
 
 
 @torch.no_grad()
+def test_adapters_that_are_merged_and_switched_off_are_not_in_what_is_exported(tmp_path):
+    model, ids = lora(tiny()), tokens(1, 40)
+    model.merge_adapter()
+    with model.disable_adapter():
+        with pytest.raises(ValueError, match="merged and switched off at once.* call model.unmerge_adapter.. first"):
+            export(model, tmp_path / "unchecked", check=False)
+        export(model, tmp_path / "out", check=True)  # which runs the model, and so takes them out
+        torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_weights_that_only_this_model_shares_are_saved_under_each_name(tmp_path):
     model, ids = tiny(), tokens(1, 40)
     model.lm_head.weight = model.model.embed_tokens.weight
