@@ -152,9 +152,9 @@ class RopeSFTTrainer(SFTTrainer):
                 "TRL loads a model given by name in float32. Under adapters, which stay in float32, pass "
                 "model_init_kwargs={'dtype': 'bfloat16'} to halve its memory."
             )
-        if isinstance(model, str):
-            loading: Any = config.model_init_kwargs or {}  # parsed from JSON by now
-            peft_config = with_base_revision(peft_config, loading.get("revision"))
+        loading: Any = config.model_init_kwargs or {}  # parsed from JSON by now
+        self.base_revision = loading.get("revision") if isinstance(model, str) else None
+        peft_config = with_base_revision(peft_config, self.base_revision)
         dataset_facts = DatasetFacts.of(train_dataset)
         config, train_dataset = prepare_text(model, config, train_dataset, processing_class)
         if formatting_func is None:
@@ -199,8 +199,6 @@ class RopeSFTTrainer(SFTTrainer):
             if source is None
             else training_method(config, source.view, source.clock.seed)
         )
-        loading: Any = config.model_init_kwargs or {}
-        self.base_revision = loading.get("revision") if isinstance(model, str) else None
         self._record = RunRecord(self, source, method, dataset_facts)
         self._ranks = SequenceRanks.of(self.accelerator)
         self._whole: dict[str, Any] | None = None  # rows of the batch in flight, where ranks share them
