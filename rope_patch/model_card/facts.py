@@ -47,7 +47,8 @@ class CardFacts:
         base: the model that it was made of, None where that is not known.
         is_adapter: whether the folder holds an adapter, and not a whole model.
         loader: the class of Transformers that loads it.
-        base_revision: of the model that an adapter was trained on, as the adapter records it; "" for none.
+        base_revision: of the model that an adapter was trained on, as the adapter records it, or else its training; ""
+            for none.
         context: its window and its RoPE.
         always_view: the view that is in force in inference too, as a call that makes it; "" for none.
         runs: a table for each training run, in order.
@@ -96,10 +97,12 @@ def facts_of(
         config: the text config that is saved, if it is another one than the model's.
     """
     causal_lm = find_causal_lm(model)
+    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path)
+    recorded = base_revision(model) or ("" if base is None else base.revision)
     return CardFacts(
-        base=base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path),
+        base=base,
         is_adapter=is_adapter,
-        base_revision=(base_revision(model) or "") if is_adapter else "",
+        base_revision=recorded if is_adapter else "",
         loader=_loader_of(type(causal_lm).__name__),
         context=_context(model, runs, rescalings, config),
         always_view=_always_view(model),

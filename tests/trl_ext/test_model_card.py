@@ -100,7 +100,7 @@ def test_a_base_model_of_the_hub_is_named_and_loaded_by_its_id(tmp_path):
     run.save_model()
     card = card_in(tmp_path / "out")
     assert "(https://huggingface.co/owner/model) at revision `v1`, trained with rope-patch." in card.text
-    assert 'from_pretrained("owner/model", revision="v1", dtype="auto")' in card.text
+    assert 'from_pretrained("owner/model", dtype="auto", revision="v1")' in card.text
 
 
 def test_the_revision_of_a_model_given_by_name_is_that_of_its_loading(tmp_path, base):
