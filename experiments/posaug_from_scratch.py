@@ -74,7 +74,14 @@ class Data:
 
 
 def read_data(args: argparse.Namespace) -> Data:
-    """Text of the folder, and exams in its held-out part."""
+    """Text of the folder, and exams in its held-out part.
+
+    Raises:
+        ValueError: ids of the folder have 32 bits.
+    """
+    vocabulary = read_facts(args.folder)["vocabulary"]
+    if vocabulary > 2**16:
+        raise ValueError(f"the vocabulary of {args.folder} must have at most 65536 entries, got {vocabulary}.")
     stream = torch.from_numpy(read_stream(args.folder, "train").view("<i2").copy())
     val = torch.from_numpy(first_rows(args.folder, "val", args.length, args.spans))
     tokenizer, exams = None, {}
@@ -86,7 +93,7 @@ def read_data(args: argparse.Namespace) -> Data:
             (kind, n): sitting(kind, tokenizer, val.flatten().tolist(), n, args.exams, args.keys, args.questions)
             for kind, n in itertools.product(args.kinds, args.lengths)
         }
-    return Data(stream, val, read_facts(args.folder)["vocabulary"], tokenizer, exams)
+    return Data(stream, val, vocabulary, tokenizer, exams)
 
 
 def checkpoint(name: str, seed: int, args: argparse.Namespace) -> Path | None:

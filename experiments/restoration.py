@@ -6,9 +6,9 @@ Run: python experiments/restoration.py MODEL --train books.jsonl.xz --val val.js
      python experiments/restoration.py --table FILE.jsonl ... [--plot FIGURE.png]
 
 Each arm (restoration_arms.py) is rescaled, trained in one or two stages and measured after each: loss by position on
-held-out books up to 32K; short-text accuracy through lm-eval, with --short-data; passkeys and keyed numbers among
-look-alikes as the model writes them, with --prompts; RULER's tasks, with --ruler; and the KL from the native model. One
-JSON line a stage is added to --out, with every prompt's score, and what is in it is not done again.
+held-out books up to four windows; short-text accuracy through lm-eval, with --short-data; passkeys and keyed numbers
+among look-alikes as the model writes them, with --prompts; RULER's tasks, with --ruler; and the KL from the native
+model. One JSON line a stage is added to --out, with every prompt's score, and what is in it is not done again.
 
 --rates trains each arm at each rate, in both stages as the paper has it. --best then takes of each arm the rate that
 such a file has with the least "choice": the KL of the model's predictions from the native model's, in nats a token,
@@ -65,8 +65,8 @@ from rope_patch.eval.harness import require_lm_eval
 from rope_patch.eval.ruler import RulerPrompts
 from trl_ext.restoration import cut_into_rows
 
-WINDOW = 8192
-EDGES = [64, 2048, 4096, 6144, 8192, 12288, 16384, 20480, 24576, 28672, 32768]
+QUARTERS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16)  # of the window, at which spans of loss by position end
+CHOOSING = 8192  # tokens of a row that rates are chosen by, at most: both models' predictions are held whole
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def run(arm: Arm, key: Line, args: argparse.Namespace, data: Data) -> Iterator[L
             if stage not in known and (stage == arm.stages[-1] or not args.last_stage):
                 model = begun(arm, before, args)
                 whole = model.merge_and_unload() if before is not None and arm.lora is not None else model
-                yield {"after": stage, **measure(whole, args, data, parts), **training, "before": dict(trained)}
+                measured = measure(whole, args, data, parts)
+                yield {"after": stage, "window": args.window, **measured, **training, "before": dict(trained)}
             trained[stage] = training
 
 
@@ -142,7 +143,7 @@ def measure(model: Any, args: argparse.Namespace, data: Data, parts: Parts) -> L
     model.eval()
     with autocast(model):
         figures: Line = {
-            **parts.get("losses", partial(losses, model, data.val)),
+            **parts.get("losses", partial(losses, model, data.val, args.window)),
             "choice": parts.get("choice", partial(kl_from, data.native, model, data.choosing.tolist())),
         }
         if args.short_data:
@@ -174,13 +175,14 @@ def measure(model: Any, args: argparse.Namespace, data: Data, parts: Parts) -> L
     return figures
 
 
-def losses(model: Any, val: torch.Tensor) -> Line:
+def losses(model: Any, val: torch.Tensor, window: int) -> Line:
     """Loss by position on held-out rows."""
     curve = loss_by_position(model, val, progress=False)
+    edges = [64, *(window * k // 4 for k in QUARTERS)]
     return {
-        "loss_in_window": curve.in_window(WINDOW) if curve.seq_len > WINDOW else curve.mean(64, curve.seq_len),
-        "cliff": curve.cliff(WINDOW) if curve.seq_len > WINDOW + 1 else None,
-        "loss_by_position": curve.bins([e for e in EDGES if e <= curve.seq_len]),
+        "loss_in_window": curve.in_window(window) if curve.seq_len > window else curve.mean(64, curve.seq_len),
+        "cliff": curve.cliff(window) if curve.seq_len > window + 1 else None,
+        "loss_by_position": curve.bins([e for e in edges if e <= curve.seq_len]),
     }
 
 
@@ -193,6 +195,7 @@ def main() -> None:
     parser.add_argument("--train", nargs="+")
     parser.add_argument("--val", nargs="+")
     parser.add_argument("--short-data", type=Path, help="folder with short-text benchmarks; default: not measured")
+    parser.add_argument("--window", type=int, default=8192, help="of the model as it is")
     parser.add_argument("--val-length", type=int, default=32768)
     parser.add_argument("--val-rows", type=int, default=8)
     parser.add_argument("--choosing-rows", type=int, default=4, help="held-out rows behind them, for choosing rates")
@@ -213,7 +216,7 @@ def main() -> None:
     require(parser, args, "model", "train", "val")
     if args.short_data or args.ruler:  # what is lacking is told before training
         require_lm_eval()
-    known = arms(AutoConfig.from_pretrained(args.model).num_hidden_layers)
+    known = arms(AutoConfig.from_pretrained(args.model).num_hidden_layers, args.window)
     names = chosen(parser, args, known)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     documents = Dataset.from_list([{"text": text} for text in read_texts(args.train)])
@@ -227,7 +230,7 @@ def main() -> None:
     held_out = list(read_texts(args.val))
     n_rows = args.val_rows + args.choosing_rows
     both = text_rows(tokenizer, held_out, seq_len=args.val_length, n_rows=n_rows)
-    val, choosing = both[: args.val_rows], both[args.val_rows :, :WINDOW]
+    val, choosing = both[: args.val_rows], both[args.val_rows :, : min(args.window, CHOOSING)]
     asked = raw_questions(tokenizer, val.tolist(), args.lengths, args.prompts) if args.prompts else {}
     prompts = kept_prompts(tokenizer, tokenizer.batch_decode(val[:4]), args) if args.ruler else None
     data = Data(tokenizer, rows, val, choosing, load(args.model).eval(), asked, prompts)

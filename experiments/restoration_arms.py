@@ -62,6 +62,7 @@ class Arm:
         )
 
 
+WINDOW = 8192  # of the model that the authors' rows of stage 2 are four windows of
 PI4, PI8, YARN4 = ("pi", {"factor": 4.0}), ("pi", {"factor": 8.0}), ("yarn", {"factor": 4.0})
 # ours, of the weights of q, k and v: 1e-3 did best of three in a draft of stage 1, 2e-4 was not compared with others.
 # The authors take 2e-5 in both stages, for adapters of rank 1024.
@@ -83,8 +84,10 @@ REGIMES: dict[str, dict[str, Any]] = {
 }
 
 
-def paper_arms(n_layers: int) -> dict[str, Arm]:
+def paper_arms(n_layers: int, window: int = WINDOW) -> dict[str, Arm]:
     """The paper's fields in both stages, on either weights, and in stage 1 its targets in turn; rates are to be tuned.
+
+    Rows of stage 2 have four windows, and as many tokens together in each step whatever the window is.
 
     A regime's own name is LinearARD; "clm" has next-token training of the same weights in place of a teacher, and "cpt"
     as many tokens of it in long rows alone.
@@ -97,10 +100,12 @@ def paper_arms(n_layers: int) -> dict[str, Arm]:
         " hidden all": {"objective": "hidden-distill", "hidden_args": every_layer},
         " clm": {"objective": "clm"},
     }
+    rows = max(EXTEND["gradient_accumulation_steps"] * WINDOW // window, 1)
+    far = {} if window == WINDOW else {"max_length": 4 * window, "gradient_accumulation_steps": rows}
     arms = {}
     for regime, weights in REGIMES.items():
-        arms |= {regime + name: Arm(PI4, first, {}, **weights) for name, first in firsts.items()}
-        arms[f"{regime} cpt"] = Arm(PI4, extend=EQUAL, **weights)
+        arms |= {regime + name: Arm(PI4, first, far, **weights) for name, first in firsts.items()}
+        arms[f"{regime} cpt"] = Arm(PI4, extend={**far, **EQUAL}, **weights)
     return arms
 
 
@@ -110,8 +115,8 @@ def control_of(name: str) -> str | None:
     return None if regime is None or name not in paper_arms(1) else f"{regime} clm"
 
 
-def arms(n_layers: int = 30) -> dict[str, Arm]:
-    """Every arm by name, for a model of so many layers; SmolLM2-135M has 30."""
+def arms(n_layers: int = 30, window: int = WINDOW) -> dict[str, Arm]:
+    """Every arm by name, for a model of so many layers; SmolLM2-135M has 30, and a window of 8192."""
     arms = {"native": Arm(None)}
     for name, rescale in (("pi4", PI4), ("pi8", PI8), ("yarn4", YARN4)):
         arms[name] = Arm(rescale)
@@ -119,7 +124,7 @@ def arms(n_layers: int = 30) -> dict[str, Arm]:
         arms[f"{name} ard+cpt"] = Arm(rescale, DISTIL_LR, EXTEND_LR)
     # every field the paper's, but for all weights
     arms["pi4 all (ours)"] = Arm(PI4, {}, {}, trainable="all")
-    arms |= paper_arms(n_layers)
+    arms |= paper_arms(n_layers, window)
     arms["pi4 qkv at our rates"] = Arm(PI4, DISTIL_LR, EXTEND_LR, extended="qkv")
     # the name in docs/results of the authors' rate on other weights than theirs: q, k and v, then all
     arms["pi4 ard+cpt as the authors"] = Arm(PI4, {}, {})

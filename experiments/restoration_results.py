@@ -20,8 +20,8 @@ from result_lines import mean_of, spread
 from rope_patch.eval import recovery_ratio
 from rope_patch.eval.figures import add_legend, compact, mark_window, new_figure, save_figure
 
-WINDOW = 8192
-SPANS = [(0, WINDOW), (WINDOW, 2 * WINDOW), (2 * WINDOW, 4 * WINDOW)]
+WINDOW = 8192  # of lines that do not say it
+SPANS = [(0, 1), (1, 2), (2, 4)]  # windows
 LAMBADA = "lambada_openai"
 
 
@@ -60,7 +60,8 @@ def table(runs: list[Line]) -> str:
     """Markdown: means over seeds, with the span of what is compared, and recovery of the model before its rescaling."""
     native = next(r for r in runs if r["arm"] == "native")
     ends = {b["end"] for b in native["loss_by_position"]}
-    spans = [span for span in SPANS if span[1] in ends]
+    window = native.get("window", WINDOW)
+    spans = [(a * window, b * window) for a, b in SPANS if b * window in ends]
     names = ["arm", "after", "seeds", *(f"loss {a // 1024}-{b // 1024}K" for a, b in spans), "short text", "recovery %"]
     lines = head(names)
     for (name, after), same in groups(runs).items():

@@ -5,8 +5,9 @@ Run: python experiments/token_text.py FOLDER --train books.jsonl.xz ... --val he
 
 FOLDER gets `train-00.u16.xz`, `train-01.u16.xz`, ... and `val-00.u16.xz`, little-endian 16-bit ids of whole documents,
 each with the separator behind it, and `tokens.json`, which says what they are. English takes about 1.0 byte a token
-with a vocabulary of 16384. Files of one split may arrive one after the other: what is there when it is read counts.
-With --vocabulary a byte-level BPE is trained on the first part of the training texts and kept in `tokenizer.json`.
+with a vocabulary of 16384. Ids of a vocabulary beyond 65536 have 32 bits, in files `.u32.xz`. Files of one split may
+arrive one after the other: what is there when it is read counts. With --vocabulary a byte-level BPE is trained on the
+first part of the training texts and kept in `tokenizer.json`.
 """
 
 import argparse
@@ -24,10 +25,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from rope_patch.eval import read_texts
 
 SEPARATOR = "<|endoftext|>"
-DTYPE = np.dtype("<u2")
-Ids = NDArray[np.uint16]
-# two bytes an id: literals are predicted by the parity of their place
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1}]
+Ids = NDArray[np.uint16] | NDArray[np.uint32]
+DTYPES = {"u16": np.dtype("<u2"), "u32": np.dtype("<u4")}
+
+
+def kind_of(vocabulary: int) -> str:
+    """The ending of files that hold its ids."""
+    return "u16" if vocabulary <= 2**16 else "u32"
+
+
+def filters(dtype: np.dtype[Any]) -> list[dict[str, int]]:
+    """Of xz for ids: literals are predicted by their place within one."""
+    position = dtype.itemsize.bit_length() - 1
+    return [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 4 - position, "lp": position, "pb": position}]
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -45,11 +55,13 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def encoded(tokenizer: Tokenizer, texts: Iterable[str], separator: int, length: int | None) -> Iterator[Ids]:
+def encoded(
+    tokenizer: Tokenizer, texts: Iterable[str], separator: int, length: int | None, dtype: np.dtype[Any]
+) -> Iterator[Ids]:
     """Ids of each document, at most `length` of them, and the separator."""
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids[:length]
-        yield np.array([*ids, separator], dtype=DTYPE)
+        yield np.array([*ids, separator], dtype=dtype)
 
 
 def write_parts(folder: Path, split: str, documents: Iterable[Ids], part_tokens: int, tokens: int | None) -> int:
@@ -59,8 +71,10 @@ def write_parts(folder: Path, split: str, documents: Iterable[Ids], part_tokens:
 
     def flush() -> None:
         nonlocal number
-        raw = np.concatenate(part).astype(DTYPE).tobytes()
-        (folder / f"{split}-{number:02}.u16.xz").write_bytes(lzma.compress(raw, filters=FILTERS))
+        ids = np.concatenate(part)
+        kind = next(kind for kind, dtype in DTYPES.items() if dtype == ids.dtype)
+        packed = lzma.compress(ids.tobytes(), filters=filters(ids.dtype))
+        (folder / f"{split}-{number:02}.{kind}.xz").write_bytes(packed)
         number += 1
         part.clear()
 
@@ -78,10 +92,11 @@ def write_parts(folder: Path, split: str, documents: Iterable[Ids], part_tokens:
 
 def read_stream(folder: Path, split: str) -> Ids:
     """All ids of a split, documents and separators, in order."""
-    files = sorted(folder.glob(f"{split}-*.u16.xz"))
+    kind = kind_of(read_facts(folder)["vocabulary"])
+    files = sorted(folder.glob(f"{split}-*.{kind}.xz"))
     if not files:
-        raise FileNotFoundError(f"{folder} has no {split}-00.u16.xz: make it with experiments/token_text.py.")
-    return np.concatenate([np.frombuffer(lzma.decompress(f.read_bytes()), dtype=DTYPE) for f in files])
+        raise FileNotFoundError(f"{folder} has no {split}-00.{kind}.xz: make it with experiments/token_text.py.")
+    return np.concatenate([np.frombuffer(lzma.decompress(f.read_bytes()), dtype=DTYPES[kind]) for f in files])
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -135,18 +150,19 @@ def main() -> None:
     else:
         tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
     vocabulary, separator = tokenizer.get_vocab_size(), tokenizer.token_to_id(args.separator)
-    if vocabulary > 2**16 or separator is None:
-        parser.error(f"16 bits hold ids below 65536 and there must be a separator; got {vocabulary} and {separator}")
+    if separator is None:
+        parser.error(f"--separator must be a token of the vocabulary, got {args.separator!r}")
+    dtype = DTYPES[kind_of(vocabulary)]
     long_enough = (
         ids
-        for ids in encoded(tokenizer, read_texts(args.val), separator, args.val_length)
+        for ids in encoded(tokenizer, read_texts(args.val), separator, args.val_length, dtype)
         if len(ids) > args.val_length
     )
     counts = {
         "train": write_parts(
             args.folder,
             "train",
-            encoded(tokenizer, read_texts(args.train), separator, None),
+            encoded(tokenizer, read_texts(args.train), separator, None, dtype),
             args.part_tokens,
             args.tokens,
         ),
@@ -160,7 +176,7 @@ def main() -> None:
         "texts": {"train": [Path(p).name for p in args.train], "val": [Path(p).name for p in args.val]},
     }
     (args.folder / "tokens.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    size = sum(f.stat().st_size for f in args.folder.glob("*.u16.xz"))
+    size = sum(f.stat().st_size for f in args.folder.glob("*.xz"))
     print(f"{counts['train']:,} and {counts['val']:,} tokens, {size / 2**20:.1f} MiB")
 
 

@@ -24,7 +24,7 @@ def study(tmp_path, monkeypatch):
     for saved in (tiny(vocab_size=len(tokenizer), max_position_embeddings=1024), tokenizer):
         saved.save_pretrained(tmp_path / "model")
     rng = np.random.default_rng(0)
-    documents = [np.append(rng.integers(32, 127, 9000), 2).astype(token_text.DTYPE) for _ in range(3)]
+    documents = [np.append(rng.integers(32, 127, 9000), 2).astype(token_text.DTYPES["u16"]) for _ in range(3)]
     for split in ("train", "val"):
         token_text.write_parts(tmp_path, split, documents, 10**6, None)
     (tmp_path / "tokens.json").write_text(json.dumps({"separator": 2, "vocabulary": len(tokenizer)}))

@@ -37,7 +37,7 @@ def test_rows_hold_each_token_once_an_epoch():
 
 
 def test_rows_read_ids_beyond_15_bits():
-    ids = np.array([1, 40000, 65535, 2] * 3, dtype=token_text.DTYPE)
+    ids = np.array([1, 40000, 65535, 2] * 3, dtype=token_text.DTYPES["u16"])
     rows = training.Rows(torch.from_numpy(ids.view("<i2").copy()), 4, seed=0)
     assert set(rows.of(0, 1).flatten().tolist()) == {1, 40000, 65535, 2}
 
@@ -205,7 +205,7 @@ def folder(tmp_path):
     """Token files of characters, with their tokenizer."""
     draw, tokenizer = random.Random(0), character_tokenizer()
     letters = [ord(c) for c in "abcdefgh ,."]
-    documents = [np.array([*draw.choices(letters, k=2500), 2], dtype=token_text.DTYPE) for _ in range(4)]
+    documents = [np.array([*draw.choices(letters, k=2500), 2], dtype=token_text.DTYPES["u16"]) for _ in range(4)]
     for split in ("train", "val"):
         token_text.write_parts(tmp_path, split, documents, 10**6, None)
     (tmp_path / "tokens.json").write_text(json.dumps({"separator": 2, "vocabulary": len(tokenizer)}))

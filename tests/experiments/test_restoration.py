@@ -64,7 +64,7 @@ def test_stages_of_arms_are_configurations_that_the_trainer_takes(name, tmp_path
 
 def test_regimes_of_the_paper_train_the_same_weights_in_both_stages_and_have_all_targets():
     arms = restoration_arms.paper_arms(30)
-    assert len(arms) == 12 and {arm.rescale for arm in map(lambda a: a.rescale[0], arms.values()) if False} == set()
+    assert len(arms) == 12 and {arm.rescale[0] for arm in arms.values()} == {"pi"}
     for name, arm in arms.items():
         tokens = sum(
             f["max_steps"] * f["max_length"] * f["per_device_train_batch_size"] * f["gradient_accumulation_steps"]
@@ -77,6 +77,16 @@ def test_regimes_of_the_paper_train_the_same_weights_in_both_stages_and_have_all
         assert adapters is None if "qkv" in name else (adapters.r, adapters.lora_alpha) == (1024, 2048)
     assert arms["pi4 qkv hidden all"].distil["hidden_args"] == {"layers": tuple(range(1, 31)), "weight": 1.0}
     assert restoration_arms.control_of("pi4 ard+cpt") is None is restoration_arms.control_of("pi4 qkv at our rates")
+
+
+def test_rows_of_stage_2_are_four_windows_of_another_model_too_with_as_many_tokens():
+    for window in (8192, 32768):
+        arms = restoration_arms.paper_arms(18, window)
+        for name in ("pi4 qkv", "pi4 qkv cpt"):
+            fields = arms[name].fields("extend")
+            assert fields["max_length"] == 4 * window
+            assert fields["max_length"] * fields["gradient_accumulation_steps"] == 4 * 32768
+        assert arms["pi4 qkv"].fields("distil") == restoration_arms.paper_arms(18)["pi4 qkv"].fields("distil")
 
 
 @pytest.mark.parametrize("name", ["pi4 qkv", "pi4 all (ours)", "pi4 lora 1024/2048", "pi4 lora 1024/2048 hidden all"])
@@ -105,7 +115,7 @@ def test_an_arm_of_the_restoration_trains_what_it_says_in_both_stages(name, tmp_
     ended = []
     monkeypatch.setattr(restoration, "train", watched)
     override = {"max_length": 60, "max_steps": 2, "warmup_steps": 0, "bf16": False, "logging_steps": 1}
-    given = {"override": override, "compile": False, "last_stage": False, "checkpoints": None}
+    given = {"override": override, "compile": False, "last_stage": False, "checkpoints": None, "window": 512}
     args = argparse.Namespace(model=tmp_path / "model", out=tmp_path / "out.jsonl", **given)
     data = restoration.Data(character_tokenizer(), lambda _: rows, None, None, None, {}, None)
     arm = restoration_arms.arms(2)[name]
@@ -149,11 +159,10 @@ def study(tmp_path, monkeypatch):
     monkeypatch.setattr(keeping_questions, "TAIL", 120)  # a token a character
     monkeypatch.setattr(keeping_questions, "KEYS", 3)
     monkeypatch.setattr(restoration_results, "KEYS", 3)
-    monkeypatch.setattr(restoration, "WINDOW", 512)
-    monkeypatch.setattr(restoration, "EDGES", [64, 512, 2100])
-    override = json.dumps({"max_length": 60, "max_steps": 1, "warmup_steps": 0, "logging_steps": 1})
+    small = {"max_length": 60, "max_steps": 1, "warmup_steps": 0, "gradient_accumulation_steps": 1}
+    override = json.dumps({**small, "logging_steps": 1})
     fixed = f"{tmp_path} --train {tmp_path}/train.jsonl --val {tmp_path}/val.jsonl --val-length 2100 --val-rows 2"
-    fixed = [*fixed.split(), "--choosing-rows", "1", "--override", override]
+    fixed = [*fixed.split(), "--window", "512", "--choosing-rows", "1", "--override", override]
 
     def study(out, *more):
         monkeypatch.setattr("sys.argv", ["restoration", *fixed, "--out", str(tmp_path / out), *more])

@@ -6,23 +6,24 @@ import numpy as np
 import pytest
 import token_text
 
-VOCABULARY = 50
 
-
-@pytest.fixture
-def tokens(tmp_path):
+@pytest.fixture(params=[2**16, 2**16 + 1, 262144])
+def tokens(tmp_path, request):
     """A folder of token files: documents of 700, 701, ... tokens in several parts."""
-    rng = np.random.default_rng(0)
-    documents = [np.append(rng.integers(1, VOCABULARY, 700 + k), 0).astype(token_text.DTYPE) for k in range(6)]
+    rng, vocabulary = np.random.default_rng(0), request.param
+    dtype = token_text.DTYPES[token_text.kind_of(vocabulary)]
+    documents = [np.append(rng.integers(1, vocabulary, 700 + k), 0).astype(dtype) for k in range(6)]
+    documents[0][0] = vocabulary - 1
     token_text.write_parts(tmp_path, "train", documents, 1500, 4000)
     token_text.write_parts(tmp_path, "val", documents[:3], 1500, None)
-    (tmp_path / "tokens.json").write_text(json.dumps({"separator": 0, "vocabulary": VOCABULARY}))
+    (tmp_path / "tokens.json").write_text(json.dumps({"separator": 0, "vocabulary": vocabulary}))
     return tmp_path, documents
 
 
 def test_token_files_give_back_their_documents(tokens):
     folder, documents = tokens
-    assert len(list(folder.glob("train-*.u16.xz"))) == 2
+    kind = "u32" if token_text.read_facts(folder)["vocabulary"] > 65536 else "u16"
+    assert len(list(folder.glob(f"train-*.{kind}.xz"))) == len(list(folder.glob("train-*"))) == 2
     np.testing.assert_array_equal(token_text.read_stream(folder, "train"), np.concatenate(documents)[:4000])
     for ids, written in zip(token_text.read_documents(folder, "val"), documents, strict=False):
         np.testing.assert_array_equal(ids, written[:-1])

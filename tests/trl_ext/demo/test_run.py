@@ -67,7 +67,7 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
 
 
 def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monkeypatch, capsys):
-    step = training_module.RopeSFTTrainer.training_step
+    step = training_module.ShortRowsTrainer.training_step
     with monkeypatch.context() as patch:
         calls = []
 
@@ -77,7 +77,7 @@ def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monk
                 raise KeyboardInterrupt
             return step(self, *args, **kwargs)
 
-        patch.setattr(training_module.RopeSFTTrainer, "training_step", stopping)
+        patch.setattr(training_module.ShortRowsTrainer, "training_step", stopping)
         assert demo() == 130
     errors = capsys.readouterr().err
     assert errors.endswith("\nStopped. What is done is kept: the same command goes on in out.\n")
