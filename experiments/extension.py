@@ -333,8 +333,10 @@ def train_into(end: Path, args: argparse.Namespace, tokenizer: Any, cues: dict[s
 def qualities(args: argparse.Namespace, tokenizer: Any, cues: dict[str, int], names: list[str]) -> list[Run]:
     """Every run of the comparison."""
     first, farthest = args.seeds[0], max(args.targets)
-    plan = [Trial(first, farthest, None, "native", None)]
+    plan = [Trial(first, farthest, None, "native", None)] if "native" in names else []
     for seed, target, schedule, name in itertools.product(args.seeds, args.targets, args.schedules, names):
+        if name == "native":
+            continue
         if name == "none":
             plan += [Trial(seed, target, schedule, name, None)] if seed == first else []
             continue
@@ -368,9 +370,9 @@ def costs(args: argparse.Namespace, tokenizer: Any, cues: dict[str, int], names:
     """Every method with one row at a time, and with as many as --at-once has."""
     runs, one_row = [], 1
     for seed, target, schedule, name in itertools.product(args.seeds, args.targets, args.schedules, names):
-        method = every_method(args.window, target, cues)[name]
+        method = every_method(args.window, target, cues).get(name)
         for n in (one_row, args.at_once):
-            if method.fields is None or (n != one_row and n < 2 * method.read):
+            if method is None or method.fields is None or (n != one_row and n < 2 * method.read):
                 continue
             key = ["cost", target, schedule, name, seed, n, json.dumps(args.override)]
             results = partial(cost, args, tokenizer, seed, target, schedule, name, method, n)
@@ -425,7 +427,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     cues = {name: len(cue_ids(tokenizer, name)) for name in CUES}
     target = max(args.targets)
-    names = chosen(parser, args, every_method(args.window, target, cues), methods(args.window, target, cues[CUE]))
+    known = ["native", *every_method(args.window, target, cues)]
+    names = chosen(parser, args, known, ["native", *methods(args.window, target, cues[CUE])])
     documents = read_documents(args.folder, "train")
     args.rows = cache(partial(rows_of, documents))
     if args.cost:

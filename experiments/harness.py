@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -17,6 +18,7 @@ import torch
 from compiled import compiled_tokenwise
 from datasets import Dataset
 from result_lines import Deadline, add_line, read_lines, share, versions
+from run_queue import GPU_SHARE
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -25,6 +27,8 @@ from trl_ext import RopeSFTConfig, RopeSFTTrainer
 Line = dict[str, Any]
 FIXED = ("output_dir", "save_strategy", "seed")  # fields of RopeSFTConfig that `train` sets
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cuda" and GPU_SHARE in os.environ:  # by run_queue.py, to one of several processes of a GPU
+    torch.cuda.set_per_process_memory_fraction(float(os.environ[GPU_SHARE]))
 
 
 def study_parser(doc: str | None, out: str, seeds: Sequence[int] = (0,)) -> argparse.ArgumentParser:

@@ -10,7 +10,8 @@ A line of QUEUE is a command, with conditions in front of it if it has any:
 that none begins that --minutes would cut off; one that takes three times as long hangs, and is ended by SIGABRT, upon
 which Python writes to the log where each thread stands. A worker takes the first line whose conditions hold. Lines
 that are added to QUEUE while it runs are taken too; with --stay workers wait for them, and for files of others, until
---minutes are over. Where NVIDIA's MPS is running, kernels of several processes share a GPU.
+--minutes are over. Each command of ours takes its worker's part of the GPU's memory at most, so that none is left
+without by what others hold unused. Where NVIDIA's MPS is running, kernels of several processes share a GPU.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from pathlib import Path
 
 from result_lines import Deadline
 
+GPU_SHARE = "GPU_SHARE"  # variable with the part of a GPU's memory that PyTorch may take in a command of ours
+CONTEXTS = 0.05  # of a GPU's memory, beside PyTorch's
 HANGS = 3  # times the seconds that a command takes, after which it is taken to hang
 
 
@@ -83,10 +86,12 @@ class Queue:
         self._running: set[int] = set()
         self._failed: set[int] = set()
         self._lock = threading.Lock()
+        self._share = 1 - CONTEXTS
 
     def run(self, gpus: list[str], workers: int) -> list[int]:
         """Run until nothing more can begin, with so many workers on each GPU; numbers of the lines that failed."""
         self.logs.mkdir(parents=True, exist_ok=True)
+        self._share = (1 - CONTEXTS) / workers
         with ThreadPoolExecutor(len(gpus) * workers) as pool:
             for worker in [pool.submit(self._work, gpu) for _ in range(workers) for gpu in gpus]:
                 worker.result()
@@ -123,6 +128,7 @@ class Queue:
         begin = time.monotonic()
         print(f"{time.strftime('%H:%M:%S')} GPU {gpu}  begin {number}: {shlex.join(command.words)}", flush=True)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "PYTHONFAULTHANDLER": "1"}
+        environment[GPU_SHARE] = str(self._share)
         with (self.logs / f"{number:03}.log").open("wb") as log:
             with subprocess.Popen(command.words, stdout=log, stderr=subprocess.STDOUT, env=environment) as process:
                 try:

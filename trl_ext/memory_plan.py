@@ -10,6 +10,7 @@ import torch
 from accelerate.utils.other import is_compiled_module
 from torch import nn
 
+from rope_kernels.common.gpu_memory import free_gpu_bytes
 from rope_patch.attention.calls import attention_kernel
 from rope_patch.attention.rows import why_masks_stay
 from rope_patch.distillation.teacher import adapter_layers
@@ -385,8 +386,7 @@ def _layer_bytes(
 def device_memory(device: torch.device) -> int:
     """Bytes that training may take on a device: what is free, and what PyTorch holds already."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(_SHARE_OF_DEVICE * (free + torch.cuda.memory_reserved(device)))
+        return int(_SHARE_OF_DEVICE * (free_gpu_bytes(device) + torch.cuda.memory_reserved(device)))
     return int(_SHARE_OF_DEVICE * psutil.virtual_memory().available)
 
 

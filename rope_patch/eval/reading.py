@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rope_kernels.common.gpu_memory import free_gpu_bytes
+
 from .decoding import Greedy, decode, end_tokens
 from .kv_rows import KVRows
 
@@ -192,10 +194,10 @@ def _common(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that one process may take: all that is free on a GPU, half of what is free beside a CPU."""
+    """Bytes that one process may take: all of its share that is free on a GPU, half of what is free beside a CPU."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        return free_gpu_bytes(device) + unused
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, OSError, ValueError):  # not a Linux

@@ -92,7 +92,19 @@ def test_what_the_native_model_was_not_asked_at_is_a_dash():
 @pytest.mark.slow
 def test_a_run_that_is_cut_off_in_training_goes_on_to_the_same_model(study, monkeypatch):
     monkeypatch.setattr(keeping_questions, "TAIL", 160)  # a token a character
-    arms = ["--arms", "last 20", "--seeds", "0", "--choosing-rows", "1", "--prompts", "8", "--lengths", "1600"]
+    arms = [
+        "--arms",
+        "native",
+        "last 20",
+        "--seeds",
+        "0",
+        "--choosing-rows",
+        "1",
+        "--prompts",
+        "8",
+        "--lengths",
+        "1600",
+    ]
     (_, whole) = study("whole.jsonl", *arms, "--rates", "1e-3")
     kept = [*arms, "--checkpoints", str(study.folder / "kept")]
     begin, save, measure = extension.Steps.on_step_begin, extension.Steps.on_step_end, extension.measure

@@ -1,12 +1,16 @@
 """The queue of commands: conditions, shares of a GPU, what fails."""
 
+import os
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 from result_lines import Deadline
-from run_queue import Command, Queue
+from run_queue import GPU_SHARE, Command, Queue
+
+from rope_kernels.common.gpu_memory import free_gpu_bytes
 
 PYTHON = sys.executable
 
@@ -32,6 +36,28 @@ def test_what_needs_a_file_waits_for_the_command_that_writes_it(tmp_path):
     queue = written(tmp_path / "queue", [read, "", write])
     assert queue.run(["7"], 2) == []
     assert copied.read_text() == "7"
+
+
+def test_processes_of_a_gpu_have_parts_of_its_memory(tmp_path, monkeypatch):
+    queue = written(tmp_path / "queue", [f"{PYTHON} -c \"import os; print(os.environ['{GPU_SHARE}'])\""])
+    assert queue.run(["0"], 3) == [] and GPU_SHARE not in os.environ
+    share = float((tmp_path / "logs/000.log").read_text())
+    assert share == pytest.approx(0.95 / 3)
+    # what they then plan with: their own part, or less where others hold more
+    total, taken = 100 << 30, []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda index: {2: share}[index])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: sum(taken))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (80 << 30, total))
+    for device in (None, torch.device("cuda"), torch.device("cuda", 2)):
+        assert free_gpu_bytes(device) == int(share * total)
+    taken.append(20 << 30)
+    assert free_gpu_bytes() == int(share * total) - (20 << 30)
+    taken.append(20 << 30)
+    assert free_gpu_bytes() == 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1 << 30, total))
+    taken.clear()
+    assert free_gpu_bytes() == 1 << 30
 
 
 def test_what_cannot_begin_ends_the_queue_and_what_failed_is_told(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from rope_kernels.common.gpu_memory import free_gpu_bytes
 from rope_patch.environment import device_name
 
 from .duration import Rate
@@ -35,10 +36,9 @@ class Machine:
     def of(cls, device: str) -> "Machine":
         """The one that `device` names, as it is now."""
         if device == "cuda":
-            free, _ = torch.cuda.mem_get_info()
             n_gpus = torch.cuda.device_count()
             name = f"one of {n_gpus} {device_name(True)}" if n_gpus > 1 else device_name(True)
-            return cls(device, name, free, torch.cuda.is_bf16_supported())
+            return cls(device, name, free_gpu_bytes(), torch.cuda.is_bf16_supported())
         threads = torch.get_num_threads()
         return cls(device, f"{threads} thread{'s' * (threads > 1)} of a CPU", psutil.virtual_memory().available, False)
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.devices import runs_on_triton
+from ..common.gpu_memory import free_gpu_bytes
 from .checks import IGNORE_INDEX
 from .rows import Direction, HeadOutput, vocabulary_rows
 
@@ -151,10 +152,9 @@ def _rows_at_a_time(weight: torch.Tensor, sides: int) -> int:
     """Rows whose float32 logits of `sides` views fit into a quarter of the free memory, or near the caches of a CPU."""
     room = 2**26
     if weight.is_cuda:
-        free, _ = torch.cuda.mem_get_info(weight.device)
         unused = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
         # more rows at a time than this save no time
-        room = min(5 * 2**28, (free + unused) // 4)
+        room = min(5 * 2**28, (free_gpu_bytes(weight.device) + unused) // 4)
     rows = room // (4 * weight.shape[0])
     # products of 2048 rows fill an H200's 132 multiprocessors with tiles, at a hidden size of 2048 as of 4096
     for unit in (2048, 128, sides):
