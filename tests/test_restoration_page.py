@@ -161,6 +161,11 @@ def test_passkeys_of_the_tuned_restorations_are_those_of_their_file(arms):
     told = "the control finds {}, {} and {} of them, hidden states {}, {} and {}".format(*control, *hidden)
     assert told in text_of("docs/choosing.md")
     assert f": {hidden[0]} at 8192 tokens, the control {control[0]}." in text_of("docs/distillation.md")
+    native, untrained = cells("native")[1:4], cells("pi4")[1:4]
+    assert set(untrained) == {"0"}
+    told += ", the model as it came {}, {} and {}, and PI without training none".format(*native)
+    assert told in text_of("docs/choosing.md")
+    assert f"The model as it came finds {native[0]} there, PI without training 0." in text_of("docs/distillation.md")
 
 
 def test_relations_and_predictions_in_stage_1_are_those_of_the_log(arms):
