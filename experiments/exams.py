@@ -60,17 +60,19 @@ def make_exam(
     spacing: int,
     rng: random.Random,
     questions: int = 8,
+    begin: Sequence[int] = (),
 ) -> Exam:
     """An exam of exactly `length` tokens.
 
     Args:
         kind: "multikey", sentences with a key of their own each, or "ordinal", which repeat a few keys.
         tokenizer: of the model.
-        text: tokens to hide sentences in, at least `length`.
+        text: tokens to hide sentences in, at least `length`, or so many that `begin` makes it that.
         length: tokens of the row, questions and answers included.
         spacing: tokens from one sentence of "multikey" to the next, its own included.
         rng: draws keys, values, places and questions.
         questions: that are asked, or one of each sentence if there are fewer.
+        begin: tokens before all text, as the tokenizer begins one.
 
     Raises:
         ValueError: sentences and questions need more than `length` tokens.
@@ -86,10 +88,10 @@ def make_exam(
         words.append(f" {value}.")
     tokens = tokenizer(words, add_special_tokens=False)["input_ids"]
     sentences, dialogue = tokens[: len(facts)], tokens[len(facts) :]
-    n_text = length - sum(map(len, sentences)) - sum(map(len, dialogue))
+    n_text = length - len(begin) - sum(map(len, sentences)) - sum(map(len, dialogue))
     if n_text < 0:
         raise ValueError(f"sentences and questions need {-n_text} tokens more than length={length}: use more spacing.")
-    ids: list[int] = []
+    ids = [*begin]
     begins = []
     used = 0
     for place, sentence in zip(sorted(rng.randint(0, n_text) for _ in sentences), sentences, strict=True):
@@ -107,10 +109,17 @@ def make_exam(
 
 
 def exam_over(
-    kind: Kind, tokenizer: PreTrainedTokenizerBase, text: Sequence[int], keys: int, rng: random.Random, questions: int
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Sequence[int],
+    keys: int,
+    rng: random.Random,
+    questions: int,
+    begin: Sequence[int] = (),
 ) -> Exam:
-    """An exam as long as `text`, with `keys` look-alikes or repeated keys anywhere in it."""
-    return make_exam(kind, tokenizer, text, len(text), len(text) // keys, rng, questions)
+    """An exam as long as `begin` and `text`, with `keys` look-alikes or repeated keys anywhere in the text."""
+    length = len(begin) + len(text)
+    return make_exam(kind, tokenizer, text, length, length // keys, rng, questions, begin)
 
 
 def sitting(
@@ -121,12 +130,14 @@ def sitting(
     n_exams: int,
     keys: int,
     questions: int,
+    begin: Sequence[int] = (),
 ) -> list[Exam]:
-    """The exams of a kind and length that all models sit, in texts from anywhere in `haystack`."""
+    """The exams of a kind and length that all models sit, in texts from anywhere in `haystack`, behind `begin`."""
     rng = random.Random(7)
-    begins = [rng.randrange(len(haystack) - length + 1) for _ in range(n_exams)]
-    texts = (haystack[begin : begin + length] for begin in begins)
-    return [exam_over(kind, tokenizer, text, keys, rng, questions) for text in texts]
+    room = length - len(begin)
+    places = [rng.randrange(len(haystack) - room + 1) for _ in range(n_exams)]
+    texts = (haystack[place : place + room] for place in places)
+    return [exam_over(kind, tokenizer, text, keys, rng, questions, begin) for text in texts]
 
 
 def needle_exam(

@@ -53,6 +53,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_patch import patch_model
 from rope_patch.eval import attention_distance, loss_by_position, read_texts, text_rows
 from rope_patch.eval.harness import require_lm_eval
+from rope_patch.special_tokens import SpecialTokens, cut_document
 
 QUESTIONS = 24  # of an exam
 FACTORS = (1, 2, 4)  # of YaRN on top of ABF; 1 is ABF alone
@@ -79,26 +80,34 @@ class Data:
     @cached_property
     def ids(self) -> list[list[int]]:
         """Tokens of `documents`, once for all runs: millions of tokens take longer than an arm's training."""
-        ids: list[list[int]] = self.tokenizer(self.documents, verbose=False)["input_ids"]
+        ids: list[list[int]] = self.tokenizer(self.documents, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
+
+    @cached_property
+    def special(self) -> SpecialTokens:
+        """What rows begin with, as the tokenizer begins a text."""
+        return SpecialTokens.of(self.tokenizer)
 
 
 def rows_of(data: Data, args: argparse.Namespace, seed: int) -> Dataset:
     """Rows of --row tokens of one document each, a share of --mix of which is an exam over the whole row."""
-    rng, rows = random.Random(seed), []
-    pieces = [d[k : k + args.row] for d in data.ids for k in range(0, len(d) - args.row + 1, args.row)]
+    rng, rows, begin = random.Random(seed), [], data.special.begin
+    pieces = [piece for d in data.ids for piece in cut_document(d, args.row, data.special, keep_rest=False)]
     for piece in rng.sample(pieces, len(pieces)):
         if rng.random() < args.mix:
-            piece = exam_over(rng.choice(KINDS), data.tokenizer, piece, args.keys, rng, QUESTIONS).ids
+            text = piece[len(begin) :]
+            piece = exam_over(rng.choice(KINDS), data.tokenizer, text, args.keys, rng, QUESTIONS, begin).ids
         rows.append({"input_ids": piece})
     return Dataset.from_list(rows)
 
 
-def sittings(tokenizer: Any, haystack: list[int], args: argparse.Namespace) -> dict[tuple[int, int, Kind], list[Exam]]:
+def sittings(tokenizer: Any, val: torch.Tensor, args: argparse.Namespace) -> dict[tuple[int, int, Kind], list[Exam]]:
     """The exams of each factor of YaRN, length and kind, which all models sit."""
+    begin = SpecialTokens.of(tokenizer).begin
+    haystack = val[:, len(begin) :].flatten().tolist()
     lengths = [(1, args.window), *((factor, factor * args.row) for factor in FACTORS)]
     return {
-        (factor, length, kind): sitting(kind, tokenizer, haystack, length, args.exams, args.keys, QUESTIONS)
+        (factor, length, kind): sitting(kind, tokenizer, haystack, length, args.exams, args.keys, QUESTIONS, begin)
         for (factor, length), kind in itertools.product(lengths, KINDS)
     }
 
@@ -237,7 +246,7 @@ def main() -> None:
     documents = list(read_texts(args.text))
     farthest = max(FACTORS) * args.row
     val = text_rows(tokenizer, read_texts(args.held_out), seq_len=farthest, n_rows=args.val_rows)
-    data = Data(tokenizer, documents, val, sittings(tokenizer, val.flatten().tolist(), args))
+    data = Data(tokenizer, documents, val, sittings(tokenizer, val, args))
     runs = [
         Run(
             f"{name}, seed {seed}",

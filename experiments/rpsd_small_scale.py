@@ -46,6 +46,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, read_texts, standard_library_files, text_rows
 from rope_patch.eval.figures import add_legend, compact, new_figure, save_figure
+from rope_patch.special_tokens import SpecialTokens
 from trl_ext.restoration import cut_into_rows
 
 # of teaching
@@ -145,7 +146,7 @@ def lessons(
 ) -> Dataset:
     """Rows of the short window, a step of text and a step of exams in turn; of exams the answers have labels."""
     rows, _ = cut_into_rows(Dataset.from_list([{"text": d} for d in documents]), tokenizer, args.short)
-    text = rows["input_ids"]
+    text, begin = rows["input_ids"], SpecialTokens.of(tokenizer).begin
     fields = {**TEACH, **args.teach}
     n_rows = fields["per_device_train_batch_size"] * fields.get("gradient_accumulation_steps", 1)
 
@@ -158,7 +159,8 @@ def lessons(
                 ids = next(plain)
                 yield {"input_ids": ids, "completion_mask": [1] * len(ids)}
             else:
-                exam = make_exam(KINDS[row % len(KINDS)], tokenizer, next(haystacks), args.short, args.spacing, rng)
+                kind, haystack = KINDS[row % len(KINDS)], next(haystacks)[len(begin) :]
+                exam = make_exam(kind, tokenizer, haystack, args.short, args.spacing, rng, begin=begin)
                 yield {"input_ids": exam.ids, "completion_mask": exam.answered}
 
     return Dataset.from_generator(made)

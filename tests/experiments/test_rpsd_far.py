@@ -3,14 +3,17 @@
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import rpsd_far
 import rpsd_far_results as results
+import torch
 from exams import exam_over
 from rpsd_far_arms import arms
 from support.characters import character_tokenizer
 from support.tiny import tiny
+from tokenizers import processors
 
 from trl_ext import RopeSFTConfig
 
@@ -47,6 +50,33 @@ def test_an_exam_lies_over_the_whole_row():
     said, asked = dict(SENTENCE.findall(decoded)), QUESTION.findall(decoded)
     assert len(said) == 30 and all(said[key] == value for key, value in asked)
     assert min(exam.depths) < 0.2 and max(exam.depths) > 0.6
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_rows_and_exams_begin_as_the_tokenizer_begins_a_text(marked):
+    """Each of them, not only a document's first row: a model that was trained with such a token is lost without."""
+    tokenizer = character_tokenizer()
+    begin = [tokenizer.bos_token_id] * marked
+    if marked:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+        )
+    row, room = 6000, 6000 - len(begin)
+    args = SimpleNamespace(row=row, window=5000, mix=0.5, keys=8, exams=2)
+    documents = ["".join(random.Random(k).choices("abcdefgh ,.", k=4 * room + 7)) for k in range(8)]
+    data = rpsd_far.Data(tokenizer, documents, torch.empty(0), {})
+    rows = rpsd_far.rows_of(data, args, seed=3)["input_ids"]
+    assert len(rows) == 32 and all(len(ids) == row and ids[: len(begin)] == begin for ids in rows)
+    assert all(tokenizer.bos_token_id not in ids[len(begin) :] for ids in rows)
+    texts = [tokenizer.decode(ids[len(begin) :]) for ids in rows]
+    plain = {d[k * room : (k + 1) * room] for d in documents for k in range(4)}
+    n_exams = sum(bool(QUESTION.search(text)) for text in texts)
+    assert 4 < n_exams < 28 and sum(text in plain for text in texts) == 32 - n_exams
+    val = torch.tensor([[*begin, *tokenizer(documents[0], add_special_tokens=False)["input_ids"]]] * 2)
+    for (_, length, _), sat in rpsd_far.sittings(tokenizer, val, args).items():
+        for exam in sat:
+            assert len(exam.ids) == length and exam.ids[: len(begin)] == begin
+            assert tokenizer.bos_token_id not in exam.ids[len(begin) :]
 
 
 @pytest.mark.slow
