@@ -70,6 +70,7 @@ from rope_patch import patch_model
 from rope_patch.eval import loss_by_position, passkey, short_text
 from rope_patch.eval.prompt_grid import DEPTHS
 from rope_patch.eval.wordings import PASSKEY_FILLER
+from rope_patch.special_tokens import SpecialTokens, cut_document
 from trl_ext.cues import cue_ids
 
 GIB = 1 << 30
@@ -104,9 +105,9 @@ def rescaled(args: argparse.Namespace, schedule: str | None, target: int) -> Any
     return model if schedule is None else patch_model(model, schedule, factor=target / args.window)
 
 
-def rows_of(documents: list[Any], length: int) -> Dataset:
+def rows_of(documents: list[Any], special: SpecialTokens, length: int) -> Dataset:
     """Rows of `length` tokens, each document on its own, without its last, shorter one."""
-    rows = [d[k : k + length].tolist() for d in documents for k in range(0, len(d) - length + 1, length)]
+    rows = [row for d in documents for row in cut_document(d.tolist(), length, special, keep_rest=False)]
     if not rows:
         raise ValueError(f"no document of the training split has {length} tokens: give longer ones.")
     return Dataset.from_dict({"input_ids": rows})
@@ -191,14 +192,14 @@ def lengths_within(args: argparse.Namespace, target: int) -> list[int]:
     return [n for n in args.lengths if n <= max(target, args.window)]
 
 
-def needles(tokenizer: Any, args: argparse.Namespace) -> dict[Needle, dict[int, list[Exam]]]:
+def needles(tokenizer: Any, books: list[list[int]], args: argparse.Namespace) -> dict[Needle, dict[int, list[Exam]]]:
     """The prompts whose digits are graded under teacher forcing, over ten depths, the same for every model."""
     filler = tokenizer(PASSKEY_FILLER, add_special_tokens=False)["input_ids"]
     lengths = lengths_within(args, max(args.targets))
     passkey_text = filler * (max(lengths) // len(filler) + 1)
     exams: dict[Needle, dict[int, list[Exam]]] = {}
     for kind in NEEDLES:
-        texts = [passkey_text] if kind == "passkey" else args.val_rows.tolist()
+        texts = [passkey_text] if kind == "passkey" else books
         exams[kind] = {}
         for length in lengths:
             rng = random.Random(f"{kind} {length}")
@@ -430,16 +431,19 @@ def main() -> None:
     known = ["native", *every_method(args.window, target, cues)]
     names = chosen(parser, args, known, ["native", *methods(args.window, target, cues[CUE])])
     documents = read_documents(args.folder, "train")
-    args.rows = cache(partial(rows_of, documents))
+    special = SpecialTokens.of(tokenizer)
+    args.rows = cache(partial(rows_of, documents, special))
     if args.cost:
         carry_out(costs(args, tokenizer, cues, names), args, shown)
         return
-    n_rows = args.val_rows
-    held_out = torch.from_numpy(first_rows(args.folder, "val", args.val_length, n_rows + args.choosing_rows))
+    n_rows, begin = args.val_rows, torch.tensor(special.begin, dtype=torch.int64)
+    n_text = args.val_length - len(begin)
+    held_out = torch.from_numpy(first_rows(args.folder, "val", n_text, n_rows + args.choosing_rows))
+    books = held_out[:n_rows].tolist()
+    held_out = torch.cat([begin.expand(len(held_out), -1), held_out], 1)
     args.val_rows, args.choosing = held_out[:n_rows], held_out[n_rows:] if args.choosing_rows else None
-    books = args.val_rows.tolist()
     args.asked = raw_questions(tokenizer, books, lengths_within(args, target), args.prompts) if args.prompts else {}
-    args.needles = needles(tokenizer, args)
+    args.needles = needles(tokenizer, books, args)
     carry_out(qualities(args, tokenizer, cues, names), args, shown)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import result_lines
 import token_text
-from support.characters import character_tokenizer
+from support.characters import beginning_tokenizer, character_tokenizer
 from support.tiny import tiny
 
 from trl_ext import RopeSFTConfig
@@ -40,6 +40,19 @@ def study(tmp_path, monkeypatch):
 
     study.folder = tmp_path
     return study
+
+
+def test_all_that_is_read_begins_as_the_tokenizer_begins_a_text(study, monkeypatch):
+    begin, kept = [1], []
+    beginning_tokenizer().save_pretrained(study.folder / "model")
+    monkeypatch.setattr(extension, "carry_out", lambda runs, args, shown: kept.append(args))
+    study("out.jsonl", "--prompts", "8", "--choosing-rows", "1")
+    (args,) = kept
+    rows = [*args.rows(1024)["input_ids"], *args.val_rows.tolist(), *args.choosing.tolist()]
+    asked = [question.shared for questions in args.asked.values() for question in questions]
+    exams = [exam.ids for by_length in args.needles.values() for exams in by_length.values() for exam in exams]
+    assert len(args.rows(1024)) == 3 * (9000 // 1023) and {len(ids) for ids in rows} == {1024, 2048}
+    assert asked and exams and all(ids[:1] == begin and 1 not in ids[1:] for ids in (*rows, *asked, *exams))
 
 
 def test_methods_of_the_extension_are_settings_of_the_trainer(tmp_path):

@@ -11,9 +11,8 @@ import rpsd_far_results as results
 import torch
 from exams import exam_over
 from rpsd_far_arms import arms
-from support.characters import character_tokenizer
+from support.characters import beginning_tokenizer, character_tokenizer
 from support.tiny import tiny
-from tokenizers import processors
 
 from trl_ext import RopeSFTConfig
 
@@ -55,12 +54,8 @@ def test_an_exam_lies_over_the_whole_row():
 @pytest.mark.parametrize("marked", [False, True])
 def test_rows_and_exams_begin_as_the_tokenizer_begins_a_text(marked):
     """Each of them, not only a document's first row: a model that was trained with such a token is lost without."""
-    tokenizer = character_tokenizer()
+    tokenizer = beginning_tokenizer() if marked else character_tokenizer()
     begin = [tokenizer.bos_token_id] * marked
-    if marked:
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
-        )
     row, room = 6000, 6000 - len(begin)
     args = SimpleNamespace(row=row, window=5000, mix=0.5, keys=8, exams=2)
     documents = ["".join(random.Random(k).choices("abcdefgh ,.", k=4 * room + 7)) for k in range(8)]

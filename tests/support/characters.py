@@ -1,6 +1,6 @@
 """A tokenizer of one token a character, so that any text works and lengths can be counted by eye."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = 130
@@ -14,6 +14,15 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )
+
+
+def beginning_tokenizer() -> PreTrainedTokenizerFast:
+    """The same with a token that it puts before every text, as Gemma's does."""
+    tokenizer = character_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    return tokenizer
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
