@@ -49,6 +49,14 @@ def last_stages(runs: Sequence[Line]) -> dict[str, list[Line]]:
     return {name: same for name, (_, same) in last.items()}
 
 
+def as_written(*files: Sequence[Line]) -> dict[str, dict[int, Line]]:
+    """Runs by arm and seed that were asked for passkeys and keys; of those that several files have the first's."""
+    by_arm: dict[str, dict[int, Line]] = {}
+    for run in (run for runs in files for run in runs if run.get("asked")):
+        by_arm.setdefault(run["arm"], {}).setdefault(run["seed"], run)
+    return {arm: dict(sorted(by_seed.items())) for arm, by_seed in by_arm.items()}
+
+
 def tables(runs: list[Line]) -> str:
     """Every table that the runs have figures for."""
     last = last_stages(runs)
@@ -133,7 +141,8 @@ def _differences(last: dict[str, list[Line]]) -> list[str]:
             if pairs:
                 cells = [difference(pairs, scores) for scores in by.values()]
                 from_control.append(row([name, str(len(pairs)), *cells]))
-    counts = [f"{name} {len(scores(native))}" for name, scores in by.items()] if native else []
+    asked = {name: max(len(scores(run)) for same in last.values() for run in same) for name, scores in by.items()}
+    counts = [f"{name} {count}" for name, count in asked.items()]
     said = {
         "the native model": from_native,
         "next-token training of the same weights, pi4 ... clm": from_control,

@@ -134,38 +134,125 @@ def test_losses_and_short_text_of_three_seeds_are_those_of_their_file(arms):
     assert "the control {}, hidden states {}, LinearARD {},".format(*kept) in text_of("docs/choosing.md")
 
 
-def test_passkeys_of_the_tuned_restorations_are_those_of_their_file(arms):
+@pytest.fixture(scope="module")
+def asked():
+    """What was asked of the same arms on other GPUs, with the same prompts."""
+    return lines_of("restoration-written-h100.jsonl")
+
+
+@pytest.fixture(scope="module")
+def written(arms, asked):
+    """Runs by arm and seed, of which those of `asked` come first."""
+    return restoration_results.as_written(asked, [run for same in arms.values() for run in same])
+
+
+LENGTHS = (8192, 16384, 32768)
+
+
+def found(run, test, length):
+    return fmean(cell_scores(run, test, length))
+
+
+def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
     said = text_of("docs/results/restoration.md")
-    lengths = (8192, 16384, 32768)
-
-    def cells(name):
-        asked = [run for run in arms[name] if run.get("asked")]
-        found = [
-            share(fmean(score for run in asked for score in cell_scores(run, test, n)))
+    assert set(written) == {"native", "pi4", CONTROL, "pi4 qkv", "pi4 qkv hidden", "pi4 qkv hidden all"}
+    for name, by_seed in written.items():
+        cells = [
+            ", ".join(share(found(run, test, n)) for run in by_seed.values())
             for test in ("passkey", "keys")
-            for n in lengths
+            for n in LENGTHS
         ]
-        return ["" if name in ("native", "pi4") else ", ".join(str(run["seed"]) for run in asked), *found]
+        seeds = "" if name in ("native", "pi4") else ", ".join(map(str, by_seed))
+        assert f"| {' | '.join([seeds, *cells])} |".replace("|  |", "| |") in said, name
+        assert {len(c["scores"]) for run in by_seed.values() for c in run["asked"]} == {104}
+    assert {name: sorted(by_seed) for name, by_seed in written.items() if len(by_seed) > 1} == {
+        CONTROL: [0, 1, 2],
+        "pi4 qkv": [0, 1],
+        "pi4 qkv hidden": [0, 1, 2],
+    }
+    at_window = {
+        name: [share(found(run, "passkey", 8192)) for run in by_seed.values()] for name, by_seed in written.items()
+    }
+    page, control, hidden = text_of("docs/choosing.md"), at_window[CONTROL], at_window["pi4 qkv hidden"]
+    assert (
+        "the control finds {}, {} and {} of them in three seeds, hidden states {}, {} and {},".format(*control, *hidden)
+        in page
+    )
+    assert (
+        "LinearARD {} and {} in two, the model as it came {}, and PI without training none.".format(
+            *at_window["pi4 qkv"], *at_window["native"]
+        )
+        in page
+    )
+    assert at_window["pi4"] == ["0"]
+    assert (
+        f"the control finds {min(control)} to {max(control)} of them, hidden states {min(hidden)} to {max(hidden)}. "
+        f"The model as it came finds {at_window['native'][0]} there"
+    ) in text_of("docs/distillation.md")
 
-    for name in arms:
-        if name == "pi4 qkv attn+v +logit":
-            assert not any(run.get("asked") for run in arms[name])
-        else:
-            assert f"| {' | '.join(cells(name))} |".replace("|  |", "| |") in said, name
-    assert {len(c["scores"]) for run in arms["native"] for c in run["asked"]} == {104}
-    pairs = seed_pairs(arms["pi4 qkv hidden"], arms[CONTROL])
-    above = [bounds(pairs, lambda run, n=n: cell_scores(run, "passkey", n), 2) for n in lengths]
-    told = [f"{figure[1:]} ({low[1:]} to {high[1:]})".replace("0.", ".") for figure, low, high in above]
-    assert f"of the same two seeds by {', '.join(told[:-1])} and {told[-1]}." in said
-    hidden, control = cells("pi4 qkv hidden")[1:4], cells(CONTROL)[1:4]
-    told = "the control finds {}, {} and {} of them, hidden states {}, {} and {}".format(*control, *hidden)
+
+def test_no_order_of_passkeys_is_shown(written):
+    """The sign of the difference from the control is another one in another seed."""
+    for name, signs in (("pi4 qkv hidden", {0: 1, 1: -1, 2: 1}), ("pi4 qkv", {0: 1, 1: -1})):
+        for seed, sign in signs.items():
+            for n in LENGTHS:
+                above = found(written[name][seed], "passkey", n) - found(written[CONTROL][seed], "passkey", n)
+                assert sign * above > 0, (name, seed, n)
+    control = written[CONTROL].values()
+    of_window = [mean_of(run["loss_by_position"], *SPANS[0]) for run in (written[CONTROL][0], written[CONTROL][1])]
+    assert f"at losses that are {share(abs(of_window[0] - of_window[1]), 3)} nats apart" in text_of(
+        "docs/results/restoration.md"
+    )
+    span = max(found(run, "passkey", 8192) for run in control) - min(found(run, "passkey", 8192) for run in control)
+    assert f"the control differs by {share(span)} among seeds" in text_of("docs/results/papers.md")
+
+
+def test_a_seed_that_was_trained_again_writes_almost_the_same(arms, asked):
+    again = [(run, other) for run in asked if run.get("asked") for other in arms[run["arm"]] if other.get("asked")]
+    pairs = [(run, other) for run, other in again if run["seed"] == other["seed"]]
+    assert len(pairs) == 3
+    assert "the new training is within .05 of it" in text_of("docs/results/restoration.md")
+    for run, other in pairs:
+        assert all(
+            abs(found(run, test, n) - found(other, test, n)) < 0.05 for test in ("passkey", "keys") for n in LENGTHS
+        )
+
+
+def test_ruler_of_the_restorations_is_that_of_its_file(asked):
+    said, runs = text_of("docs/results/restoration.md"), [run for run in asked if "ruler" in run]
+    tasks = [f"niah_{kind}_{k}" for kind in ("single", "multikey") for k in (1, 2, 3)]
+    by_arm = runs_by_arm(runs)
+    assert {name: [run["seed"] for run in same] for name, same in by_arm.items()} == {
+        "native": [0], CONTROL: [0, 1], "pi4 qkv": [1], "pi4 qkv hidden": [0, 1]
+    }  # fmt: skip
+    for name, same in by_arm.items():
+        assert all(len(run["ruler"]["scores"]) == 9 for run in same)
+        whole = [share(fmean(restoration_results.ruler_scores(run, 8192))) for run in same]
+        shown = [
+            share(fmean(s for run in same for s in restoration_results.ruler_scores(run, 8192, task))) for task in tasks
+        ]
+        seeds = "" if name == "native" else ", ".join(str(run["seed"]) for run in same)
+        cells = [seeds, ", ".join(whole), ", ".join(shown[:3]), ", ".join(shown[3:])]
+        assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in said, name
+    trained = [run for run in runs if run["arm"] != "native"]
+    of_ruler = [fmean(restoration_results.ruler_scores(run, 8192)) for run in trained]
+    native = share(fmean(restoration_results.ruler_scores(by_arm["native"][0], 8192)))
+    told = f"{native} within the window before, {share(max(of_ruler))} at most after any training"
     assert told in text_of("docs/choosing.md")
-    assert f": {hidden[0]} at 8192 tokens, the control {control[0]}." in text_of("docs/distillation.md")
-    native, untrained = cells("native")[1:4], cells("pi4")[1:4]
-    assert set(untrained) == {"0"}
-    told += ", the model as it came {}, {} and {}, and PI without training none".format(*native)
-    assert told in text_of("docs/choosing.md")
-    assert f"The model as it came finds {native[0]} there, PI without training 0." in text_of("docs/distillation.md")
+    first = [r for run in trained for r in run["ruler"]["replies"] if r["task"] == "niah_single_1"]
+    assert len(first) == 5 and {reply["expected"] for reply in first} == {"7067228"}
+    assert {reply["reply"].strip().split()[0].rstrip(".") for reply in first} == {"706728", "7067288"}
+
+
+def test_boolq_of_the_restorations_is_that_of_its_file(asked):
+    shares = {
+        name: share(mean(run["short"]["boolq"] for run in same if "short" in run), 3)
+        for name, same in runs_by_arm([run for run in asked if "short" in run]).items()
+    }
+    told = "the control {}, LinearARD {}, hidden states {}, two seeds each."
+    assert told.format(*(shares[name] for name in (CONTROL, "pi4 qkv", "pi4 qkv hidden"))) in text_of(
+        "docs/results/restoration.md"
+    )
 
 
 def test_relations_and_predictions_in_stage_1_are_those_of_the_log(arms):
