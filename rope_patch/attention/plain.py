@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
+from rope_kernels.common.autocast import as_multiplied, multiplied_dtype
+
 from ..cache_arguments import cache_argument, returned_cache
 from ..rotary import find_decoder
 from ..state import has_view
@@ -74,18 +76,19 @@ def _sliding_window_of(causal_lm: Any) -> int | None:
     return window if window and is_known and attention_kernel(causal_lm) == "sdpa" else None
 
 
-# by the attention that runs; a model's structure decides, which is checked once
-_checked: "WeakKeyDictionary[nn.Module, dict[str, bool]]" = WeakKeyDictionary()
+# by the attention that runs and what autocast multiplies in; a model's structure decides, which is checked once
+_checked: "WeakKeyDictionary[nn.Module, dict[tuple[str, torch.dtype | None], bool]]" = WeakKeyDictionary()
 
 
 def _is_plain(causal_lm: Any, window: int) -> bool:
     """Whether rows beyond the window give the same without masks, as the model is now."""
     if has_view(find_decoder(causal_lm)):
         return False  # a view reads off the mask which tokens are real
-    known, name = _checked.setdefault(causal_lm, {}), attention_name(causal_lm)
-    if name not in known:
-        known[name] = _gives_the_same(causal_lm, window)
-    return known[name]
+    device = causal_lm.get_input_embeddings().weight.device
+    known, run = _checked.setdefault(causal_lm, {}), (attention_name(causal_lm), multiplied_dtype(device))
+    if run not in known:
+        known[run] = _gives_the_same(causal_lm, window)
+    return known[run]
 
 
 def _gives_the_same(causal_lm: Any, window: int) -> bool:
@@ -118,9 +121,11 @@ class Windows:
             call: of a layer.
             window: most tokens that a query sees, itself counted; None for all.
         """
-        if window is None or call.key.shape[2] <= window:
-            return _causal(call.query, call.key, call.value, call.scale).transpose(1, 2)
-        return self._windowed(call.query, call.key, call.value, window, call.scale).transpose(1, 2)
+        # autocast does this for plain attention, where rotated queries and keys are float32 and values are not
+        q, k, v = map(as_multiplied, (call.query, call.key, call.value))
+        if window is None or k.shape[2] <= window:
+            return _causal(q, k, v, call.scale).transpose(1, 2)
+        return self._windowed(q, k, v, window, call.scale).transpose(1, 2)
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase
 
+from rope_kernels.common.autocast import multiplied_dtype
+
 from ..attention.calls import attention_kernel, attention_name
 from ..rotary import find_decoder, frequencies_go_by_row, named_rotary_modules
 from ..state import has_view
@@ -159,8 +161,9 @@ def _forced(subject: Subject, question: Question) -> list[int]:
     return choices
 
 
-# a model's structure decides, which is checked once: -1 for one that has to be asked by its own `generate`
-_checked: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
+# by the attention that runs and what autocast multiplies in; a model's structure decides, which is checked once: -1 for
+# one that has to be asked by its own `generate`
+_checked: "WeakKeyDictionary[nn.Module, dict[tuple[str, torch.dtype | None], int]]" = WeakKeyDictionary()
 
 
 def bytes_per_token(causal_lm: Any) -> int | None:
@@ -179,10 +182,10 @@ def bytes_per_token(causal_lm: Any) -> int | None:
     if "logits_to_keep" not in inspect.signature(causal_lm.forward).parameters:
         return None
     known = _checked.setdefault(causal_lm, {})
-    name = attention_name(causal_lm)
-    if name not in known:
-        known[name] = bytes_if_alike(causal_lm)
-    return known[name] if known[name] > 0 else None
+    run = attention_name(causal_lm), multiplied_dtype(causal_lm.get_input_embeddings().weight.device)
+    if run not in known:
+        known[run] = bytes_if_alike(causal_lm)
+    return known[run] if known[run] > 0 else None
 
 
 def _reads_whole_prompts(causal_lm: Any) -> bool:

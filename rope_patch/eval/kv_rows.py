@@ -14,6 +14,7 @@ import torch
 from transformers import Cache, DynamicLayer
 
 from rope_kernels import decode_attention
+from rope_kernels.common.autocast import as_multiplied
 
 from ..attention.calls import AttentionCall, sliding_window, watched_attention
 from ..attention.masks import finished_mask
@@ -116,7 +117,8 @@ class KVRows:
         if self.slots is not None:
             end = self.slots.to(call.key.device) + 1
             begin = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
-            return decode_attention(call.query[:, :, 0], call.key, call.value, begin, end, call.scale)[:, None]
+            query = as_multiplied(call.query[:, :, 0])
+            return decode_attention(query, call.key, call.value, begin, end, call.scale)[:, None]
         return self._windows.attend(call, window)
 
 
@@ -130,8 +132,9 @@ class _Layer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write, and return all that the rows of the forward hold."""
+        """Write, in what autocast multiplies in, and return all that the rows of the forward hold."""
         rows = self.rows
+        key_states, value_states = as_multiplied(key_states), as_multiplied(value_states)
         if self.keys is None:
             self.keys, self.values = (
                 x.new_zeros(rows.n_rows, x.shape[1], rows.capacity, x.shape[3]) for x in (key_states, value_states)

@@ -13,9 +13,15 @@ def as_multiplied(x: MaybeTensor) -> MaybeTensor:
     Weights in float32 under bf16 autocast are the trainers' default. Attention and linear layers then multiply in bf16,
     and so must a loss on what they made, or it runs many times slower than they do.
     """
-    if x is None or x.dtype != torch.float32 or not torch.is_autocast_enabled(x.device.type):
+    if x is None or x.dtype != torch.float32:
         return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    dtype = multiplied_dtype(x.device)
+    return x if dtype is None else x.to(dtype)
+
+
+def multiplied_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast multiplies float32 in on a device; None without it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

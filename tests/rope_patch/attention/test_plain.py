@@ -1,5 +1,7 @@
 """Attention of the last tokens of a row without masks of n x n, against the formula in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -33,6 +35,20 @@ def test_it_is_the_formula(n, n_keys, n_kv_heads, window, monkeypatch):
     monkeypatch.setattr("rope_patch.attention.windowed.BLOCK", 8)
     given = call(n, n_keys, n_kv_heads)
     torch.testing.assert_close(Windows().attend(given, window), formula(given, window))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("n", "n_keys"), [(9, 9), (33, 40)])
+def test_under_autocast_it_multiplies_as_plain_attention_does(n, n_keys, window):
+    """Of weights in float32 rotated queries and keys are float32, and values are not."""
+    given = call(n, n_keys, 2, torch.float32)
+    given = replace(given, value=given.value.to(torch.bfloat16))
+    rounded = replace(given, query=given.query.to(torch.bfloat16), key=given.key.to(torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = Windows().attend(given, window)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, Windows().attend(rounded, window), rtol=0, atol=0)
+    torch.testing.assert_close(found.double(), formula(given, window), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.gpu

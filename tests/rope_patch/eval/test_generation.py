@@ -106,6 +106,32 @@ def test_answers_are_those_of_generate(name, options, monkeypatch):
     assert answers(model, prompts, 12, **options) == expected
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in BY_ITS_OWN])
+def test_weights_in_float32_are_read_in_rows_under_autocast(name, device, monkeypatch):
+    """As callbacks measure while a model is trained: rotated queries and keys are float32 there, and values are not."""
+    monkeypatch.setattr("rope_patch.attention.windowed.BLOCK", 5)
+    steps, capture = [], decoding._Step._captured
+    monkeypatch.setattr(decoding._Step, "_captured", lambda s, x: steps.append(capture(s, x)) or steps[-1])
+    model, prompts = MODELS[name]().to(device), family(1)
+    with torch.no_grad():
+        whole = generation.bytes_per_token(model)
+    with torch.autocast(device, torch.bfloat16):
+        with torch.no_grad():
+            assert generation.bytes_per_token(model) == whole / 2
+        # rounding decides between tokens that are about as likely, so that a reply may go another way after a while
+        mine, theirs = answers(model, prompts, 4), []
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=device)
+            reply = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
+            theirs.append(cut(reply[0, len(prompt) :].tolist(), ends_of(model)))
+    assert sum(a[:1] == b[:1] for a, b in zip(mine, theirs, strict=True)) >= len(prompts) - 1
+    assert sum(a == b for a, b in zip(mine, theirs, strict=True)) > len(prompts) / 2
+    assert bool(steps) == (device == "cuda") and None not in steps
+    with torch.no_grad():
+        assert generation.bytes_per_token(model) == whole
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_ends_at_any_of_several_tokens(seed):
     model, prompts = tiny(), family(10 + seed)
