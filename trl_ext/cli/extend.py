@@ -26,6 +26,7 @@ def add_commands(commands: Any) -> None:
     extend.add_argument(
         "--data",
         nargs="+",
+        action="extend",
         required=True,
         metavar="FILE",
         help="long documents: .jsonl(.xz, .gz) with `text`, or text files",
@@ -87,9 +88,11 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
         default=None,
         help="compute activations again in backward, for less memory and more time",
     )
-    chosen.add_argument("--held-out", nargs="+", default=[], metavar="FILE", help="documents to measure on")
+    chosen.add_argument(
+        "--held-out", nargs="+", action="extend", default=[], metavar="FILE", help="documents to measure on"
+    )
     chosen.add_argument("--prompts", type=int, help="retrieval prompts of each length")
-    chosen.add_argument("--lengths", type=int, nargs="+", default=[], help="their lengths, in tokens")
+    chosen.add_argument("--lengths", type=int, nargs="+", action="extend", default=[], help="their lengths, in tokens")
 
 
 def run_extend(args: argparse.Namespace) -> int:

@@ -99,6 +99,7 @@ def add_commands(commands: Any) -> None:
         "--lengths",
         type=int,
         nargs="+",
+        action="extend",
         help="prompt lengths for retrieval and RULER; default: from a sixteenth of the window on in powers of two to "
         "--length, as far as needles and question fit in",
     )
@@ -108,12 +109,14 @@ def add_commands(commands: Any) -> None:
         help="retrieval prompts of each length and depth, in four wordings in turn; default: 2. There are "
         "ten depths: 20 gives 200 prompts a length",
     )
-    evaluate.add_argument("--ruler-tasks", nargs="+", help="default: all whose data are given")
+    evaluate.add_argument("--ruler-tasks", nargs="+", action="extend", help="default: all whose data are given")
     evaluate.add_argument("--ruler-samples", type=int, help="prompts of each task and length; default: 20")
     evaluate.add_argument("--squad", help="SQuAD's JSON file for RULER's first QA task")
     evaluate.add_argument("--hotpotqa", help="HotpotQA's JSON file for RULER's second QA task")
     evaluate.add_argument("--short-data", help="folder of short-text benchmarks as .jsonl(.xz); default: from the hub")
-    evaluate.add_argument("--benchmarks", nargs="+", help="short-text benchmarks; default: all that there are")
+    evaluate.add_argument(
+        "--benchmarks", nargs="+", action="extend", help="short-text benchmarks; default: all that there are"
+    )
     evaluate.add_argument(
         "--lm-eval-data", help="folder with the data of --lm-eval as TASK.jsonl(.xz); default: from the hub"
     )
@@ -159,7 +162,10 @@ def _add_data(parser: argparse.ArgumentParser, rows: int) -> None:
     parser.add_argument("--length", type=int, help="tokens in the longest row; default: four trained windows")
     parser.add_argument("--rows", type=int, default=rows, help="held-out rows; default: %(default)s")
     parser.add_argument(
-        "--text", nargs="+", help="held-out text: files, or .jsonl(.xz, .gz) with `text`; default: Python's own sources"
+        "--text",
+        nargs="+",
+        action="extend",
+        help="held-out text: files, or .jsonl(.xz, .gz) with `text`; default: Python's own sources",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument(

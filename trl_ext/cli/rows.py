@@ -22,7 +22,10 @@ def add_commands(commands: Any) -> None:
     rows.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint or an adapter, not extended")
     rows.add_argument("--output", type=Path, required=True, help="file to write, .jsonl or .jsonl.xz")
     rows.add_argument(
-        "--text", nargs="+", help="text for rows of text and questions: files, or .jsonl(.xz, .gz) with `text`"
+        "--text",
+        nargs="+",
+        action="extend",
+        help="text for rows of text and questions: files, or .jsonl(.xz, .gz) with `text`",
     )
     rows.add_argument("--length", type=int, help="tokens in a row; default: the trained window")
     rows.add_argument("--rows", type=int, default=320, help="rows of that length; default: %(default)s")

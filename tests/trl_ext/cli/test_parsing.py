@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from trl_ext.cli.console import _parser
 from trl_ext.cli.parsing import CommandParser, hint
 
 
@@ -57,3 +58,28 @@ def test_a_parser_that_forwards_keeps_all_but_help(parser, capsys):
 def test_a_hint_is_a_question():
     assert hint("--modle", ["--model", "--rows"]) == " Did you mean --model?"
     assert not hint("xyz", ["--model"])
+
+
+SEVERAL = [
+    ("extend base --to 9 --output out --data a.txt", "data"),
+    ("extend base --to 9 --output out --data a.txt --held-out a.txt", "held_out"),
+    ("rows base --output rows.jsonl --text a.txt", "text"),
+    ("eval --model base --text a.txt", "text"),
+    ("eval --model base --ruler-tasks a.txt", "ruler_tasks"),
+    ("eval --model base --benchmarks a.txt", "benchmarks"),
+    ("probe --model base --text a.txt", "text"),
+]
+
+
+@pytest.mark.parametrize(("typed", "name"), SEVERAL, ids=[f"{typed.split()[0]} {name}" for typed, name in SEVERAL])
+def test_files_that_a_flag_names_in_two_places_are_all_taken(typed, name):
+    """argparse keeps those of the last place, and says nothing of the others."""
+    flag = f"--{name.replace('_', '-')}"
+    assert getattr(_parser().parse_args([*typed.split(), flag, "b.txt", "c.txt"]), name) == ["a.txt", "b.txt", "c.txt"]
+
+
+@pytest.mark.parametrize("typed", ["extend base --to 9 --output out --data a.txt", "eval --model base"])
+def test_lengths_in_two_places_are_all_taken_and_nothing_is_kept_for_the_next_call(typed):
+    for _ in range(2):
+        told = _parser().parse_args([*typed.split(), "--lengths", "5", "--lengths", "6", "7"])
+        assert told.lengths == [5, 6, 7]
