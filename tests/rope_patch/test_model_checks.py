@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.tiny import gemma3, tiny
-from transformers import GPTJConfig, GPTJForCausalLM
+from transformers import GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rope_patch import hooks, model_checks
 from rope_patch.state import state_of
@@ -46,6 +46,26 @@ def test_nothing_is_wrong_with_a_model_that_works(name, check):
     assert status == 0 and "0 wrong, 0 refused" in text
     assert list(outcomes) == list(model_checks.CHECKS)
     assert "eager" in outcomes["attention"][1] and "flex_attention" in outcomes["attention"][1]
+
+
+@pytest.mark.parametrize("n_tokens", ["64", "200"])
+def test_a_model_that_was_never_trained_is_not_called_wrong(check, n_tokens):
+    """Its weights are as small as they are drawn, and so its KLs, which rounding alone made negative or moved."""
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024,
+    )  # fmt: skip
+    status, outcomes, text = check(LlamaForCausalLM(config), "--tokens", n_tokens)
+    assert status == 0 and "0 wrong, 0 refused" in text, outcomes
+
+
+def test_views_that_predict_the_same_are_found(check, monkeypatch):
+    """A KL of zero is no rounding."""
+    monkeypatch.setattr(
+        model_checks, "_distilled", lambda *_, **__: (torch.ones(()), torch.zeros(()), torch.ones(1), True)
+    )
+    _, outcomes, _ = check(tiny())
+    assert outcomes["self-distill"] == ("WRONG", "the KL between the views is 0.0")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
