@@ -6,6 +6,7 @@ One copy of the weights is held. What needs a second one runs on the first layer
 import copy
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -355,8 +356,7 @@ def _attention_implementations(subject: Subject) -> str:
             except (ValueError, ImportError):
                 continue  # not installed, or not for this family
             try:
-                # flex attention compiles, which takes longer than it saves without a GPU
-                with nullcontext() if subject.ids.is_cuda else torch.compiler.set_stance("force_eager"):
+                with nullcontext() if subject.ids.is_cuda else _without_compiling():
                     notes.append(f"{name} {subject.require_equal(subject.logits(), expected, name)}")
             except ValueError:
                 continue  # not on this device
@@ -365,6 +365,14 @@ def _attention_implementations(subject: Subject) -> str:
     if len(notes) == 1:
         raise ValueError(f"{mine} is the only implementation that runs here")
     return ", ".join(notes)
+
+
+@contextmanager
+def _without_compiling() -> Iterator[None]:
+    """Flex attention compiles, which takes longer than it saves without a GPU; else it warns of what that costs."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        yield
 
 
 CHECKS: dict[str, Check] = {

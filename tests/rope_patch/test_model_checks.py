@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.tiny import gemma3, tiny
+from torch.nn.attention import flex_attention
 from transformers import GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rope_patch import hooks, model_checks
@@ -46,6 +47,14 @@ def test_nothing_is_wrong_with_a_model_that_works(name, check):
     assert status == 0 and "0 wrong, 0 refused" in text
     assert list(outcomes) == list(model_checks.CHECKS)
     assert "eager" in outcomes["attention"][1] and "flex_attention" in outcomes["attention"][1]
+
+
+def test_what_flex_attention_costs_without_compiling_is_not_warned_of(check, monkeypatch, recwarn):
+    """A user of the command cannot change it, and a row of 64 tokens costs nothing."""
+    monkeypatch.setattr(flex_attention, "_WARNINGS_SHOWN", set())  # torch warns once a process
+    _, outcomes, _ = check(tiny())
+    assert "flex_attention" in outcomes["attention"][1]
+    assert not [str(w.message) for w in recwarn if "flex_attention called" in str(w.message)]
 
 
 @pytest.mark.parametrize("n_tokens", ["64", "200"])
