@@ -56,3 +56,19 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None) ->
         return AutoConfig.from_pretrained(name, revision=revision or "main")
     except OSError as error:
         raise ValueError(f"{argument}: {name} is no folder with a checkpoint, and from the hub: {error}") from error
+
+
+def require_tokenizer(name: str, argument: str) -> None:
+    """Raise ValueError if `name` is a folder without a tokenizer, as `save_pretrained` of a model alone makes it.
+
+    Args:
+        name: hub id or folder of a checkpoint. Of the hub nothing is looked at.
+        argument: what the user gave it as, for messages.
+    """
+    from rope_patch.export.sources import tokenizer_files
+
+    if Path(name).is_dir() and not tokenizer_files(name):
+        raise ValueError(
+            f"{argument}: {name} is a folder without a tokenizer. Save that of its base model there: "
+            f"AutoTokenizer.from_pretrained(BASE).save_pretrained({name!r})."
+        )

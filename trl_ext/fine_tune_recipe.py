@@ -24,7 +24,7 @@ from trl import (
 from rope_patch import describe
 from rope_patch.eval.report import require_writable
 
-from .checkpoint import require_checkpoint, require_no_adapter
+from .checkpoint import require_checkpoint, require_no_adapter, require_tokenizer
 from .config import RopeSFTConfig
 from .engine_advice import engine_advice
 from .recipe import RecipeParser, leave_precision_to_recipe
@@ -164,6 +164,7 @@ def require_model(model: ModelConfig) -> None:
         raise ValueError("model_name_or_path must name the model, a hub id or the folder of a checkpoint.")
     require_no_adapter(model.model_name_or_path, "model_name_or_path")
     require_checkpoint(model.model_name_or_path, "model_name_or_path", model.model_revision)
+    require_tokenizer(model.model_name_or_path, "model_name_or_path")
     if model.use_peft:
         return
     of_adapters = [f for f in fields(ModelConfig) if f.name.startswith("lora_") or f.name in ("use_rslora", "use_dora")]

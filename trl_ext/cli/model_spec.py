@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import base_of_adapter, require_checkpoint
+from ..checkpoint import base_of_adapter, require_checkpoint, require_tokenizer
 
 NATIVE = "native"
 """In place of a rescaling: the RoPE of the checkpoint, for an adapter that does not say what it was trained with."""
@@ -179,10 +179,15 @@ class ModelSpec:
         return (self.path, "main") if own else (self.checkpoint, self.revision)
 
     def load_tokenizer(self) -> Any:
-        """That of `tokenizer_source`."""
+        """That of `tokenizer_source`.
+
+        Raises:
+            ValueError: there is none.
+        """
         from transformers import AutoTokenizer
 
         source, revision = self.tokenizer_source
+        require_tokenizer(source, "--model")
         return AutoTokenizer.from_pretrained(source, revision=revision)
 
 

@@ -15,6 +15,8 @@ from rope_patch.attention.windowed import BLOCK
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
+from ..checkpoint import require_tokenizer
+
 _HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv")
 
@@ -48,8 +50,8 @@ class ModelFacts:
             revision: of a model on the hub; None is "main".
 
         Raises:
-            ValueError: no such model or revision, a revision of a folder, a model without RoPE or a window, an adapter,
-                or a model that is rescaled already.
+            ValueError: no such model or revision, a revision of a folder, a model without RoPE, window or tokenizer, an
+                adapter, or a model that is rescaled already.
         """
         if revision is not None and Path(name).is_dir():
             raise ValueError(
@@ -62,6 +64,7 @@ class ModelFacts:
             raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
         try:
             config = AutoConfig.from_pretrained(name, revision=revision or "main")
+            require_tokenizer(name, "MODEL")
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
         except OSError as error:
             reason = str(error).partition("\n")[0]

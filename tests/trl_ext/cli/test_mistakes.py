@@ -24,7 +24,8 @@ def models(tmp_path_factory):
     from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("models")
-    tiny(vocab_size=CHARACTERS).save_pretrained(folder / "model")
+    for name in ("model", "bare"):
+        tiny(vocab_size=CHARACTERS).save_pretrained(folder / name)
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
     GPT2LMHeadModel(GPT2Config(vocab_size=CHARACTERS, **shape)).save_pretrained(folder / "gpt2")
     base = tiny(vocab_size=CHARACTERS)
@@ -41,7 +42,7 @@ def folder(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
-    for name in ("model", "gpt2", "adapter"):
+    for name in ("model", "bare", "gpt2", "adapter"):
         (tmp_path / name).symlink_to(models / name)
     (tmp_path / "empty").mkdir()
     for name, column in (("books", "text"), ("pages", "content")):
