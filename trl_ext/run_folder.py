@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,37 @@ def record_settings(file: Path, settings: Mapping[str, Any]) -> None:
     """Make the folder of `file` the run's."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def only_run(file: Path, option: str) -> Iterator[None]:
+    """Hold the run that is recorded in `file`: two of them would write the same checkpoints, and remove each other's.
+
+    Where the system or the file system has no locks, nothing is held. The end of the process lets go, however it ends.
+
+    Args:
+        file: of `record_settings`.
+        option: names another folder, for the message.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with file.open("a", encoding="utf-8") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{file.parent} is in use: another process runs the same there. Wait for it, stop it, or use another "
+                f"{option}."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 class Stopwatch:

@@ -22,7 +22,7 @@ from rope_patch.registry import unknown
 from ..cli.device import choose_device, require_one_process
 from ..config import RopeSFTConfig
 from ..rows.turns import SampledTurns
-from ..run_folder import record_settings, require_same_settings
+from ..run_folder import only_run, record_settings, require_same_settings
 from ..window_check import check_window
 from . import measuring, rows, texts, training
 from .choices import Choices, choose
@@ -96,7 +96,8 @@ def extend(
         What was made; with `dry_run` the plan, of which `print` shows everything.
 
     Raises:
-        ValueError: what is asked for cannot be, which is said before anything is done.
+        ValueError: what is asked for cannot be, or another process extends in `output`, which is said before anything
+            is done.
         FileNotFoundError: there is no such data file, or no converter for llama.cpp.
         ImportError: that converter does not start, or a package is missing.
     """
@@ -171,14 +172,16 @@ class _Run:
             return plan
         require_report(self.options.folder / "report")
         log = self.options.folder / "log.txt"
-        if self.record.is_file():
-            self._tell_resumed()
-        else:
+        resumes = self.record.is_file()
+        if not resumes:
             self.tell(f"{plan}\n\nWhat other packages print meanwhile goes to {log}.")
             recorded = {"model_files": self.model_files, "choices": self.choices.to_dict()}
             record_settings(self.record, {**self.settings, **recorded})
-        self.messages.write_to(log)
-        return self._stages()
+        with only_run(self.record, "--output"):
+            if resumes:
+                self._tell_resumed()
+            self.messages.write_to(log)
+            return self._stages()
 
     def _stages(self) -> Extended:
         root, options, run = self.options.folder, self.options, self.stages.run

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -162,6 +163,24 @@ def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, quick
     assert again.table == first.table and not any("Training" in line for line in said)
     more = run(targets=["sglang"])
     assert set(more.commands) == {"transformers", "sglang"} and (folder / "out/model-sglang/config.json").is_file()
+
+
+def test_a_folder_in_which_another_process_extends_is_refused(folder, quick, monkeypatch):
+    """A run that seems to hang, or whose terminal was lost, is easily started again beside itself."""
+
+    def again():
+        script = f"from trl_ext import extend; extend('base', to={TO}, data='books.jsonl', output='out', **{SMALL!r})"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+        assert "ValueError: out is in use: another process runs the same there. Wait for it" in done.stderr
+        assert "use another --output" in done.stderr and "This resumes" not in done.stdout
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(extending._Run, "_train", lambda *_: again())
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setattr(extending._Run, "_train", lambda *_: pytest.fail("let go"))
+    with pytest.raises(pytest.fail.Exception, match="let go"):
+        run()
 
 
 def test_what_is_exported_has_the_dtype_that_came(folder, quick):
