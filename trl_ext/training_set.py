@@ -94,6 +94,12 @@ def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
             f"{name} must have a text in every row: {n_missing:,} of {len(dataset):,} rows have no {field!r}, or null. "
             "Leave these rows out."
         )
+    feature = dataset.features[field]
+    kind = getattr(feature, "dtype", feature)
+    if kind not in ("string", "large_string"):
+        raise ValueError(
+            f"{name} must have a string in {field!r}, got {kind}. Set dataset_text_field to the column of the text."
+        )
 
 
 def with_masked_loss(args: RopeSFTConfig, dataset: Any) -> RopeSFTConfig:

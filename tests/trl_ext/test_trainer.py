@@ -334,6 +334,14 @@ def test_a_dataset_without_text_is_refused_with_its_columns(tmp_path):
     trainer(tmp_path, train_dataset=rows, dataset_text_field="story", processing_class=tokenizer())
 
 
+@pytest.mark.parametrize(("text", "kind"), [(5, "int64"), (["w3", "w4"], "List.*string.*"), ({"en": "w3"}, ".*'en'.*")])
+def test_a_column_that_holds_no_strings_is_refused_with_what_it_holds(text, kind, tmp_path):
+    """TRL stopped with a traceback: 'int' object has no attribute 'endswith'."""
+    rows = Dataset.from_list([{"text": text}] * 4)
+    with pytest.raises(ValueError, match=f"train_dataset must have a string in 'text', got {kind}. Set dataset_text_"):
+        trainer(tmp_path, train_dataset=rows)
+
+
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
 def test_a_checkpoint_of_another_rope_is_not_resumed(peft, tmp_path):
     def fresh(**options):
