@@ -313,6 +313,10 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
         else "What is trained on decides what is kept: texts keep reading, its own words keep its way of speaking, "
         "questions teach to find what is far."
     )
+    if options.facts != FACTS and "questions" not in shares:
+        reason += " --facts is not needed: no questions."
+    if options.own_tokens is not None and not {"chats", "own_texts"} & shares.keys():
+        reason += " --own-tokens is not needed: the model writes none of the rows."
     measured = not asked and length == facts.window and facts.is_chat
     return Choice(
         "rows",

@@ -201,3 +201,12 @@ def test_a_rank_without_adapters_is_told_or_refused():
         found = choose(facts(shape=LLAMA), options(lora_rank=rank), gpu(90)).weights
         assert found.value["lora_rank"] == said and f"of rank {said}" in found.said and unused not in found.reason
     assert options().recorded() == options(lora_rank=64).recorded()
+
+
+def test_numbers_of_rows_of_a_kind_that_is_not_made_are_said_to_be_of_no_use():
+    given = {"facts": 4, "own_tokens": 500}
+    said = choose(facts(), options(shares={"text": 1.0}, **given), CPU).rows.reason
+    assert "--facts is not needed: no questions." in said
+    assert "--own-tokens is not needed: the model writes none of the rows." in said
+    for used in (given, {**given, "shares": {"own_texts": 1.0, "questions": 1.0}}):
+        assert "not needed" not in choose(facts(), options(**used), CPU).rows.reason
