@@ -198,12 +198,13 @@ def _why_not(facts: ModelFacts, options: ExtendOptions, method: str, args: dict[
 
     twin = facts.twin()
     try:
-        patch_model(twin, method, **args)
+        rescaling = resolve_rescaling(method, args)
+        patch_model(twin, rescaling)
         for target in options.targets:
             require_served(target, twin)
     except ValueError as error:
         return str(error)
-    reached = resolve_rescaling(method, args).target_window(facts.window)
+    reached = rescaling.target_window(facts.window)
     if reached is not None and reached < options.to:
         return f"its window is {reached} positions, and --to asks for {options.to}: give it a larger factor."
     return None

@@ -212,6 +212,8 @@ def test_what_is_exported_has_the_dtype_that_came(folder, quick):
             {"rescale": "yarn", "rescale_args": {"factor": 1.5}},
             "--rescale yarn: its window is 1200 positions, and --to asks",
         ),
+        ({"rescale": "none"}, "--rescale none: Unknown rescaling 'none'. Known: abf, drop-rope, dynamic-ntk"),
+        ({"rescale": "skip"}, "--rescale skip: 'skip' is a view; a rescaling is one of abf"),
         ({"rescale_args": {"factor": 2.0}}, "--rescale-args needs --rescale"),
         ({"model": "nothing"}, "nothing is no folder with a checkpoint"),
         ({"row_length": 900}, "--row-length must be at most the window of 800"),
