@@ -48,7 +48,12 @@ class Choice:
     flag: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.said}. {self.reason} [{self.basis}; {self.flag}]"
+        return f"{self.name}: {self.explained}"
+
+    @property
+    def explained(self) -> str:
+        """The value with its reason, for where the name stands beside it."""
+        return f"{self.said}. {self.reason} [{self.basis}; {self.flag}]"
 
 
 @dataclass(frozen=True)

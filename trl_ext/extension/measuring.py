@@ -69,7 +69,7 @@ def report(
     results: Results, folder: Path, name: str, plan: EvalPlan, choices: Choices, settings: dict[str, Any]
 ) -> Path:
     """The page with figures, what was won and lost, and every choice."""
-    told = {choice.name: str(choice) for choice in choices.all}
+    told = {choice.name: choice.explained for choice in choices.all}
     return write_report(
         results,
         folder,

@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.characters import character_tokenizer
 from transformers import AutoConfig
 
+from trl_ext.extension import measuring
 from trl_ext.extension.choices import Choices, choose
 from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
@@ -210,3 +212,12 @@ def test_numbers_of_rows_of_a_kind_that_is_not_made_are_said_to_be_of_no_use():
     assert "--own-tokens is not needed: the model writes none of the rows." in said
     for used in (given, {**given, "shares": {"own_texts": 1.0, "questions": 1.0}}):
         assert "not needed" not in choose(facts(), options(**used), CPU).rows.reason
+
+
+def test_the_page_names_each_choice_once(tmp_path, monkeypatch):
+    found = {}
+    monkeypatch.setattr(measuring, "write_report", lambda *_, settings, **__: found.update(settings))
+    made = choose(facts(), options(), CPU)
+    measuring.report({}, tmp_path, "a model", SimpleNamespace(length=65536, window=8192), made, {})
+    assert found["rescaling"].startswith("ntk by 16. It loses least") and set(found) == {c.name for c in made.all}
+    assert str(made.rescaling) == f"rescaling: {found['rescaling']}"
