@@ -36,17 +36,23 @@ def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
     A few bytes of a text file that are no UTF-8 become U+FFFD.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, or it is a folder.
         ValueError: a file is neither text nor JSON lines, or a line of these is no JSON object, or has no `text`.
     """
     for path in map(Path, paths):
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no text file {path}.")
+        require_file(path)
         if is_json_lines(path):
             for number, line in numbered_json_lines(path):
                 yield _text_of(line, f"line {number} of {path}")
         else:
             yield _whole_text(path)
+
+
+def require_file(path: Path) -> None:
+    """Raise FileNotFoundError unless there is a file."""
+    if not path.is_file():
+        why = f"{path} is a folder: name the files in it" if path.is_dir() else f"there is no text file {path}"
+        raise FileNotFoundError(f"{why}.")
 
 
 def _text_of(line: dict[str, Any], where: str) -> str:

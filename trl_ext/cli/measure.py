@@ -223,14 +223,15 @@ def run_eval(args: argparse.Namespace) -> int:
         "prompts": f"{len(DEPTHS) * plan.trials} of each length: {plan.trials} at each of {len(DEPTHS)} depths, in "
         f"{N_WORDINGS} wordings",
         "prompts are answered by": plan.backend,
-        "prompts are": "in the tokenizer's chat template" if chat else "raw text",
+        **({"prompts are": "in the tokenizer's chat template" if chat else "raw text"} if plan.asks else {}),
         "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {first.label}"),
         "seed": plan.seed,
     }
     page = write_report(
         results, args.output_dir, title="Long-context evaluation", settings=settings, window=plan.window
     )
-    print(f"\nAll models are compared over one window: {settings['window']}. Prompts are {settings['prompts are']}.")
+    prompts = f" Prompts are {settings['prompts are']}." if plan.asks else ""
+    print(f"\nAll models are compared over one window: {settings['window']}.{prompts}")
     _print_summary(summary(results), [spec.label for spec in specs])
     print()
     for sentence in regressions(results, window=plan.window).verdict():

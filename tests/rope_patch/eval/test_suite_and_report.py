@@ -450,6 +450,7 @@ def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
         adds.append(added)
         advice = probe(subject, tokens(1, 4 * WINDOW), progress=False)
         assert advice.factor == 4 and advice.recipe["rescale_args"] == {"factor": 4.0} and words in str(advice)
+        assert "goes by loss" in str(advice) and "`rope-patch extend`" in str(advice)
         assert f"The cliff begins at position {advice.native.cliff_start()}" in str(advice)
         assert 2 * WINDOW - 4 < advice.native.cliff_start() <= 2 * WINDOW
         assert model_hash(subject) == before

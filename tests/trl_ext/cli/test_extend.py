@@ -64,6 +64,7 @@ def test_what_a_slow_machine_is_told_to_type_are_flags(folder, capsys, monkeypat
     ("arguments", "message"),
     [
         (["base", "--to", "1600", "--data", "none.jsonl"], "there is no text file none.jsonl"),
+        (["base", "--to", "1600", "--data", "base"], "base is a folder: name the files in it."),
         (["base", "--to", "700", "--data", "books.jsonl"], "--to must be beyond the window of 800 positions"),
         (["base", "--to", "1600", "--data", "books.jsonl", "--target", "vlm"], "--target 'vlm'. Did you mean 'vllm'?"),
     ],
