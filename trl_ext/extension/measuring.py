@@ -130,11 +130,19 @@ def _said(cell: Cell) -> str:
         what = "passkeys" if cell.measure == "passkey" else "keys among look-alikes"
         return f"{what} in {cell.length:,} tokens: {100 * cell.mean:.0f} % are found, before {100 * cell.first:.0f} %."
     start, end = map(int, cell.name.removeprefix("loss ").split(".."))
-    after, before = (
-        f"{100 * exp(-loss):.1f} %" if isfinite(loss) else f"no number (a loss of {loss})"
-        for loss in (cell.mean, cell.first)
-    )
+    after, before = _probabilities(cell.mean, cell.first)
     return f"text at positions {start:,} to {end:,}: the right next token gets {after}, before {before}."
+
+
+def _probabilities(*losses: float) -> list[str]:
+    """exp(-loss) of losses that differ, in percent, with as many digits as show that."""
+    for digits in range(1, 7):
+        said = [
+            f"{100 * exp(-loss):.{digits}f} %" if isfinite(loss) else f"no number (a loss of {loss})" for loss in losses
+        ]
+        if len(set(said)) == len(said):
+            break
+    return said
 
 
 def _unseen(results: Results, compared: Regressions) -> list[str]:

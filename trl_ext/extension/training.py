@@ -175,7 +175,7 @@ class _Progress(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)
         if self.began is None:  # the first step compiles, and plans its attention
             self.began = state.global_step, time.perf_counter()
-        elif not self.told and state.global_step >= self.began[0] + 2:
+        elif not self.told and self.began[0] + 2 <= state.global_step < state.max_steps:
             each = (time.perf_counter() - self.began[1]) / (state.global_step - self.began[0])
             left = (state.max_steps - state.global_step) * each / 60
             self.tell(f"By the first steps training takes {left:.1f} minutes more.")

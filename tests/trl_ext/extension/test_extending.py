@@ -49,7 +49,7 @@ def run(model="base", output="out", said=None, **options):
 @pytest.mark.parametrize("model", ["base", pytest.param("sliding", marks=pytest.mark.slow)])
 def test_a_model_is_extended_measured_and_exported(model, folder, weights, capsys):
     said = []
-    done = run(model, said=said, targets=["vllm"])
+    done = run(model, said=said, targets=["vllm"], rows=8)  # of four steps; behind three the time that is left is told
     assert done.model == folder / "out/model" or done.model.resolve() == (folder / "out/model").resolve()
     config = AutoConfig.from_pretrained(done.model)
     assert config.max_position_embeddings == TO, "and not the window that twice the factor reaches"

@@ -66,6 +66,12 @@ def test_losses_are_said_as_the_probability_of_the_right_token():
     assert "the one row that was read: other texts may differ" in said[3] and len(said) == 4
 
 
+def test_a_small_gain_is_said_in_digits_that_show_it():
+    before, after = losses(3.4), losses(3.397)  # 3.337 and 3.347 percent
+    said = verdict({"cliff": {BEFORE: before, AFTER: after}}, WINDOW)
+    assert said[0].endswith("the right next token gets 3.35 %, before 3.34 %.")
+
+
 def test_a_loss_that_is_no_number_is_lost():
     said = verdict({"cliff": {BEFORE: losses(4.0), AFTER: losses(math.nan)}}, WINDOW)
     assert said[0] == "Won:  nothing that is beyond chance."
