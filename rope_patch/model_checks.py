@@ -81,7 +81,7 @@ class Subject:
         Else say how large it is, as a part of what is wanted.
         """
         error = _error(actual, expected)
-        if not error <= self.tolerance + rounding / expected.double().norm().item():
+        if not error <= self.tolerance + (rounding / expected.double().norm()).item():
             raise WrongError(f"{what}: relative error {error:.1e}, allowed {self.tolerance:.0e}")
         return f"{error:.0e}"
 
