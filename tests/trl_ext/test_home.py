@@ -4,6 +4,7 @@ import os
 
 import pytest
 import yaml
+from support.characters import character_tokenizer
 from support.tiny import tiny
 
 from trl_ext import RecipeParser
@@ -72,7 +73,8 @@ def test_a_recipe_and_what_it_names_may_lie_in_the_home(home):
 
 
 def test_a_plan_and_its_config_may_be_named_by_the_home(home, capsys):
-    tiny().save_pretrained(home / "model")
+    for saved in (tiny(), character_tokenizer()):
+        saved.save_pretrained(home / "model")
     recipe = {"model_name_or_path": "~/model", "output_dir": "~/out", "max_length": 32, "report_to": "none"}
     (home / "tune.yaml").write_text(yaml.safe_dump({**recipe, "datasets": [{"path": "json"}]}))
     (home / "two.yaml").write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2}))
