@@ -96,7 +96,7 @@ def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
         )
     feature = dataset.features[field]
     kind = getattr(feature, "dtype", feature)
-    if kind not in ("string", "large_string"):
+    if kind not in ("string", "large_string", "string_view"):
         raise ValueError(
             f"{name} must have a string in {field!r}, got {kind}. Set dataset_text_field to the column of the text."
         )

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from peft import LoraConfig
 from support.tiny import WINDOW, tiny
 from support.training import documents, logged, tokenizer, trainer
@@ -332,6 +332,13 @@ def test_a_dataset_without_text_is_refused_with_its_columns(tmp_path):
         with pytest.raises(ValueError, match="must have a text in every row: 1 of 3 rows have no 'text', or null"):
             trainer(tmp_path, train_dataset=mixed)
     trainer(tmp_path, train_dataset=rows, dataset_text_field="story", processing_class=tokenizer())
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view"])
+def test_a_text_column_may_hold_any_kind_of_string(kind, tmp_path):
+    rows = Dataset.from_dict({"text": ["w3 w4 w5"] * 4}, features=Features({"text": Value(kind)}))
+    made = trainer(tmp_path, train_dataset=rows, processing_class=tokenizer())
+    assert [len(row["input_ids"]) for row in made.train_dataset] == [4] * 4, "three words and the end of a text"
 
 
 @pytest.mark.parametrize(("text", "kind"), [(5, "int64"), (["w3", "w4"], "List.*string.*"), ({"en": "w3"}, ".*'en'.*")])
