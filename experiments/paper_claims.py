@@ -16,7 +16,7 @@ from typing import Any
 
 from paired_results import cell_scores
 from posaug_results import penalties
-from restoration_results import as_written, ruler_scores
+from restoration_results import ruler_scores
 from result_lines import held, mean_of, read_lines
 from rpsd_far_results import by_exam
 from rpsd_far_results import by_place as place_shares
@@ -62,7 +62,7 @@ class Claim:
 
 
 def by_arm(runs: Sequence[Run], name: str = "arm") -> dict[str, dict[int, Run]]:
-    """Runs by arm and seed."""
+    """Runs by arm and seed; of those that several files have, the last."""
     arms: dict[str, dict[int, Run]] = {}
     for run in runs:
         arms.setdefault(run[name], {})[run["seed"]] = run
@@ -214,13 +214,17 @@ def linear_ard() -> str:
 
 
 def linear_ard_qkv() -> str:
-    """Restoring with both stages on q, k and v, every arm at the best of five rates; as NAME, as written what wrote."""
+    """Restoring with both stages on q, k and v, every arm at the best of five rates.
+
+    What was asked for passkeys stands as "NAME, as written", and what for RULER's answers as "NAME, RULER".
+    """
     runs = read_lines(RESULTS / "restoration-qkv-h200.jsonl")
     arms = by_arm(runs)
     native = arms["native"][0]["short"]
     ard, control, hidden = "pi4 qkv", "pi4 qkv clm", "pi4 qkv hidden"
     asked = read_lines(RESULTS / "restoration-written-h100.jsonl")
-    arms |= {f"{arm}, as written": seeds for arm, seeds in as_written(asked, runs).items()}
+    written = by_arm([run for run in (*runs, *asked) if run.get("asked")])
+    arms |= {f"{arm}, as written": seeds for arm, seeds in written.items()}
     arms |= {f"{arm}, RULER": seeds for arm, seeds in by_arm([run for run in asked if "ruler" in run]).items()}
     arms["pi4"] = dict.fromkeys(arms[ard], arms["pi4"][0])  # the same beside each seed of what is trained
 
@@ -236,11 +240,15 @@ def linear_ard_qkv() -> str:
     def of_ruler(run: Run) -> float:
         return fmean(ruler_scores(run, 8192))
 
-    few = "nine tasks within the window, 12 prompts each, where the native model has .29"
-    chance, by_seed = (
-        "not beyond chance over questions",
-        "shares at 8192 tokens; the control differs by .58 among seeds",
-    )
+    def share(value: float) -> str:
+        return f"{value:.2f}".removeprefix("0")
+
+    chance = "not beyond chance over questions"
+    of_native = share(of_ruler(arms["native, RULER"][0]))
+    few = f"nine tasks within the window, 12 prompts each, where the native model has {of_native}"
+    of_seeds = [passkeys(run) for run in written[control].values()]
+    span = share(max(of_seeds) - min(of_seeds))
+    by_seed = f"shares at 8192 tokens; the control differs by {span} among seeds"
     claims = [
         Claim(
             "of short text, 4.25M tokens bring back most of what PI 4x lost", "54.9 < 94.2", "pi4", ard, kept, 1,

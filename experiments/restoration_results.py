@@ -49,14 +49,6 @@ def last_stages(runs: Sequence[Line]) -> dict[str, list[Line]]:
     return {name: same for name, (_, same) in last.items()}
 
 
-def as_written(*files: Sequence[Line]) -> dict[str, dict[int, Line]]:
-    """Runs by arm and seed that were asked for passkeys and keys; of those that several files have the first's."""
-    by_arm: dict[str, dict[int, Line]] = {}
-    for run in (run for runs in files for run in runs if run.get("asked")):
-        by_arm.setdefault(run["arm"], {}).setdefault(run["seed"], run)
-    return {arm: dict(sorted(by_seed.items())) for arm, by_seed in by_arm.items()}
-
-
 def tables(runs: list[Line]) -> str:
     """Every table that the runs have figures for."""
     last = last_stages(runs)

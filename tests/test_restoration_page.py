@@ -5,6 +5,7 @@ from statistics import fmean, mean, stdev
 import pytest
 import restoration_results
 from paired_results import cell_scores, difference, seed_pairs
+from paper_claims import by_arm
 from result_lines import mean_of, runs_by_arm
 from support.pages import RESULTS, lines_of, share, text_of
 
@@ -134,6 +135,17 @@ def test_losses_and_short_text_of_three_seeds_are_those_of_their_file(arms):
     assert "the control {}, hidden states {}, LinearARD {},".format(*kept) in text_of("docs/choosing.md")
 
 
+def lead(pairs, scores, digits):
+    """How far the first runs of pairs are ahead, which is beyond chance, with the interval."""
+    figure, low, high = bounds(pairs, scores, digits)
+    assert min(map(float, (figure, low, high))) > 0
+    return "{} ({} to {})".format(*(x.removeprefix("+").removeprefix("0") for x in (figure, low, high)))
+
+
+def whole_ruler(run):
+    return restoration_results.ruler_scores(run, 8192)
+
+
 @pytest.fixture(scope="module")
 def asked():
     """What was asked of the same arms on other GPUs, with the same prompts."""
@@ -143,7 +155,8 @@ def asked():
 @pytest.fixture(scope="module")
 def written(arms, asked):
     """Runs by arm and seed, of which those of `asked` come first."""
-    return restoration_results.as_written(asked, [run for same in arms.values() for run in same])
+    runs = [run for same in (*arms.values(), asked) for run in same if run.get("asked")]
+    return {arm: dict(sorted(by_seed.items())) for arm, by_seed in by_arm(runs).items()}
 
 
 LENGTHS = (8192, 16384, 32768)
@@ -221,24 +234,25 @@ def test_a_seed_that_was_trained_again_writes_almost_the_same(arms, asked):
 def test_ruler_of_the_restorations_is_that_of_its_file(asked):
     said, runs = text_of("docs/results/restoration.md"), [run for run in asked if "ruler" in run]
     tasks = [f"niah_{kind}_{k}" for kind in ("single", "multikey") for k in (1, 2, 3)]
-    by_arm = runs_by_arm(runs)
-    assert {name: [run["seed"] for run in same] for name, same in by_arm.items()} == {
+    measured = runs_by_arm(runs)
+    native = measured["native"][0]
+    assert {name: [run["seed"] for run in same] for name, same in measured.items()} == {
         "native": [0], CONTROL: [0, 1], "pi4 qkv": [1], "pi4 qkv hidden": [0, 1]
     }  # fmt: skip
-    for name, same in by_arm.items():
+    for name, same in measured.items():
         assert all(len(run["ruler"]["scores"]) == 9 for run in same)
-        whole = [share(fmean(restoration_results.ruler_scores(run, 8192))) for run in same]
+        whole = [share(fmean(whole_ruler(run))) for run in same]
         shown = [
             share(fmean(s for run in same for s in restoration_results.ruler_scores(run, 8192, task))) for task in tasks
         ]
         seeds = "" if name == "native" else ", ".join(str(run["seed"]) for run in same)
-        cells = [seeds, ", ".join(whole), ", ".join(shown[:3]), ", ".join(shown[3:])]
+        below = "" if name == "native" else lead([(native, run) for run in same], whole_ruler, 2)
+        cells = [seeds, ", ".join(whole), below, ", ".join(shown[:3]), ", ".join(shown[3:])]
         assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in said, name
     trained = [run for run in runs if run["arm"] != "native"]
-    of_ruler = [fmean(restoration_results.ruler_scores(run, 8192)) for run in trained]
-    native = share(fmean(restoration_results.ruler_scores(by_arm["native"][0], 8192)))
-    told = f"{native} within the window before, {share(max(of_ruler))} at most after any training"
-    assert told in text_of("docs/choosing.md")
+    of_ruler = [fmean(whole_ruler(run)) for run in trained]
+    before, after = share(fmean(whole_ruler(native))), share(max(of_ruler))
+    assert f"{before} within the window before, {after} at most after any training" in text_of("docs/choosing.md")
     first = [r for run in trained for r in run["ruler"]["replies"] if r["task"] == "niah_single_1"]
     assert len(first) == 5 and {reply["expected"] for reply in first} == {"7067228"}
     assert {reply["reply"].strip().split()[0].rstrip(".") for reply in first} == {"706728", "7067288"}
@@ -249,10 +263,15 @@ def test_boolq_of_the_restorations_is_that_of_its_file(asked):
         name: share(mean(run["short"]["boolq"] for run in same if "short" in run), 3)
         for name, same in runs_by_arm([run for run in asked if "short" in run]).items()
     }
-    told = "the control {}, LinearARD {}, hidden states {}, two seeds each."
-    assert told.format(*(shares[name] for name in (CONTROL, "pi4 qkv", "pi4 qkv hidden"))) in text_of(
-        "docs/results/restoration.md"
-    )
+    said, targets = text_of("docs/results/restoration.md"), ("pi4 qkv", "pi4 qkv hidden")
+    told = "seeds 0 and 1: the control {}, LinearARD {}, hidden states {}."
+    assert told.format(*(shares[name] for name in (CONTROL, *targets))) in said
+    measured = runs_by_arm([run for run in asked if "short" in run])
+    leads = [
+        lead(seed_pairs(measured[CONTROL], measured[name]), lambda run: run["short_scores"]["boolq"], 3)
+        for name in targets
+    ]
+    assert f"The control is ahead by {' and '.join(leads)} over questions." in said
 
 
 def test_relations_and_predictions_in_stage_1_are_those_of_the_log(arms):
