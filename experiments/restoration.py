@@ -171,11 +171,8 @@ def measure(model: Any, args: argparse.Namespace, data: Data, parts: Parts) -> L
                 remember=parts.remember,
                 prompts=data.ruler,
             )
-            figures["ruler"] = {
-                "lengths": found.lengths,
-                "scores": found.prompt_scores,
-                "replies": found.replies,
-            }
+            scores = found.prompt_scores
+            figures["ruler"] = {"lengths": found.lengths, "scores": scores, "replies": found.replies}
     return figures
 
 

@@ -18,9 +18,14 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 def beginning_tokenizer() -> PreTrainedTokenizerFast:
     """The same with a token that it puts before every text, as Gemma's does."""
-    tokenizer = character_tokenizer()
+    return framed(character_tokenizer(), "<bos> $A")
+
+
+def framed(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    """`tokenizer`, which puts special tokens around a text from now on: "<bos> $A", "<bos> $A <eos>", "$A <eos>"."""
+    names = {"<bos>": tokenizer.bos_token_id, "<eos>": tokenizer.eos_token_id}
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+        single=template, special_tokens=list(names.items())
     )
     return tokenizer
 

@@ -80,7 +80,7 @@ def alone(model, prompts, n):
     """What `generate` says to each prompt, up to the token that ends it."""
     replies = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n)
         replies.append(cut(out[0, len(prompt) :].tolist(), ends_of(model)))
     return replies
@@ -120,11 +120,7 @@ def test_weights_in_float32_are_read_in_rows_under_autocast(name, device, monkey
         with torch.no_grad():
             assert generation.bytes_per_token(model) == whole / 2
         # rounding decides between tokens that are about as likely, so that a reply may go another way after a while
-        mine, theirs = answers(model, prompts, 4), []
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=device)
-            reply = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
-            theirs.append(cut(reply[0, len(prompt) :].tolist(), ends_of(model)))
+        mine, theirs = answers(model, prompts, 4), alone(model, prompts, 4)
     assert sum(a[:1] == b[:1] for a, b in zip(mine, theirs, strict=True)) >= len(prompts) - 1
     assert sum(a == b for a, b in zip(mine, theirs, strict=True)) > len(prompts) / 2
     assert bool(steps) == (device == "cuda") and None not in steps
