@@ -775,22 +775,6 @@ def test_rows_of_four_windows_are_told_as_their_file_has_them():
     assert f"the skip took {ratio:.1f} times as long" in said and round(10 * 1.6 / ratio) == 9
 
 
-def test_what_posaug_from_scratch_does_not_show():
-    runs = lines_of("posaug-from-scratch-h200.jsonl")
-    results = text_of("docs/results/positions.md")
-    within = [b["gain"] for run in runs for b in run["gain_by_position"] if b["end"] <= run["window"]]
-    assert max(within) < 0.005  # nats, within the window: nothing is gained from context beyond 512 tokens
-    baseline = [
-        b["gain"] for run in runs if run["arm"] == "baseline" for b in run["gain_by_position"] if b["end"] <= 2048
-    ]
-    assert f"at most {max(baseline):.3f} nats" in results
-
-    def beyond(arm):
-        return mean(run["in_window"] + run["cliff"] for run in runs if run["arm"] == arm)
-
-    assert f"({beyond('independent'):.3f} and {beyond('uniform'):.3f} beyond the window)" in results
-
-
 def test_rates_of_the_relation_kernel_count_its_products():
     """Six products of matrices over the causal half, attention's seven."""
 
