@@ -63,6 +63,7 @@ from rope_patch import load_adapter, patch_model
 from rope_patch.eval import loss_by_position, read_texts, ruler, short_text, text_rows
 from rope_patch.eval.harness import require_lm_eval
 from rope_patch.eval.ruler import RulerPrompts
+from rope_patch.special_tokens import SpecialTokens
 from trl_ext.restoration import cut_into_rows
 
 QUARTERS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16)  # of the window, at which spans of loss by position end
@@ -232,8 +233,10 @@ def main() -> None:
     n_rows = args.val_rows + args.choosing_rows
     both = text_rows(tokenizer, held_out, seq_len=args.val_length, n_rows=n_rows)
     val, choosing = both[: args.val_rows], both[args.val_rows :, : min(args.window, CHOOSING)]
-    asked = raw_questions(tokenizer, val.tolist(), args.lengths, args.prompts) if args.prompts else {}
-    prompts = kept_prompts(tokenizer, tokenizer.batch_decode(val[:4]), args) if args.ruler else None
+    # prompts begin as the tokenizer begins a text; what rows begin with must not stand in the middle of one
+    books = val[:, len(SpecialTokens.of(tokenizer).begin) :]
+    asked = raw_questions(tokenizer, books.tolist(), args.lengths, args.prompts) if args.prompts else {}
+    prompts = kept_prompts(tokenizer, tokenizer.batch_decode(books[:4]), args) if args.ruler else None
     data = Data(tokenizer, rows, val, choosing, load(args.model).eval(), asked, prompts)
 
     def run_of(seed: int, name: str, rate: float | None) -> Run:

@@ -17,7 +17,7 @@ import ruler_prompts
 import torch
 from datasets import Dataset
 from result_lines import read_lines
-from support.characters import CHARACTERS, character_tokenizer
+from support.characters import CHARACTERS, beginning_tokenizer, character_tokenizer
 from support.tiny import tiny
 from torch.nn import functional as F  # noqa: N812
 from transformers import LlamaForCausalLM
@@ -208,6 +208,22 @@ def test_what_a_file_chooses_is_the_kl_from_the_native_model_on_rows_of_their_ow
         log_q = patch_model(native, "pi", factor=4.0)(ids).logits.log_softmax(-1)
     expected = F.kl_div(log_q[0], log_p[0], log_target=True, reduction="batchmean")
     assert lines[1]["choice"] == pytest.approx(float(expected), rel=1e-4) and expected > 1e-4
+
+
+def test_what_rows_begin_with_stands_at_the_beginning_of_prompts_alone(study, monkeypatch):
+    runs, haystacks = [], []
+    beginning_tokenizer().save_pretrained(study.folder)
+    monkeypatch.setattr(restoration, "carry_out", lambda given, args, shown: runs.extend(given))
+    monkeypatch.setattr(restoration, "require_lm_eval", lambda: None)
+    monkeypatch.setattr(restoration, "kept_prompts", lambda tokenizer, texts, args: haystacks.extend(texts))
+    study("out.jsonl", "--arms", "native", "--prompts", "16", "--lengths", "1000", "--ruler", "2")
+    (*_, data) = runs[0].results.args
+    prompts = [question.shared for questions in data.asked.values() for question in questions]
+    rows = [*data.val.tolist(), *data.choosing.tolist()]
+    assert len(rows) == 3 and len(prompts) == 22 and len(haystacks) == 2
+    assert all(ids[0] == 1 and 1 not in ids[1:] for ids in (*rows, *prompts))
+    # RULER's prompts get theirs where they are tokenized
+    assert all("<bos>" not in text and len(text) == 2099 for text in haystacks)
 
 
 @pytest.mark.slow
