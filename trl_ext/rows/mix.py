@@ -118,8 +118,15 @@ def make_rows(
                     made = _text_rows(pieces, size, label_all, rng)
                 else:
                     assert pieces is not None
-                    n_facts = facts if size == length else min(facts, _SHORT_FACTS)
-                    made = draw_question_rows(pieces, length=size, facts=n_facts, chat=chat, rng=rng)
+                    if size == length:
+                        made = draw_question_rows(pieces, length=size, facts=facts, chat=chat, rng=rng)
+                    else:
+                        n_facts = min(facts, _SHORT_FACTS)
+                        advice = (
+                            f"Short rows have an eighth of length {length}: give a larger length, or short=0 "
+                            "(--short 0), which makes no short rows."
+                        )
+                        made = draw_question_rows(pieces, length=size, facts=n_facts, chat=chat, rng=rng, advice=advice)
                 for row in islice(made, several):
                     rows.append(row)
                     bar.update(size / length)

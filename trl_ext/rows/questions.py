@@ -56,8 +56,16 @@ def question_rows(
     return list(islice(rows, n))
 
 
-def draw_question_rows(pieces: Pieces, *, length: int, facts: int, chat: float, rng: random.Random) -> Iterator[Row]:
-    """`question_rows` without end, in chats at random."""
+def draw_question_rows(
+    pieces: Pieces,
+    *,
+    length: int,
+    facts: int,
+    chat: float,
+    rng: random.Random,
+    advice: str = "Hide fewer facts, or make longer rows.",
+) -> Iterator[Row]:
+    """`question_rows` without end, in chats at random; `advice` ends the error where `length` is too short."""
     require_integer("facts", facts, least=1)
     tokenizer = pieces.tokenizer
     if not 0 <= chat <= 1:
@@ -68,10 +76,12 @@ def draw_question_rows(pieces: Pieces, *, length: int, facts: int, chat: float, 
     boundaries = _Boundaries(tokenizer)
     while True:
         in_chat = turns is not None and rng.random() < chat
-        yield _row(pieces, boundaries, turns if turns is not None and in_chat else raw, facts, length, rng)
+        yield _row(pieces, boundaries, turns if turns is not None and in_chat else raw, facts, length, rng, advice)
 
 
-def _row(pieces: Pieces, boundaries: "_Boundaries", turns: Turns, n: int, length: int, rng: random.Random) -> Row:
+def _row(
+    pieces: Pieces, boundaries: "_Boundaries", turns: Turns, n: int, length: int, rng: random.Random, advice: str
+) -> Row:
     drawn = draw_facts(n, rng)
     hidden = [_ids(pieces, f" {fact.sentence}") for fact in drawn]
     tail, labelled = _asked(pieces, turns, rng.sample(drawn, n))
@@ -79,7 +89,7 @@ def _row(pieces: Pieces, boundaries: "_Boundaries", turns: Turns, n: int, length
     if room < 2 * n:
         raise ValueError(
             f"length must leave room for text between {n} facts, which take {length - room} tokens with their "
-            f"questions, got {length}. Hide fewer facts, or make longer rows."
+            f"questions, got {length}. {advice}"
         )
     if rng.random() < _FILLER_SHARE:
         filler = _ids(pieces, rng.choice(FILLERS))

@@ -120,6 +120,10 @@ TEXT = ["--text", "books.jsonl"]
         (["instruct", *TEXT, "--output", "books.jsonl"], "--output books.jsonl is there already"),
         (["instruct", *TEXT, "--output", "no/rows.jsonl"], "--output no/rows.jsonl: no file can be written in no."),
         (["instruct", *TEXT, "--facts", "40"], "length must leave room for text between 40 facts"),
+        (
+            ["base", *TEXT, "--length", "900", "--facts", "1", "--shares", "questions=1"],
+            "got 112. Short rows have an eighth of length 900: give a larger length, or short=0 (--short 0), which",
+        ),
         (["instruct", *TEXT, "--length", "0"], "--length must be at least 1, got 0."),
         (["instruct", *TEXT, "--short", "2"], "short must be a share from 0 to 1, got 2.0."),
         (["instruct", "--text", "none.txt"], "there is no text file none.txt."),
