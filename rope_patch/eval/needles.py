@@ -90,6 +90,10 @@ def about_the_same(kind: Kind, n_needles: int) -> tuple[Kind, ...]:
     return tuple(k for k in kinds if k != "ordinal" or n_needles <= len(_ORDINALS))
 
 
+class TooFewTokensError(ValueError):
+    """A prompt has no room for its needles and its question."""
+
+
 def make_prompt(
     kind: Kind,
     tokenizer: PreTrainedTokenizerBase,
@@ -126,8 +130,8 @@ def make_prompt(
             filler of a passkey's haystack belongs to it.
 
     Raises:
-        ValueError: an unknown wording, or the prompt is too short for needles and question, or the haystack for the
-            prompt.
+        TooFewTokensError: `n_tokens` is too short for needles and question.
+        ValueError: an unknown wording, or the haystack is too short for the prompt.
     """
     if not 0 <= wording < N_WORDINGS:
         raise ValueError(f"wording must be from 0 to {N_WORDINGS - 1}, got {wording}.")
@@ -140,7 +144,7 @@ def make_prompt(
     taken = len(frame.begin) + len(tails[kind]) + sum(map(len, pieces))
     budget = len(haystack) if n_tokens is None else n_tokens - taken
     if budget < 1:
-        raise ValueError(
+        raise TooFewTokensError(
             f"{n_tokens} tokens are too few for {len(pieces)} needle(s) and the question of {kind!r}, which take "
             f"{taken}: use a longer length."
         )

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .asking import ChatTemplate, uses_chat_template
 from .cache import data_hash
-from .needles import KINDS, Kind, RetrievalPrompt, about_the_same, make_prompt, reply_tokens
+from .needles import KINDS, Kind, RetrievalPrompt, TooFewTokensError, about_the_same, make_prompt, reply_tokens
 from .reading import Reply
 from .retrieval_grid import RetrievalGrid
 from .wordings import N_WORDINGS, PASSKEY_WORDINGS
@@ -158,6 +158,9 @@ class PromptGrid:
         """All prompts of one length, depth by depth, each another one, in each wording as often as in the others.
 
         They do not depend on the model, only on its tokenizer: the k-th prompt of two models is the same.
+
+        Raises:
+            ValueError: `length` is too short for needles, question and reply.
         """
         seen: set[tuple[int, ...]] = set()
         prompts: list[RetrievalPrompt] = []
@@ -165,7 +168,14 @@ class PromptGrid:
             for trial in range(self.trials):
                 # in turn through depths and trials: each wording is asked at all depths
                 wording = self.wordings[len(prompts) % len(self.wordings)]
-                prompt = self._drawn(length, depth, trial, wording, haystacks[wording % len(haystacks)], seen)
+                try:
+                    prompt = self._drawn(length, depth, trial, wording, haystacks[wording % len(haystacks)], seen)
+                except TooFewTokensError as error:
+                    least = shortest_prompt(self.kind, self.tokenizer, self.chat_template, n_needles=self.n_needles)
+                    raise ValueError(
+                        f"{length} tokens are too few for the needles, the question and the reply of {self.kind!r}: "
+                        f"use lengths of at least {least}."
+                    ) from error
                 seen.add(tuple(prompt.ids))
                 prompts.append(prompt)
         return prompts

@@ -58,6 +58,7 @@ _NEEDLES: dict[str, dict[str, Any]] = {
 _SEED = 42  # lm-eval's own
 SHORTEST_LENGTH = 4096  # tokens that RULER begins at; its generators do not fill much shorter prompts
 _VT_EXAMPLE = 500  # tokens of the example that lm-eval shows before a prompt of variable tracking
+_FWE_SHORTEST = 200  # tokens: lm-eval draws a word for 50, and asks for the second to fourth by frequency
 _SHOWN = 200  # characters of a prompt that are kept with its reply: its question
 TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
 RulerPrompts = dict[tuple[int, str], list[dict[str, Any]]]
@@ -268,7 +269,7 @@ def ruler_prompts(
     beside = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
     cells = [(length, task) for length in lengths for task in chosen]
     return {
-        (n, task): _documents(task, tokenizer, n - beside, samples, haystack, squad, hotpotqa)
+        (n, task): _documents(task, tokenizer, n, beside, samples, haystack, squad, hotpotqa)
         for n, task in tqdm(cells, desc="RULER prompts", unit="task", disable=not progress)
     }
 
@@ -298,12 +299,35 @@ def _documents(
     task: str,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
+    beside: int,
     samples: int,
     haystack: str | None,
     squad: str | Path | None,
     hotpotqa: str | Path | None,
 ) -> list[dict[str, Any]]:
-    """lm-eval's prompts of one task and length."""
+    """lm-eval's prompts of one task and length, `beside` tokens of which are put around a prompt."""
+    try:
+        return _lm_evals_documents(task, tokenizer, length, beside, samples, haystack, squad, hotpotqa)
+    except ValueError as error:
+        if str(error).startswith("Could not generate"):  # lm-eval's, which names arguments that are not ours
+            raise ValueError(
+                f"{length} tokens are too few for RULER's {task} with its answer: use a longer length, such as "
+                f"{SHORTEST_LENGTH}, at which RULER begins, or leave the task out."
+            ) from error
+        raise
+
+
+def _lm_evals_documents(
+    task: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    beside: int,
+    samples: int,
+    haystack: str | None,
+    squad: str | Path | None,
+    hotpotqa: str | Path | None,
+) -> list[dict[str, Any]]:
+    room = length - beside
     with _generators() as lm_eval:
         if task in _NEEDLES:
             options = _NEEDLES[task]
@@ -311,7 +335,7 @@ def _documents(
             essay = kind == "essay"
             return lm_eval.prepare_niah.generate_samples(
                 re.sub(r"\s+", " ", haystack or "").split(" ") if essay else lm_eval.prepare_niah.get_haystack(kind),
-                max_seq_length=length,
+                max_seq_length=room,
                 template=lm_eval.niah_utils.TEMPLATE,
                 num_samples=samples,
                 TOKENIZER=tokenizer,
@@ -322,18 +346,18 @@ def _documents(
             _require_room(task, tokenizer, _VT_EXAMPLE, lm_eval.vt_utils, (5, 1, 4, True), 30)
             (example,) = make(tokenizer=tokenizer, num_samples=1, max_seq_length=_VT_EXAMPLE, incremental=5)
             shown = f"{example['input']} {' '.join(example['outputs'])}\n\n"
-            _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30, shown)
-            return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=length, icl_example=example)
+            _require_room(task, tokenizer, length, lm_eval.vt_utils, (10, 1, 4), 30 + beside, shown)
+            return make(tokenizer=tokenizer, num_samples=samples, max_seq_length=room, icl_example=example)
         if task == "ruler_cwe":
-            _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, length), 120)
-            return lm_eval.cwe_utils.sys_word_pair_random(
-                num_samples=samples, max_seq_length=length, tokenizer=tokenizer
-            )
+            _require_room(task, tokenizer, length, lm_eval.cwe_utils, (10, room), 120 + beside)
+            return lm_eval.cwe_utils.sys_word_pair_random(num_samples=samples, max_seq_length=room, tokenizer=tokenizer)
         if task == "ruler_fwe":
-            return lm_eval.fwe_utils.sys_kwext(tokenizer=tokenizer, max_seq_length=length, num_samples=samples)
+            empty = lm_eval.fwe_utils.TEMPLATE.format(context="", query="")
+            _require_tokens(task, length, beside + max(_FWE_SHORTEST, len(tokenizer(empty)["input_ids"])))
+            return lm_eval.fwe_utils.sys_kwext(tokenizer=tokenizer, max_seq_length=room, num_samples=samples)
         qas, docs = _squad(Path(squad or "")) if task == "ruler_qa_squad" else _hotpotqa(Path(hotpotqa or ""))
         return lm_eval.qa_utils.generate_samples(
-            tokenizer=tokenizer, docs=docs, qas=qas, max_seq_length=length, num_samples=min(samples, len(qas))
+            tokenizer=tokenizer, docs=docs, qas=qas, max_seq_length=room, num_samples=min(samples, len(qas))
         )
 
 
@@ -343,7 +367,7 @@ def _require_room(
     length: int,
     generator: Any,
     least: tuple[int, ...],
-    new_tokens: int,
+    more: int,
     shown: str = "",
 ) -> None:
     """Raise ValueError unless the shortest prompt of a generator fits: where it does not, lm-eval looks for ever.
@@ -354,7 +378,7 @@ def _require_room(
         length: tokens that prompt and answer may have.
         generator: lm-eval's module of the task.
         least: what it makes its shortest prompt of.
-        new_tokens: of an answer.
+        more: tokens of an answer, and of what is put around a prompt.
         shown: an example that stands before the prompt.
     """
     drawn, drawn_words = random.getstate(), getattr(generator, "RNG", random).getstate()
@@ -362,7 +386,11 @@ def _require_room(
     getattr(generator, "RNG", random).setstate(drawn_words)
     random.setstate(drawn)  # lm-eval draws the same prompt first
     prompt = "\n".join([*parts[:-1], " ".join(map(str, parts[-1]))])
-    needed = new_tokens + sum(len(tokenizer(text)["input_ids"]) for text in (prompt, shown) if text)
+    needed = more + sum(len(tokenizer(text)["input_ids"]) for text in (prompt, shown) if text)
+    _require_tokens(task, length, needed)
+
+
+def _require_tokens(task: str, length: int, needed: int) -> None:
     if needed > length:
         raise ValueError(
             f"{length} tokens are too few for RULER's {task}, which takes {needed} with its answer: use "

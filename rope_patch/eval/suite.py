@@ -32,7 +32,7 @@ from .lm_eval_tasks import LmEval, check_tasks, lm_eval_tasks
 from .loss_by_position import FIRST_POSITION, LossByPosition, loss_by_position
 from .needles import KINDS, Kind
 from .progress import tell
-from .prompt_grid import DEPTHS, check_retrieval
+from .prompt_grid import DEPTHS, check_retrieval, shortest_prompt
 from .result import Result
 from .retrieval import retrieval
 from .retrieval_grid import RetrievalGrid
@@ -152,7 +152,8 @@ class EvalPlan:
             chosen_benchmarks(self.short_data, self.benchmarks)
         if "lm-eval" in self.measures:
             check_tasks(self.lm_eval, self.lm_eval_data, self.length)
-        for kind in self.kinds:
+        # the kind with the longest prompts first: the length that its error names is enough for the others
+        for kind in sorted(self.kinds, key=lambda k: -shortest_prompt(k, tokenizer, self.chat_template)):
             check_retrieval(kind, tokenizer, texts, self.lengths, self.chat_template)
 
     def too_short(self, window: int | None) -> dict[str, int]:

@@ -1,11 +1,12 @@
 """Grids of prompts: the shortest that fit, kinds that share their texts."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from support.retrieval import TEXT, TOKENIZER
 
-from rope_patch.eval import prompt_grid
+from rope_patch.eval import EvalPlan, prompt_grid
 from rope_patch.eval.needles import KINDS
 from rope_patch.eval.prompt_grid import ALL_WORDINGS, PromptGrid
 
@@ -16,8 +17,21 @@ PARTNERS = [("multikey", "multiquery"), ("multivalue", "ordinal")]
 def test_the_shortest_prompt_fits_and_hardly_less_does(kind):
     n = prompt_grid.shortest_prompt(kind, TOKENIZER, "auto")
     prompt_grid.check_retrieval(kind, TOKENIZER, [TEXT], [n], "auto")
-    with pytest.raises(ValueError, match="tokens are too few"):
-        prompt_grid.check_retrieval(kind, TOKENIZER, [TEXT], [n - 150], "auto")
+    for length in (n - 150, 5):
+        message = (
+            f"^{length} tokens are too few for the needles, the question and the reply of '{kind}': use lengths of"
+        )
+        with pytest.raises(ValueError, match=f"{message} at least {n}"):
+            prompt_grid.check_retrieval(kind, TOKENIZER, [TEXT], [length], "auto")
+
+
+def test_the_first_length_that_is_told_is_enough_for_all_kinds():
+    kinds = tuple(f"niah-{kind}" for kind in KINDS if kind != "passkey")
+    plan = EvalPlan(measures=("passkey", *kinds), length=100, n_rows=1, lengths=(5,))
+    with pytest.raises(ValueError, match="use lengths of at least") as raised:
+        plan.check(TOKENIZER, [TEXT])
+    least = int(str(raised.value).rstrip(".").rsplit(" ", 1)[1])
+    replace(plan, lengths=(least,)).check(TOKENIZER, [TEXT])
 
 
 @pytest.mark.parametrize("kinds", PARTNERS, ids=" and ".join)

@@ -225,7 +225,7 @@ def test_what_is_exported_has_the_dtype_that_came(folder, quick):
         ({"train": "some"}, "--train must be one of all, qkv, lora, got 'some'"),
         ({"view": "pose", "view_args": {"target": 100}}, "target"),
         ({"colour": 1}, "Unknown option 'colour' of extend"),
-        ({"lengths": (40,)}, "--lengths 40: 30 tokens are too few"),
+        ({"lengths": (40,)}, "--lengths 40: 40 tokens are too few for the needles"),
         ({"facts": 40}, "rows of 800 tokens are too short for questions: length must leave room"),
     ],
 )
