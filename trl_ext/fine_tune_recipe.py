@@ -3,6 +3,7 @@
 import lzma
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from .checkpoint import require_checkpoint, require_no_adapter, require_tokenize
 from .config import RopeSFTConfig
 from .engine_advice import engine_advice
 from .recipe import RecipeParser, leave_precision_to_recipe
+from .run_folder import only_run
 from .trainer import RopeSFTTrainer
 
 FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
@@ -41,7 +43,8 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         arguments: `--config RECIPE.yaml` and flags, which win; None takes those of the process.
 
     Raises:
-        ValueError: the recipe is wrong, or model, text and settings do not go together.
+        ValueError: the recipe is wrong, model, text and settings do not go together, or another process trains into
+            `output_dir`.
         OSError: a file that is not there, or a folder that cannot be written.
     """
     leave_precision_to_recipe()
@@ -54,6 +57,12 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         )
     require_other_folder(training.output_dir, model)
     require_writable(training.output_dir)
+    # of several ranks the first writes
+    with only_run(Path(str(training.output_dir)), "output_dir") if training.process_index == 0 else nullcontext():
+        _fine_tune(script, training, model, data)
+
+
+def _fine_tune(script: Any, training: Any, model: Any, data: Any) -> None:
     training.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,

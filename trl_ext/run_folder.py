@@ -1,6 +1,7 @@
 """A folder that belongs to one run, which may be stopped and go on. Imports nothing heavy."""
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,13 +30,14 @@ def record_settings(file: Path, settings: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def only_run(file: Path, option: str) -> Iterator[None]:
-    """Hold the run that is recorded in `file`: two of them would write the same checkpoints, and remove each other's.
+def only_run(path: Path, option: str) -> Iterator[None]:
+    """Hold the folder of a run: two of them would write the same checkpoints, and remove each other's.
 
     Where the system or the file system has no locks, nothing is held. The end of the process lets go, however it ends.
 
     Args:
-        file: of `record_settings`.
+        path: the file of `record_settings`, or the folder itself where there is none. Network file systems lock files
+            alone.
         option: names another folder, for the message.
 
     Raises:
@@ -46,17 +48,21 @@ def only_run(file: Path, option: str) -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
-    with file.open("a", encoding="utf-8") as held:
+    is_folder = path.is_dir()
+    held = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(
-                f"{file.parent} is in use: another process runs the same there. Wait for it, stop it, or use another "
-                f"{option}."
+                f"{path if is_folder else path.parent} is in use: another process writes there. Wait for it, stop it, "
+                f"or use another {option}."
             ) from error
         except OSError:  # a file system without locks
             pass
         yield
+    finally:
+        os.close(held)
 
 
 class Stopwatch:

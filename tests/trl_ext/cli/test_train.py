@@ -11,7 +11,7 @@ from support.tiny import tiny
 from support.training import tokenizer
 from transformers import AutoModelForCausalLM
 
-from trl_ext import cli, fine_tune_recipe, restore_recipe
+from trl_ext import RopeSFTTrainer, cli, fine_tune_recipe, restore_recipe
 from trl_ext.cli.train import MAIN_FIELDS, RESTORES, is_restoration
 
 
@@ -46,6 +46,22 @@ def test_a_recipe_with_keys_of_a_restoration_is_restored(folder, capsys):
     assert "restored/model: " in capsys.readouterr().out
     saved = AutoModelForCausalLM.from_pretrained(folder / "restored" / "model")
     assert saved.config.rope_parameters["factor"] == 2.0
+
+
+@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("restore.yaml", "restored")])
+def test_a_folder_in_which_another_process_trains_is_refused(recipe, output, folder, monkeypatch, capsys):
+    """A run that seems to hang, or whose terminal was lost, is easily started again beside itself."""
+
+    def again(*_, **__):
+        assert cli.main(["train", recipe]) == 2  # a lock is of an open file, so that one process can stand for two
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RopeSFTTrainer, "train", again)
+        assert cli.main(["train", recipe]) == 130
+    said = f"{output} is in use: another process writes there. Wait for it, stop it, or use another output_dir."
+    assert said in capsys.readouterr().err
+    assert cli.main(["train", recipe]) == 0
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_a_folder_in_which_another_process_extends_is_refused(folder, quick, mon
     def again():
         script = f"from trl_ext import extend; extend('base', to={TO}, data='books.jsonl', output='out', **{SMALL!r})"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
-        assert "ValueError: out is in use: another process runs the same there. Wait for it" in done.stderr
+        assert "ValueError: out is in use: another process writes there. Wait for it" in done.stderr
         assert "use another --output" in done.stderr and "This resumes" not in done.stdout
         raise KeyboardInterrupt
 
