@@ -29,7 +29,7 @@ from .choices import Choices, choose
 from .facts import ModelFacts
 from .machine import Machine
 from .messages import MessageFile, others_quiet
-from .model_files import model_files, recorded_files, require_same_model
+from .model_files import model_files, recorded_commit, recorded_files, require_same_model
 from .options import ExtendOptions
 from .plan import ExtensionPlan
 from .stages import Stages
@@ -128,7 +128,11 @@ class _Run:
         self.stages = Stages(options.folder)
         self._require_folder()
         _require_targets(options)
-        self.facts = ModelFacts.of(options.model, options.model_revision)
+        self.facts = ModelFacts.of(
+            options.model,
+            options.model_revision,
+            recorded_commit(self.record, options.model, options.model_revision),
+        )
         backend = getattr(self.facts.tokenizer, "backend_tokenizer", None)
         if "llama.cpp" in options.targets and backend is not None:
             require_known_tokenizer(self.facts.config.model_type, backend.to_str())
@@ -175,7 +179,11 @@ class _Run:
         resumes = self.record.is_file()
         if not resumes:
             self.tell(f"{plan}\n\nWhat other packages print meanwhile goes to {log}.")
-            recorded = {"model_files": self.model_files, "choices": self.choices.to_dict()}
+            recorded = {
+                "model_files": self.model_files,
+                "model_commit": self.facts.commit,
+                "choices": self.choices.to_dict(),
+            }
             record_settings(self.record, {**self.settings, **recorded})
         with only_run(self.record, "--output"):
             if resumes:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file, extract_commit_hash
 
 from rope_patch import describe
 from rope_patch.attention.windowed import BLOCK
@@ -32,6 +33,8 @@ class ModelFacts:
         window: positions that it was pretrained on.
         dtype: of its checkpoint.
         revision: branch, tag or commit of a model on the hub; None is "main".
+        commit: that the revision was when the run was begun, from which all is loaded: a branch may move on. None of a
+            folder, or where the cache does not tell.
     """
 
     name: str
@@ -40,14 +43,16 @@ class ModelFacts:
     window: int
     dtype: torch.dtype
     revision: str | None = None
+    commit: str | None = None
 
     @classmethod
-    def of(cls, name: str, revision: str | None = None) -> "ModelFacts":
+    def of(cls, name: str, revision: str | None = None, commit: str | None = None) -> "ModelFacts":
         """Read config and tokenizer; no weights.
 
         Args:
             name: hub id or folder.
             revision: of a model on the hub; None is "main".
+            commit: that a run was begun with which goes on; None is what the revision is now.
 
         Raises:
             ValueError: no such model or revision, a revision of a folder, a model without RoPE, window or tokenizer, an
@@ -63,9 +68,10 @@ class ModelFacts:
         if (Path(name) / "adapter_config.json").is_file():
             raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
         try:
-            config = AutoConfig.from_pretrained(name, revision=revision or "main")
+            config = AutoConfig.from_pretrained(name, revision=commit or revision or "main")
+            commit = commit or _commit_of(name, revision or "main")
             require_tokenizer(name, "MODEL")
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=commit or revision or "main")
         except OSError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
@@ -78,18 +84,25 @@ class ModelFacts:
                 f"the config of {name} names no window (max_position_embeddings), so where it ends is not known."
             )
         dtype = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-        return cls(
-            name, config, tokenizer, window, getattr(torch, dtype) if isinstance(dtype, str) else dtype, revision
-        )
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return cls(name, config, tokenizer, window, dtype, revision, commit)
 
     @property
     def said(self) -> str:
         """Name and revision, in words."""
-        return _said(self.name, self.revision)
+        moves = self.revision is not None and self.commit not in (None, self.revision)
+        return _said(self.name, self.revision) + (f", commit {self.commit}" if moves else "")
+
+    @property
+    def base_revision(self) -> str | None:
+        """What a card and adapters name, if a revision was asked for: the commit, where it is known."""
+        return None if self.revision is None else self.commit or self.revision
 
     def load(self, dtype: torch.dtype) -> Any:
         """The model with its weights, on the CPU."""
-        return AutoModelForCausalLM.from_pretrained(self.name, dtype=dtype, revision=self.revision or "main")
+        return AutoModelForCausalLM.from_pretrained(
+            self.name, dtype=dtype, revision=self.commit or self.revision or "main"
+        )
 
     def twin(self) -> PreTrainedModel:
         """The model without weights: tensors on the device "meta", RoPE and all modules as they are."""
@@ -256,3 +269,14 @@ def _norms(decoder: nn.Module) -> list[tuple[str, int]]:
         for name, module in decoder.named_modules()
         if isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.dim() == 1
     ]
+
+
+def _commit_of(name: str, revision: str) -> str | None:
+    """The commit that a revision is in the cache, into which its config was just read; None of a folder."""
+    if Path(name).is_dir():
+        return None
+    try:
+        file = cached_file(name, "config.json", revision=revision, local_files_only=True)
+    except OSError:
+        return None
+    return extract_commit_hash(file, None)

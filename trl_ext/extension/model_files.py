@@ -1,4 +1,4 @@
-"""What is in the folder of a model, so that a run that goes on later sees whether it is still the same."""
+"""The files or the commit of a model when a run began, so that it goes on with the same model, or not at all."""
 
 import hashlib
 import json
@@ -37,6 +37,19 @@ def require_same_model(record: Path, name: str, files: dict[str, list[Any]]) -> 
 def recorded_files(record: Path) -> dict[str, list[Any]] | None:
     """The files that a run was begun with; None where there is no run, or one of an older version, which kept none."""
     return json.loads(record.read_text(encoding="utf-8")).get("model_files") if record.is_file() else None
+
+
+def recorded_commit(record: Path, name: str, revision: str | None) -> str | None:
+    """The commit on the hub that a run of this model and revision was begun with; None where there is no such run.
+
+    Its branch may have moved since, and a run that goes on goes on with the same weights.
+    """
+    if not record.is_file():
+        return None
+    begun = json.loads(record.read_text(encoding="utf-8"))
+    same = (begun.get("model"), begun.get("model_revision")) == (name, revision)
+    commit: str | None = begun.get("model_commit") if same else None
+    return commit
 
 
 def _hash(file: Path) -> str:

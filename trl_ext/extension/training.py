@@ -66,7 +66,7 @@ def adapters(choices: Choices, facts: ModelFacts) -> Any:
         lora_alpha=2 * rank,
         target_modules=list(facts.attention_projections),
         task_type="CAUSAL_LM",
-        revision=facts.revision,  # of the base model, which the export loads again
+        revision=facts.base_revision,  # of the base model, which the export loads again
     )
 
 
@@ -109,7 +109,7 @@ def train(
         processing_class=facts.tokenizer,
         peft_config=adapters(choices, facts),
     )
-    trainer.base_revision = facts.revision
+    trainer.base_revision = facts.base_revision
     del loaded
     for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
         trainer.remove_callback(printing)

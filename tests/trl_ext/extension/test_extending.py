@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.byte_tokenizer import as_transformers_5_17_reads_it
+from support.hub import publish, use_cache
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import trl_ext.extension.training as training_module
@@ -266,12 +268,12 @@ def test_other_options_or_other_text_are_refused_in_a_folder_that_was_begun(fold
         run()
 
 
-def stop_at_rows(monkeypatch):
+def stop_at_rows(monkeypatch, **options):
     """Begin a run, and stop it once the model is measured."""
     with monkeypatch.context() as patch:
         patch.setattr(rows, "make", lambda *_: (_ for _ in ()).throw(Stop()))
         with pytest.raises(Stop):
-            run()
+            run(**options)
 
 
 def test_another_model_in_the_same_folder_is_refused_in_a_run_that_was_begun(folder, quick, monkeypatch):
@@ -331,6 +333,29 @@ def test_a_revision_of_a_model_on_the_hub_is_taken_and_named(train, hub, quick, 
     assert "[owner/base](https://huggingface.co/owner/base) at revision `v1`, trained with rope-patch." in card
     with pytest.raises(ValueError, match="holds a run with other settings: model_revision 'v1' there and 'v1.1' here"):
         run(**{**options, "model_revision": "v1.1"})
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(train, folder, quick, monkeypatch, weights):
+    def write(to, shift=0.0):
+        shutil.copytree(folder / "base", to, dirs_exist_ok=True)
+        model = AutoModelForCausalLM.from_pretrained(to)
+        model.lm_head.weight.data += shift
+        model.save_pretrained(to)
+
+    use_cache(monkeypatch, folder / "hub")
+    publish(folder / "hub", "owner/base", dev=write, later=partial(write, shift=9.0))
+    refs = folder / "hub/models--owner--base/refs"
+    commit = (refs / "dev").read_text()
+    options = {"model": "owner/base", "model_revision": "dev", "train": train}
+    stop_at_rows(monkeypatch, **options)
+    assert json.loads((folder / "out/extend.json").read_text())["model_commit"] == commit
+    (refs / "dev").write_text((refs / "later").read_text())
+    assert f"The model: owner/base at revision dev, commit {commit}" in str(run(dry_run=True, **options))
+    done = run(**options)
+    assert f"at revision `{commit}`, trained" in (done.model / "README.md").read_text()
+    assert weights(done.model)["lm_head.weight"].mean() < 1, "and not those of later"
+    assert json.loads((folder / "out/extend.json").read_text())["model_commit"] == commit
 
 
 def test_a_revision_that_is_none_is_refused_before_anything_is_done(hub):
