@@ -91,11 +91,11 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             f"model type {family!r} has no RoPE that can be patched: {reason}. Use a model whose decoder has a rotary "
             "module, as Llama, Qwen, Mistral and Gemma have."
         )
-    owners = {id(_owner(model, name)): _owner(model, name) for name, _ in named_rotary_modules(model)}
+    owners = rotary_owners(model)
     if len(owners) > 1:
-        names = ", ".join(sorted(type(owner).__name__ for owner in owners.values()))
+        names = ", ".join(sorted(type(owner).__name__ for owner in owners))
         inside = {id(module) for module in find_causal_lm(model).modules()}
-        if not inside.issuperset(owners):
+        if not inside.issuperset(map(id, owners)):
             raise ValueError(
                 f"the adapter of this {type(model).__name__} has a decoder with RoPE of its own ({names}), as PEFT's "
                 "Shadow has: a patch would hold for one of them. A view does not go with such an adapter. A rescaling "
@@ -108,6 +108,12 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
         )
     holders = [m for m in candidates if set(rotary) <= {module for _, module in named_rotary_modules(m)}]
     return holders[-1]  # modules() lists parents before children
+
+
+def rotary_owners(model: nn.Module) -> list[nn.Module]:
+    """The innermost Transformers models that hold rotary modules: one, but where parts read sequences of their own."""
+    owners = [_owner(model, name) for name, _ in named_rotary_modules(model)]
+    return list(dict.fromkeys(owners))  # modules are told apart by identity
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

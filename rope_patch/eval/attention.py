@@ -11,7 +11,7 @@ from torch import nn
 
 from ..attention.calls import AttentionCall, attention_name, watched_attention
 from ..capabilities import computes_own_attention
-from ..rotary import find_causal_lm
+from ..rotary import find_causal_lm, rotary_owners
 from .progress import token_bar
 from .result import Result
 from .subject import Subject
@@ -298,7 +298,8 @@ def require_recomputable_attention(model: nn.Module) -> None:
 
     Raises:
         ValueError: another attention implementation than sdpa and eager, layers whose queries do not see the keys of
-            all tokens before them, or attention that is not called as Transformers' functions are.
+            all tokens before them, several transformers over sequences of their own, or attention that is not called
+            as Transformers' functions are.
     """
     causal_lm: Any = find_causal_lm(model)
     name = attention_name(causal_lm)
@@ -309,6 +310,9 @@ def require_recomputable_attention(model: nn.Module) -> None:
     chooses = next((n for n, _ in causal_lm.named_modules() if n.rpartition(".")[2] in _CHOOSES_KEYS), None)
     if chooses is not None:
         why = f"chooses or compresses the keys that its queries see ({chooses}), which q and k alone do not give"
+    elif len(owners := rotary_owners(causal_lm)) > 1:
+        names = ", ".join(sorted(type(owner).__name__ for owner in owners))
+        why = f"has several transformers ({names}) over sequences of their own, whose distances are not of tokens"
     elif computes_own_attention(causal_lm):
         why = "computes attention in code of its own, where q and k cannot be seen"
     else:
@@ -328,12 +332,20 @@ def _visit_groups(call: AttentionCall, queries: torch.Tensor, visit: Visit) -> N
     hidden = distance < 0
     if kwargs.get("sliding_window"):
         hidden |= distance >= kwargs["sliding_window"]
+    mask = call.mask  # [1, 1 or n_heads, n, n], by which alone some families keep to a sliding window, as Phi-MoE
+    bias = None
+    if isinstance(mask, torch.Tensor):
+        mask = mask[0, :, queries]
+        bias = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask.float()
+        bias = bias.expand(query.shape[1], -1, -1)
     group = query.shape[1] // key.shape[1]
     chosen = query[0, :, queries].float().unflatten(0, (key.shape[1], group))
     for head in range(key.shape[1]):
         scores = scaling * chosen[head] @ key[0, head].float().T
         if kwargs.get("softcap"):
             scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
+        if bias is not None:
+            scores = scores + bias[head * group : (head + 1) * group]
         scores = scores.masked_fill(hidden, -torch.inf)
         to_keys = torch.ones_like(scores[..., :1])
         if sinks is not None:

@@ -39,6 +39,26 @@ def test_distances_are_those_of_the_attention_maps(family, attention):
         assert result.mean_mass(8) == 0 and SLIDING_WINDOW < 8
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_sliding_window_that_only_masks_know_of_counts(attention):
+    """Phi-MoE tells its attention function of no window."""
+    model, rows, last = tiny_family("phimoe"), tokens(1, 2 * WINDOW), 10
+    model.set_attn_implementation(attention)
+    result = attention_distance(model, rows, last=last, progress=False)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        layers = model(rows, output_attentions=True).attentions
+    distance = torch.arange(rows.shape[1] - last, rows.shape[1])[:, None] - torch.arange(rows.shape[1])
+    window = model.config.sliding_window
+    assert window < max(result.edges[:-1])
+    for layer, layer_map in enumerate(layers):
+        tail = layer_map[:, :, -last:].double()
+        for k, (a, b) in enumerate(zip(result.edges, result.edges[1:], strict=False)):
+            mass = tail[:, :, (distance >= a) & (distance < b)].sum().item() / (4 * last)
+            assert result.mass[layer][k] == pytest.approx(mass, abs=1e-5)
+            assert a < window or mass == 0
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_entropy_is_that_of_the_attention_maps(family):
     rows = tokens(2, 2 * WINDOW)
@@ -79,6 +99,7 @@ def test_attention_sinks_take_their_part(family):
         ("deepseek_v32", r"chooses or compresses the keys that its queries see \(model.layers.0.self_attn.indexer\)"),
         ("deepseek_v4", r"chooses or compresses the keys that its queries see \(model.layers.0.self_attn.compressor\)"),
         ("falcon", "computes attention in code of its own"),
+        ("blt", r"has several transformers \(BltGlobalTransformer, .*\) over sequences of their own"),
     ],
 )
 def test_attention_that_q_and_k_do_not_give_is_refused(family, why):
