@@ -131,6 +131,23 @@ def find_causal_lm(model: nn.Module) -> PreTrainedModel:
     return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
 
 
+def base_model_name(causal_lm: nn.Module) -> str | None:
+    """The child that turns ids into hidden states, which the head reads; None where there is none.
+
+    Llama 4 and Mllama have it elsewhere than `base_model_prefix` says, so that their `base_model` is all of the model.
+    """
+    prefix, children = getattr(causal_lm, "base_model_prefix", None), dict(causal_lm.named_children())
+    if prefix in children:
+        return prefix
+    return next((name for name, child in children.items() if isinstance(child, PreTrainedModel)), None)
+
+
+def find_base_model(causal_lm: Any) -> Any:
+    """The child of `base_model_name`, or `causal_lm` itself where there is none."""
+    name = base_model_name(causal_lm)
+    return causal_lm if name is None else getattr(causal_lm, name)
+
+
 def layers_call_rotary(decoder: nn.Module) -> bool:
     """Whether layers hold rotary modules of their own, which a checkpoint's recompute runs again."""
     layers = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from rope_kernels.common.autocast import as_multiplied, multiplied_dtype
 
 from ..cache_arguments import cache_argument, returned_cache
-from ..rotary import find_decoder
+from ..rotary import find_base_model, find_decoder
 from ..state import has_view
 from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from .masks import finished_mask
@@ -49,7 +49,9 @@ def last_hidden_states(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_forward(causal_lm: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    states: torch.Tensor = causal_lm.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    states: torch.Tensor = find_base_model(causal_lm)(
+        input_ids=ids, attention_mask=mask, use_cache=False
+    ).last_hidden_state
     return states
 
 
@@ -96,10 +98,10 @@ def _gives_the_same(causal_lm: Any, window: int) -> bool:
     weight = causal_lm.get_input_embeddings().weight
     ids = (7919 * torch.arange(1, window + SAMPLES + 1, device=weight.device) % weight.shape[0])[None]
     plain = _plain_forward(causal_lm, ids)[0, -SAMPLES:]
+    base = find_base_model(causal_lm)
     try:
-        begun = causal_lm.base_model(input_ids=ids[:, :window], use_cache=True)
-        behind = cache_argument(causal_lm.base_model, returned_cache(begun))
-        known = causal_lm.base_model(input_ids=ids[:, window:], **behind)
+        begun = base(input_ids=ids[:, :window], use_cache=True)
+        known = base(input_ids=ids[:, window:], **cache_argument(base, returned_cache(begun)))
         unmasked = _without_masks(causal_lm, ids)[0, -SAMPLES:]
     except torch.OutOfMemoryError:
         raise

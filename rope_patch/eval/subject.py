@@ -16,7 +16,7 @@ from ..cache_arguments import cache_argument
 from ..capabilities import why_no_head
 from ..describe import describe
 from ..rescale import pretrained_window
-from ..rotary import find_causal_lm
+from ..rotary import base_model_name, find_causal_lm
 
 _CHUNK_BYTES = 2**28  # of float32 logits
 
@@ -28,7 +28,7 @@ class Subject:
         model: the model; it is not changed.
 
     Raises:
-        ValueError: it has no output head, or something between decoder and head.
+        ValueError: it has no output head, something between decoder and head, or no decoder of its own below it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,9 +37,20 @@ class Subject:
         self.head: Any = self.causal_lm.get_output_embeddings()
         if not isinstance(getattr(self.head, "weight", None), torch.Tensor):
             raise ValueError(f"{type(self.causal_lm).__name__} has no linear output head: a causal LM is needed.")
-        reason = why_no_head(self.causal_lm, self.causal_lm.base_model)
+        name = base_model_name(self.causal_lm)
+        if name is None:
+            raise ValueError(
+                f"{type(self.causal_lm).__name__} has no Transformers model below its output head: not supported."
+            )
+        self._base_name: str = name
+        reason = why_no_head(self.causal_lm, self._base_model)
         if reason is not None:
             raise ValueError(reason)
+
+    @property
+    def _base_model(self) -> Any:
+        """What turns ids into hidden states."""
+        return getattr(self.causal_lm, self._base_name)
 
     @property
     def vocab_size(self) -> int:
@@ -84,7 +95,7 @@ class Subject:
 
     def hidden(self, ids: torch.Tensor, cache: Any = None, **inputs: Any) -> torch.Tensor:
         """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len], behind what is in `cache`."""
-        decoder = self.causal_lm.base_model
+        decoder = self._base_model
         behind = {} if cache is None else cache_argument(decoder, cache)
         return decoder(input_ids=ids, use_cache=cache is not None, **behind, **inputs).last_hidden_state
 
@@ -119,13 +130,9 @@ class Subject:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] of hidden states [n, hidden] by the model's own forward, without its decoder."""
-        modules, name = self.causal_lm._modules, self.causal_lm.base_model_prefix
-        if name not in modules:
-            raise ValueError(
-                f"{type(self.causal_lm).__name__} keeps its decoder elsewhere than in {name!r}: not supported."
-            )
+        modules, name = self.causal_lm._modules, self._base_name
         decoder = modules[name]
-        modules[name] = _Given(hidden[None])
+        modules[name] = _Given(hidden[None], decoder)
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             return self.causal_lm(input_ids=ids, use_cache=False).logits[0]
@@ -134,11 +141,15 @@ class Subject:
 
 
 class _Given(nn.Module):
-    """Stands for a decoder whose output is known."""
+    """Stands for a decoder whose output is known; what else a causal LM reads of it is the decoder's."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor, decoder: nn.Module) -> None:
         super().__init__()
         self.hidden = hidden
+        self.__dict__["decoder"] = decoder  # and not as a child, which it stays of the model alone
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["decoder"], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return _Output(last_hidden_state=self.hidden)
