@@ -306,29 +306,8 @@ def _documents(
     hotpotqa: str | Path | None,
 ) -> list[dict[str, Any]]:
     """lm-eval's prompts of one task and length, `beside` tokens of which are put around a prompt."""
-    try:
-        return _lm_evals_documents(task, tokenizer, length, beside, samples, haystack, squad, hotpotqa)
-    except ValueError as error:
-        if str(error).startswith("Could not generate"):  # lm-eval's, which names arguments that are not ours
-            raise ValueError(
-                f"{length} tokens are too few for RULER's {task} with its answer: use a longer length, such as "
-                f"{SHORTEST_LENGTH}, at which RULER begins, or leave the task out."
-            ) from error
-        raise
-
-
-def _lm_evals_documents(
-    task: str,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    beside: int,
-    samples: int,
-    haystack: str | None,
-    squad: str | Path | None,
-    hotpotqa: str | Path | None,
-) -> list[dict[str, Any]]:
     room = length - beside
-    with _generators() as lm_eval:
+    with _too_short_named(task, length), _generators() as lm_eval:
         if task in _NEEDLES:
             options = _NEEDLES[task]
             kind = options["type_haystack"]
@@ -484,6 +463,20 @@ def _hotpotqa(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
     if not questions:
         raise ValueError(f"{file} has no questions.")
     return questions, docs
+
+
+@contextmanager
+def _too_short_named(task: str, length: int) -> Iterator[None]:
+    """lm-eval's error of a length that is too short, which names arguments that are not ours, as one of ours."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("Could not generate"):
+            raise
+        raise ValueError(
+            f"{length} tokens are too few for RULER's {task} with its answer: use a longer length, such as "
+            f"{SHORTEST_LENGTH}, at which RULER begins, or leave the task out."
+        ) from error
 
 
 @contextmanager
