@@ -3,8 +3,8 @@
 import gc
 import json
 import math
+import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from rope_patch import load_adapter, patch_model
@@ -30,7 +29,7 @@ from rope_patch.tokenizer_window import widen_tokenizer
 
 from .config import RopeSFTConfig
 from .model_setup import with_base_revision
-from .run_folder import Stopwatch, only_run, record_settings, require_same_settings
+from .run_folder import Stopwatch, last_checkpoint, record_settings, require_same_settings, write_whole
 from .trainer import RopeSFTTrainer
 
 logger = logging.get_logger(__name__)
@@ -154,7 +153,7 @@ def restore(
     Raises:
         ValueError: options that do not fit, 16-bit weights without adapters, rows beyond the window of a stage's
             teacher, a teacher in stage 2 without adapters, ZeRO-3, too little text for one row, or a folder with
-            another run, or in which another process runs.
+            another run.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -211,52 +210,52 @@ def restore(
     ranks.wait_for_everyone()
     if ranks.is_main_process:
         record_settings(root / "restore.json", plan)
-    with only_run(root / "restore.json", "output_dir") if ranks.is_main_process else nullcontext():
-        stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
+    stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
 
-        def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
-            """The model as the stage before left it in `folder`, or rescaled and with new adapters."""
-            settings: dict[str, Any] = {**init_kwargs, "dtype": dtype}
-            if folder is not None and peft_config is None:
-                return AutoModelForCausalLM.from_pretrained(folder, **settings)
-            if quantized and quantization_config is not None:
-                settings["quantization_config"] = quantization_config
-            base = AutoModelForCausalLM.from_pretrained(model, **settings)
-            if folder is not None:
-                return load_adapter(base, folder, is_trainable=True)
-            return patch_model(base, rescale, **rescale_args)
+    def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
+        """The model as the stage before left it in `folder`, or rescaled and with new adapters."""
+        settings: dict[str, Any] = {**init_kwargs, "dtype": dtype}
+        if folder is not None and peft_config is None:
+            return AutoModelForCausalLM.from_pretrained(folder, **settings)
+        if quantized and quantization_config is not None:
+            settings["quantization_config"] = quantization_config
+        base = AutoModelForCausalLM.from_pretrained(model, **settings)
+        if folder is not None:
+            return load_adapter(base, folder, is_trainable=True)
+        return patch_model(base, rescale, **rescale_args)
 
-        stages: dict[str, Stage] = {}
-        before: Path | None = None
-        for name, config in configs.items():
-            file = root / f"{name}.json"
-            if file.is_file():
-                stages[name] = Stage(**json.loads(file.read_text(encoding="utf-8")))
-            else:
-                new_adapters = with_base_revision(peft_config, of_hub.get("revision")) if before is None else None
-                student = load(before, quantized=True, dtype=dtype)
-                stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
-                del student
-                if ranks.is_main_process:
-                    file.write_text(json.dumps(asdict(stages[name]), indent=1) + "\n", encoding="utf-8")
-                ranks.wait_for_everyone()
-            before = root / name / "final"
-        result = Restored(root / "model", stages["distil"], stages.get("extend"))
-        if ranks.is_main_process and not (result.folder / "config.json").is_file():
-            weights_dtype = (
-                getattr(pretrained, "dtype", None) or AutoModelForCausalLM.from_pretrained(model, **init_kwargs).dtype
-            )
-            # and not float32, which would double the checkpoint
-            final = load(before, quantized=False, dtype=weights_dtype)
-            if peft_config is not None:
-                final = final.merge_and_unload()
-            final.save_pretrained(result.folder)
-            tokenizer.save_pretrained(result.folder)
-            window = getattr(final.config.get_text_config(), "max_position_embeddings", None)
-            widen_tokenizer(result.folder, native, window)
-            _write_card(final, tokenizer, [root / name / "final" for name in configs], result.folder)
-        ranks.wait_for_everyone()
-        return result
+    stages: dict[str, Stage] = {}
+    before: Path | None = None
+    for name, config in configs.items():
+        file = root / f"{name}.json"
+        if file.is_file():
+            stages[name] = Stage(**json.loads(file.read_text(encoding="utf-8")))
+        else:
+            new_adapters = with_base_revision(peft_config, of_hub.get("revision")) if before is None else None
+            student = load(before, quantized=True, dtype=dtype)
+            stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
+            del student
+            if ranks.is_main_process:
+                write_whole(file, asdict(stages[name]))
+            ranks.wait_for_everyone()
+        before = root / name / "final"
+    result = Restored(root / "model", stages["distil"], stages.get("extend"))
+    if ranks.is_main_process and not (result.folder / "config.json").is_file():
+        weights_dtype = (
+            getattr(pretrained, "dtype", None) or AutoModelForCausalLM.from_pretrained(model, **init_kwargs).dtype
+        )
+        final = load(before, quantized=False, dtype=weights_dtype)  # and not float32, which would double the checkpoint
+        if peft_config is not None:
+            final = final.merge_and_unload()
+        unfinished = root / "model-unfinished"  # which a call that was stopped here has left
+        shutil.rmtree(unfinished, ignore_errors=True)
+        final.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        widen_tokenizer(unfinished, native, getattr(final.config.get_text_config(), "max_position_embeddings", None))
+        _write_card(final, tokenizer, [root / name / "final" for name in configs], unfinished)
+        unfinished.rename(result.folder)
+    ranks.wait_for_everyone()
+    return result
 
 
 def _write_card(model: Any, tokenizer: PreTrainedTokenizerBase, stages: list[Path], folder: Path) -> None:
@@ -434,9 +433,9 @@ def _train(
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             # TRL makes adapters of quantised models bfloat16, which rounds small steps away
             parameter.data = parameter.data.float()
-    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    checkpoint = last_checkpoint(folder)
     with stopwatch(folder.name):
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(folder / "final"))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     tail = losses[-max(1, len(losses) // 10) :]

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+_STEP = re.compile(r"^checkpoint-(\d+)$")
 
 
 def require_same_settings(file: Path, settings: Mapping[str, Any], option: str) -> None:
@@ -26,7 +29,35 @@ def require_same_settings(file: Path, settings: Mapping[str, Any], option: str) 
 def record_settings(file: Path, settings: Mapping[str, Any]) -> None:
     """Make the folder of `file` the run's."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_whole(file, settings)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a training that was stopped in `folder`, None if there is none.
+
+    A training that is stopped while it saves leaves a newer one, which is not whole.
+    """
+    checkpoints = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.search(path.name))]
+    return next((path for _, path in sorted(checkpoints, reverse=True) if _is_whole(path)), None)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether Transformers' state of the trainer is there, which it writes behind all else."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or cut
+        return False
+    return True
+
+
+def write_whole(file: Path, values: Mapping[str, Any]) -> None:
+    """Write `values` as JSON; a process that is stopped meanwhile leaves the file as it was before."""
+    beside = file.with_name(f"{file.name}.new")
+    try:
+        beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        os.replace(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -87,4 +118,4 @@ class Stopwatch:
     def __exit__(self, *error: object) -> None:
         self.times[self.step] = self.times.get(self.step, 0.0) + time.perf_counter() - self.begin
         if self.writes:
-            self.file.write_text(json.dumps(self.times, indent=2) + "\n", encoding="utf-8")
+            write_whole(self.file, self.times)

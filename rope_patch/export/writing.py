@@ -32,7 +32,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     folder = folder.resolve()
     around = folder if is_there else folder.parent
     around.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-unfinished-", dir=around))
+    unfinished = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=around))
     try:
         written = unfinished / folder.name  # llama.cpp's converter names the model after the folder
         written.mkdir()
@@ -44,6 +44,15 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             written.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def unfinished_folders(folder: Path) -> list[Path]:
+    """What calls of `whole_folder` for a new `folder` have left whose process was killed, and those that still run."""
+    return [path for path in folder.parent.iterdir() if path.name.startswith(_prefix(folder))]
+
+
+def _prefix(folder: Path) -> str:
+    return f".{folder.name}-unfinished-"
 
 
 def _umask() -> int:

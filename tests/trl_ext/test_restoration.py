@@ -243,6 +243,29 @@ def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):
     assert run(folder, "parts") == restored and not calls
 
 
+def test_a_run_that_was_stopped_while_it_saved_goes_on(folder, monkeypatch):
+    """Of what a stopped process has begun to write nothing is taken for whole."""
+    whole = run(folder, "whole", skip_extension=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.RopeSFTTrainer, "_save_rng_state", stop)  # behind the weights, before the trainer's state
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, "parts", skip_extension=True)
+    assert (folder / "parts/distil/checkpoint-1/adapter_model.safetensors").is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "widen_tokenizer", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, "parts", skip_extension=True)
+    assert not (folder / "parts/model").exists()
+    restored = run(folder, "parts", skip_extension=True)
+    assert torch.equal(logits(restored.folder), logits(whole.folder))
+    assert sorted(os.listdir(restored.folder)) == sorted(os.listdir(whole.folder))
+    assert sorted(os.listdir(folder / "parts")) == sorted(os.listdir(folder / "whole"))
+
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+
 OF_A_RANK = """
 import os, sys
 from pathlib import Path
@@ -297,7 +320,8 @@ def test_two_ranks_restore_like_one_and_the_first_one_writes(folder):
     first, second = ((folder / f"rank{rank}.txt").read_text().split(": ") for rank in (0, 1))
     assert first[0] == second[0] == f"model {alone.tokens}" and second[1] == ""
     written = first[1].split()
-    assert {"two/restore.json", "two/distil.json", "two/extend.json", "two/seconds.json", "two/model"} <= set(written)
+    files = {f"two/{name}.json.new" for name in ("restore", "distil", "extend", "seconds")}
+    assert files | {"two/model-unfinished"} <= set(written), "each gets its name when it is whole"
     torch.testing.assert_close(logits(folder / "two" / "model"), logits(alone.folder), rtol=1e-4, atol=1e-4)
 
 

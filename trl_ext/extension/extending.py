@@ -16,13 +16,14 @@ from rope_patch.eval.cache import files_hash
 from rope_patch.eval.report import require_report
 from rope_patch.export import PROGRAMS, export, require_served
 from rope_patch.export.gguf import find_converter, require_known_tokenizer, require_runs
+from rope_patch.export.writing import unfinished_folders
 from rope_patch.methods import resolve_view
 from rope_patch.registry import unknown
 
 from ..cli.device import choose_device, require_one_process
 from ..config import RopeSFTConfig
 from ..rows.turns import SampledTurns
-from ..run_folder import only_run, record_settings, require_same_settings
+from ..run_folder import last_checkpoint, only_run, record_settings, require_same_settings
 from ..window_check import check_window
 from . import measuring, rows, texts, training
 from .choices import Choices, choose
@@ -240,7 +241,7 @@ class _Run:
 
     def _train(self, file: Path, result: Path) -> dict[str, Any]:
         folder = self.options.folder / "training"
-        begun = training.last_checkpoint(folder)
+        begun = last_checkpoint(folder)
         self.tell(f"\nTraining{f', from {begun.name} on' if begun else ''}.")
         made = training.train(self.facts, self.options, self.choices, rows.read(file), folder, result, self.tell)
         self.tell(f"  {made['steps']} steps, {made['tokens']:,} tokens, loss {made['loss']:.3f} at the end.")
@@ -251,6 +252,8 @@ class _Run:
         # a folder without figures of its stage is of a run that was stopped between the two
         if folder.is_dir():
             shutil.rmtree(folder)
+        for unfinished in unfinished_folders(folder):  # as large as the model
+            shutil.rmtree(unfinished)
         converter = self.options.converter if target == "llama.cpp" else None
         made = export(source, folder, target=target, converter=converter, window=self.options.to)
         return {"command": made.command, "largest_difference": made.largest_difference}

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..config import RopeSFTConfig
+from ..run_folder import last_checkpoint
 from .choices import Choices
 from .facts import ModelFacts
 from .options import ExtendOptions
@@ -136,12 +136,6 @@ def train(
     del trainer
     free_memory()
     return figures
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint of a training that was stopped, None if there is none."""
-    checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    return None if checkpoint is None else Path(checkpoint)
 
 
 def free_memory() -> None:

@@ -134,6 +134,40 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(train, lora_rank, f
     assert one.keys() == other.keys() and whole.table == parts.table and whole.verdict == parts.verdict
 
 
+def test_a_training_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before(folder, quick, weights):
+    """Weights, optimizer and the trainer's state are written one after the other: of a large model in minutes."""
+    whole = run()
+    with pytest.MonkeyPatch.context() as patch:
+        stop_training(patch)
+        with pytest.raises(Stop):
+            run(output="parts")
+    checkpoints = folder / "parts/training"
+    assert (checkpoints / "checkpoint-2").is_dir()
+    (checkpoints / "checkpoint-2").rename(checkpoints / "checkpoint-3")  # of which the optimizer and what follows lack
+    for file in ("optimizer.pt", "scheduler.pt", "trainer_state.json"):
+        (checkpoints / "checkpoint-3" / file).unlink()
+    said = []
+    parts = run(output="parts", said=said)
+    assert "\nTraining." in said and "Training, from" not in "".join(said)
+    one, other = weights(whole.model), weights(parts.model)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_a_killed_export_has_left_is_removed(folder, quick, monkeypatch):
+    unfinished = folder / "out/.model-unfinished-abc"
+
+    def killed(source, *_, **__):
+        (unfinished / "model").mkdir(parents=True)
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(extending, "export", killed)
+        with pytest.raises(Stop):
+            run()
+    run()
+    assert not unfinished.exists() and (folder / "out/model/config.json").is_file()
+
+
 @pytest.mark.parametrize("stage", ["rows", "after"])
 def test_a_run_that_was_stopped_in_any_stage_goes_on(stage, folder, quick, monkeypatch):
     owner, name = {"rows": (rows, "make"), "after": (measuring, "measure")}[stage]
