@@ -145,9 +145,12 @@ def text_rows(
     special = SpecialTokens.of(tokenizer)
     rows: list[list[int]] = []
     rest: list[int] = []
+    n_left = 0
     for text in texts:
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        whole = cut_document(ids, seq_len, special, keep_rest=False)[:max_per_text]
+        whole = cut_document(ids, seq_len, special, keep_rest=False)
+        n_left += len(whole[max_per_text:])
+        whole = whole[:max_per_text]
         rows += whole
         if not whole:
             rest += ids
@@ -157,6 +160,10 @@ def text_rows(
                 rest = []
         if len(rows) >= n_rows:
             return torch.tensor(rows[:n_rows])
+    few = f"the texts give {len(rows)} rows of {seq_len} tokens; {n_rows} are needed."
+    if len(rows) + n_left < n_rows:
+        raise ValueError(f"{few} Give more or longer ones.")
     raise ValueError(
-        f"the texts give {len(rows)} rows of {seq_len} tokens; {n_rows} are needed. Give more or longer ones."
+        f"{few} {max_per_text} of a text at most {'are' if max_per_text > 1 else 'is'} taken, so that rows are not all "
+        "alike: give more texts, such as a long one cut into parts, or ask for fewer rows."
     )

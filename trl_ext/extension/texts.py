@@ -47,10 +47,10 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
             f"--data has too little text for one training row of {row_length:,} tokens: {error}"
         ) from error
     if options.held_out:
-        held_out = _longest_first(list(read_texts(options.held_out)))
-        _require_apart(texts, held_out)
-        _require(facts, held_out, options.to, n_rows)
-        return Texts(texts, held_out, f"{', '.join(options.held_out)}, which you named")
+        named = _longest_first(list(read_texts(options.held_out)))
+        _require_apart(texts, named)
+        held_out, cut = _measurable(facts, named, options.to, n_rows)
+        return Texts(texts, held_out, f"{', '.join(options.held_out)}, which you named{cut}")
     if len(texts) == 1:
         last = len(texts[0]) - len(texts[0]) // _EVERY
         others, held_out, said = [texts[0][:last]], [texts[0][last:]], "the last tenth of --data"
@@ -63,8 +63,8 @@ def read(facts: ModelFacts, options: ExtendOptions, *, row_length: int, n_rows: 
         said = f"every {_EVERY}th document of --data{copies}"
     try:
         text_rows(facts.tokenizer, others, seq_len=row_length, n_rows=1)
-        _require(facts, held_out, options.to, n_rows)
-        return Texts(others, held_out, f"{said}, which is not trained on")
+        held_out, cut = _measurable(facts, held_out, options.to, n_rows)
+        return Texts(others, held_out, f"{said}, which is not trained on{cut}")
     except ValueError:  # too little is left of one of the two
         sources = (file.read_text(encoding="utf-8", errors="replace") for file in standard_library_files())
         trained = set(texts)  # --data may be these sources
@@ -86,6 +86,24 @@ def _require_apart(texts: list[str], held_out: list[str]) -> None:
 
 def _longest_first(texts: list[str]) -> list[str]:
     return sorted(texts, key=len, reverse=True)
+
+
+def _measurable(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -> tuple[list[str], str]:
+    """`texts`, and nothing; where these are too few for their rows, of which one gives one, parts of them, and words.
+
+    Raises:
+        ValueError: there is too little even so.
+    """
+    try:
+        _require(facts, texts, length, n_rows)
+        return texts, ""
+    except ValueError:
+        n_parts = -(-n_rows // max(len(texts), 1))
+        if n_parts == 1:
+            raise
+    parts = [text[k * len(text) // n_parts : (k + 1) * len(text) // n_parts] for text in texts for k in range(n_parts)]
+    _require(facts, parts, length, n_rows)
+    return _longest_first(parts), f", cut into {len(parts)} parts"
 
 
 def _require(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -> None:

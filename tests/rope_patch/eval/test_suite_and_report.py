@@ -287,8 +287,10 @@ def test_rows_of_text(tmp_path):
     assert [tokenizer.decode(r) for r in rows] == ["a" * 10, "bbbbcccccc"]
     rows = text_rows(tokenizer, ["a" * 25], seq_len=10, n_rows=2, max_per_text=2)
     assert rows.shape == (2, 10)
-    with pytest.raises(ValueError, match="give 1 rows of 10 tokens; 2 are needed"):
-        text_rows(tokenizer, ["a" * 25], seq_len=10, n_rows=2)
+    with pytest.raises(ValueError, match="give 1 rows of 10 tokens; 2 are needed. 1 of a text at most is taken"):
+        text_rows(tokenizer, ["a" * 25], seq_len=10, n_rows=2)  # a longer text would not help
+    with pytest.raises(ValueError, match="give 1 rows of 10 tokens; 3 are needed. Give more or longer ones"):
+        text_rows(tokenizer, ["a" * 25], seq_len=10, n_rows=3)
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"title": "y"}\n')
     with pytest.raises(ValueError, match="line 2 of .* has no field `text`; it has title"):
         list(read_texts([tmp_path / "a.jsonl"]))

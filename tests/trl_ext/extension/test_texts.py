@@ -11,12 +11,12 @@ from trl_ext.extension.options import ExtendOptions
 FACTS = SimpleNamespace(tokenizer=character_tokenizer())
 
 
-def read(tmp_path, documents, to=500, **more):
+def read(tmp_path, documents, to=500, n_rows=1, **more):
     for k, document in enumerate(documents):
         (tmp_path / f"{k}.txt").write_text(document)
     files = tuple(str(tmp_path / f"{k}.txt") for k in range(len(documents)))
     options = ExtendOptions(model="m", to=to, data=files, output="out", **more)
-    return texts.read(FACTS, options, row_length=100, n_rows=1)
+    return texts.read(FACTS, options, row_length=100, n_rows=n_rows)
 
 
 def test_every_tenth_document_is_held_out(tmp_path):
@@ -47,6 +47,24 @@ def test_the_end_of_the_only_document_is_held_out_where_it_is_long_enough(tmp_pa
     found = read(tmp_path, [document])
     assert found.train[0] + found.held_out[0] == document and 9 < len(document) / len(found.held_out[0]) < 11
     assert found.said == "the last tenth of --data, which is not trained on"
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(("n_documents", "n_parts"), [(1, 4), (12, 4), (31, 1)])
+def test_few_long_documents_are_cut_into_parts_for_several_rows(n_documents, n_parts, is_named, tmp_path):
+    """On a GPU four rows are read, and of a text one row is taken."""
+    documents = [f"{k} " * 12000 for k in range(100, 100 + n_documents)]
+    if is_named:
+        held = documents[::10] if n_documents > 1 else ["other " * 800]
+        files = [tmp_path / f"held{k}.txt" for k in range(len(held))]
+        for file, text in zip(files, held, strict=True):
+            file.write_text(text)
+        found = read(tmp_path, ["word " * 300], n_rows=4, held_out=tuple(map(str, files)))
+    else:
+        found = read(tmp_path, documents, n_rows=4)
+        held = documents[::10] if n_documents > 1 else [documents[0][-4800:]]
+    assert len(found.held_out) == max(n_parts, 4) and sorted("".join(found.held_out)) == sorted("".join(held))
+    assert found.said.endswith(f", cut into {n_parts} parts") == (n_parts > 1) and "Python" not in found.said
 
 
 def test_held_out_files_are_taken_as_they_are(tmp_path):
