@@ -1,6 +1,8 @@
 """The model that the examples of this folder train: that of --model, else a tiny random one, in seconds on a CPU."""
 
 import argparse
+import sys
+from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -14,7 +16,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
     """`--model`, `--output-dir` and `--steps`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", help="hub id or folder of a causal LM; default: a tiny random one")
-    parser.add_argument("--output-dir", default="out", help="default: %(default)s")
+    # one for each script: an adapter that one leaves there would be put on the weights that the next one saves
+    folder = f"out-{Path(sys.argv[0]).stem}"
+    parser.add_argument("--output-dir", default=folder, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps; default: %(default)s")
     return parser.parse_args()
 

@@ -80,6 +80,17 @@ def test_a_mistake_is_one_line(script, run, capsys):
     assert said.startswith(f"{script}: ") and "there is no folder ./nowhere" in said
 
 
+def test_no_two_examples_write_to_one_folder(run, monkeypatch):
+    """What one leaves is refused by the next, as an adapter beside weights; README's `extend` writes to `out`."""
+    from tiny_model import parse_arguments
+
+    folders = set()
+    for script in SCRIPTS:
+        monkeypatch.setattr(sys, "argv", [script])
+        folders.add(parse_arguments("An example.").output_dir)
+    assert len(folders) == len(SCRIPTS) and "out" not in folders
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_is_short(script):
     assert len((FOLDER / script).read_text().splitlines()) < 60

@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import sys
 import traceback
 import warnings
@@ -30,6 +31,8 @@ EXTRAS = {
 """Package, as it is imported or called in messages -> the extra of this one that installs it."""
 
 _TRACEBACK = "ROPE_PATCH_TRACEBACK"
+_UNREAD = 141
+"""What a shell says of a program that ends because nobody reads its output any more: 128 + SIGPIPE."""
 
 
 def run_command(command: str, run: Callable[[], int | None]) -> int:
@@ -42,8 +45,12 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
         with warnings.catch_warnings():
             # what one library is to change in its calls of another is nothing that a user of a command can mend
             warnings.simplefilter("ignore", FutureWarning)
-            return run() or 0
+            status = run() or 0
+            sys.stdout.flush()  # at its end Python would complain of what `head` does not read
+            return status
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return _UNREAD
         message = None if os.environ.get(_TRACEBACK, "0") not in ("", "0") else _message(error)
         if message is None and not is_started_rank():
             raise
@@ -54,6 +61,20 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
         status = 1 if message is None else USER_ERROR
         leave_failure(traceback.format_exc().rstrip() if message is None else text, status)
         return status
+
+
+def _nobody_reads() -> bool:
+    """Whether what reads the output has ended, as `head` does; what was not written yet is then let go."""
+    try:
+        output = sys.stdout.fileno()
+        poll = select.poll()
+    except (AttributeError, OSError):  # no poll on Windows; output that is not the process's own
+        return False
+    poll.register(output, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _message(error: Exception) -> str | None:
