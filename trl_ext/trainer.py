@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_utils import HubStrategy, get_last_checkpoint
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 from trl import SFTTrainer
 
@@ -47,6 +47,7 @@ from .model_setup import (
 from .objective_checks import check_next_token, check_objective, check_shared_sequences
 from .objectives import Objective, objective_of
 from .repeated_rows import without_repeated
+from .run_folder import last_checkpoint
 from .run_record import RunRecord
 from .small_steps import warn_of_lost_steps
 from .step_batches import (
@@ -266,14 +267,21 @@ class RopeSFTTrainer(SFTTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """TRL's training; a checkpoint of another RoPE or another method is refused.
 
+        Args:
+            resume_from_checkpoint: a checkpoint to go on from; True: the newest in `output_dir` that is whole.
+            *args: as in TRL.
+            **kwargs: as in TRL.
+
         Raises:
             ValueError: the checkpoint was trained under other frequencies, which would go on as another model, or with
                 another view, objective or option of theirs; or `output_dir` holds an adapter, and this run trains none.
         """
         require_no_adapter_beside(self.model, str(self.args.output_dir))  # and not when all is trained, and saved
-        folder = resume_from_checkpoint
-        if folder is True:
-            folder = get_last_checkpoint(str(self.args.output_dir))
+        if resume_from_checkpoint is True:
+            # Trainer would take the newest, which a run that was killed while it saved leaves unfinished
+            checkpoint = last_checkpoint(Path(str(self.args.output_dir)))
+            resume_from_checkpoint = True if checkpoint is None else str(checkpoint)
+        folder = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         if folder:
             if self._view.source is not None:
                 require_same_rope(self.model, folder)

@@ -1,6 +1,7 @@
 """RopeSFTTrainer with objective clm: TRL's own numbers, keyed draws, exact resume, errors."""
 
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -155,6 +156,25 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     second.train(resume_from_checkpoint=True)
     assert logged(second, "view/alpha")[-2:] == logged(whole, "view/alpha")[-2:]
     assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(second).items())
+
+
+def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before(tmp_path):
+    options = {"view": "posaug", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path, **options)
+    whole.train()
+    (tmp_path / "checkpoint-2/optimizer.pt").unlink()
+    (tmp_path / "checkpoint-2/trainer_state.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    again = trainer(tmp_path, **options)
+    begun = []
+    again.training_step, step = (
+        lambda *a, **k: begun.append(again.state.global_step) or step(*a, **k),
+        again.training_step,
+    )
+    again.train(resume_from_checkpoint=True)
+    assert begun == [1, 2] and all(torch.equal(p, weights(whole)[n]) for n, p in weights(again).items())
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer(tmp_path / "other", **options).train(resume_from_checkpoint=True)
 
 
 def test_evaluation_runs_under_true_positions(tmp_path):
