@@ -1,6 +1,7 @@
 """LinearARD in one call: distil at the native length, go on at the extended one, export a plain checkpoint."""
 
 import gc
+import hashlib
 import json
 import math
 import shutil
@@ -28,6 +29,7 @@ from rope_patch.special_tokens import SpecialTokens, cut_document
 from rope_patch.tokenizer_window import widen_tokenizer
 
 from .config import RopeSFTConfig
+from .model_files import model_files, require_same_model
 from .model_setup import with_base_revision
 from .run_folder import Stopwatch, last_checkpoint, record_settings, require_same_settings, write_whole
 from .trainer import RopeSFTTrainer
@@ -205,11 +207,14 @@ def restore(
         rows[name], coverage = cut_into_rows(documents, tokenizer, config.max_length or 0)
         if config.process_index == 0:
             logger.warning(f"{name}: {coverage} {_reading(config, len(rows[name]))}")
+    plan["documents"] = _digest(documents)
+    files = model_files(str(Path(model, of_hub.get("subfolder") or "")))
     require_same_settings(root / "restore.json", plan, "output_dir")
+    require_same_model(root / "restore.json", str(model), files, "output_dir")
     ranks = PartialState()  # each of which runs all this; the first one writes
     ranks.wait_for_everyone()
     if ranks.is_main_process:
-        record_settings(root / "restore.json", plan)
+        record_settings(root / "restore.json", {**plan, "model_files": files})
     stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
 
     def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
@@ -415,6 +420,16 @@ def cut_into_rows(documents: Dataset, tokenizer: PreTrainedTokenizerBase, length
         f"({left / tokens:.1%}) are in no row: ends of documents, and documents too short for one ({short:,})."
     )
     return made, coverage
+
+
+def _digest(documents: Dataset) -> str:
+    """SHA-256 of their texts, in order: their fingerprint is another in each process."""
+    digest = hashlib.sha256()
+    for batch in documents.select_columns("text").iter(100):
+        for text in batch["text"]:
+            content = text.encode("utf-8", "surrogatepass")
+            digest.update(len(content).to_bytes(8, "big") + content)
+    return digest.hexdigest()
 
 
 def _train(

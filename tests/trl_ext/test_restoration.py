@@ -353,6 +353,22 @@ def test_another_run_in_the_folder_and_wrong_options_are_refused(folder):
     assert not (folder / "other").exists()
 
 
+def test_other_text_or_another_model_in_the_same_folder_is_refused(folder, monkeypatch):
+    """A run that was done gave its old result at once, one that was stopped would have trained on both texts."""
+    done = run(folder, skip_extension=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.RopeSFTTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
+        assert run(folder, skip_extension=True) == done
+        patch.setattr(sys.modules[__name__], "DOCUMENTS", Dataset.from_list([{"text": TEXT + "More."}]))
+        with pytest.raises(ValueError, match="documents '.*' there and '.*' here. Use another output_dir"):
+            run(folder, skip_extension=True)
+    model = AutoModelForCausalLM.from_pretrained(folder / "tiny")
+    model.model.norm.weight.data += 1
+    model.save_pretrained(folder / "tiny")
+    with pytest.raises(ValueError, match="the model in .*tiny is another .* model.safetensors changed. .* output_dir"):
+        run(folder, skip_extension=True)
+
+
 @pytest.mark.parametrize(
     ("options", "peft", "text"),
     [

@@ -22,6 +22,7 @@ from rope_patch.registry import unknown
 
 from ..cli.device import choose_device, require_one_process
 from ..config import RopeSFTConfig
+from ..model_files import model_files, recorded_commit, recorded_files, require_same_model
 from ..rows.turns import SampledTurns
 from ..run_folder import last_checkpoint, only_run, record_settings, require_same_settings
 from ..window_check import check_window
@@ -30,7 +31,6 @@ from .choices import Choices, choose
 from .facts import ModelFacts
 from .machine import Machine
 from .messages import MessageFile, others_quiet
-from .model_files import model_files, recorded_commit, recorded_files, require_same_model
 from .options import ExtendOptions
 from .plan import ExtensionPlan
 from .stages import Stages
@@ -154,7 +154,7 @@ class _Run:
         }
         require_same_settings(self.record, self.settings, "--output, or the options that it was begun with")
         self.model_files = model_files(options.model)
-        require_same_model(self.record, options.model, self.model_files)
+        require_same_model(self.record, options.model, self.model_files, "--output")
         self.choices = self._choices()
         self.texts = texts.read(
             self.facts,

@@ -21,8 +21,15 @@ def model_files(name: str) -> dict[str, list[Any]]:
     return {file.name: [file.stat().st_size, _hash(file)] for file in files}
 
 
-def require_same_model(record: Path, name: str, files: dict[str, list[Any]]) -> None:
-    """Raise ValueError if the run in `record`, a JSON file, was begun with other `files` in the model's folder."""
+def require_same_model(record: Path, name: str, files: dict[str, list[Any]], option: str) -> None:
+    """Raise ValueError if the run in `record`, a JSON file, was begun with other `files` in the model's folder.
+
+    Args:
+        record: of the run.
+        name: of the model.
+        files: that are there now.
+        option: names another folder than that of `record`, for the message.
+    """
     before = recorded_files(record)
     if before is None:
         return
@@ -30,7 +37,7 @@ def require_same_model(record: Path, name: str, files: dict[str, list[Any]]) -> 
     if changed:
         raise ValueError(
             f"the model in {name} is another than the one that {record.parent} was begun with: {', '.join(changed)} "
-            "changed. Put the model back, or use another --output."
+            f"changed. Put the model back, or use another {option}."
         )
 
 
