@@ -76,6 +76,14 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "mistakes.md"], ids=lambda page: page.stem)
+def test_options_in_a_sentence_name_what_they_are_options_of(page):
+    """`extend` refuses --objective-args alone, also where the objective is the one that it would take."""
+    for span in re.findall(r"`([^`\n]*)`", page.read_text()):
+        for name in re.findall(r"--(\w+)-args '", span):
+            assert re.search(rf"--{name} ", span), span
+
+
 def glossary():
     """Its text before the first word, and its words."""
     head, *entries = re.split(r"^## ", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE)
