@@ -29,7 +29,7 @@ from .checkpoint import require_checkpoint, require_no_adapter, require_tokenize
 from .config import RopeSFTConfig
 from .engine_advice import engine_advice
 from .recipe import RecipeParser, leave_precision_to_recipe
-from .run_folder import only_run
+from .run_folder import is_whole, only_run
 from .trainer import RopeSFTTrainer
 
 FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
@@ -54,6 +54,11 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         raise ValueError(
             "resume_from_checkpoint must be a folder such as OUTPUT_DIR/checkpoint-100, got "
             f"{training.resume_from_checkpoint}: there is no such folder."
+        )
+    if training.resume_from_checkpoint is not None and not is_whole(Path(training.resume_from_checkpoint)):
+        raise ValueError(
+            f"resume_from_checkpoint must be a whole checkpoint, and {training.resume_from_checkpoint} has no readable "
+            "trainer_state.json, as a run that is killed while it saves leaves it: name an earlier one."
         )
     require_other_folder(training.output_dir, model)
     require_writable(training.output_dir)

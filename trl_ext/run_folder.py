@@ -38,10 +38,10 @@ def last_checkpoint(folder: Path) -> Path | None:
     A training that is stopped while it saves leaves a newer one, which is not whole.
     """
     checkpoints = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.search(path.name))]
-    return next((path for _, path in sorted(checkpoints, reverse=True) if _is_whole(path)), None)
+    return next((path for _, path in sorted(checkpoints, reverse=True) if is_whole(path)), None)
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def is_whole(checkpoint: Path) -> bool:
     """Whether Transformers' state of the trainer is there, which it writes behind all else."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

@@ -91,6 +91,7 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
         ),
         ("lora_r: 8\nuse_dora: true", None, "lora_r and use_dora would have no effect: add use_peft: true"),
         ("resume_from_checkpoint: run/checkpoint-7", None, "got run/checkpoint-7: there is no such folder"),
+        ("resume_from_checkpoint: checkpoint-8", None, "whole checkpoint, and checkpoint-8 has no readable trainer_st"),
         (
             "",
             "datasets: [{path: json, data_files: [a.jsonl, b.jsonl]}]",
@@ -114,6 +115,7 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_a_model_is_loaded(more, text, message, recipe, trained, tmp_path):
+    (tmp_path / "checkpoint-8").mkdir()
     (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "fine"}) + "\nnot JSON\n")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
     (tmp_path / "cut.jsonl.xz").write_bytes(lzma.compress(b'{"text": "fine"}\n' * 9)[:-9])
