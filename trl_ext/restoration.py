@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from rope_patch.tokenizer_window import widen_tokenizer
 from .config import RopeSFTConfig
 from .model_files import model_files, require_same_model
 from .model_setup import with_base_revision
-from .run_folder import Stopwatch, last_checkpoint, record_settings, require_same_settings, write_whole
+from .run_folder import Stopwatch, last_checkpoint, only_run, record_settings, require_same_settings, write_whole
 from .trainer import RopeSFTTrainer
 
 logger = logging.get_logger(__name__)
@@ -155,7 +156,7 @@ def restore(
     Raises:
         ValueError: options that do not fit, 16-bit weights without adapters, rows beyond the window of a stage's
             teacher, a teacher in stage 2 without adapters, ZeRO-3, too little text for one row, or a folder with
-            another run.
+            another run, or in which another process runs.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -213,54 +214,58 @@ def restore(
     require_same_model(root / "restore.json", str(model), files, "output_dir")
     ranks = PartialState()  # each of which runs all this; the first one writes
     ranks.wait_for_everyone()
-    if ranks.is_main_process:
+    # a lock is of the file that was there when it was taken: one that is there is not written anew
+    if ranks.is_main_process and not (root / "restore.json").is_file():
         record_settings(root / "restore.json", {**plan, "model_files": files})
-    stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
+    with only_run(root / "restore.json", "output_dir") if ranks.is_main_process else nullcontext():
+        stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
 
-    def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
-        """The model as the stage before left it in `folder`, or rescaled and with new adapters."""
-        settings: dict[str, Any] = {**init_kwargs, "dtype": dtype}
-        if folder is not None and peft_config is None:
-            return AutoModelForCausalLM.from_pretrained(folder, **settings)
-        if quantized and quantization_config is not None:
-            settings["quantization_config"] = quantization_config
-        base = AutoModelForCausalLM.from_pretrained(model, **settings)
-        if folder is not None:
-            return load_adapter(base, folder, is_trainable=True)
-        return patch_model(base, rescale, **rescale_args)
+        def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
+            """The model as the stage before left it in `folder`, or rescaled and with new adapters."""
+            settings: dict[str, Any] = {**init_kwargs, "dtype": dtype}
+            if folder is not None and peft_config is None:
+                return AutoModelForCausalLM.from_pretrained(folder, **settings)
+            if quantized and quantization_config is not None:
+                settings["quantization_config"] = quantization_config
+            base = AutoModelForCausalLM.from_pretrained(model, **settings)
+            if folder is not None:
+                return load_adapter(base, folder, is_trainable=True)
+            return patch_model(base, rescale, **rescale_args)
 
-    stages: dict[str, Stage] = {}
-    before: Path | None = None
-    for name, config in configs.items():
-        file = root / f"{name}.json"
-        if file.is_file():
-            stages[name] = Stage(**json.loads(file.read_text(encoding="utf-8")))
-        else:
-            new_adapters = with_base_revision(peft_config, of_hub.get("revision")) if before is None else None
-            student = load(before, quantized=True, dtype=dtype)
-            stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
-            del student
-            if ranks.is_main_process:
-                write_whole(file, asdict(stages[name]))
-            ranks.wait_for_everyone()
-        before = root / name / "final"
-    result = Restored(root / "model", stages["distil"], stages.get("extend"))
-    if ranks.is_main_process and not (result.folder / "config.json").is_file():
-        weights_dtype = (
-            getattr(pretrained, "dtype", None) or AutoModelForCausalLM.from_pretrained(model, **init_kwargs).dtype
-        )
-        final = load(before, quantized=False, dtype=weights_dtype)  # and not float32, which would double the checkpoint
-        if peft_config is not None:
-            final = final.merge_and_unload()
-        unfinished = root / "model-unfinished"  # which a call that was stopped here has left
-        shutil.rmtree(unfinished, ignore_errors=True)
-        final.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        widen_tokenizer(unfinished, native, getattr(final.config.get_text_config(), "max_position_embeddings", None))
-        _write_card(final, tokenizer, [root / name / "final" for name in configs], unfinished)
-        unfinished.rename(result.folder)
-    ranks.wait_for_everyone()
-    return result
+        stages: dict[str, Stage] = {}
+        before: Path | None = None
+        for name, config in configs.items():
+            file = root / f"{name}.json"
+            if file.is_file():
+                stages[name] = Stage(**json.loads(file.read_text(encoding="utf-8")))
+            else:
+                new_adapters = with_base_revision(peft_config, of_hub.get("revision")) if before is None else None
+                student = load(before, quantized=True, dtype=dtype)
+                stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
+                del student
+                if ranks.is_main_process:
+                    write_whole(file, asdict(stages[name]))
+                ranks.wait_for_everyone()
+            before = root / name / "final"
+        result = Restored(root / "model", stages["distil"], stages.get("extend"))
+        if ranks.is_main_process and not (result.folder / "config.json").is_file():
+            weights_dtype = (
+                getattr(pretrained, "dtype", None) or AutoModelForCausalLM.from_pretrained(model, **init_kwargs).dtype
+            )
+            # and not float32, which would double the checkpoint
+            final = load(before, quantized=False, dtype=weights_dtype)
+            if peft_config is not None:
+                final = final.merge_and_unload()
+            unfinished = root / "model-unfinished"  # which a call that was stopped here has left
+            shutil.rmtree(unfinished, ignore_errors=True)
+            final.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            window = getattr(final.config.get_text_config(), "max_position_embeddings", None)
+            widen_tokenizer(unfinished, native, window)
+            _write_card(final, tokenizer, [root / name / "final" for name in configs], unfinished)
+            unfinished.rename(result.folder)
+        ranks.wait_for_everyone()
+        return result
 
 
 def _write_card(model: Any, tokenizer: PreTrainedTokenizerBase, stages: list[Path], folder: Path) -> None:
