@@ -402,7 +402,7 @@ def test_results_put_together_by_hand_are_compared_over_one_window():
     ("plan", "error", "message"),
     [
         ({"measures": ("cliff", "attention"), "length": 90_000}, ValueError, "give 0 rows of 90000 tokens"),
-        ({"measures": ("cliff", "passkey"), "lengths": (500, 60)}, ValueError, "60 .*|too few for 1 needle"),
+        ({"measures": ("cliff", "passkey"), "lengths": (500, 60)}, ValueError, "60 tokens are too few for the needles"),
         ({"measures": ("cliff", "niah-single"), "lengths": (50_000,)}, ValueError, "the haystack has"),
         ({"measures": ("cliff", "ruler"), "ruler_tasks": ("ruler_qa_squad",)}, ValueError, "needs squad"),
         ({"measures": ("cliff", "ruler"), "ruler_tasks": ("rulr",)}, ValueError, "unknown RULER task 'rulr'"),
