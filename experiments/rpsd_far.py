@@ -9,6 +9,9 @@ steps of exams (see `exams`), a model a seed, into --taught-SEED. Every arm (rps
 the same tokens in rows of --row, of which a share of --mix is an exam of the whole row: --keys look-alikes and repeated
 keys, anywhere in it, and questions at its end.
 
+With --matched noise and dropout are as strong as the skip: their KL before training, of the taught model of the first
+seed, is the skip's in the same rows (rpsd_far_match.py).
+
 Measured of the checkpoint in bf16, exams teacher-forced: within the window, at the row's length, and under YaRN on top
 of ABF at twice and four times that; loss by position at the row's length and at four times it; attention distance;
 short-text benchmarks, if --bench names a folder with them. A seed draws lessons, rows and views; exams are the same.
@@ -18,6 +21,7 @@ measured is in OUT.parts.jsonl, and what it trained in --checkpoints, where that
 
 import argparse
 import itertools
+import json
 import random
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +50,7 @@ from harness import (
 from harness import train as train_in_place
 from result_parts import Parts
 from rpsd_far_arms import Arm, arms
+from rpsd_far_match import matched, mean_kl
 from rpsd_far_results import summary, tables
 from rpsd_small_scale import TEACH, lessons
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -110,6 +115,27 @@ def sittings(tokenizer: Any, val: torch.Tensor, args: argparse.Namespace) -> dic
         (factor, length, kind): sitting(kind, tokenizer, haystack, length, args.exams, args.keys, QUESTIONS, begin)
         for (factor, length), kind in itertools.product(lengths, KINDS)
     }
+
+
+def arms_of(args: argparse.Namespace) -> dict[str, Arm]:
+    """Every arm by name, with noise and dropout as strong as --matched has it."""
+    known = args.matched is not None and args.matched.is_file()
+    return arms(args.row, **json.loads(args.matched.read_text())["strengths"] if known else {})
+
+
+def match(args: argparse.Namespace, data: Data) -> None:
+    """Find strengths of noise and dropout for --matched, at the taught model of the first seed."""
+    base, seed = taught(args, data, args.seeds[0]), args.seeds[0]
+    rows = rows_of(data, args, seed)
+
+    def kl(arm: Arm, steps: int) -> float:
+        still = argparse.Namespace(**{**vars(args), "steps": steps, "learning_rate": 0.0})
+        with tempfile.TemporaryDirectory() as scratch:
+            return mean_kl(extend(arm, base, rows, data.tokenizer, still, seed, Path(scratch))["log"])
+
+    unfinished = args.matched.with_name(args.matched.name + ".unfinished")  # other processes wait for the whole file
+    unfinished.write_text(json.dumps(matched(kl, args.row, args.steps)))
+    unfinished.rename(args.matched)
 
 
 def taught(args: argparse.Namespace, data: Data, seed: int) -> Path:
@@ -201,7 +227,7 @@ def short_text_of(model: Any, tokenizer: Any, args: argparse.Namespace) -> Line:
 
 def run(name: str, seed: int, data: Data, args: argparse.Namespace) -> Iterator[Line]:
     """Teach, extend and measure one arm."""
-    base = taught(args, data, seed)
+    base, arm = taught(args, data, seed), arms_of(args)[name]
     key = {"arm": name, "seed": seed}
     parts = Parts(args.out.with_suffix(".parts.jsonl") if args.checkpoints else None, key)
     with tempfile.TemporaryDirectory() as scratch:
@@ -209,8 +235,8 @@ def run(name: str, seed: int, data: Data, args: argparse.Namespace) -> Iterator[
         if "training" not in parts.known or not folder.is_dir():
             parts.begin()
             rows = rows_of(data, args, seed)
-            parts.get("training", lambda: extend(arms(args.row)[name], base, rows, data.tokenizer, args, seed, folder))
-        yield {**parts.known["training"], **measure(folder, data, args, parts)}
+            parts.get("training", lambda: extend(arm, base, rows, data.tokenizer, args, seed, folder))
+        yield {"strength": arm.strength, **parts.known["training"], **measure(folder, data, args, parts)}
 
 
 def main() -> None:
@@ -230,6 +256,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="of a step of each arm")
     parser.add_argument("--theta", type=float, default=8e5, help="base of ABF")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--matched", type=Path, help="file of strengths; found if it is not there")
     parser.add_argument("--exams", type=int, default=24, help="of each kind and length")
     parser.add_argument("--val-rows", type=int, default=3)
     parser.add_argument("--bench", type=Path, help="folder with short-text benchmarks, see rope_patch.eval.short_text")
@@ -247,6 +274,8 @@ def main() -> None:
     farthest = max(FACTORS) * args.row
     val = text_rows(tokenizer, read_texts(args.held_out), seq_len=farthest, n_rows=args.val_rows)
     data = Data(tokenizer, documents, val, sittings(tokenizer, val, args))
+    if args.matched is not None and not args.matched.is_file() and {"noise", "dropout"} & set(names):
+        match(args, data)
     runs = [
         Run(
             f"{name}, seed {seed}",

@@ -21,14 +21,26 @@ class Arm:
     steps: float = 1.0
     attention: str | None = None
 
+    @property
+    def strength(self) -> float | None:
+        """Of the perturbation that stands in for a view, None where there is none."""
+        options: dict[str, float] = (self.fields or {}).get("self_distill_args", {})
+        return options.get("strength")
+
 
 def _control(kind: str, strength: float, attention: str | None = None) -> Arm:
     """A perturbation of the model in place of a view, in two passes of one batch."""
     return Arm({**SELF, "self_distill_args": {"control": kind, "strength": strength}}, attention=attention)
 
 
-def arms(row: int) -> dict[str, Arm]:
-    """Arms by name, for rows of so many tokens."""
+def arms(row: int, noise: float = 1.1, dropout: float = 0.05) -> dict[str, Arm]:
+    """Arms by name.
+
+    Args:
+        row: tokens of a row.
+        noise: on scores of attention, its standard deviation.
+        dropout: share of features.
+    """
     return {
         "abf": Arm(None),
         "next-token": Arm({"objective": "clm"}),
@@ -45,6 +57,6 @@ def arms(row: int) -> dict[str, Arm]:
         # of a KL as large as the skip's, .26 nats in these rows: in rows of 8192 noise of .1 had .002 and dropout
         # of .1 .53; noise's grows with the square of its strength, dropout's with its share. The log has what came.
         # Under SDPA noise makes a mask of n x n for each head, 18 GiB a layer; flex attention draws it score by score.
-        "noise": _control("attention_noise", 1.1, "flex_attention"),
-        "dropout": _control("dropout", 0.05),
+        "noise": _control("attention_noise", noise, "flex_attention"),
+        "dropout": _control("dropout", dropout),
     }

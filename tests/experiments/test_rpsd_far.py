@@ -10,7 +10,9 @@ import rpsd_far
 import rpsd_far_results as results
 import torch
 from exams import exam_over
+from harness import load
 from rpsd_far_arms import arms
+from rpsd_far_match import at, matched, mean_kl
 from support.characters import beginning_tokenizer, character_tokenizer
 from support.tiny import tiny
 
@@ -74,6 +76,28 @@ def test_rows_and_exams_begin_as_the_tokenizer_begins_a_text(marked):
             assert tokenizer.bos_token_id not in exam.ids[len(begin) :]
 
 
+def test_controls_are_as_strong_as_the_skip():
+    """Of a KL that grows as noise squared and as dropout: the strength that has the skip's, between those tried."""
+    asked = []
+
+    def kl(arm, rows):
+        asked.append((arm.strength, rows))
+        if arm.strength is None:
+            return 0.27
+        return 0.3 * arm.strength**2 if arm.attention else 4 * arm.strength
+
+    found = matched(kl, 32768, 64)
+    assert found["strengths"] == pytest.approx({"noise": (0.27 / 0.3) ** 0.5, "dropout": 0.0675})
+    assert found["kl"] == 0.27 and asked == [(None, 64), (0.5, 8), (1, 8), (2, 8), (0.02, 8), (0.05, 8), (0.1, 8)]
+    assert {name: arms(32768, **found["strengths"])[name].strength for name in found["strengths"]} == found["strengths"]
+    line = [(1.0, 1.0), (2.0, 2.0), (4.0, 8.0)]  # in logarithms of slope 1, then 2
+    assert [at(kl, line) for kl in (0.5, 1.5, 4.0, 32.0)] == pytest.approx([0.5, 1.5, 2 * 2**0.5, 8.0])
+
+
+def test_the_kl_of_a_training_is_the_mean_over_its_steps():
+    assert mean_kl([{"step": 1, "kl": 1.0}, {"step": 4, "kl": 2.0}, {"step": 8, "kl": 3.0}]) == 19 / 8
+
+
 @pytest.mark.slow
 def test_arms_are_taught_trained_and_measured_far(files, tmp_path, monkeypatch):
     model, train, val = files
@@ -122,6 +146,30 @@ def test_arms_are_taught_trained_and_measured_far(files, tmp_path, monkeypatch):
     again = json.loads(out.read_text().splitlines()[-1])
     assert {k: again[k] for k in ("exams", "log", "loss x1")} == {k: runs[-1][k] for k in ("exams", "log", "loss x1")}
     assert [b["loss"] for b in again["loss x4"]] == pytest.approx([b["loss"] for b in runs[-1]["loss x4"]])
+
+
+@pytest.mark.slow
+def test_noise_and_dropout_are_trained_as_strong_as_matched(files, tmp_path, monkeypatch):
+    model, train, val = files
+    out, strengths = tmp_path / "out.jsonl", tmp_path / "strengths.json"
+    monkeypatch.setattr(rpsd_far, "QUESTIONS", 4)
+    monkeypatch.setattr(rpsd_far, "FACTORS", (1,))
+    # flex attention has no backward on a CPU, and rows are short
+    monkeypatch.setattr(rpsd_far, "load", lambda folder, attention=None: load(folder))
+    teach = '{"max_steps": 2, "per_device_train_batch_size": 1}'
+    monkeypatch.setattr(
+        "sys.argv",
+        ["rpsd_far", str(model), "--text", str(train), "--held-out", str(val), "--taught", str(tmp_path / "taught")]
+        + "--window 2048 --row 2200 --keys 8 --steps 2 --exams 2 --val-rows 1 --seeds 0 --arms noise dropout".split()
+        + ["--teach", teach, "--out", str(out), "--matched", str(strengths)],
+    )
+    rpsd_far.main()
+    found = json.loads(strengths.read_text())
+    for pairs in found["tried"].values():
+        kl = [nats for _, nats in pairs]
+        assert kl == sorted(kl) and kl[0] > 0
+    runs = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {run["arm"]: run["strength"] for run in runs} == found["strengths"]
 
 
 def test_intervals_are_paired_over_exams_and_seeds():
