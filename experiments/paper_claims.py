@@ -351,9 +351,13 @@ def posaug_with_exams() -> str:
     def keys(run: Run, length: int) -> float:
         return fmean(by_exam([run], "multikey", length))
 
+    def over_seeds(arm: str, value: Callable[[Run], float]) -> float:
+        return fmean(value(run) for run in arms[arm].values())
+
     one = "one seed so far"
     by_form = f"{one}; gain by the paper's form"
-    rise = 100 * (within(arms["uniform"][42]) / within(arms["baseline"][42]) - 1)
+    rise = 100 * (over_seeds("uniform", within) / over_seeds("baseline", within) - 1)
+    kept = over_seeds("retrofit", partial(keys, length=2048))
     claims = [
         Claim("the cliff beyond the window goes", "0.060 < 1.915", "uniform", "baseline", cliff, 3, one),
         Claim(
@@ -379,7 +383,7 @@ def posaug_with_exams() -> str:
         ),
         Claim(
             "a finished model loses its cliff in a tenth of the steps", "0.45 < 2.84", "retrofit", "continued", cliff,
-            3, f"{one}; it finds {keys(arms['retrofit'][42], 2048):.2f} of the keys within the window then",
+            3, f"{one}; it finds {kept:.2f} of the keys within the window then",
         ),
         Claim(
             "a skip finds more than it", "not in the paper", "uniform", "skip", partial(keys, length=8192), 2,

@@ -2,20 +2,9 @@
 
 from statistics import fmean, mean
 
-from posaug_results import penalties
-from rpsd_far_results import by_exam
-from support.pages import lines_of, share, text_of
-
-NAMES = {
-    "baseline": "baseline",
-    "uniform": "PosAug, uniform 1/8..8",
-    "step 1/16..16": "PosAug, step curriculum, 1/16..16",
-    "skip": "ours: skip up to 14336, a split for each row",
-    "continued": "baseline, continued",
-    "retrofit": "baseline, retrofit",
-    "baseline, YaRN": "baseline, read under YaRN",
-    "uniform, YaRN": "PosAug, uniform, read under YaRN",
-}
+from posaug_results import gain_table, loss_table, penalties
+from rpsd_far_results import by_exam, exam_table
+from support.pages import RESULTS, lines_of, share, text_of
 
 
 def test_what_posaug_from_scratch_does_not_show():
@@ -50,23 +39,19 @@ def beyond(runs):
     return fmean(span["beyond"] for run in runs for span in run["of_spans"])
 
 
-def gain(runs, form):
-    return fmean(value for run in runs for of in run["gains"] if of["chunk"] == 512 for value in of[form])
+def gain(runs, form, chunk=512):
+    return fmean(value for run in runs for of in run["gains"] if of["chunk"] == chunk for value in of[form])
 
 
-def test_the_table_with_exams_is_that_of_the_file():
-    arms, page = with_exams(), text_of("docs/results/positions.md")
-    assert set(arms) == set(NAMES)
-    for arm, runs in arms.items():
+def test_the_tables_with_exams_are_those_of_the_file():
+    arms, page = with_exams(), (RESULTS / "positions.md").read_text()
+    assert set(arms) == {"baseline", "uniform", "step 1/16..16", "skip", "continued", "retrofit"} | {
+        f"{arm}, YaRN" for arm in ("baseline", "uniform")
+    }
+    for runs in arms.values():
         assert [run["seed"] for run in runs] == [42], "the pages say: one seed so far"
-        cells = [f"{mean(run['in_window'] for run in runs):.3f}", f"{beyond(runs):.3f}"]
-        cells += [
-            f"{mean(run['cliff'] for run in runs):.3f}",
-            f"{gain(runs, 'exact'):.3f}",
-            f"{gain(runs, 'paper'):.3f}",
-        ]
-        cells += [share(keys(runs, length)) for length in (2048, 4096, 8192, 16384)]
-        assert f"| {NAMES[arm]} | {' | '.join(cells)} |" in page
+    for table in (loss_table(arms), gain_table(arms), exam_table(arms, "baseline")):
+        assert table in page
 
 
 def test_what_is_said_of_the_table_with_exams_holds():
@@ -84,11 +69,16 @@ def test_what_is_said_of_the_table_with_exams_holds():
     assert penalty["skip", 42] < penalty["uniform", 42] / 3
     lost = keys(base, 2048) - keys(arms["retrofit"], 2048)
     assert 0.3 < lost < 0.4 and arms["retrofit"][0]["cliff"] < 0 and abs(gain(arms["continued"], "exact")) > 1
-    for arm, same in arms.items():
-        if same[0]["cliff"] < 0:
-            assert abs(gain(same, "exact")) < 0.06 and 0.45 < gain(same, "paper") < 0.95, arm
-        else:
-            assert gain(same, "paper") < 0, arm
+    chunks = [of["chunk"] for of in base[0]["gains"]]
+    smooth = [same for same in arms.values() if same[0]["cliff"] < 0]
+    for same in arms.values():
+        of_chunks = [gain(same, "exact", chunk) for chunk in chunks]
+        assert max(of_chunks) - min(of_chunks) < 0.01 and (same not in smooth or max(map(abs, of_chunks)) < 0.06)
+        assert all((gain(same, "paper", chunk) > 0) == (same in smooth) for chunk in chunks)
+    of_forms = [gain(same, "paper", chunk) for same in smooth for chunk in chunks]
+    assert f"{min(of_forms):.1f} to {max(of_forms):.1f} nats" in page
+    for same in smooth:
+        assert 2 * gain(same, "paper", 1024) < gain(same, "paper", 128)
     where = " ".join(text_of("docs/positions.md").split())
     assert f"under YaRN finds {share(keys(yarn, 16384))} of the keys at eight times its window, the skip" in where
     assert f"the skip {share(keys(arms['skip'], 16384))}, and PosAug none" in where and keys(uniform, 16384) == 0
