@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from rope_patch import load_adapter, patch_model
 from rope_patch.export.serving import serving_of
+from rope_patch.export.writing import unfinished_folders, whole_folder
 from rope_patch.methods import resolve_rescaling
 from rope_patch.model_card import facts_of, has_card_of_user, read_runs, render, write_card, write_runs
 from rope_patch.one_config import text_config
@@ -256,19 +257,22 @@ def restore(
             final = load(before, quantized=False, dtype=weights_dtype)
             if peft_config is not None:
                 final = final.merge_and_unload()
-            unfinished = root / "model-unfinished"  # which a call that was stopped here has left
-            shutil.rmtree(unfinished, ignore_errors=True)
-            final.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
-            window = getattr(final.config.get_text_config(), "max_position_embeddings", None)
-            widen_tokenizer(unfinished, native, window)
-            _write_card(final, tokenizer, [root / name / "final" for name in configs], unfinished)
-            unfinished.rename(result.folder)
+            for left in unfinished_folders(result.folder):  # by a call that was killed here; as large as the model
+                shutil.rmtree(left)
+            with whole_folder(result.folder) as unfinished:
+                final.save_pretrained(unfinished)
+                tokenizer.save_pretrained(unfinished)
+                window = getattr(final.config.get_text_config(), "max_position_embeddings", None)
+                widen_tokenizer(unfinished, native, window)
+                finals = [root / name / "final" for name in configs]
+                _write_card(final, tokenizer, finals, unfinished, title=root.resolve().name)
         ranks.wait_for_everyone()
         return result
 
 
-def _write_card(model: Any, tokenizer: PreTrainedTokenizerBase, stages: list[Path], folder: Path) -> None:
+def _write_card(
+    model: Any, tokenizer: PreTrainedTokenizerBase, stages: list[Path], folder: Path, *, title: str
+) -> None:
     """The card of the result and the record of both stages, whose own folders have theirs."""
     runs = [runs[-1] for stage in stages if (runs := read_runs(stage))]
     facts = facts_of(model, runs, is_adapter=False, rescalings=runs[-1]["run"]["rescalings"])
@@ -278,7 +282,7 @@ def _write_card(model: Any, tokenizer: PreTrainedTokenizerBase, stages: list[Pat
         serving=serving_of(config, config.max_position_embeddings, None),
         has_chat_template=tokenizer.chat_template is not None,
     )
-    write_card(folder, render(facts, folder.resolve().parent.name), keep=has_card_of_user(folder))
+    write_card(folder, render(facts, title), keep=has_card_of_user(folder))
     write_runs(runs, folder)
 
 

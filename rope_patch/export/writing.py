@@ -38,7 +38,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         written.mkdir()
         yield written
         if is_there:
-            for file in written.iterdir():
+            # the config last, by which a checkpoint is known: this may be killed half-way
+            for file in sorted(written.iterdir(), key=lambda file: file.name == "config.json"):
                 file.rename(folder / file.name)
         else:
             written.rename(folder)
@@ -47,8 +48,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def unfinished_folders(folder: Path) -> list[Path]:
-    """What calls of `whole_folder` for a new `folder` have left whose process was killed, and those that still run."""
-    return [path for path in folder.parent.iterdir() if path.name.startswith(_prefix(folder))]
+    """What calls of `whole_folder` for `folder` have left whose process was killed, and those that still run."""
+    folder = folder.resolve()
+    around = [place for place in (folder, folder.parent) if place.is_dir()]
+    return [path for place in around for path in place.iterdir() if path.name.startswith(_prefix(folder))]
 
 
 def _prefix(folder: Path) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -577,6 +578,15 @@ def test_an_empty_folder_is_empty_after_an_error(tmp_path):
     with pytest.raises(ValueError, match="would serve this model wrong"):
         export(patch_model(tiny(), "dynamic-ntk", factor=4.0), tmp_path / "out", target="vllm")
     assert left_behind(tmp_path / "out") == []
+
+
+def test_the_config_is_the_last_file_that_comes_into_an_empty_folder(tmp_path, monkeypatch):
+    """What was killed before is no checkpoint to anybody."""
+    moved, rename = [], Path.rename
+    monkeypatch.setattr(Path, "rename", lambda file, to: moved.append(Path(to)) or rename(file, to))
+    (tmp_path / "out").mkdir()
+    export(tiny(), tmp_path / "out")
+    assert moved[-1] == tmp_path / "out/config.json" and set(moved) >= set((tmp_path / "out").iterdir())
 
 
 def test_views_that_change_inference_are_refused(tmp_path):

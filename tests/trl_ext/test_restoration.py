@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_ext.restoration as module
 from rope_patch import patch_model
+from rope_patch.export import writing
 from rope_patch.model_card import read_runs
 from trl_ext import RopeSFTConfig, restore
 from trl_ext.restoration import cut_into_rows
@@ -210,6 +212,7 @@ def test_the_card_tells_of_both_stages(folder, peft, monkeypatch):
     result = run(folder, peft=peft)
     card = card_in(result.folder)
     first, second = card.text.partition("### Stage 2")[::2]
+    assert first.lstrip().startswith("# out\n"), "the folder that the user named"
     assert "`relation-distill`" in first and "| Optimizer steps | 3 |" in first
     assert "`clm`" in second and "| Optimizer steps | 2 |" in second
     assert "`pi` (factor 4.0)" in first and first.count("`pi` (factor 4.0)") == 1
@@ -243,19 +246,24 @@ def test_an_interrupted_run_goes_on_to_the_same_result(folder, monkeypatch):
     assert run(folder, "parts") == restored and not calls
 
 
-def test_a_run_that_was_stopped_while_it_saved_goes_on(folder, monkeypatch):
-    """Of what a stopped process has begun to write nothing is taken for whole."""
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
+def test_a_run_that_was_killed_while_it_saved_goes_on(is_there, folder, monkeypatch):
+    """Of what a killed process has begun to write nothing is taken for whole, and nothing is left."""
     whole = run(folder, "whole", skip_extension=True)
     with monkeypatch.context() as patch:
         patch.setattr(module.RopeSFTTrainer, "_save_rng_state", stop)  # behind the weights, before the trainer's state
         with pytest.raises(KeyboardInterrupt):
             run(folder, "parts", skip_extension=True)
     assert (folder / "parts/distil/checkpoint-1/adapter_model.safetensors").is_file()
+    if is_there:  # of the user, e.g. the mount of a larger disk
+        (folder / "parts/model").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(module, "widen_tokenizer", stop)
+        patch.setattr(writing.shutil, "rmtree", lambda *_, **__: None)  # a process that is killed removes nothing
         with pytest.raises(KeyboardInterrupt):
             run(folder, "parts", skip_extension=True)
-    assert not (folder / "parts/model").exists()
+    (left,) = (folder / "parts").rglob(".model-unfinished-*")
+    assert (left / "model/config.json").is_file() and not (folder / "parts/model/config.json").exists()
     restored = run(folder, "parts", skip_extension=True)
     assert torch.equal(logits(restored.folder), logits(whole.folder))
     assert sorted(os.listdir(restored.folder)) == sorted(os.listdir(whole.folder))
@@ -267,31 +275,35 @@ def stop(*_):
 
 
 OF_A_RANK = """
-import os, sys
+import os, shutil, sys
 from pathlib import Path
 
 import test_restoration
 from transformers import PreTrainedModel
 
-rank, folder, write, save = os.environ["RANK"], Path(sys.argv[1]), Path.write_text, PreTrainedModel.save_pretrained
-wrote = []
+rank, folder, write = os.environ["RANK"], Path(sys.argv[1]), Path.write_text
+changed = []
 
 
-def write_text(file, *args, **kwargs):
-    wrote.append(str(file.relative_to(folder)))
-    return write(file, *args, **kwargs)
+def telling(what, change, *places):
+    def tell_and_change(*args, **kwargs):
+        paths = [Path(args[place]) for place in places]
+        if all(path.is_relative_to(folder) for path in paths):
+            changed.append(" ".join([what, *(str(path.relative_to(folder)) for path in paths)]))
+        return change(*args, **kwargs)
+
+    return tell_and_change
 
 
-def save_pretrained(model, out, *args, **kwargs):
-    wrote.append(str(Path(out).relative_to(folder)))
-    return save(model, out, *args, **kwargs)
-
-
-Path.write_text, PreTrainedModel.save_pretrained = write_text, save_pretrained
+Path.write_text = telling("wrote", write, 0)
+Path.rename = telling("renamed", Path.rename, 0, 1)
+PreTrainedModel.save_pretrained = telling("saved", PreTrainedModel.save_pretrained, 1)
+shutil.rmtree = telling("removed", shutil.rmtree, 0)
 one = {"per_device_train_batch_size": 1, "ddp_find_unused_parameters": False}
 stages = {name: {**options, **one} for name, options in test_restoration.STAGES.items()}
 result = test_restoration.run(folder, "two", peft=False, **stages)
-write(folder / f"rank{rank}.txt", f"{result.folder.name} {result.tokens}: {' '.join(wrote)}")
+is_there = (result.folder / "model.safetensors").is_file()
+write(folder / f"rank{rank}.txt", "\\n".join([f"{result.folder.name} {result.tokens} {is_there}", *changed]))
 """
 
 
@@ -299,6 +311,9 @@ write(folder / f"rank{rank}.txt", f"{result.folder.name} {result.tokens}: {' '.j
 @needs_ranks
 def test_two_ranks_restore_like_one_and_the_first_one_writes(folder):
     (folder / "rank.py").write_text(OF_A_RANK)
+    killed = folder / "two/.model-unfinished-killed/model"
+    killed.mkdir(parents=True)
+    (killed / "config.json").write_text("{}")
     tests = Path(__file__).parents[1]
     paths = [tests.parent, tests.parent / "kernels", tests, Path(__file__).parent]
     done = run_ranks(
@@ -317,11 +332,18 @@ def test_two_ranks_restore_like_one_and_the_first_one_writes(folder):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     alone = run(folder, "one", peft=False)
-    first, second = ((folder / f"rank{rank}.txt").read_text().split(": ") for rank in (0, 1))
-    assert first[0] == second[0] == f"model {alone.tokens}" and second[1] == ""
-    written = first[1].split()
-    files = {f"two/{name}.json.new" for name in ("restore", "distil", "extend", "seconds")}
-    assert files | {"two/model-unfinished"} <= set(written), "each gets its name when it is whole"
+    first, second = ((folder / f"rank{rank}.txt").read_text().splitlines() for rank in (0, 1))
+    assert first[0] == f"model {alone.tokens} True"
+    assert second == first[:1], "the other one waits for the result, and writes, renames and removes nothing"
+    files = {f"wrote two/{name}.json.new" for name in ("restore", "distil", "extend", "seconds")}
+    assert files <= set(first), "each gets its name when it is whole"
+    of_result = [line for line in first if "unfinished" in line or " two/model" in line]
+    unfinished = of_result[1].split()[-1].removesuffix("/model")
+    assert re.fullmatch(r"two/\.model-unfinished-\w+", unfinished) and not unfinished.endswith("killed")
+    assert of_result[:2] == ["removed two/.model-unfinished-killed", f"saved {unfinished}/model"]
+    assert of_result[-2:] == [f"renamed {unfinished}/model two/model", f"removed {unfinished}"]
+    assert all(line.startswith(f"wrote {unfinished}/model/") for line in of_result[2:-2])
+    assert sorted(os.listdir(folder / "two")) == sorted(os.listdir(folder / "one"))
     torch.testing.assert_close(logits(folder / "two" / "model"), logits(alone.folder), rtol=1e-4, atol=1e-4)
 
 
