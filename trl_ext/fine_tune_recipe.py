@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers import AutoConfig, set_seed
@@ -24,10 +25,12 @@ from trl import (
 
 from rope_patch import describe
 from rope_patch.eval.report import require_writable
+from rope_patch.model_card import read_runs
 
 from .checkpoint import require_checkpoint, require_no_adapter, require_tokenizer
 from .config import RopeSFTConfig
 from .engine_advice import engine_advice
+from .model_files import commit_of, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
 from .run_folder import is_whole, only_run
 from .trainer import RopeSFTTrainer
@@ -43,13 +46,12 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         arguments: `--config RECIPE.yaml` and flags, which win; None takes those of the process.
 
     Raises:
-        ValueError: the recipe is wrong, model, text and settings do not go together, or another process trains into
-            `output_dir`.
+        ValueError: the recipe is wrong, model, text and settings do not go together, the checkpoint to go on from is of
+            another commit of the model, or another process trains into `output_dir`.
         OSError: a file that is not there, or a folder that cannot be written.
     """
     leave_precision_to_recipe()
     script, training, model, data = _parsed(arguments)
-    require_model(model)
     if training.resume_from_checkpoint is not None and not Path(training.resume_from_checkpoint).is_dir():
         raise ValueError(
             "resume_from_checkpoint must be a folder such as OUTPUT_DIR/checkpoint-100, got "
@@ -60,19 +62,21 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
             f"resume_from_checkpoint must be a whole checkpoint, and {training.resume_from_checkpoint} has no readable "
             "trainer_state.json, as a run that is killed while it saves leaves it: name an earlier one."
         )
+    hub_model = _hub_model(training, model)
     require_other_folder(training.output_dir, model)
     require_writable(training.output_dir)
     # of several ranks the first writes
     with only_run(Path(str(training.output_dir)), "output_dir") if training.process_index == 0 else nullcontext():
-        _fine_tune(script, training, model, data)
+        _fine_tune(script, training, model, data, hub_model)
 
 
-def _fine_tune(script: Any, training: Any, model: Any, data: Any) -> None:
+def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dict[str, Any] | None) -> None:
     training.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "dtype": model.dtype,
         **(training.model_init_kwargs or {}),
+        **({} if hub_model is None else {"revision": hub_model["model_commit"]}),
     }
     set_seed(training.seed)  # what test_split_size holds out is drawn: alike on all ranks, and when a run goes on
     dataset = _splits(script, data)
@@ -95,11 +99,36 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any) -> None:
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+    trainer.hub_model = hub_model
     trainer.accelerator.print(describe(trainer.model))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model()
     if training.push_to_hub:
         trainer.push_to_hub()
+
+
+def _hub_model(training: RopeSFTConfig, model: ModelConfig) -> dict[str, Any] | None:
+    """What is asked for of a model on the hub, and the commit that it is; None of a folder.
+
+    A checkpoint goes on with the commit that it was begun with: its branch may have moved since.
+    """
+    loading: Any = training.model_init_kwargs or {}  # parsed from JSON by now
+    name, revision = str(model.model_name_or_path), loading.get("revision", model.model_revision)
+    runs = read_runs(training.resume_from_checkpoint or "")
+    begun = runs[-1].get("run", {}).get("hub_model", {}) if runs else {}
+    commit = recorded_commit(begun, name, revision)
+    require_model(model, commit or revision)
+    commits: list[str | None] = broadcast_object_list([commit or commit_of(name, revision)])  # of the first rank
+    commit = commits[0]
+    if commit is None:
+        return None
+    if begun.get("model") == name and begun["model_commit"] != commit:
+        raise ValueError(
+            f"model_revision must be {begun['model_revision']}, with which {training.resume_from_checkpoint} was begun "
+            f"as commit {begun['model_commit']} of {name}, got {revision}, which is commit {commit}. Give the former, "
+            "or start a new run, in another output_dir and without resume_from_checkpoint."
+        )
+    return {"model": name, "model_revision": revision, "model_commit": commit}
 
 
 def plan_recipe(
@@ -172,12 +201,17 @@ def require_other_folder(output_dir: str | Path, model: ModelConfig) -> None:
         )
 
 
-def require_model(model: ModelConfig) -> None:
-    """Raise ValueError unless the model is one, and all that is said of adapters has a use."""
+def require_model(model: ModelConfig, revision: str | None = None) -> None:
+    """Raise ValueError unless the model is one, and all that is said of adapters has a use.
+
+    Args:
+        model: as the recipe says.
+        revision: on the hub that is looked at; None is the one that the recipe says.
+    """
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path must name the model, a hub id or the folder of a checkpoint.")
     require_no_adapter(model.model_name_or_path, "model_name_or_path")
-    require_checkpoint(model.model_name_or_path, "model_name_or_path", model.model_revision)
+    require_checkpoint(model.model_name_or_path, "model_name_or_path", revision or model.model_revision)
     require_tokenizer(model.model_name_or_path, "model_name_or_path")
     if model.use_peft:
         return

@@ -90,6 +90,7 @@ def run_facts(
     cited.append(papers.TRL)
     known = {
         "base_model": None if base is None else base.to_dict(),
+        "hub_model": trainer.hub_model,
         "native_window": None if source is None else native_window(model, earlier),
         "rescalings": [*before, *({"method": one.name, "options": one.options()} for one in rescalings)],
         "trained": _trained(model, args.trainable),

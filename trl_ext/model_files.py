@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import cached_file, extract_commit_hash
 
 _KINDS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")  # weights, config and tokenizer
 _END = 1 << 20  # bytes of either end of a large file that are looked at
@@ -43,20 +46,47 @@ def require_same_model(record: Path, name: str, files: dict[str, list[Any]], opt
 
 def recorded_files(record: Path) -> dict[str, list[Any]] | None:
     """The files that a run was begun with; None where there is no run, or one of an older version, which kept none."""
-    return json.loads(record.read_text(encoding="utf-8")).get("model_files") if record.is_file() else None
+    return begun_with(record).get("model_files")
 
 
-def recorded_commit(record: Path, name: str, revision: str | None) -> str | None:
-    """The commit on the hub that a run of this model and revision was begun with; None where there is no such run.
+def begun_with(record: Path) -> dict[str, Any]:
+    """What a run recorded in a JSON file when it was begun; nothing where there is no run."""
+    recorded: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    return recorded
+
+
+def recorded_commit(begun: Mapping[str, Any], name: str, revision: str | None) -> str | None:
+    """The commit on the hub that a run of this model and revision was begun with; None of another run, or of none.
 
     Its branch may have moved since, and a run that goes on goes on with the same weights.
+
+    Args:
+        begun: `model`, `model_revision` and `model_commit` of the run, as it recorded them.
+        name: of the model.
+        revision: that is asked for.
     """
-    if not record.is_file():
-        return None
-    begun = json.loads(record.read_text(encoding="utf-8"))
     same = (begun.get("model"), begun.get("model_revision")) == (name, revision)
     commit: str | None = begun.get("model_commit") if same else None
     return commit
+
+
+def commit_of(name: str, revision: str | None, *, cache_dir: str | None = None, subfolder: str = "") -> str | None:
+    """The commit that a revision is in the cache, into which its config was just read; None of a folder.
+
+    Args:
+        name: hub id or folder.
+        revision: branch, tag or commit; None is "main".
+        cache_dir: of `from_pretrained`.
+        subfolder: of `from_pretrained`.
+    """
+    if Path(name).is_dir():
+        return None
+    where = {"revision": revision or "main", "cache_dir": cache_dir, "subfolder": subfolder}
+    try:
+        file = cached_file(name, "config.json", local_files_only=True, **where)
+    except OSError:
+        return None
+    return extract_commit_hash(file, None)
 
 
 def _hash(file: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.compute as pc
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -31,12 +32,15 @@ from rope_patch.special_tokens import SpecialTokens, cut_document
 from rope_patch.tokenizer_window import widen_tokenizer
 
 from .config import RopeSFTConfig
-from .model_files import model_files, require_same_model
+from .model_files import begun_with, commit_of, model_files, recorded_commit, require_same_model
 from .model_setup import with_base_revision
 from .run_folder import Stopwatch, last_checkpoint, only_run, record_settings, require_same_settings, write_whole
 from .trainer import RopeSFTTrainer
 
 logger = logging.get_logger(__name__)
+
+RECORD = "restore.json"
+"""What a run was begun with, in its folder."""
 
 # the paper trains the projections of q, k and v in both stages (sections 3.4 and 4.1); the optimiser is that of the
 # authors' code: nearly constant after four steps, gradients clipped at 5
@@ -133,7 +137,8 @@ def restore(
     stopped, within a stage or between stages; what is exported loads everywhere without this package.
 
     Args:
-        model: hub id or folder of a checkpoint.
+        model: hub id or folder of a checkpoint. Of a branch on the hub a run loads the commit that it was when the run
+            began, and names it.
         documents: with a column `text`; each document is cut into rows on its own, which begin as the tokenizer begins
             a text. How much of the text is in no row is told before training.
         output_dir: for checkpoints of the stages, `restore.json` and the result, in `model`.
@@ -186,7 +191,7 @@ def restore(
         "rescale": rescale,
         "rescale_args": dict(rescale_args),
         "peft_config": None if peft_config is None else _plain(peft_config.to_dict()),
-        "revision": init_kwargs.get("revision"),
+        "model_revision": init_kwargs.get("revision"),
         "quantized": quantization_config is not None,
         "dtype": str(dtype),
         "distil": _plain(stage_options["distil"]),
@@ -198,6 +203,10 @@ def restore(
             "restore exports a model that it loads anew, of which each rank would have a part under ZeRO-3: use "
             "ZeRO-2, or a RopeSFTTrainer for each stage (objective='relation-distill', then 'clm' on what it saved)."
         )
+    record = root / RECORD
+    commit = _commit(str(model), init_kwargs, record)
+    if commit is not None:
+        init_kwargs["revision"] = commit
     of_hub = {name: value for name, value in init_kwargs.items() if name in _OF_HUB}
     pretrained = AutoConfig.from_pretrained(model, **of_hub)
     native = getattr(pretrained.get_text_config(), "max_position_embeddings", None)
@@ -211,14 +220,14 @@ def restore(
             logger.warning(f"{name}: {coverage} {_reading(config, len(rows[name]))}")
     plan["documents"] = _digest(documents)
     files = model_files(str(Path(model, of_hub.get("subfolder") or "")))
-    require_same_settings(root / "restore.json", plan, "output_dir")
-    require_same_model(root / "restore.json", str(model), files, "output_dir")
+    require_same_settings(record, plan, "output_dir")
+    require_same_model(record, str(model), files, "output_dir")
     ranks = PartialState()  # each of which runs all this; the first one writes
     ranks.wait_for_everyone()
     # a lock is of the file that was there when it was taken: one that is there is not written anew
-    if ranks.is_main_process and not (root / "restore.json").is_file():
-        record_settings(root / "restore.json", {**plan, "model_files": files})
-    with only_run(root / "restore.json", "output_dir") if ranks.is_main_process else nullcontext():
+    if ranks.is_main_process and not record.is_file():
+        record_settings(record, {**plan, "model_files": files, "model_commit": commit})
+    with only_run(record, "output_dir") if ranks.is_main_process else nullcontext():
         stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
 
         def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
@@ -240,9 +249,12 @@ def restore(
             if file.is_file():
                 stages[name] = Stage(**json.loads(file.read_text(encoding="utf-8")))
             else:
-                new_adapters = with_base_revision(peft_config, of_hub.get("revision")) if before is None else None
+                revision = init_kwargs.get("revision")
+                new_adapters = with_base_revision(peft_config, revision) if before is None else None
                 student = load(before, quantized=True, dtype=dtype)
-                stages[name] = _train(student, config, rows[name], tokenizer, new_adapters, root / name, stopwatch)
+                stages[name] = _train(
+                    student, config, rows[name], tokenizer, new_adapters, revision, root / name, stopwatch
+                )
                 del student
                 if ranks.is_main_process:
                     write_whole(file, asdict(stages[name]))
@@ -300,6 +312,18 @@ def _require_fields(stage: str, settings: Mapping[str, Any]) -> None:
 
 # arguments of `from_pretrained` that say where a checkpoint is: its config and tokenizer come from there too
 _OF_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
+
+
+def _commit(model: str, init_kwargs: Mapping[str, Any], record: Path) -> str | None:
+    """The commit of a model on the hub that the run was begun with, or of a new run what its revision is now."""
+    of_hub = {name: value for name, value in init_kwargs.items() if name in _OF_HUB}
+    revision = of_hub.get("revision")
+    commit = recorded_commit(begun_with(record), model, revision)
+    if commit is None and not Path(model).is_dir():
+        AutoConfig.from_pretrained(model, **of_hub)  # into the cache
+        commit = commit_of(model, revision, cache_dir=of_hub.get("cache_dir"), subfolder=of_hub.get("subfolder") or "")
+    commits: list[str | None] = broadcast_object_list([commit])  # a branch may move while ranks start
+    return commits[0]
 
 
 # fields that a stage may not have of its own
@@ -447,12 +471,14 @@ def _train(
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     peft_config: Any,
+    base_revision: str | None,
     folder: Path,
     stopwatch: Stopwatch,
 ) -> Stage:
     trainer = RopeSFTTrainer(
         model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=peft_config
     )
+    trainer.base_revision = base_revision
     for parameter in trainer.model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             # TRL makes adapters of quantised models bfloat16, which rounds small steps away

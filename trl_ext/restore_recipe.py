@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -12,8 +13,9 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from rope_patch.eval.report import require_writable
 
 from .fine_tune_recipe import READ_ERRORS, require_model, require_other_folder, require_utf8, unreadable
+from .model_files import begun_with, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
-from .restoration import restore
+from .restoration import RECORD, restore
 
 
 @dataclass
@@ -65,7 +67,8 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
     parser = RecipeParser(FIELDS, kind="a recipe of a restoration", prog="rope-patch train")
     parser.set_defaults(dtype=None)  # TRL's is float32, also of a base under adapters
     restoration, model = parser.parse_args_and_config(arguments)
-    require_model(model)
+    begun = begun_with(Path(restoration.output_dir, RECORD))
+    require_model(model, recorded_commit(begun, str(model.model_name_or_path), model.model_revision))
     require_other_folder(restoration.output_dir, model)
     require_writable(restoration.output_dir)
     result = restore(

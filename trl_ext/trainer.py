@@ -118,6 +118,8 @@ class RopeSFTTrainer(SFTTrainer):
     model: Any  # TRL allows None for a while; here it is a model once __init__ is through
     base_revision: str | None
     """Of the hub, which the model card names: that of `model_init_kwargs`. Set it where a loaded model was given."""
+    hub_model: dict[str, Any] | None = None
+    """Name, revision and commit that a run was begun with, recorded beside its checkpoints, which go on with these."""
 
     def __init__(
         self,

@@ -14,6 +14,18 @@ def publish(cache, repository, **revisions):
         write(root / "snapshots" / commit)
 
 
+def move(cache, repository, branch, to):
+    """Let a branch of a repository in a cache be the commit that another one is.
+
+    Returns:
+        The commit that it was before.
+    """
+    refs = cache / f"models--{repository.replace('/', '--')}" / "refs"
+    before = (refs / branch).read_text()
+    (refs / branch).write_text((refs / to).read_text())
+    return before
+
+
 def use_cache(monkeypatch, cache):
     """Let everybody look in `cache` for what is on the hub."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.cards import card_in, run_code
 from support.characters import CHARACTERS, character_tokenizer
+from support.hub import move, publish, use_cache
 from support.launched import run_ranks
 from support.marks import needs_ranks
 from support.tiny import WINDOW, tiny
@@ -41,12 +43,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder, name="out", peft=True, **options):
+def run(folder, name="out", peft=True, model=None, **options):
     config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM") if peft else None
     arguments = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "peft_config": config, **STAGES}
     if peft:
         arguments["dtype"] = "float32"
-    return restore(folder / "tiny", DOCUMENTS, folder / name, **{**arguments, **options})
+    return restore(model or folder / "tiny", DOCUMENTS, folder / name, **{**arguments, **options})
 
 
 def logits(folder):
@@ -389,6 +391,51 @@ def test_other_text_or_another_model_in_the_same_folder_is_refused(folder, monke
     model.save_pretrained(folder / "tiny")
     with pytest.raises(ValueError, match="the model in .*tiny is another .* model.safetensors changed. .* output_dir"):
         run(folder, skip_extension=True)
+
+
+@pytest.mark.parametrize("asked", [{"revision": "dev"}, {}], ids=["dev", "none"])
+@pytest.mark.parametrize("peft", [True, False], ids=["lora", "qkv"])
+def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(peft, asked, folder, monkeypatch):
+    whole = run(folder, "whole", peft=peft)
+    hub = {"model": "owner/base", "model_init_kwargs": asked}
+    branch = asked.get("revision", "main")
+    use_cache(monkeypatch, folder / "hub")
+    publish(folder / "hub", "owner/base", **{branch: written(folder), "later": written(folder, shift=1.0)})
+    stop_behind_first_step(monkeypatch, lambda: run(folder, "parts", peft=peft, **hub))
+    commit = move(folder / "hub", "owner/base", branch, to="later")
+    assert json.loads((folder / "parts/restore.json").read_text())["model_commit"] == commit
+    restored = run(folder, "parts", peft=peft, **hub)
+    assert torch.equal(logits(restored.folder), logits(whole.folder)), "and not those of later"
+    assert f"at revision `{commit}`, trained" in (restored.folder / "README.md").read_text()
+    if peft:
+        for stage in STAGES:
+            adapter = json.loads((folder / "parts" / stage / "final/adapter_config.json").read_text())
+            assert adapter["revision"] == commit
+    with pytest.raises(ValueError, match=f"model_revision {asked.get('revision')!r} there and 'later' here. Use anot"):
+        run(folder, "parts", peft=peft, model="owner/base", model_init_kwargs={"revision": "later"})
+
+
+def written(folder, shift=0.0):
+    """A function that writes the model of `folder`, with other weights, into the cache of the hub."""
+
+    def write(to):
+        shutil.copytree(folder / "tiny", to, dirs_exist_ok=True)
+        model = AutoModelForCausalLM.from_pretrained(to)
+        embedding = model.get_input_embeddings().weight
+        embedding.data += shift * torch.randn(embedding.shape)
+        model.save_pretrained(to)
+
+    return write
+
+
+def stop_behind_first_step(monkeypatch, begin):
+    def stopping(self, *args, **kwargs):
+        return stop() if self.state.global_step else step(self, *args, **kwargs)
+
+    step = module.RopeSFTTrainer.training_step
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module.RopeSFTTrainer, "training_step", stopping)
+        begin()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rope_patch.registry import unknown
 
 from ..cli.device import choose_device, require_one_process
 from ..config import RopeSFTConfig
-from ..model_files import model_files, recorded_commit, recorded_files, require_same_model
+from ..model_files import begun_with, model_files, recorded_commit, recorded_files, require_same_model
 from ..rows.turns import SampledTurns
 from ..run_folder import last_checkpoint, only_run, record_settings, require_same_settings
 from ..window_check import check_window
@@ -132,7 +132,7 @@ class _Run:
         self.facts = ModelFacts.of(
             options.model,
             options.model_revision,
-            recorded_commit(self.record, options.model, options.model_revision),
+            recorded_commit(begun_with(self.record), options.model, options.model_revision),
         )
         backend = getattr(self.facts.tokenizer, "backend_tokenizer", None)
         if "llama.cpp" in options.targets and backend is not None:

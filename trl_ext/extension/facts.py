@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import cached_file, extract_commit_hash
 
 from rope_patch import describe
 from rope_patch.attention.windowed import BLOCK
@@ -17,6 +16,7 @@ from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
 from ..checkpoint import require_tokenizer
+from ..model_files import commit_of
 
 _HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
 _QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "Wqkv")
@@ -69,7 +69,7 @@ class ModelFacts:
             raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
         try:
             config = AutoConfig.from_pretrained(name, revision=commit or revision or "main")
-            commit = commit or _commit_of(name, revision or "main")
+            commit = commit or commit_of(name, revision)
             require_tokenizer(name, "MODEL")
             tokenizer = AutoTokenizer.from_pretrained(name, revision=commit or revision or "main")
         except OSError as error:
@@ -269,14 +269,3 @@ def _norms(decoder: nn.Module) -> list[tuple[str, int]]:
         for name, module in decoder.named_modules()
         if isinstance(weight := getattr(module, "weight", None), torch.Tensor) and weight.dim() == 1
     ]
-
-
-def _commit_of(name: str, revision: str) -> str | None:
-    """The commit that a revision is in the cache, into which its config was just read; None of a folder."""
-    if Path(name).is_dir():
-        return None
-    try:
-        file = cached_file(name, "config.json", revision=revision, local_files_only=True)
-    except OSError:
-        return None
-    return extract_commit_hash(file, None)

@@ -1,16 +1,21 @@
 """`rope-patch train`: which recipe is run how, from what is typed to what is saved."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
 
 import pytest
+import torch
 import yaml
+from support.hub import move, publish, use_cache
 from support.tiny import tiny
 from support.training import tokenizer
 from transformers import AutoModelForCausalLM
 
+from rope_patch import load_adapter
+from rope_patch.model_card import read_runs
 from trl_ext import RopeSFTTrainer, cli, fine_tune_recipe, restore_recipe
 from trl_ext.cli.train import MAIN_FIELDS, RESTORES, is_restoration
 
@@ -62,6 +67,85 @@ def test_a_folder_in_which_another_process_trains_is_refused(recipe, output, fol
     said = f"{output} is in use: another process writes there. Wait for it, stop it, or use another output_dir."
     assert said in capsys.readouterr().err
     assert cli.main(["train", recipe]) == 0
+
+
+@pytest.fixture
+def hub(folder, monkeypatch):
+    """A hub with "owner/base", whose branches main and dev are the folder "model", and later has other weights."""
+
+    def write(to):
+        shutil.copytree(folder / "model", to, dirs_exist_ok=True)
+
+    def write_later(to):
+        write(to)
+        model = AutoModelForCausalLM.from_pretrained(to)
+        model.lm_head.weight.data += torch.randn(model.lm_head.weight.shape)
+        model.save_pretrained(to)
+
+    use_cache(monkeypatch, folder / "hub")
+    publish(folder / "hub", "owner/base", main=write, dev=write, later=write_later)
+    return folder / "hub"
+
+
+OF_HUB = "train tune.yaml --model_name_or_path owner/base --max_steps 3 --save_steps 1".split()
+WITH_ADAPTERS = "--use_peft true --lora_target_modules q_proj v_proj --lora_r 2 --learning_rate 0.1".split()
+
+
+def merged(folder):
+    return load_adapter(AutoModelForCausalLM.from_pretrained("model"), folder).merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize("branch", ["main", "dev"])
+def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(branch, folder, hub):
+    """Also where it is gone since, and of adapters, which hold nothing of the weights below them."""
+    command = [*OF_HUB, *WITH_ADAPTERS, "--model_revision", branch, "--output_dir"]
+    assert cli.main([*command, "whole"]) == 0
+    assert cli.main([*command, "parts"]) == 0
+    for step in (2, 3):
+        shutil.rmtree(folder / f"parts/checkpoint-{step}")
+    commit = move(hub, "owner/base", branch, to="later")
+    if branch == "dev":
+        (hub / "models--owner--base/refs/dev").unlink()
+    assert cli.main([*command, "parts", "--resume_from_checkpoint", "parts/checkpoint-1"]) == 0
+    for run in ("whole", "parts", "parts/checkpoint-3"):
+        assert json.loads((folder / run / "adapter_config.json").read_text())["revision"] == commit
+        assert f"at revision `{commit}`, trained" in (folder / run / "README.md").read_text()
+    one, other = merged("whole"), merged("parts")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_restoration_goes_on_with_the_commit_of_a_branch_that_is_gone(folder, hub):
+    command = ["train", "restore.yaml", "--model_name_or_path", "owner/base", "--model_revision", "dev"]
+    assert cli.main(command) == 0
+    shutil.rmtree(folder / "restored/model")
+    branch = hub / "models--owner--base/refs/dev"
+    commit = branch.read_text()
+    branch.unlink()
+    assert cli.main(command) == 0
+    assert f"at revision `{commit}`, trained" in (folder / "restored/model/README.md").read_text()
+
+
+def test_a_checkpoint_of_another_commit_is_not_resumed(folder, hub, capsys, monkeypatch):
+    command = [*OF_HUB, "--max_steps", "1"]
+    resumed = [*command, "--resume_from_checkpoint", "tuned/checkpoint-1", "--model_revision"]
+    assert cli.main([*command, "--model_revision", "dev"]) == 0
+    commits = {name: (hub / "models--owner--base/refs" / name).read_text() for name in ("dev", "later")}
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(fine_tune_recipe, "RopeSFTTrainer", lambda **_: pytest.fail("loaded"))
+        assert cli.main([*resumed, "later"]) == 2
+    assert (
+        f"model_revision must be dev, with which tuned/checkpoint-1 was begun as commit {commits['dev']} of "
+        f"owner/base, got later, which is commit {commits['later']}. Give the former, or start a new run, in another "
+        "output_dir and without resume_from_checkpoint."
+    ) in capsys.readouterr().err
+    assert cli.main([*resumed, commits["dev"]]) == 0, "the same by its commit"
+    recipe = [*command, "--model_init_kwargs", '{"revision": "later"}', "--output_dir", "other"]
+    assert cli.main(recipe) == 0
+    (run,) = read_runs(folder / "other")
+    assert run["run"]["hub_model"] == {
+        "model": "owner/base", "model_revision": "later", "model_commit": commits["later"]
+    }  # fmt: skip
 
 
 @pytest.mark.slow
