@@ -16,6 +16,7 @@ from rope_patch import unpatch_model
 from rope_patch.adapter_watch import require_no_adapter_beside
 from rope_patch.attention.shifted import ShiftedAttention
 from rope_patch.distillation import CopiedTeacher
+from rope_patch.full_disk import told_of_full_disk
 from rope_patch.layout.labelled import Labelled
 from rope_patch.methods import resolve_view
 from rope_patch.rotary import find_decoder
@@ -317,19 +318,35 @@ class RopeSFTTrainer(SFTTrainer):
         adapter needs, so that the merged weights load.
         """
         folder = Path(output_dir or str(self.args.output_dir))
-        if self.args.should_save:
-            self._record.write_before_weights(self, folder)
-            keep_count(self.state, self._total_train_tokens)
-        with nullcontext() if _internal_call else weights_gathered(self.accelerator):
-            if saves_in_parts(self.accelerator):
-                self._save(str(folder), state_dict={})
-                if self.args.should_save:
-                    remove_weights(folder)
-            super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            if is_patched(self.model):
-                widen_tokenizer_of(folder, self.model)
-            self._record.write_after_weights(self, folder)
+        with told_of_full_disk(folder, self._how_to_go_on):
+            if self.args.should_save:
+                self._record.write_before_weights(self, folder)
+                keep_count(self.state, self._total_train_tokens)
+            with nullcontext() if _internal_call else weights_gathered(self.accelerator):
+                if saves_in_parts(self.accelerator):
+                    self._save(str(folder), state_dict={})
+                    if self.args.should_save:
+                        remove_weights(folder)
+                super().save_model(output_dir, _internal_call)
+            if self.args.should_save:
+                if is_patched(self.model):
+                    widen_tokenizer_of(folder, self.model)
+                self._record.write_after_weights(self, folder)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's saving of weights, optimizer and states; a disk that is full is told of with the way to go on."""
+        folder = Path(str(self.args.output_dir), f"checkpoint-{self.state.global_step}")
+        with told_of_full_disk(folder, self._how_to_go_on):
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _how_to_go_on(self) -> str:
+        checkpoint = last_checkpoint(Path(str(self.args.output_dir)))
+        if checkpoint is None:
+            return "Free some space, and run the same again: no checkpoint is whole yet."
+        return (
+            f"Free some space, and run the same again: `rope-patch extend` and `restore` go on from {checkpoint}, the "
+            f"newest that is whole, and `rope-patch train` and scripts with resume_from_checkpoint={str(checkpoint)!r}."
+        )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Trainer's push of a checkpoint while training goes on, with what tells the RoPE of its adapter.

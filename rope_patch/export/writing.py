@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..full_disk import told_of_full_disk
+
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -25,18 +27,20 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `folder` is a file, or holds something.
+        FullDisk: it cannot be written.
     """
     is_there = folder.exists()
     if is_there and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder: name a new one to export to.")
-    folder = folder.resolve()
+    named, folder = folder, folder.resolve()
     around = folder if is_there else folder.parent
     around.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=around))
     try:
         written = unfinished / folder.name  # llama.cpp's converter names the model after the folder
         written.mkdir()
-        yield written
+        with told_of_full_disk(named, lambda: "Free some space, and run the same again."):
+            yield written
         if is_there:
             # the config last, by which a checkpoint is known: this may be killed half-way
             for file in sorted(written.iterdir(), key=lambda file: file.name == "config.json"):

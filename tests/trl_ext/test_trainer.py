@@ -2,11 +2,14 @@
 
 import itertools
 import shutil
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from datasets import Dataset, Features, Value
 from peft import LoraConfig
+from safetensors import SafetensorError
 from support.tiny import WINDOW, tiny
 from support.training import documents, logged, tokenizer, trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -175,6 +178,38 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before
     assert begun == [1, 2] and all(torch.equal(p, weights(whole)[n]) for n, p in weights(again).items())
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         trainer(tmp_path / "other", **options).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("file", ["optimizer.pt", "rng_state.pth"])  # which nothing reads here: /dev/full has no end
+def test_a_disk_that_is_full_is_told_with_the_checkpoint_to_go_on_from(file, tmp_path, monkeypatch):
+    options = {"view": "posaug", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    parts = tmp_path / "parts"
+
+    def fill(step):
+        (parts / f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
+        (parts / f"checkpoint-{step}" / file).unlink(missing_ok=True)
+        (parts / f"checkpoint-{step}" / file).symlink_to("/dev/full")
+
+    fill(1)
+    unwritten = f"{parts}/checkpoint-{{}} could not be written, on a disk with .* GB free: .* Free some space, and run "
+    with pytest.raises(OSError, match=unwritten.format(1) + "the same again: no checkpoint is whole yet.$"):
+        trainer(parts, **options).train()
+    (parts / "checkpoint-1" / file).unlink()
+    fill(2)
+    go_on = f"the same again: .* go on from {parts}/checkpoint-1, .* resume_from_checkpoint='{parts}/checkpoint-1'.$"
+    with pytest.raises(OSError, match=unwritten.format(2) + go_on):
+        trainer(parts, **options).train()
+    (parts / "checkpoint-2" / file).unlink()
+    again = trainer(parts, **options)
+    again.train(resume_from_checkpoint=True)
+    assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(again).items())
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(again.model, "save_pretrained", Mock(side_effect=full))
+    with pytest.raises(OSError, match=f"^{parts} could not be written, .* go on from {parts}/checkpoint-3, "):
+        again.save_model()
 
 
 def test_evaluation_runs_under_true_positions(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch import load_adapter
 from rope_patch.model_card import read_runs
-from trl_ext import RopeSFTTrainer, cli, fine_tune_recipe, restore_recipe
+from trl_ext import RopeSFTTrainer, cli, fine_tune_recipe, restoration, restore_recipe
 from trl_ext.cli.train import MAIN_FIELDS, RESTORES, is_restoration
 
 
@@ -67,6 +68,51 @@ def test_a_folder_in_which_another_process_trains_is_refused(recipe, output, fol
     said = f"{output} is in use: another process writes there. Wait for it, stop it, or use another output_dir."
     assert said in capsys.readouterr().err
     assert cli.main(["train", recipe]) == 0
+
+
+SHORT = json.dumps(
+    {"max_steps": 2, "save_steps": 1, "max_length": 32, "use_cpu": True, "bf16": False, "report_to": "none"}
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "unwritten", "advice", "again", "result"),
+    [
+        (
+            "tune.yaml --max_steps 2 --save_steps 1",
+            "tuned/checkpoint-2",
+            "go on from tuned/checkpoint-1,",
+            "--resume_from_checkpoint tuned/checkpoint-1",
+            "tuned",
+        ),
+        (
+            "restore.yaml --distil SHORT",
+            "restored/distil/checkpoint-2",
+            "go on from restored/distil/checkpoint-1,",
+            "",
+            "restored/model",
+        ),
+        ("restore.yaml", "restored/model", "Free some space, and run the same again.", "", "restored/model"),
+    ],
+    ids=["train", "stage", "restored"],
+)
+def test_after_a_full_disk_the_command_goes_on(command, unwritten, advice, again, result, folder, monkeypatch, capsys):
+    arguments = ["train", *(SHORT if word == "SHORT" else word for word in command.split())]
+    save = RopeSFTTrainer._save_optimizer_and_scheduler
+
+    def save_first(self, folder):
+        if self.state.global_step == 2:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+        save(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RopeSFTTrainer, "_save_optimizer_and_scheduler", save_first)
+        patch.setattr(restoration, "widen_tokenizer", Mock(side_effect=OSError(28, "No space left on device")))
+        assert cli.main(arguments) == 2
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("rope-patch train: "))
+    assert said.startswith(f"rope-patch train: {unwritten} could not be written, on a disk with ") and advice in said
+    assert cli.main([*arguments, *again.split()]) == 0
+    assert AutoModelForCausalLM.from_pretrained(folder / result)
 
 
 @pytest.fixture
