@@ -167,19 +167,23 @@ def lessons(
 
 
 def long_rows(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> Dataset:
-    """Rows of documents, each on its own, with exams in some of their pieces; the text goes on behind an exam."""
-    ids = tokenizer(documents, verbose=False)["input_ids"]
+    """Rows of documents, each on its own, with exams in some of their pieces; the text goes on behind an exam.
+
+    A row begins as the tokenizer begins a text, and no other piece of it does.
+    """
+    special = SpecialTokens.of(tokenizer)
+    ids = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
 
     def made() -> Iterator[dict[str, list[int]]]:
         rng = random.Random(1)
-        for document in ids:
+        for document in ([*plain, *special.end] for plain in ids):
             row: list[int] = []
             used = 0
-            while used + args.short <= len(document):
-                piece = document[used : used + args.short]
-                n_text = args.short
+            while used + args.short <= len(document) + len(begin := () if row else special.begin):
+                text = document[used : used + args.short - len(begin)]
+                piece, n_text = [*begin, *text], len(text)
                 if rng.random() < args.mix:
-                    exam = make_exam(rng.choice(KINDS), tokenizer, piece, args.short, args.spacing, rng)
+                    exam = make_exam(rng.choice(KINDS), tokenizer, text, args.short, args.spacing, rng, begin=begin)
                     piece, n_text = exam.ids, exam.n_text
                 row += piece
                 used += n_text
@@ -216,17 +220,19 @@ def teach(args: argparse.Namespace, tokenizer: Any) -> None:
     tokenizer.save_pretrained(args.taught)
 
 
-def sittings(tokenizer: Any, args: argparse.Namespace, haystack: list[int]) -> dict[Kind, dict[int, list[Exam]]]:
+def sittings(tokenizer: Any, args: argparse.Namespace, val: torch.Tensor) -> dict[Kind, dict[int, list[Exam]]]:
     """The exams of each kind and length, which all arms and seeds sit: a question for 256 tokens, 24 at most."""
+    begin = SpecialTokens.of(tokenizer).begin
+    haystack = val[:, len(begin) :].flatten().tolist()
     exams: dict[Kind, dict[int, list[Exam]]] = {}
     for kind in KINDS:
         rng = random.Random(7)
         exams[kind] = {length: [] for length in args.lengths}
         for length, _ in itertools.product(args.lengths, range(args.exams)):
-            begin = rng.randrange(len(haystack) - length + 1)
-            text = haystack[begin : begin + length]
-            exam = make_exam(kind, tokenizer, text, length, args.spacing, rng, min(24, max(8, length // 256)))
-            exams[kind][length].append(exam)
+            room, questions = length - len(begin), min(24, max(8, length // 256))
+            place = rng.randrange(len(haystack) - room + 1)
+            text = haystack[place : place + room]
+            exams[kind][length].append(make_exam(kind, tokenizer, text, length, args.spacing, rng, questions, begin))
     return exams
 
 
@@ -327,7 +333,7 @@ def main() -> None:
         teach(args, tokenizer)
     val = text_rows(tokenizer, texts(args.val, True), seq_len=max(args.lengths), n_rows=args.val_rows)
     rows = long_rows(list(texts(args.train, False)), tokenizer, args)
-    exams = sittings(tokenizer, args, val.flatten().tolist())
+    exams = sittings(tokenizer, args, val)
     abf = {"theta": args.theta, "max_position_embeddings": max(args.lengths)}
 
     def results(name: str, seed: int) -> Iterator[Line]:

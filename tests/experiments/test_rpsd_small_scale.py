@@ -10,7 +10,7 @@ import result_lines
 import rpsd_small_scale
 import torch
 from exams import KINDS
-from support.characters import character_tokenizer
+from support.characters import beginning_tokenizer, character_tokenizer
 from support.tiny import tiny
 
 from rope_patch import patch_model
@@ -35,7 +35,7 @@ def test_a_view_of_training_is_not_in_force_while_it_is_measured(texts):
     model = tiny(vocab_size=len(tokenizer))
     ids = torch.randint(3, len(tokenizer), (2, 4096))
     args = argparse.Namespace(lengths=[4096], exams=1, spacing=200, short=2048)
-    exams = rpsd_small_scale.sittings(tokenizer, args, ids.flatten().tolist())
+    exams = rpsd_small_scale.sittings(tokenizer, args, ids)
     assert [len(exam.answers) for exam in (exams["multikey"][4096][0], exams["ordinal"][4096][0])] == [16, 16]
     seen = []
     model.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.sum().item()))
@@ -60,6 +60,25 @@ def test_long_rows_are_the_text_with_exams_in_some_pieces():
     # without the exams, the text from its begin
     plain = "".join(QUESTION.sub("", SENTENCE.sub("", piece)).replace("\n", "") for piece in pieces)
     assert text.startswith(plain)
+
+
+def test_rows_and_exams_begin_as_the_tokenizer_begins_a_text():
+    """Each of them, and nowhere else: pieces of a row and texts of an exam come from the middle of texts."""
+    tokenizer = beginning_tokenizer()
+    bos = tokenizer.bos_token_id
+    text = "".join(random.Random(0).choices("abcdefgh ,.", k=60_000))
+    args = argparse.Namespace(short=2048, long=8192, spacing=200, mix=0.5, lengths=[4096], exams=4)
+    rows = rpsd_small_scale.long_rows([text, text[:9000]], tokenizer, args)["input_ids"]
+    assert len(rows) > 60_000 // 8192
+    for ids in rows:
+        assert len(ids) == 8192 and ids[0] == bos and bos not in ids[1:]
+    shown = "".join(tokenizer.decode(ids[1:]) for ids in rows[:-1])
+    plain = QUESTION.sub("", SENTENCE.sub("", shown)).replace("\n", "")
+    assert QUESTION.search(shown) and len(plain) > 30_000 and text.startswith(plain)  # none is lost between rows
+    val = torch.tensor([[bos, *tokenizer(text[:4200], add_special_tokens=False)["input_ids"]]] * 2)
+    for by_length in rpsd_small_scale.sittings(tokenizer, args, val).values():
+        for exam in by_length[4096]:
+            assert len(exam.ids) == 4096 and exam.ids[0] == bos and bos not in exam.ids[1:]
 
 
 @pytest.mark.slow
