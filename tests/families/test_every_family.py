@@ -15,6 +15,7 @@ from support.tiny import WINDOW, tokens
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch.attention.calls import sliding_window, watched_attention
 from rope_patch.capabilities import why_not_relative
 from rope_patch.distillation import (
     TAPE,
@@ -26,7 +27,7 @@ from rope_patch.distillation import (
     ViewTape,
 )
 from rope_patch.layout.labelled import Labelled
-from rope_patch.rotary import find_decoder
+from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.views import Skip, View
 
 N, SPLIT, SKIP = 20, 8, 30
@@ -99,6 +100,27 @@ def logits(model, ids):
 def same(actual, expected, what):
     error, scale = (actual - expected).abs().max().item(), expected.std().item()
     assert error <= 1e-4 * scale, f"{what}: off by {error / scale:.1e} standard deviations"
+
+
+@every_other_family_fast
+def test_the_window_of_a_layer_is_what_its_mask_shows(model):
+    """Where attention is done without Transformers' masks, windows are what is known of them."""
+    known, n = {"full_attention", "sliding_attention"}, 2 * N
+    if model is None or not known.issuperset(getattr(find_decoder(model).config, "layer_types", None) or ()):
+        return  # others keep their masks
+    windows, shown = [], []
+
+    def look(call):
+        if call.query.shape[2] == n and call.mask is not None:
+            last = call.mask[0, 0, -1]
+            shown.append(int((last if last.dtype == torch.bool else last == 0).sum()))
+        else:
+            shown.append(n)
+        windows.append(sliding_window(call, find_decoder(model).config) or n)
+
+    with watched_attention(find_causal_lm(model), look), torch.no_grad():
+        model(tokens(1, n), use_cache=False)
+    assert windows == shown
 
 
 def gradients(model):
