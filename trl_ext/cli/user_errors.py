@@ -46,7 +46,8 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
             # what one library is to change in its calls of another is nothing that a user of a command can mend
             warnings.simplefilter("ignore", FutureWarning)
             status = run() or 0
-            sys.stdout.flush()  # at its end Python would complain of what `head` does not read
+            if sys.stdout is not None:  # as with `>&-`
+                sys.stdout.flush()  # at its end Python would complain of what `head` does not read
             return status
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():

@@ -54,6 +54,11 @@ def test_output_that_nobody_reads_any_more_is_no_mistake(tmp_path):
         assert (done.returncode, done.stderr) == (141, ""), body
 
 
+def test_a_command_without_an_output_ends_as_with_one(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as of `rope-patch ... >&-`
+    assert run_command("tool", lambda: None) == 0
+
+
 def test_a_pipe_that_breaks_elsewhere_is_told(capsys):
     assert run_command("tool", raising(BrokenPipeError("a worker is gone"))) == 2
     assert "tool: a worker is gone" in capsys.readouterr().err
