@@ -277,12 +277,19 @@ class RopeSFTTrainer(SFTTrainer):
 
         Raises:
             ValueError: the checkpoint was trained under other frequencies, which would go on as another model, or with
-                another view, objective or option of theirs; or `output_dir` holds an adapter, and this run trains none.
+                another view, objective or option of theirs; no checkpoint is whole; or `output_dir` holds an adapter,
+                and this run trains none.
         """
         require_no_adapter_beside(self.model, str(self.args.output_dir))  # and not when all is trained, and saved
         if resume_from_checkpoint is True:
             # Trainer would take the newest, which a run that was killed while it saved leaves unfinished
-            checkpoint = last_checkpoint(Path(str(self.args.output_dir)))
+            output_dir = Path(str(self.args.output_dir))
+            checkpoint = last_checkpoint(output_dir)
+            if checkpoint is None and any(output_dir.glob("checkpoint-*")):
+                raise ValueError(
+                    f"{output_dir} has no whole checkpoint: a run that is killed while it saves its first leaves a "
+                    "part of one. Leave resume_from_checkpoint out, which begins anew."
+                )
             resume_from_checkpoint = True if checkpoint is None else str(checkpoint)
         folder = None if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
         if folder:

@@ -212,6 +212,14 @@ def test_a_disk_that_is_full_is_told_with_the_checkpoint_to_go_on_from(file, tmp
         again.save_model()
 
 
+def test_a_run_that_was_killed_in_its_first_save_is_told_to_begin_anew(tmp_path):
+    options = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer(tmp_path, **options).train()
+    (tmp_path / "checkpoint-1/trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="no whole checkpoint: .* Leave resume_from_checkpoint out"):
+        trainer(tmp_path, **options).train(resume_from_checkpoint=True)
+
+
 def test_evaluation_runs_under_true_positions(tmp_path):
     held_out = documents(4, seed=9)
     plain = trainer(tmp_path, eval_dataset=held_out)
