@@ -91,19 +91,26 @@ def _longest_first(texts: list[str]) -> list[str]:
 def _measurable(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -> tuple[list[str], str]:
     """`texts`, and nothing; where these are too few for their rows, of which one gives one, parts of them, and words.
 
+    As few parts of each as give the rows: short texts beside a long one give none, so that it has to give more.
+
     Raises:
         ValueError: there is too little even so.
     """
     try:
         _require(facts, texts, length, n_rows)
         return texts, ""
-    except ValueError:
-        n_parts = -(-n_rows // max(len(texts), 1))
-        if n_parts == 1:
-            raise
-    parts = [text[k * len(text) // n_parts : (k + 1) * len(text) // n_parts] for text in texts for k in range(n_parts)]
-    _require(facts, parts, length, n_rows)
-    return _longest_first(parts), f", cut into {len(parts)} parts"
+    except ValueError as error:
+        too_short = error
+    for n_parts in range(max(2, -(-n_rows // max(len(texts), 1))), n_rows + 1):
+        parts = _longest_first(
+            [text[k * len(text) // n_parts : (k + 1) * len(text) // n_parts] for text in texts for k in range(n_parts)]
+        )
+        try:
+            _require(facts, parts, length, n_rows)
+            return parts, f", cut into {len(parts)} parts"
+        except ValueError as error:
+            too_short = error
+    raise too_short
 
 
 def _require(facts: ModelFacts, texts: list[str], length: int, n_rows: int) -> None:

@@ -67,6 +67,21 @@ def test_few_long_documents_are_cut_into_parts_for_several_rows(n_documents, n_p
     assert found.said.endswith(f", cut into {n_parts} parts") == (n_parts > 1) and "Python" not in found.said
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_long_document_beside_short_ones_is_cut_for_all_rows(is_named, tmp_path):
+    long, short, trained = "a long one " * 250, "short " * 5, "word " * 300
+    if is_named:
+        for name, text in (("long", long), ("short", short)):
+            (tmp_path / f"{name}.txt").write_text(text)
+        held_out = (str(tmp_path / "short.txt"), str(tmp_path / "long.txt"))
+        found = read(tmp_path, [trained], n_rows=4, held_out=held_out)
+    else:  # the first and the eleventh are measured on
+        found = read(tmp_path, [long, *[f"{k} {trained}" for k in range(9)], short], n_rows=4)
+    assert found.said.endswith(", cut into 8 parts") and "Python" not in found.said
+    assert sorted("".join(found.held_out)) == sorted(long + short)
+    assert [len(text) >= 500 for text in found.held_out] == [True] * 4 + [False] * 4
+
+
 def test_held_out_files_are_taken_as_they_are(tmp_path):
     (tmp_path / "held.txt").write_text("other " * 300)
     found = read(tmp_path, ["word " * 300], held_out=(str(tmp_path / "held.txt"),))
