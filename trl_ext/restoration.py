@@ -300,7 +300,15 @@ def _write_card(
 
 def _config(stage: str, settings: dict[str, Any]) -> RopeSFTConfig:
     _require_fields(stage, settings)
-    return RopeSFTConfig(**settings)
+    try:
+        return RopeSFTConfig(**settings)
+    except ValueError as error:
+        if "support bf16/gpu" not in str(error):  # of Transformers, for lack of a GPU
+            raise
+        raise ValueError(
+            "there is no GPU that torch can see. use_cpu true and bf16 false, both in distil and in extend, train on "
+            "the CPU, which is slow."
+        ) from error
 
 
 def _require_fields(stage: str, settings: Mapping[str, Any]) -> None:

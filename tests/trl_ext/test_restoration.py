@@ -470,6 +470,16 @@ def test_what_both_stages_share_is_asked_before_the_first(options, peft, text, f
     assert not (folder / "out").exists()
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_a_gpu_the_fields_for_a_cpu_are_named(stage, folder, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    stages = {name: {**STAGES[name], "use_cpu": name != stage, "bf16": name == stage} for name in STAGES}
+    said = "no GPU that torch can see. use_cpu true and bf16 false, both in distil and in extend, train on the CPU"
+    with pytest.raises(ValueError, match=said):
+        restore(folder / "tiny", DOCUMENTS, folder / "out", rescale="pi", rescale_args={"factor": 4.0}, **stages)
+    assert not (folder / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("steps", "rows", "read"), [(3, 10, 10), (2, 10, 8), (4, 10, 14), (5, 10, 18), (6, 10, 20), (3, 12, 12), (1, 3, 3)]
 )
