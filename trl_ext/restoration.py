@@ -220,7 +220,7 @@ def restore(
             logger.warning(f"{name}: {coverage} {_reading(config, len(rows[name]))}")
     plan["documents"] = _digest(documents)
     files = model_files(str(Path(model, of_hub.get("subfolder") or "")))
-    require_same_settings(record, plan, "output_dir")
+    require_same_settings(record, plan, "output_dir", {"documents": "contents of the documents"})
     require_same_model(record, str(model), files, "output_dir")
     ranks = PartialState()  # each of which runs all this; the first one writes
     ranks.wait_for_everyone()

@@ -12,18 +12,42 @@ from typing import Any
 _STEP = re.compile(r"^checkpoint-(\d+)$")
 
 
-def require_same_settings(file: Path, settings: Mapping[str, Any], option: str) -> None:
-    """Raise ValueError if an earlier run, recorded in `file`, has other settings; `option` names another folder."""
+def require_same_settings(
+    file: Path, settings: Mapping[str, Any], option: str, hashed: Mapping[str, str] | None = None
+) -> None:
+    """Raise ValueError if an earlier run has other settings.
+
+    Args:
+        file: that the run is recorded in.
+        settings: of this one; of those that are mappings the entries that differ are told.
+        option: names another folder, for the message.
+        hashed: of settings that are hashes, which tell nobody anything, what they are of.
+    """
     if not file.is_file():
         return
     recorded = json.loads(file.read_text(encoding="utf-8"))
-    other = [
-        f"{name} {recorded.get(name)!r} there and {here!r} here"
-        for name, here in settings.items()
-        if recorded.get(name) != here
-    ]
+    other: list[str] = []
+    for name, here in settings.items():
+        there = recorded.get(name)
+        if there == here:
+            continue
+        if hashed is not None and name in hashed:
+            other.append(f"{hashed[name]} changed")
+        elif isinstance(there, Mapping) and isinstance(here, Mapping):
+            entries = {**there, **here}
+            other += [_differing(f"{name}: {k}", there, here, k) for k in entries if _said(there, k) != _said(here, k)]
+        else:
+            other.append(_differing(name, recorded, settings, name))
     if other:
         raise ValueError(f"{file.parent} holds a run with other settings: {', '.join(other)}. Use another {option}.")
+
+
+def _differing(name: str, there: Mapping[str, Any], here: Mapping[str, Any], key: str) -> str:
+    return f"{name} {_said(there, key)} there and {_said(here, key)} here"
+
+
+def _said(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"
 
 
 def record_settings(file: Path, settings: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from trl_ext.run_folder import Stopwatch, last_checkpoint, record_settings
+from trl_ext.run_folder import Stopwatch, last_checkpoint, record_settings, require_same_settings
 
 
 def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path):
@@ -17,6 +17,20 @@ def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path):
         if state is not None:
             (checkpoint / "trainer_state.json").write_text(state)
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_settings_that_differ_are_told_entry_by_entry_and_hashes_in_words(tmp_path):
+    file, begun = tmp_path / "run.json", {"seed": 0, "stage": {"steps": 2, "rate": 1e-3}, "text": "0d46"}
+    require_same_settings(file, begun, "--output")
+    record_settings(file, begun)
+    require_same_settings(file, begun, "--output", {"text": "contents of --data"})
+    other = {"seed": 1, "stage": {"steps": 3, "rate": 1e-3, "mix": None}, "text": "0d47"}
+    with pytest.raises(ValueError) as error:
+        require_same_settings(file, other, "--output", {"text": "contents of --data"})
+    assert str(error.value) == (
+        f"{tmp_path} holds a run with other settings: seed 0 there and 1 here, stage: steps 2 there and 3 here, "
+        "stage: mix not set there and None here, contents of --data changed. Use another --output."
+    )
 
 
 @pytest.mark.parametrize("kind", ["settings", "seconds"])

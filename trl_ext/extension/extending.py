@@ -152,7 +152,12 @@ class _Run:
             **options.recorded(),
             "contents": [files_hash(file) for file in (*options.data, *options.held_out) if Path(file).is_file()],
         }
-        require_same_settings(self.record, self.settings, "--output, or the options that it was begun with")
+        require_same_settings(
+            self.record,
+            self.settings,
+            "--output, or the options that it was begun with",
+            {"contents": "contents of --data or --held-out"},
+        )
         self.model_files = model_files(options.model)
         require_same_model(self.record, options.model, self.model_files, "--output")
         self.choices = self._choices()

@@ -298,7 +298,7 @@ def test_other_options_or_other_text_are_refused_in_a_folder_that_was_begun(fold
         run(rows=8)
     with (folder / "books.jsonl").open("a") as file:
         file.write(json.dumps({"text": "more"}) + "\n")
-    with pytest.raises(ValueError, match="holds a run with other settings: contents"):
+    with pytest.raises(ValueError, match="other settings: contents of --data or --held-out changed. Use"):
         run()
 
 
