@@ -211,6 +211,11 @@ def require_model(model: ModelConfig, revision: str | None = None) -> None:
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path must name the model, a hub id or the folder of a checkpoint.")
     require_no_adapter(model.model_name_or_path, "model_name_or_path")
+    if model.model_revision not in (None, "main") and Path(model.model_name_or_path).is_dir():
+        raise ValueError(
+            f"model_revision {model.model_revision} is of a model on the hub, and {model.model_name_or_path} is a "
+            "folder: leave it out, or name the model by its hub id."
+        )
     require_checkpoint(model.model_name_or_path, "model_name_or_path", revision or model.model_revision)
     require_tokenizer(model.model_name_or_path, "model_name_or_path")
     if model.use_peft:

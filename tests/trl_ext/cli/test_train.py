@@ -202,6 +202,14 @@ def test_accelerate_launches_the_command(folder):
     assert (folder / "tuned" / "config.json").is_file()
 
 
+@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("restore.yaml", "restored")])
+def test_a_revision_of_a_folder_is_refused(recipe, output, folder, capsys):
+    """It had no effect, as in `rope-patch extend`, which refuses it too."""
+    assert cli.main(["train", recipe, "--model_revision", "v2"]) == 2
+    assert "model_revision v2 is of a model on the hub, and model is a folder: leave it out" in capsys.readouterr().err
+    assert not (folder / output).exists()
+
+
 def test_a_restoration_is_known_by_its_keys_and_flags(folder):
     assert is_restoration(["--config", "restore.yaml"])
     assert not is_restoration(["--config", "tune.yaml"])
