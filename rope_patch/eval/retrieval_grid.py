@@ -163,7 +163,7 @@ class RetrievalGrid(Result):
         all_axes[len(results)].set_ylabel("mean; grey: from worst\nto best wording; dotted:\nteacher-forced")
         first = next(iter(results.values()))
         figure.suptitle(f"{first.kind}: accuracy in percent, as written; prompts a depth: {first.trials}")
-        figure.colorbar(image, ax=all_axes[: len(results)])
+        figure.colorbar(image, ax=all_axes[: len(results)], format=lambda share, _: f"{100 * share:.0f}")
         return figure
 
     @classmethod

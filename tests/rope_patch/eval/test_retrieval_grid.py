@@ -56,3 +56,11 @@ def test_both_measures_come_from_one_grid_and_are_named_apart(by_its_own):
     assert RetrievalGrid.column == "as_written"
     older = RetrievalGrid.from_dict({k: v for k, v in grid.to_dict().items() if k not in ("forced_scores", "said")})
     assert older.forced_by_length == [None] and older.table()[-1]["teacher_forced"] is None
+
+
+def test_the_shades_of_a_figure_are_in_percent_as_its_numbers_are():
+    grid = passkey(lookup(), TOKENIZER, [600], depths=(0.5,), trials=1, progress=False)
+    figure = RetrievalGrid.figure({"one": grid})
+    figure.canvas.draw()
+    shown = [label.get_text() for label in figure.axes[-1].get_yticklabels()]
+    assert (shown[0], shown[-1]) == ("0", "100")
