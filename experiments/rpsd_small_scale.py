@@ -179,8 +179,11 @@ def long_rows(documents: list[str], tokenizer: PreTrainedTokenizerBase, args: ar
         for document in ([*plain, *special.end] for plain in ids):
             row: list[int] = []
             used = 0
-            while used + args.short <= len(document) + len(begin := () if row else special.begin):
+            while True:
+                begin = () if row else special.begin
                 text = document[used : used + args.short - len(begin)]
+                if len(begin) + len(text) < args.short:
+                    break
                 piece, n_text = [*begin, *text], len(text)
                 if rng.random() < args.mix:
                     exam = make_exam(rng.choice(KINDS), tokenizer, text, args.short, args.spacing, rng, begin=begin)

@@ -226,7 +226,7 @@ def restore(
     ranks.wait_for_everyone()
     # a lock is of the file that was there when it was taken: one that is there is not written anew
     if ranks.is_main_process and not record.is_file():
-        record_settings(record, {**plan, "model_files": files, "model_commit": commit})
+        record_settings(record, {**plan, "model_files": files, "model_commit": commit}, "output_dir")
     with only_run(record, "output_dir") if ranks.is_main_process else nullcontext():
         stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
 

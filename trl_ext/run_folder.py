@@ -50,10 +50,25 @@ def _said(values: Mapping[str, Any], key: str) -> str:
     return repr(values[key]) if key in values else "not set"
 
 
-def record_settings(file: Path, settings: Mapping[str, Any]) -> None:
-    """Make the folder of `file` the run's."""
+def record_settings(file: Path, settings: Mapping[str, Any], option: str) -> None:
+    """Make the folder of `file` the run's.
+
+    Args:
+        file: that is not there.
+        settings: of the run.
+        option: names another folder, for the message.
+
+    Raises:
+        ValueError: another process has begun a run there meanwhile.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, settings)
+    with _written_beside(file, settings) as beside:
+        try:
+            os.link(beside, file)
+        except FileExistsError as error:
+            raise ValueError(_in_use(file.parent, option)) from error
+        except OSError:  # a file system without such links
+            os.replace(beside, file)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -76,10 +91,16 @@ def is_whole(checkpoint: Path) -> bool:
 
 def write_whole(file: Path, values: Mapping[str, Any]) -> None:
     """Write `values` as JSON; a process that is stopped meanwhile leaves the file as it was before."""
-    beside = file.with_name(f"{file.name}.new")
+    with _written_beside(file, values) as beside:
+        os.replace(beside, file)
+
+
+@contextmanager
+def _written_beside(file: Path, values: Mapping[str, Any]) -> Iterator[Path]:
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        os.replace(beside, file)
+        yield beside
     finally:
         beside.unlink(missing_ok=True)
 
@@ -109,15 +130,16 @@ def only_run(path: Path, option: str) -> Iterator[None]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(
-                f"{path if is_folder else path.parent} is in use: another process writes there. Wait for it, stop it, "
-                f"or use another {option}."
-            ) from error
+            raise ValueError(_in_use(path if is_folder else path.parent, option)) from error
         except OSError:  # a file system without locks
             pass
         yield
     finally:
         os.close(held)
+
+
+def _in_use(folder: Path, option: str) -> str:
+    return f"{folder} is in use: another process writes there. Wait for it, stop it, or use another {option}."
 
 
 class Stopwatch:

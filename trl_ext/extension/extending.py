@@ -190,7 +190,7 @@ class _Run:
                 "model_commit": self.facts.commit,
                 "choices": self.choices.to_dict(),
             }
-            record_settings(self.record, {**self.settings, **recorded})
+            record_settings(self.record, {**self.settings, **recorded}, "--output")
         with only_run(self.record, "--output"):
             if resumes:
                 self._tell_resumed()
