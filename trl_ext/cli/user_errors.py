@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from ..rank_failures import is_started_rank, leave_failure
 from .parsing import USER_ERROR
@@ -57,11 +58,18 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
             raise
         text = f"{command}: {message} ({_TRACEBACK}=1 shows where this comes from.)"
         if not is_started_rank():
-            print(text, file=sys.stderr)
+            _tell(text)
             return USER_ERROR
         status = 1 if message is None else USER_ERROR
         leave_failure(traceback.format_exc().rstrip() if message is None else text, status)
         return status
+
+
+def _tell(text: str) -> None:
+    """Print a line on stderr, in place of the bar of progress that stands there and not behind it."""
+    tqdm = sys.modules.get("tqdm")  # where it is not imported there is no bar
+    with nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr):
+        print(text, file=sys.stderr)
 
 
 def _nobody_reads() -> bool:

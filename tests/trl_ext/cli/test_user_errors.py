@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tqdm.auto import tqdm
 
 from trl_ext import rank_failures
 from trl_ext.cli.user_errors import EXTRAS, run_command
@@ -25,6 +26,12 @@ def raising(error):
 def test_a_mistake_is_one_line_and_ends_with_2(error, capsys):
     assert run_command("tool", raising(error)) == 2
     assert capsys.readouterr().err == "tool: a b (ROPE_PATCH_TRACEBACK=1 shows where this comes from.)\n"
+
+
+def test_a_mistake_stands_in_a_line_of_its_own_where_a_bar_of_progress_was(capsys):
+    with tqdm(total=3):
+        assert run_command("tool", raising(ValueError("a b"))) == 2
+    assert "tool: a b (ROPE_PATCH_TRACEBACK=1 shows where this comes from.)" in capsys.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize(
