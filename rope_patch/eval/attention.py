@@ -82,15 +82,15 @@ class AttentionDistance(Result):
 
         figure, (left, right) = new_figure(2, share_y=False)
         first = next(iter(results.values()))
-        groups = [f"{compact(a)}-" for a in first.edges[:-1]]
+        groups = [compact(a) for a in first.edges[:-1]]
         for axes, name, label in (
             (left, "mass", "attention weight"),
             (right, "count", f"weights above {first.threshold:g} per query"),
         ):
             means = {k: [sum(c) / len(c) for c in zip(*getattr(r, name), strict=True)] for k, r in results.items()}
             draw_bars(axes, groups, means)
-            axes.tick_params(axis="x", labelsize=7)
-            axes.set(xlabel="distance (tokens)", ylabel=label)
+            axes.tick_params(axis="x", labelsize=9, rotation=60)  # of 18 bars in rows of 131072
+            axes.set(xlabel="distance (tokens), its lower end", ylabel=label)
         figure.suptitle(f"last {first.last} queries of {first.seq_len} tokens, mean over layers and heads")
         add_legend(figure, left)
         return figure
@@ -152,6 +152,7 @@ class EntropyRatio(Result):
             axes.plot(result.by_layer, marker="o", markersize=3, label=label)
         axes.axhline(1, color="0.4", linewidth=1)
         axes.set(title="attention entropy, beyond the window over within", xlabel="layer", ylabel="ratio")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.25)
         add_legend(figure, axes)
         return figure
