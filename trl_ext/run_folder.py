@@ -97,7 +97,7 @@ def write_whole(file: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _written_beside(file: Path, values: Mapping[str, Any]) -> Iterator[Path]:
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    beside = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         yield beside
