@@ -284,6 +284,7 @@ def least_to_most(difference):
     return f"{size(difference[0])} {{}}({size(low)} to {size(high)})"
 
 
+@pytest.mark.slow
 def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     runs = lines_of("keeping-seeds-h100.jsonl")
     page, said = (RESULTS / "keeping.md").read_text(), text_of("docs/results/keeping.md")
@@ -326,6 +327,7 @@ def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     assert "{} to {} seconds in place of {} to {}".format(*times) in said
 
 
+@pytest.mark.slow
 def test_what_twice_the_rows_gave_is_told_as_the_file_has_it():
     runs, said = lines_of("keeping-long-h100.jsonl"), text_of("docs/results/keeping.md")
     assert keeping_results.tables(runs).split("\n\n")[0] in (RESULTS / "keeping.md").read_text()

@@ -97,6 +97,7 @@ def losses(run):
     return [mean_of(run["loss_by_position"], *span) for span in SPANS]
 
 
+@pytest.mark.slow
 def test_losses_and_short_text_of_three_seeds_are_those_of_their_file(arms):
     said, native = text_of("docs/results/restoration.md"), arms["native"][0]
     by = restoration_results.measures([native])

@@ -44,6 +44,7 @@ def keywords() -> list[tuple[str, str]]:
     return [(i.partition("::")[0], "\t".join([i.partition("::")[2], *words])) for _, i, *words in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("matrix", "name"), [(matrix, name) for matrix, registry in REGISTRIES.items() for name in registry]
 )

@@ -48,11 +48,13 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
+@pytest.mark.slow
 def test_a_view_of_an_installed_package_is_known_to_the_commands(installed):
     done = installed()("methods", "stretched-far")
     assert done.returncode == 0 and "stretched-far, a view" in done.stdout and "Take it in tests." in done.stdout
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_imported_is_told_and_left_out(installed):
     done = installed("import nothing_of_this_name\n")("methods", "skip")
     assert done.returncode == 0 and "skip, a view" in done.stdout

@@ -22,6 +22,7 @@ def compiled_anew():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_view_that_comes_after_the_first_compiled_call_takes_effect_and_ends():
     model, ids = tiny(), tokens(2, 12)

@@ -120,6 +120,7 @@ def test_ctrl_c_stops_the_ranks_and_the_command(monkeypatch, capsys):
     assert "Stopped." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_but_the_first_say_errors_alone():
     code = """
 import logging, warnings

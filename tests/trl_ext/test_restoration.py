@@ -119,6 +119,7 @@ def changed(folder):
     return {name.split(".")[-2] for name, value in after.items() if not torch.equal(value, before[name])}
 
 
+@pytest.mark.slow
 def test_q_k_and_v_are_trained_in_both_stages(folder):
     """As in the paper, sections 3.4 and 4.1; all weights if asked."""
     qkv = {"q_proj", "k_proj", "v_proj"}
@@ -394,7 +395,7 @@ def test_other_text_or_another_model_in_the_same_folder_is_refused(folder, monke
 
 
 @pytest.mark.parametrize("asked", [{"revision": "dev"}, {}], ids=["dev", "none"])
-@pytest.mark.parametrize("peft", [True, False], ids=["lora", "qkv"])
+@pytest.mark.parametrize("peft", [pytest.param(True, marks=pytest.mark.slow), False], ids=["lora", "qkv"])
 def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(peft, asked, folder, monkeypatch):
     whole = run(folder, "whole", peft=peft)
     hub = {"model": "owner/base", "model_init_kwargs": asked}

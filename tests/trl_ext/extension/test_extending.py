@@ -106,7 +106,7 @@ def stop_training(monkeypatch):
     monkeypatch.setattr(training_module, "ShortRowsTrainer", with_stop)
 
 
-@pytest.mark.parametrize(("train", "lora_rank"), [("all", None), ("lora", 4)])
+@pytest.mark.parametrize(("train", "lora_rank"), [("all", None), pytest.param("lora", 4, marks=pytest.mark.slow)])
 def test_an_interrupted_training_goes_on_to_the_same_weights(train, lora_rank, folder, quick, weights, monkeypatch):
     whole = run(output="whole", train=train, lora_rank=lora_rank)
     with monkeypatch.context() as patch:
@@ -134,6 +134,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(train, lora_rank, f
     assert one.keys() == other.keys() and whole.table == parts.table and whole.verdict == parts.verdict
 
 
+@pytest.mark.slow
 def test_a_training_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before(folder, quick, weights):
     """Weights, optimizer and the trainer's state are written one after the other: of a large model in minutes."""
     whole = run()
@@ -201,6 +202,7 @@ def test_a_finished_run_is_not_done_again_and_takes_another_target(folder, quick
     assert set(more.commands) == {"transformers", "sglang"} and (folder / "out/model-sglang/config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_folder_in_which_another_process_extends_is_refused(folder, quick, monkeypatch):
     """A run that seems to hang, or whose terminal was lost, is easily started again beside itself."""
 
@@ -349,7 +351,7 @@ def test_of_large_files_both_ends_are_looked_at(tmp_path, monkeypatch):
     assert model_files_module.model_files("someone/on-the-hub") == {}
 
 
-@pytest.mark.parametrize("train", ["all", "lora"])
+@pytest.mark.parametrize("train", ["all", pytest.param("lora", marks=pytest.mark.slow)])
 def test_a_revision_of_a_model_on_the_hub_is_taken_and_named(train, hub, quick, monkeypatch):
     found = {}
 
@@ -369,7 +371,7 @@ def test_a_revision_of_a_model_on_the_hub_is_taken_and_named(train, hub, quick, 
         run(**{**options, "model_revision": "v1.1"})
 
 
-@pytest.mark.parametrize("train", ["all", "lora"])
+@pytest.mark.parametrize("train", ["all", pytest.param("lora", marks=pytest.mark.slow)])
 def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(train, folder, quick, monkeypatch, weights):
     def write(to, shift=0.0):
         shutil.copytree(folder / "base", to, dirs_exist_ok=True)

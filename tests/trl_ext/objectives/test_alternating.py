@@ -25,6 +25,7 @@ def test_each_step_has_the_loss_of_its_own_objective(way, tmp_path):
         assert entry == pytest.approx(alone, rel=1e-4, nan_ok=True), step
 
 
+@pytest.mark.slow
 def test_it_extends_and_restores_at_once(tmp_path):
     """Against the run without it: relations stay nearer to those of the pretrained model."""
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
