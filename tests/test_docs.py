@@ -233,6 +233,7 @@ def test_the_table_of_arms_that_mend_the_recipe_is_that_of_its_file():
     assert f"More replies of keep-2 end here, {short(arms['keep-2'][7])} beside {short(arms['native'][7])}" in page
 
 
+@pytest.mark.slow
 def test_the_table_of_the_last_ideas_is_that_of_its_files():
     runs = lines_of("keeping-arms-h100.jsonl")
     tables = keeping_results.tables(runs).split("\n\n")
@@ -365,6 +366,7 @@ def test_what_twice_the_rows_gave_is_told_as_the_file_has_it():
     assert f"KL {kl['no-kl-2-slow-long']} in place of {recipes}" in readme
 
 
+@pytest.mark.slow
 def test_questions_about_a_paragraph_are_told_as_their_files_have_them():
     runs = lines_of("keeping-long-h100.jsonl", "keeping-squad-h200.jsonl")
     page, said = (RESULTS / "keeping.md").read_text(), text_of("docs/results/keeping.md")
@@ -511,6 +513,7 @@ def test_the_tables_of_several_gpus_are_those_of_their_file():
 GEMMA = ("keeping-gemma-h200.jsonl", "keeping-gemma-h100.jsonl")
 
 
+@pytest.mark.slow
 def test_tables_of_the_second_model_are_those_of_the_files():
     runs = lines_of(*GEMMA)
     tables = keeping_results.tables(runs).split("\n\n")

@@ -66,6 +66,7 @@ print(is_kernels_available())
     assert available == "False" or installed
 
 
+@pytest.mark.slow
 def test_transformers_imports_from_the_root_with_a_kernels_distribution(kernels_distribution):
     code = """
 from transformers import LlamaForCausalLM
@@ -86,6 +87,7 @@ def test_rope_kernels_adds_torch_only():
     assert not added & {"triton", "transformers", "trl", "rope_patch", "trl_ext"}
 
 
+@pytest.mark.slow
 def test_objectives_do_not_import_the_config_that_lists_them():
     printed = run_in_root("import sys\nimport trl_ext.objectives\nprint('trl_ext.config' in sys.modules)")
     assert printed.splitlines()[-1] == "False"

@@ -7,6 +7,7 @@ import pytest
 import row_masks
 
 
+@pytest.mark.slow
 def test_each_case_is_timed_with_masks_and_without(tmp_path, monkeypatch):
     out = tmp_path / "times.jsonl"
     arguments = ["row_masks.py", "--quick", "--tokens", "600", "--repeats", "1", "--out", str(out)]

@@ -154,6 +154,7 @@ def test_an_answer_ends_with_its_sentence(tokenizer, student):
         keeping_evidence.sampled_answers(student, [rows[0], *rows_of(tokenizer, 1, length=500)], index, ENDS, 0)
 
 
+@pytest.mark.slow
 def test_a_seed_determines_what_is_learnt(tokenizer, native):
     def learnt(seed):
         model = patch_model(copy.deepcopy(native), "ntk", factor=16.0)
@@ -167,6 +168,7 @@ def test_a_seed_determines_what_is_learnt(tokenizer, native):
     assert log == again != other and torch.equal(weight, weight_again)
 
 
+@pytest.mark.slow
 def test_the_student_comes_nearer_to_the_teacher(tokenizer, student, native):
     before = {name: weight.detach().clone() for name, weight in native.named_parameters()}
     rows = rows_of(tokenizer, 2, length=360, facts=2) * 4 * 12  # 12 steps of the same two

@@ -61,6 +61,7 @@ def test_the_result_is_checked_in_a_process_without_this_package(tmp_path):
     assert torch.equal(reloaded(tmp_path / "out")(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 def test_a_result_that_is_another_model_is_not_left_behind(tmp_path, monkeypatch):
     from rope_patch.export import exporting
 

@@ -52,6 +52,7 @@ def is_of_v1(folder):
     return "one" in tokenizer.get_vocab() and "one" in tokenizer.chat_template and generation["max_new_tokens"] == 1
 
 
+@pytest.mark.slow
 def test_export_of_a_folder(adapter, tmp_path):
     export(adapter, tmp_path / "out")
     assert is_of_v1(tmp_path / "out")
@@ -63,6 +64,7 @@ def test_export_of_a_model_in_memory(adapter, tmp_path):
     assert is_of_v1(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_export_of_the_command_line(adapter, tmp_path):
     main(["export", str(adapter), "--output", str(tmp_path / "out")])
     assert is_of_v1(tmp_path / "out")

@@ -57,7 +57,7 @@ def test_what_flex_attention_costs_without_compiling_is_not_warned_of(check, mon
     assert not [str(w.message) for w in recwarn if "flex_attention called" in str(w.message)]
 
 
-@pytest.mark.parametrize("n_tokens", ["64", "200"])
+@pytest.mark.parametrize("n_tokens", ["64", pytest.param("200", marks=pytest.mark.slow)])
 def test_a_model_that_was_never_trained_is_not_called_wrong(check, n_tokens):
     """Its weights are as small as they are drawn, and so its KLs, which rounding alone made negative or moved."""
     config = LlamaConfig(

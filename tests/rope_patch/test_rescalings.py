@@ -71,6 +71,7 @@ def test_reload_gives_the_same_bits(family, method, tmp_path):
     assert isinstance(json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"], int)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_reload_in_a_new_process_without_this_package(tmp_path):
     model = patch_model(tiny(), "yarn", factor=FACTOR)

@@ -97,6 +97,7 @@ def test_adapters_that_are_added_and_merged_later(safe, tmp_path):
         require_reload(model, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_compiled_after_the_wrapping(tmp_path):
     model = wrapped(patched(tiny()))
     compiled = torch.compile(model, backend="eager")

@@ -66,6 +66,7 @@ def test_the_demo_ends_with_what_changed_an_answer_and_the_next_command(small, m
     assert again.splitlines()[-3:] == printed.splitlines()[-3:]
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_training_is_one_line_and_the_same_command_goes_on(small, monkeypatch, capsys):
     step = training_module.ShortRowsTrainer.training_step
     with monkeypatch.context() as patch:

@@ -154,6 +154,7 @@ def test_a_training_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_b
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_what_a_killed_export_has_left_is_removed(folder, quick, monkeypatch):
     unfinished = folder / "out/.model-unfinished-abc"
 
