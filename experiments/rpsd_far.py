@@ -59,6 +59,7 @@ from rope_patch import patch_model
 from rope_patch.eval import attention_distance, loss_by_position, read_texts, text_rows
 from rope_patch.eval.harness import require_lm_eval
 from rope_patch.special_tokens import SpecialTokens, cut_document
+from trl_ext.run_folder import write_whole
 
 QUESTIONS = 24  # of an exam
 FACTORS = (1, 2, 4)  # of YaRN on top of ABF; 1 is ABF alone
@@ -133,9 +134,7 @@ def match(args: argparse.Namespace, data: Data) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             return mean_kl(extend(arm, base, rows, data.tokenizer, still, seed, Path(scratch))["log"])
 
-    unfinished = args.matched.with_name(args.matched.name + ".unfinished")  # other processes wait for the whole file
-    unfinished.write_text(json.dumps(matched(kl, args.row, args.steps)))
-    unfinished.rename(args.matched)
+    write_whole(args.matched, matched(kl, args.row, args.steps))  # other processes wait for the file
 
 
 def taught(args: argparse.Namespace, data: Data, seed: int) -> Path:
