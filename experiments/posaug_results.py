@@ -12,7 +12,7 @@ from typing import Any
 
 from paired_results import head, in_brackets, over_seeds, row, seed_pairs
 from result_lines import held, orderings, runs_by_arm, spread
-from rpsd_far_results import cells_of, exam_table, place_table
+from rpsd_far_results import cells_of, exam_table, place_table, seed_table
 
 Run = dict[str, Any]
 
@@ -97,7 +97,7 @@ def tables(runs: list[Run]) -> str:
         parts += [loss_table(by_arm), gain_table(by_arm)]
     if examined := runs_by_arm([run for same in by_arm.values() for run in same if run["exams"]]):
         cells = cells_of(next(iter(examined.values()))[0])
-        parts += [exam_table(examined, "baseline"), place_table(examined, cells)]
+        parts += [exam_table(examined, "baseline"), seed_table(examined, cells), place_table(examined, cells)]
     if known:
         parts.append("\n".join(orderings(FURTHER, known, further)))
     return "\n\n".join(parts)

@@ -100,6 +100,15 @@ def above_table(by_arm: dict[str, list[Run]], arm: str) -> str:
     return "\n".join(lines)
 
 
+def seed_table(by_arm: dict[str, list[Run]], cells: list[tuple[str, int, int]]) -> str:
+    """Markdown: shares of right answers of these cells, seed by seed."""
+    lines = head(["arm", *(f"{kind} {length}" for kind, length, _ in cells)])
+    for arm, same in by_arm.items():
+        of_cells = [[f"{fmean(by_exam([run], kind, length)):.2f}" for run in same] for kind, length, _ in cells]
+        lines.append(markdown_row([arm, *(" / ".join(shares) for shares in of_cells)]))
+    return "\n".join(lines)
+
+
 def place_table(by_arm: dict[str, list[Run]], cells: list[tuple[str, int, int]]) -> str:
     """Markdown: shares of right answers of these cells by where in the row the sentence is."""
     lines = head(["arm", *(f"{kind} {length} by place of the answer, in fifths" for kind, length, _ in cells)])
