@@ -158,7 +158,7 @@ class _NoisyFlexAttention:
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         words = torch.randint(-(2**31), 2**31, call.query.shape[:2], dtype=torch.int32, device=call.query.device)
-        noise = HashedNoise(words, self.strength)
+        noise = HashedNoise(words, torch.full((), self.strength, device=words.device))
         return call.with_inputs(call.query, call.key, call.value, call.mask, position_bias=noise)
 
 
@@ -170,14 +170,15 @@ class HashedNoise:
 
     Args:
         words: a draw for each row and head, int32 of all 32 bits, [batch, n_heads].
-        strength: standard deviation.
+        strength: standard deviation, float32, []. Where one process had two, torch.compile makes a symbol of a float,
+            which the backward of flex attention refuses.
 
     Source: of the hash, github.com/skeeto/hash-prospector; G. Box and M. Muller, "A note on the generation of random
         normal deviates", 1958.
     """
 
     words: torch.Tensor
-    strength: float
+    strength: torch.Tensor
 
     def __getitem__(self, place: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Noise of (row, head, query, key), integer tensors that broadcast, as float32."""

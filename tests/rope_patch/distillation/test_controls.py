@@ -1,17 +1,20 @@
 """Controls of self-distillation against plain passes with the same noise, written by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.batches import batch, documents_of
 from support.tiny import tiny
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
 
 from rope_patch import patch_model
 from rope_patch.distillation import TAPE, Control, SelfDistiller, ViewConsistency, ViewTape
-from rope_patch.distillation.controls import HashedNoise
+from rope_patch.distillation.controls import HashedNoise, _NoisyFlexAttention
 from rope_patch.layout.labelled import Labelled
 
 STRENGTH = 0.3
@@ -53,7 +56,7 @@ def hashed(query):
     words = torch.randint(-(2**31), 2**31, sizes[:2], dtype=torch.int32, device=query.device)
     row, head, one, other = (torch.arange(size, device=query.device) for size in sizes)
     places = row[:, None, None, None], head[:, None, None], one[:, None], other
-    noise = HashedNoise(words, 1.0)[places]
+    noise = HashedNoise(words, torch.tensor(1.0, device=query.device))[places]
     assert noise.shape == sizes
     return noise
 
@@ -151,6 +154,37 @@ def test_flex_attention_has_the_gradients_of_its_noise(checkpointing):
         assert error < 5e-3, f"gradient of {name} is off by {error:.1e}"
 
 
+def test_strengths_of_noise_share_one_compiled_flex_attention():
+    """A float would be made a symbol at the second strength, which the backward of flex attention refuses."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled, query = torch.compile(flex_attention, backend=counter), torch.randn(1, 2, 128, 16)
+    for strength in (0.5, 1.0, 2.0):
+        call = SimpleNamespace(
+            query=query, key=query, value=query, mask=None, with_inputs=lambda *_, position_bias: position_bias
+        )
+        noise = _NoisyFlexAttention(strength)(call)
+
+        def moved(score, *place, noise=noise):
+            return score + noise[place]
+
+        result = compiled(query, query, query, score_mod=moved)
+        torch.testing.assert_close(result, flex_attention(query, query, query, score_mod=moved))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+def test_gradients_of_two_strengths_in_one_process():
+    data = {name: x.cuda() for name, x in batch("plain").items()}
+    model = tiny("qwen3", "flex_attention", head_dim=16, hidden_size=64).cuda().train()
+    norms = []
+    for strength in (0.5, 1.0, 2.0):
+        model.zero_grad()
+        run(model, data, "attention_noise", strength=strength)
+        norms.append(sum(float(p.grad.norm()) for p in model.parameters()))
+    assert all(map(math.isfinite, norms)) and len(set(norms)) == 3
+
+
 @pytest.mark.gpu
 def test_noise_of_long_rows_takes_no_mask():
     length = 16384
@@ -190,7 +224,7 @@ def test_hashed_noise_is_its_formula_in_exact_arithmetic():
         return 0.5 * radius * math.cos(2 * math.pi * (word // 65536) / 65536)
 
     words = torch.tensor([[5, -(2**31)], [2**31 - 1, -7]], dtype=torch.int32)
-    noise = HashedNoise(words, 0.5)
+    noise = HashedNoise(words, torch.tensor(0.5))
     for row, head, query, key in ((0, 0, 0, 0), (0, 1, 3, 1), (1, 0, 40_000, 39_999), (1, 1, 131_071, 7)):
         result = noise[tuple(torch.tensor(i) for i in (row, head, query, key))].item()
         # an angle in float32
@@ -200,7 +234,7 @@ def test_hashed_noise_is_its_formula_in_exact_arithmetic():
 def test_hashed_noise_is_normal_and_nothing_repeats():
     words = torch.tensor([[1, 2], [3, -(2**31)]], dtype=torch.int32)
     at = torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None], torch.arange(300)[:, None]
-    noise = HashedNoise(words, 2.0)[(*at, torch.arange(300))].double() / 2
+    noise = HashedNoise(words, torch.tensor(2.0))[(*at, torch.arange(300))].double() / 2
     assert noise.mean().abs() < 0.01 and noise.var() == pytest.approx(1, abs=0.01)
     assert (noise**4).mean() == pytest.approx(3, abs=0.05) and (noise > 1.96).double().mean() == pytest.approx(
         0.025, abs=0.001
