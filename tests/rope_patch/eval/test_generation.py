@@ -120,9 +120,9 @@ def test_weights_in_float32_are_read_in_rows_under_autocast(name, device, monkey
         with torch.no_grad():
             assert generation.bytes_per_token(model) == whole / 2
         # rounding decides between tokens that are about as likely, so that a reply may go another way after a while
-        mine, theirs = answers(model, prompts, 4), alone(model, prompts, 4)
+        mine, theirs = answers(model, prompts, 5), alone(model, prompts, 5)  # fewer would not pay for a graph
     assert sum(a[:1] == b[:1] for a, b in zip(mine, theirs, strict=True)) >= len(prompts) - 1
-    assert sum(a == b for a, b in zip(mine, theirs, strict=True)) > len(prompts) / 2
+    assert sum(a[:4] == b[:4] for a, b in zip(mine, theirs, strict=True)) > len(prompts) / 2
     assert bool(steps) == (device == "cuda") and None not in steps
     with torch.no_grad():
         assert generation.bytes_per_token(model) == whole
