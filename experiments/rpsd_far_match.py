@@ -8,7 +8,7 @@ from typing import Any
 
 from rpsd_far_arms import Arm, arms
 
-TRIED = {"noise": (0.5, 1.0, 2.0), "dropout": (0.02, 0.05, 0.1)}
+TRIED = {"noise": (0.5, 1.0, 2.0), "dropout": (0.005, 0.01, 0.02)}
 ROWS = 8  # for each: the same noise everywhere in a row, so that few do
 
 

@@ -116,7 +116,7 @@ def test_what_is_said_of_losses_and_gains_with_exams_holds():
     assert rise["skip"] < rise["uniform"] / 3 and "for less than a third of its rise in loss" in page
     base, retrofit, continued = (arms[name] for name in ("baseline", "retrofit", "continued"))
     cliff = [fmean(run["cliff"] for run in same) for same in (retrofit, base)]
-    assert "{} nats are left of {:.2f}".format(share(cliff[0]), cliff[1]) in page
+    assert f"{share(cliff[0])} nats are left of {cliff[1]:.2f}" in page
     assert f"It loses {share(keys(base, 2048) - keys(retrofit, 2048))} of the keys within the window" in page
     assert all(in_each_seed(retrofit, base, 2048))
     assert abs(keys(continued, 2048) - keys(base, 2048)) < 0.01 and fmean(run["cliff"] for run in continued) > 1

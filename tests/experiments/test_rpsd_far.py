@@ -88,7 +88,7 @@ def test_controls_are_as_strong_as_the_skip():
 
     found = matched(kl, 32768, 64)
     assert found["strengths"] == pytest.approx({"noise": (0.27 / 0.3) ** 0.5, "dropout": 0.0675})
-    assert found["kl"] == 0.27 and asked == [(None, 64), (0.5, 8), (1, 8), (2, 8), (0.02, 8), (0.05, 8), (0.1, 8)]
+    assert found["kl"] == 0.27 and asked == [(None, 64), (0.5, 8), (1, 8), (2, 8), (0.005, 8), (0.01, 8), (0.02, 8)]
     assert {name: arms(32768, **found["strengths"])[name].strength for name in found["strengths"]} == found["strengths"]
     line = [(1.0, 1.0), (2.0, 2.0), (4.0, 8.0)]  # in logarithms of slope 1, then 2
     assert [at(kl, line) for kl in (0.5, 1.5, 4.0, 32.0)] == pytest.approx([0.5, 1.5, 2 * 2**0.5, 8.0])

@@ -1,0 +1,94 @@
+"""What pages say of RPSD's controls on models taught anew is what their file holds."""
+
+from statistics import fmean
+
+from paired_results import seed_pairs
+from result_lines import mean_of, runs_by_arm
+from rpsd_far_arms import arms as arms_of
+from rpsd_far_match import mean_kl
+from rpsd_far_results import by_exam, cells_of, differences, seed_table, short_text, tables
+from support.pages import RESULTS, lines_of, share, text_of
+
+from rope_patch.eval.paired import paired_interval
+
+KINDS = ("multikey", "ordinal")
+
+
+def controls():
+    """Lines of each arm, by seed."""
+    return runs_by_arm(sorted(lines_of("rpsd-far-controls-h200.jsonl"), key=lambda run: run["seed"]))
+
+
+def found(runs, kind):
+    return fmean(by_exam(runs, kind, 131072))
+
+
+def above(ours, theirs, kind="multikey"):
+    """Differences of exams at 131072 tokens, of the seeds that both have."""
+    return differences(seed_pairs(ours, theirs), (kind, 131072, 4))
+
+
+def in_words(differences):
+    mean, low, high = (f"{x:.3f}".removeprefix("0") for x in (fmean(differences), *paired_interval(differences)))
+    return mean, f"({low} to {high})"
+
+
+def test_the_tables_of_controls_are_those_of_the_file():
+    arms, page = controls(), (RESULTS / "self_distillation.md").read_text()
+    assert {arm: [run["seed"] for run in same] for arm, same in arms.items()} == {
+        "next-token": [1, 2, 3], "skip": [1, 2, 3], "skip, lambda 2": [1, 2], "dropout": [1, 2, 3],
+    }  # fmt: skip
+    runs = [run for same in arms.values() for run in same]
+    for table in tables(runs).split("\n\n"):
+        assert table in page
+    assert seed_table(arms, [cell for cell in cells_of(runs[0]) if cell[1] == 131072]) in page
+
+
+def test_what_is_said_of_dropout_holds():
+    arms, page = controls(), text_of("docs/results/self_distillation.md")
+    plain, skip, dropout = (arms[name] for name in ("next-token", "skip", "dropout"))
+    assert {run["strength"] for run in dropout} == {arms_of(32768)["dropout"].strength} == {0.01}
+    kl = [fmean(mean_kl(run["log"]) for run in same) for same in (dropout, skip)]
+    assert "over all of training {} nats, the skip's {}, in the mean".format(*map(share, kl)) in page
+    more, less = above(skip, plain), above(dropout, plain)
+    assert round(fmean(more) / fmean(less)) == 6
+    said = [*in_words(more), *in_words(less)]
+    assert (
+        "{} more keys than next-token training {} and dropout {} more {}, in two seeds of three".format(*said) in page
+    )
+    of_mentions = [in_words(above(same, plain, "ordinal"))[0] for same in (skip, dropout)]
+    assert "of the mentions {} and {}.".format(*of_mentions) in page
+    apart = [figure for kind in KINDS for figure in in_words(above(skip, dropout, kind))]
+    assert "in every seed, by {} of the keys {} and {} of the mentions {}.".format(*apart) in page
+    for a, b in seed_pairs(skip, dropout):
+        assert all(found([a], kind) > found([b], kind) for kind in KINDS)
+    assert sum(found([a], "multikey") > found([b], "multikey") for a, b in seed_pairs(dropout, plain)) == 2
+    lost = [short_text(b) - short_text(a) for a, b in seed_pairs(dropout, plain)]
+    assert min(lost) > 0 and f"Of short text it loses {share(fmean(lost), 3)}, in every seed" in page
+    assert abs(fmean(map(short_text, skip)) - fmean(map(short_text, plain))) < 0.001
+
+    def within(runs):
+        return fmean(mean_of(run["loss x1"], 64, 32768) for run in runs)
+
+    assert abs(within(dropout) - within(skip)) < 0.005
+    where = text_of("docs/self_distillation.md")
+    figures = [share(found(same, kind)) for same in (dropout, skip, plain) for kind in KINDS]
+    assert "finds {} of the keys and {} of the mentions, where the skip finds {} and {} and".format(*figures) in where
+    assert "next-token training {} and {}. Noise".format(*figures[4:]) in where
+    said = "on other taught models dropout of the same KL {}, the skip {} |".format(*figures[:3:2])
+    assert said in text_of("docs/choosing.md")
+
+
+def test_what_is_said_of_the_weight_and_of_seeds_holds():
+    arms, page = controls(), text_of("docs/results/self_distillation.md")
+    plain, skip, heavy = (arms[name] for name in ("next-token", "skip", "skip, lambda 2"))
+    assert "at 131072, {} of the keys {} in two seeds".format(*in_words(above(heavy, skip))) in page
+    pairs = seed_pairs(heavy, skip)
+    cost = fmean(mean_of(a["loss x1"], 64, 32768) - mean_of(b["loss x1"], 64, 32768) for a, b in pairs)
+    assert f"It costs {share(cost)} nats of loss within the row more" in page
+    assert all(found([a], kind) > found([b], kind) for a, b in pairs for kind in KINDS)
+    keys = [f"{found(same, 'multikey'):.3f}".removeprefix("0") for same in (plain, skip)]
+    assert "taught models, {} and {} of the keys.".format(*keys) in page
+    spans = [[share(found([run], "multikey")) for run in same] for same in (plain, skip)]
+    ends = [end for span in spans for end in (min(span), max(span))]
+    assert "more with the seed, {} to {}, than the skip, {} to {}.".format(*ends) in page
