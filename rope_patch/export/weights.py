@@ -121,6 +121,8 @@ def _has(module: Any, adapter: str) -> bool:
 
 def _merged(module: Any, base: Any, active: list[str], name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """By PEFT's own merge, into a float32 copy that stands in for the weight meanwhile: the sum is rounded once."""
+    if getattr(base, "bias", None) is None:
+        _require_no_bias(module, active, name)
     before = {own: parameter.data for own, parameter in base.named_parameters()}
     try:
         for own, parameter in base.named_parameters():
@@ -145,17 +147,24 @@ def _merged_into_quantised(module: Any, base: Any, active: list[str], name: str)
                 "adapter on it, or serve it with PEFT."
             )
     weight, bias = _dequantised(base).float(), base.bias
+    if bias is None:
+        _require_no_bias(module, active, name)
     for adapter in active:
         weight += module.get_delta_weight(adapter).float().to(weight.device)
-        if getattr(module, "lora_bias", {}).get(adapter):
-            if bias is None:
-                raise ValueError(
-                    f"{name} has no bias, and adapter {adapter!r} was trained with lora_bias=True: serve it with PEFT."
-                )
+        if bias is not None and getattr(module, "lora_bias", {}).get(adapter):
             bias = bias.float() + module.lora_B[adapter].bias.float() * module.scaling[adapter]
     yield _join(name, "weight"), _finite(weight, name)
     if bias is not None:
         yield _join(name, "bias"), bias
+
+
+def _require_no_bias(module: Any, active: list[str], name: str) -> None:
+    """Raise ValueError if an adapter of a layer without a bias has one, which no weight of that layer can hold."""
+    for adapter in active:
+        if getattr(module, "lora_bias", {}).get(adapter):
+            raise ValueError(
+                f"{name} has no bias, and adapter {adapter!r} was trained with lora_bias=True: serve it with PEFT."
+            )
 
 
 def _adds_a_matrix(module: Any, adapter: str) -> bool:

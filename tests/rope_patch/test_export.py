@@ -363,6 +363,13 @@ def test_biases_of_lora_on_a_quantised_layer_are_merged(bits, tmp_path):
         export(without, tmp_path / "without")
 
 
+def test_a_bias_of_lora_on_a_layer_without_one_is_refused(tmp_path):
+    model = lora(tiny(), target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(ValueError, match="q_proj has no bias, and adapter 'default' was trained with lora_bias"):
+        export(model, tmp_path / "out")
+    assert left_behind(tmp_path) == []
+
+
 @pytest.mark.parametrize(("kind", "options"), [
     ("LoraConfig", {"use_dora": True}), ("HiraConfig", {"init_weights": False}),
     ("IA3Config", {"feedforward_modules": []}), ("AdaLoraConfig", {"total_step": 10}),
