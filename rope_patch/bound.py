@@ -51,6 +51,18 @@ class BoundView:
         }
         return BoundView(self.view, self.documents.rows(order), taken)
 
+    def per_document(self) -> Parameters:
+        """What was drawn, said once a document: rows that hold several say it once a token.
+
+        A view that reads tokens may draw for each of them, so what it has drawn stays as it is.
+        """
+        ordinal = self.documents.ordinal
+        if ordinal.shape[1] == 1 or self.view.reads_tokens:
+            return self.parameters
+        begins = torch.ones_like(ordinal, dtype=torch.bool)
+        begins[:, 1:] = ordinal[:, 1:] != ordinal[:, :-1]
+        return {n: p[..., begins] if p.shape[-2:] == ordinal.shape else p for n, p in self.parameters.items()}
+
     def affected_from(self, t: torch.Tensor, n_layers: int) -> torch.Tensor:
         """First token of each document that any of `n_layers` layers sees at another distance, as `View` says it.
 

@@ -93,8 +93,8 @@ class TrainerView:
         return self.source.clock.key(locate_documents(rows, seq_len, batch["input_ids"].device, None, mask))
 
     def drawn(self) -> dict[str, Part]:
-        """What it has drawn in the last forward, for the log."""
+        """What it has drawn in the last forward, for the log: each document counts once, in packed rows too."""
         assert self.source is not None and self.source.last is not None
-        drawn = self.source.last.parameters.items()
+        drawn = self.source.last.per_document().items()
         parameters = {n: p for n, p in drawn if n.rpartition(".")[2] != "length" and not n.rpartition(".")[2][0] == "_"}
         return {f"view/{name}": (p.double().sum(), p.numel()) for name, p in parameters.items()}
