@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any, ClassVar, Literal
 
 from transformers import TrainingArguments
@@ -278,10 +279,13 @@ class RopeSFTConfig(SFTConfig):
                 "long_documents is for rows without packing; with packing=True the same is packing_strategy='bfd', got "
                 f"long_documents='truncate' and packing_strategy={self.packing_strategy!r}."
             )
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2 tokens, or None, got {self.max_length}.")
+        length: Any = self.max_length
+        if length is not None and (not isinstance(length, Integral) or length < 2):
+            raise ValueError(f"max_length must be an integer of at least 2 tokens, or None, got {length!r}.")
 
     def _check_view(self) -> None:
+        if self.view_seed is not None and type(self.view_seed) is not int:
+            raise ValueError(f"view_seed must be an integer, or None, got {self.view_seed!r}.")
         if self.cue is not None:
             self._check_cue()
         view = self.make_view()
@@ -300,7 +304,7 @@ class RopeSFTConfig(SFTConfig):
             )
 
     def _check_cue(self) -> None:
-        for text in [self.cue] if isinstance(self.cue, str) else self.cue or []:
+        for text in self.cue if isinstance(self.cue, list | tuple) else [self.cue]:
             require_cue(text)
         option, options = find_view(self.view).cue_option, self.view_options
         if option is None or option in options or self.max_length is None:
@@ -347,6 +351,8 @@ class RopeSFTConfig(SFTConfig):
         options = self.objective_options
         if self.shifted_attention is not None:
             self._check_shifted_attention()
+        if not isinstance(self.teacher_offload, bool):  # "no" would be taken for True
+            raise ValueError(f"teacher_offload must be True or False, got {self.teacher_offload!r}.")
         if self.teacher_offload and not options.needs_teacher:
             raise ValueError(
                 "teacher_offload needs a teacher, the model as it was pretrained, and objective "

@@ -243,7 +243,7 @@ def test_wrong_options_are_refused():
     RopeSFTConfig(long_documents="truncate", packing=True, eval_packing=False, max_length=8, **options)
     with pytest.raises(ValueError, match="long_documents must be 'split' or 'truncate', got 'cut'"):
         RopeSFTConfig(long_documents="cut", **options)
-    with pytest.raises(ValueError, match="max_length must be at least 2 tokens, or None, got 1"):
+    with pytest.raises(ValueError, match="max_length must be an integer of at least 2 tokens, or None, got 1"):
         RopeSFTConfig(max_length=1, **options)
     with pytest.raises(ValueError, match="max_length must leave room for a token to predict beside the 2 tokens"):
         rows_of(Dataset.from_dict({"text": [words(9)]}), template="<bos> <bos> $A", max_length=2)
