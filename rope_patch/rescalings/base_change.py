@@ -15,6 +15,7 @@ from .base import (
     require_window,
     stretched,
 )
+from .drop_rope import require_rotation
 
 
 def _with_base(native: NativeRope, rope_theta: float) -> dict[str, Any]:
@@ -44,6 +45,7 @@ class NTK(Rescaling):
         require_factor(self, self.factor)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        require_rotation(self, native)
         require_native(self, native, ("default", "linear", "llama3"), "Use 'abf' with the base that you want.")
         d = native.rotary_dim
         if d < 4:
@@ -84,6 +86,7 @@ class ABF(Rescaling):
         require_window(self, "max_position_embeddings", self.max_position_embeddings)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        require_rotation(self, native)
         parameters = _with_base(native, float(self.theta))
         if self.max_position_embeddings in (None, native.window):
             return parameters

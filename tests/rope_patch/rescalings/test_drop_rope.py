@@ -50,6 +50,15 @@ def test_the_trained_window_of_such_a_checkpoint_is_not_one(tmp_path):
     assert describe(loaded).trained_window == 1024
 
 
+@pytest.mark.parametrize(("name", "options"), [("ntk", {"factor": 2.0}), ("abf", {"theta": 1e6})])
+def test_another_base_of_such_a_checkpoint_is_refused(name, options, tmp_path):
+    patch_model(tiny(), "drop-rope", max_position_embeddings=1024).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"rescaling '{name}' would change nothing: this checkpoint was saved under"):
+        patch_model(model, name, **options)
+    assert model.config.max_position_embeddings == 1024
+
+
 def test_the_view_and_the_rescaling_have_names_of_their_own():
     names = list_methods()
     assert len(names) == len(set(names)) and {"nope", "drop-rope"} <= set(names)
