@@ -237,7 +237,13 @@ class _Together:
         ]
         # those of the kinds before were kept by an earlier run
         earlier = (len(self.grids) - len(kinds)) * len(questions) // len(kinds)
-        replies, said = self.ask(questions, lambda n: self.done(self.through + self.length * (earlier + n)))
+        # of a prompt that has been read, reply and right answer are still to come, and move the bar token by token
+        to_come = sum(q.max_new_tokens + len(q.answer) for q in questions) // len(questions)
+
+        def read(n: int) -> None:
+            self.done(self.through + self.length * (earlier + n) - to_come * n)
+
+        replies, said = self.ask(questions, read)
         for kind, of_kind in prompts.items():
             of_grid, replies = replies[: len(of_kind)], replies[len(of_kind) :]
             self.answered[kind] = {

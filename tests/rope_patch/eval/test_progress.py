@@ -6,7 +6,8 @@ from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import gemma3, tiny, tokens
 
 import rope_patch.eval.progress as progress
-from rope_patch.eval import attention_distance, context_gain, loss_by_position, passkey, view_kl
+import rope_patch.eval.reading as reading
+from rope_patch.eval import attention_distance, context_gain, decoding, loss_by_position, passkey, view_kl
 
 
 class Bar:
@@ -67,3 +68,21 @@ def test_a_bar_changes_no_figure(bars):
         shown, silent = loss_by_position(model, rows), loss_by_position(model, rows, progress=False)
         assert torch.equal(shown.loss[1:], silent.loss[1:])
     assert len(bars) == 2
+
+
+def test_a_bar_of_retrieval_moves_while_the_last_replies_are_written(bars, monkeypatch):
+    model, begun = tiny(vocab_size=CHARACTERS), []
+
+    def decode(rows, logits, lengths, limits, *rest):
+        begun.append((bars[-1].n, sum(limits)))
+        return decoding.decode(rows, logits, lengths, limits, *rest)
+
+    def ask():
+        passkey(model, character_tokenizer(), [400], depths=(0.5,), trials=3)
+
+    ask()  # the first time, forwards that check how the model may be read move the bar too
+    monkeypatch.setattr(reading, "decode", decode)
+    ask()
+    ((place, to_be_written),) = begun
+    assert place <= bars[-1].total - to_be_written
+    assert len([p for p in bars[-1].places if place < p < bars[-1].total]) > 3, "with the layers of every step"
