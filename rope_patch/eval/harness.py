@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
+from io import StringIO
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def local_task(
     """
     import datasets
 
-    with quiet():
+    with quiet_import():
         if documents is not None:
             rows, shown = list(documents), list(examples or ())
 
@@ -195,6 +196,13 @@ def quiet() -> Iterator[None]:
         undo()
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """`quiet`, without what modules of lm-eval's tasks print at import: that data were downloaded, where none were."""
+    with quiet(), redirect_stdout(StringIO()):
+        yield
 
 
 def _without_downloads() -> Callable[[], None]:

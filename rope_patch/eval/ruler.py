@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
 from .asking import ChatTemplate, Frame, uses_chat_template
 from .cache import Remember, afresh
-from .harness import evaluate, local_task, quiet, require_lm_eval, sample_scores
+from .harness import evaluate, local_task, quiet, quiet_import, require_lm_eval, sample_scores
 from .progress import token_bar
 from .result import Result
 from .retrieval_grid import RetrievalGrid
@@ -486,7 +486,7 @@ def _generators() -> Iterator[Any]:
     Sentences are split by punctuation, since NLTK's splitter needs a download and places of needles need no better one.
     Bars of each task and length give way to ours over all.
     """
-    with quiet():
+    with quiet_import():
         from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils
     modules: dict[str, Any] = {
         m.__name__.rpartition(".")[2]: m for m in (cwe_utils, fwe_utils, niah_utils, prepare_niah, qa_utils, vt_utils)

@@ -558,6 +558,21 @@ def test_ifeval_without_its_data_for_sentences_is_refused_before_a_model_is_aske
     check_tasks(["ifeval"], tmp_path, 1000)
 
 
+def test_lm_eval_tells_of_no_download_where_there_was_none(monkeypatch, capsys):
+    import nltk
+    from lm_eval.tasks.ruler import prepare_niah
+
+    def missing(name, *_):
+        raise LookupError(name)
+
+    monkeypatch.setattr(nltk.data, "find", missing)
+    monkeypatch.delitem(sys.modules, prepare_niah.__name__)  # so that it is imported once more
+    monkeypatch.delattr(lm_eval.tasks.ruler, "prepare_niah")
+    capsys.readouterr()
+    ruler_prompts(TOKENIZER, [2000], tasks=["niah_single_1"], samples=1, progress=False)
+    assert capsys.readouterr().out == ""
+
+
 def test_babilong_of_the_hub_comes_in_texts_of_the_length(monkeypatch):
     import datasets
 
