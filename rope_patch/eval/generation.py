@@ -139,10 +139,15 @@ def ask_greedily(
     with subject.evaluating():
         kv_bytes = bytes_per_token(subject.causal_lm)
         if kv_bytes is None:
-            written = _generated(subject, pad_token, questions, batch_size, prefill_chunk, done)
-            forced = [_forced(subject, question) for question in questions]
-            return [Reply(*both) for both in zip(written, forced, strict=True)]
+            return _generated(subject, pad_token, questions, batch_size, prefill_chunk, done)
         return Reader(subject.causal_lm, kv_bytes, batch_size, prefill_chunk).replies(questions, done)
+
+
+def times_read(model: nn.Module) -> int:
+    """How often `ask_greedily` has the model read a prompt with a right answer."""
+    subject = Subject(model)
+    with subject.evaluating():
+        return 2 if bytes_per_token(subject.causal_lm) is None else 1
 
 
 def _at_least_one(**numbers: int | None) -> None:
@@ -200,13 +205,13 @@ def _generated(
     batch_size: int | None,
     prefill_chunk: int | None,
     done: Done,
-) -> list[list[int]]:
-    """The new tokens of each prompt by the model's own `generate`, in batches of one length and one limit."""
+) -> list[Reply]:
+    """Replies by the model's own `generate`, in batches of one length and one limit."""
     causal_lm: Any = subject.causal_lm
     eos = causal_lm.generation_config.eos_token_id
     # a view draws for a whole prompt and refuses parts of it
     in_parts = not has_view(find_decoder(causal_lm), training=False) and not _reads_whole_prompts(causal_lm)
-    replies: list[list[int]] = []
+    replies: list[Reply] = []
     rows = batch_size or _ROWS
     while len(replies) < len(questions):
         question = questions[len(replies)]
@@ -230,7 +235,9 @@ def _generated(
                 raise
             rows = rows // 2
             continue
-        replies += out[:, ids.shape[1] :].tolist()
+        written = out[:, ids.shape[1] :].tolist()
+        forced = [_forced(subject, question) for question in next_ones[: len(ids)]]
+        replies += [Reply(*both) for both in zip(written, forced, strict=True)]
         done(len(replies))
     return replies
 

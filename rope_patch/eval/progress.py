@@ -15,7 +15,7 @@ Done = Callable[[int], None]
 
 
 @contextmanager
-def token_bar(model: nn.Module, tokens: int, title: str, *, show: bool) -> Iterator[Done]:
+def token_bar(model: nn.Module, tokens: int, title: str, *, show: bool, times_read: int = 1) -> Iterator[Done]:
     """Show how many of `tokens` the model has read, and the time left.
 
     One forward of a long row takes minutes on a CPU, so the bar moves after every layer, by that layer's share.
@@ -25,6 +25,7 @@ def token_bar(model: nn.Module, tokens: int, title: str, *, show: bool) -> Itera
         tokens: of all forwards in the block together.
         title: what the bar is called.
         show: whether there is a bar.
+        times_read: how often the model reads each of the tokens.
 
     Yields:
         A function to be called with the tokens that are through.
@@ -41,7 +42,7 @@ def token_bar(model: nn.Module, tokens: int, title: str, *, show: bool) -> Itera
                 return
             hidden = output[0] if isinstance(output, tuple) else output
             # one share more than there are layers: what comes after the last one is not through yet
-            share = hidden.numel() / hidden.shape[-1] / (len(layers) + 1)
+            share = hidden.numel() / hidden.shape[-1] / (len(layers) + 1) / times_read
             bar.update(max(min(share, tokens - bar.n), 0))
 
         for layer in layers:

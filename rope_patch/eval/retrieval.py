@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .asking import ChatTemplate
 from .cache import Remember, afresh
-from .generation import ask_greedily
+from .generation import ask_greedily, times_read
 from .needles import KINDS, Kind
 from .progress import token_bar
 from .prompt_grid import ALL_WORDINGS, DEPTHS, Haystacks, PromptGrid, haystacks_of, needles_of
@@ -179,7 +179,8 @@ def retrieval(
     haystacks = haystacks_of(kinds, tokenizer, text, lengths)
     parts: dict[Kind, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     tokens = [len(kinds) * len(depths) * trials * length for length in lengths]
-    with token_bar(model, sum(tokens), ", ".join(kinds), show=progress) as done:
+    times = times_read(model) if progress and ask is None else 1
+    with token_bar(model, sum(tokens), ", ".join(kinds), show=progress, times_read=times) as done:
         for k, length in enumerate(lengths):
             before = sum(tokens[:k])
             together = _Together(

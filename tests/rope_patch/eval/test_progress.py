@@ -5,6 +5,7 @@ import torch
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import gemma3, tiny, tokens
 
+import rope_patch.eval.generation as generation
 import rope_patch.eval.progress as progress
 import rope_patch.eval.reading as reading
 from rope_patch.eval import attention_distance, context_gain, decoding, loss_by_position, passkey, view_kl
@@ -71,18 +72,30 @@ def test_a_bar_changes_no_figure(bars):
 
 
 def test_a_bar_of_retrieval_moves_while_the_last_replies_are_written(bars, monkeypatch):
-    model, begun = tiny(vocab_size=CHARACTERS), []
+    begun = []
 
     def decode(rows, logits, lengths, limits, *rest):
-        begun.append((bars[-1].n, sum(limits)))
+        begun.append((bars[0].n, sum(limits)))
         return decoding.decode(rows, logits, lengths, limits, *rest)
 
-    def ask():
-        passkey(model, character_tokenizer(), [400], depths=(0.5,), trials=3)
-
-    ask()  # the first time, forwards that check how the model may be read move the bar too
     monkeypatch.setattr(reading, "decode", decode)
-    ask()
+    passkey(tiny(vocab_size=CHARACTERS), character_tokenizer(), [400], depths=(0.5,), trials=3)
+    (bar,) = bars
     ((place, to_be_written),) = begun
-    assert place <= bars[-1].total - to_be_written
-    assert len([p for p in bars[-1].places if place < p < bars[-1].total]) > 3, "with the layers of every step"
+    assert place <= bar.total - to_be_written
+    assert len([p for p in bar.places if place < p < bar.total]) > 3, "with the layers of every step"
+
+
+def test_a_bar_counts_both_readings_of_a_model_that_is_asked_by_its_own_generate(bars, monkeypatch):
+    begun, forced = [], generation._forced
+
+    def second_reading(*args):
+        begun.append(bars[0].n)
+        return forced(*args)
+
+    monkeypatch.setattr(generation, "_forced", second_reading)
+    model = tiny(vocab_size=CHARACTERS, attention="eager")
+    passkey(model, character_tokenizer(), [400], depths=(0.5,), trials=4)
+    (bar,) = bars
+    assert len(begun) == 4
+    assert begun[0] <= 0.5 * bar.total and begun[-1] <= 0.9 * bar.total and bar.n == pytest.approx(bar.total)
