@@ -29,7 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command(f"rope-patch {args.command}", lambda: _run(args))
     except KeyboardInterrupt:
         kept = (
-            "" if args.output_dir is None else f" What is done is kept: the same command goes on in {args.output_dir}."
+            ""
+            if args.output_dir is None
+            else " What is done is kept, of training up to its last checkpoint: the same command goes on in "
+            f"{args.output_dir}."
         )
         if not is_started_rank():
             print(f"\nStopped.{kept}", file=sys.stderr)
