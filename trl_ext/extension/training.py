@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from tqdm.auto import tqdm
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..config import RopeSFTConfig
 from ..run_folder import last_checkpoint
@@ -113,7 +114,7 @@ def train(
     del loaded
     for printing in (ProgressCallback, PrinterCallback):  # they print every log as a dictionary
         trainer.remove_callback(printing)
-    progress = _Progress(tell)
+    progress = _Progress(tell, len(rows), options.rows_per_step)
     trainer.add_callback(progress)
     checkpoint = last_checkpoint(folder)
     begin = time.perf_counter()
@@ -145,28 +146,34 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class _Progress(ProgressCallback):
-    """A bar over optimizer steps with the last loss in it; the time left is told once, by the first steps."""
+class _Progress(TrainerCallback):
+    """A bar over rows with the last loss in it; the time left is told once, by the first steps.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__()
+    A step takes minutes where rows are long, so the bar moves with every forward and backward of it.
+    """
+
+    def __init__(self, tell: Callable[[str], None], n_rows: int, rows_per_step: int) -> None:
         self.tell = tell
+        self.rows_per_step = rows_per_step
+        self.bar = tqdm(total=n_rows, unit="row", dynamic_ncols=True)
         self.began: tuple[int, float] | None = None
         self.told = False
 
     def close(self) -> None:
-        """End the bar of a training that was stopped, which would be drawn again behind what is said then."""
-        bar: Any = self.training_bar
-        if bar is not None:
-            bar.close()
+        """End the bar, also of a training that was stopped, which would be drawn again behind what is said then."""
+        self.bar.close()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        bar: Any = self.training_bar
-        if bar is not None and logs and "loss" in logs:
-            bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.reset()  # its time begins here
+        self.bar.initial = self.bar.n = self._rows_of(state.global_step)  # of a run that goes on
+        self.bar.refresh()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # short rows may have been read together: the end of the step counts the others
+        self._move_to(min(self.bar.n + 1, self._rows_of(state.global_step + 1) - 1))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_end(args, state, control, **kwargs)
+        self._move_to(self._rows_of(state.global_step))
         if self.began is None:  # the first step compiles, and plans its attention
             self.began = state.global_step, time.perf_counter()
         elif not self.told and self.began[0] + 2 <= state.global_step < state.max_steps:
@@ -174,3 +181,13 @@ class _Progress(ProgressCallback):
             left = (state.max_steps - state.global_step) * each / 60
             self.tell(f"By the first steps training takes {left:.1f} minutes more.")
             self.told = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self.bar.set_postfix_str(f"loss {float(logs['loss']):.3f}")
+
+    def _rows_of(self, steps: int) -> int:
+        return min(steps * self.rows_per_step, self.bar.total)
+
+    def _move_to(self, row: int) -> None:
+        self.bar.update(row - self.bar.n)
