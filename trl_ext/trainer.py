@@ -397,6 +397,10 @@ class RopeSFTTrainer(SFTTrainer):
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Any]:
         """All micro-batches of an optimizer step, each with the ordinal of its first document within the step."""
+        if 0 < self.state.max_steps <= self.state.global_step:
+            # Trainer looks for the end only behind a step: from the checkpoint of the last one it would take one more
+            self.control.should_training_stop = True
+            return [], None
         self._means["train"] = self._new_means()  # what a step that was broken off has left
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         comes_split = self._ranks is not None and self._ranks.engine == "sp"

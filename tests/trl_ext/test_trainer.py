@@ -161,6 +161,17 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(second).items())
 
 
+def test_a_run_that_goes_on_from_its_last_step_takes_no_other(tmp_path):
+    # as one that was killed between its last checkpoint and the result
+    options = {"view": "posaug", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path, **options)
+    whole.train()
+    again = trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2 and whole.state.epoch < 1  # rows are left
+    assert all(torch.equal(p, weights(whole)[n]) for n, p in weights(again).items())
+
+
 def test_a_run_that_was_killed_while_it_saved_goes_on_from_the_checkpoint_before(tmp_path):
     options = {"view": "posaug", "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     whole = trainer(tmp_path, **options)
