@@ -1,6 +1,7 @@
 """From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
 
 import lzma
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from .config import RopeSFTConfig
 from .engine_advice import engine_advice
 from .model_files import commit_of, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
-from .run_folder import is_whole, only_run
+from .run_folder import is_whole, last_checkpoint, only_run
 from .trainer import RopeSFTTrainer
 
 FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
@@ -101,10 +102,24 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
     )
     trainer.hub_model = hub_model
     trainer.accelerator.print(describe(trainer.model))
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    begun = time.time()
+    try:
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    except KeyboardInterrupt as stopped:
+        raise KeyboardInterrupt(_how_to_go_on(training, begun)) from stopped
     trainer.save_model()
     if training.push_to_hub:
         trainer.push_to_hub()
+
+
+def _how_to_go_on(training: RopeSFTConfig, begun: float) -> str:
+    """What a run that was stopped has left, which began at `begun`; an earlier run may have left checkpoints there."""
+    newest = last_checkpoint(Path(str(training.output_dir)))
+    is_of_this_run = newest is not None and (newest / "trainer_state.json").stat().st_mtime >= begun
+    checkpoint = newest if is_of_this_run else training.resume_from_checkpoint
+    if checkpoint is None:
+        return "No checkpoint was saved: the same command begins anew."
+    return f"The same command goes on with --resume_from_checkpoint {checkpoint}, and without it begins anew."
 
 
 def _hub_model(training: RopeSFTConfig, model: ModelConfig) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..home import with_home
 from ..rank_failures import is_started_rank
+from ..stopped import SAME_COMMAND_GOES_ON
 from .check import add_commands as add_check
 from .demo import add_commands as add_demo
 from .device import require_one_process
@@ -27,13 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(with_home(list(sys.argv[1:] if arguments is None else arguments)))
     try:
         return run_command(f"rope-patch {args.command}", lambda: _run(args))
-    except KeyboardInterrupt:
-        kept = (
-            ""
-            if args.output_dir is None
-            else " What is done is kept, of training up to its last checkpoint: the same command goes on in "
-            f"{args.output_dir}."
-        )
+    except KeyboardInterrupt as stopped:
+        kept = f" {stopped}" if str(stopped) else ""
+        if args.output_dir is not None:
+            kept = f" {SAME_COMMAND_GOES_ON} {args.output_dir}."
         if not is_started_rank():
             print(f"\nStopped.{kept}", file=sys.stderr)
         return 130

@@ -54,6 +54,29 @@ def test_a_recipe_with_keys_of_a_restoration_is_restored(folder, capsys):
     assert saved.config.rope_parameters["factor"] == 2.0
 
 
+def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
+    def stopped(trainer, *_):
+        if trainer.state.global_step == stop_at:
+            raise KeyboardInterrupt
+        return step(trainer, *_)
+
+    step = RopeSFTTrainer.training_step
+    monkeypatch.setattr(RopeSFTTrainer, "training_step", stopped)
+    command = ["train", "tune.yaml", "--max_steps", "3", "--save_steps", "1"]
+    stop_at = 0
+    assert cli.main(command) == 130
+    assert "Stopped. No checkpoint was saved: the same command begins anew.\n" in capsys.readouterr().err
+    stop_at = 2
+    assert cli.main(command) == 130
+    goes_on = "goes on with --resume_from_checkpoint tuned/checkpoint-2, and without it begins anew.\n"
+    assert f"Stopped. The same command {goes_on}" in capsys.readouterr().err
+    stop_at = 0
+    assert cli.main(command) == 130  # whose folder has checkpoints of the run before
+    assert "Stopped. No checkpoint was saved: the same command begins anew.\n" in capsys.readouterr().err
+    assert cli.main(["train", "restore.yaml"]) == 130
+    assert "last checkpoint: the same command goes on in restored.\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("restore.yaml", "restored")])
 def test_a_folder_in_which_another_process_trains_is_refused(recipe, output, folder, monkeypatch, capsys):
     """A run that seems to hang, or whose terminal was lost, is easily started again beside itself."""
