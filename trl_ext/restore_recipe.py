@@ -90,7 +90,10 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(f"{SAME_COMMAND_GOES_ON} {restoration.output_dir}.") from stopped
     if PartialState().is_main_process:
-        print(f"{result.folder}: {result.tokens} tokens, {result.distil}, {result.extend}")
+        print(f"{result.folder}: {result.tokens:,} tokens")
+        for name, stage in (("distil", result.distil), ("extend", result.extend)):
+            if stage is not None:
+                print(f"  {name}: {stage.steps} steps, {stage.seconds:.0f} seconds, loss {stage.loss:.3f} at the end")
 
 
 def _documents(files: list[str]) -> Dataset:

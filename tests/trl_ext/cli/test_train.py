@@ -1,6 +1,7 @@
 """`rope-patch train`: which recipe is run how, from what is typed to what is saved."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +50,10 @@ def test_a_recipe_is_trained_and_flags_win(folder, capsys):
 
 def test_a_recipe_with_keys_of_a_restoration_is_restored(folder, capsys):
     assert cli.main(["train", "--config", "restore.yaml"]) == 0
-    assert "restored/model: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"restored/model: [\d,]+ tokens\n  distil: \d+ steps, \d+ seconds, loss [\d.]+ at the end\n", printed
+    )
     saved = AutoModelForCausalLM.from_pretrained(folder / "restored" / "model")
     assert saved.config.rope_parameters["factor"] == 2.0
 
