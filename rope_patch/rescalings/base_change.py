@@ -15,7 +15,7 @@ from .base import (
     require_window,
     stretched,
 )
-from .drop_rope import require_rotation
+from .dropped import require_rotation
 
 
 def _with_base(native: NativeRope, rope_theta: float) -> dict[str, Any]:

@@ -5,9 +5,7 @@ from typing import Any
 
 from .. import papers
 from .base import RESCALINGS, NativeRope, Rescaling, require_window
-
-DROP_FACTOR = 1e9
-"""Divisor of all frequencies: at position 131072 the fastest has turned by 1.3e-4 radians."""
+from .dropped import DROP_FACTOR
 
 
 @RESCALINGS.register("drop-rope")
@@ -63,14 +61,3 @@ class DropRope(Rescaling):
 
     def remedy(self, window: int, required: int) -> str:
         return f"Set rescale_args max_position_embeddings to at least {required}"
-
-
-def require_rotation(owner: Rescaling, native: NativeRope) -> None:
-    """Raise for a checkpoint whose RoPE 'drop-rope' took away: another base would leave it as it is."""
-    parameters = native.rope_parameters
-    if native.rope_type == "llama3" and parameters.get("factor") == DROP_FACTOR:
-        raise ValueError(
-            f"rescaling {owner.name!r} would change nothing: this checkpoint was saved under 'drop-rope', which leaves "
-            "no rotation to scale. Take the model that it came from, or 'drop-rope' with max_position_embeddings to "
-            "name another window."
-        )
