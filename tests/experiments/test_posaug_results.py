@@ -40,7 +40,8 @@ def test_tables_have_differences_from_the_baseline_of_the_same_seeds():
     lines += [detailed("uniform", s, 0.125 * s, 2.0, [2, 2]) for s in (1, 2)]
     read = detailed("uniform, YaRN", 1, 0.5, 3.0, [0, 0])
     lines.append({k: v for k, v in read.items() if k not in ("peak_gib", "tokens_per_second")} | {"tokens": 0})
-    known, _, losses, note, gains, of_gains, exams, of_exams, places, further = tables(lines).split("\n\n")[1:]
+    parts = tables(lines).split("\n\n")[1:]
+    known, _, losses, note, gains, of_gains, exams, of_exams, by_seed, places, further = parts
     assert known.startswith("| arm | seeds | loss 64..32 |") and of_gains.startswith("Nats a token")
     assert "| baseline | 2 | 4.500 | 5.500 | 1.000 |" in losses
     # 0.1875 is the mean of 0.125 and 0.25 over seeds, twice that beyond the window; both spans alike
@@ -54,6 +55,11 @@ def test_tables_have_differences_from_the_baseline_of_the_same_seeds():
     assert "| uniform | 2 | 1.000 (-0.763 to +0.921) | 1.000 (-0.763 to +0.921) |" in exams
     assert "| uniform, YaRN | 1 | 0.000 (-0.921 to +0.763) | 0.000 (-0.921 to +0.763) |" in exams
     assert of_exams.startswith("2 texts a cell and seed; in brackets, from baseline of the same seeds")
+    assert by_seed.splitlines()[2:] == [
+        "| baseline | 0.50 / 0.50 | 0.50 / 0.50 |",
+        "| uniform | 1.00 / 1.00 | 1.00 / 1.00 |",
+        "| uniform, YaRN | 0.00 | 0.00 |",
+    ]
     assert (
         "| baseline | 1.00 / - / - / - / 0.00 | 1.00 / - / - / - / 0.00 |" in places
         and "multikey 32 by place" in places
