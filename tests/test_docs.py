@@ -201,6 +201,7 @@ def test_every_exported_name_is_on_its_page():
     assert not re.search(r"^\| `[^|]*\| *\|$", page, re.M)
 
 
+@pytest.mark.slow
 def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
     tables = keeping_results.tables(lines_of("keeping-h200.jsonl")).split("\n\n")
     page = (RESULTS / "keeping.md").read_text()
@@ -210,6 +211,7 @@ def test_tables_of_the_search_for_what_keeps_are_those_of_the_file():
     assert f"{at_7900} at 7900" in text_of("docs/choosing.md")
 
 
+@pytest.mark.slow
 def test_tables_of_the_arms_without_next_token_loss_of_text_are_those_of_the_file():
     tables = keeping_results.tables(lines_of("keeping-answers-h200.jsonl")).split("\n\n")
     page = (RESULTS / "keeping.md").read_text()
@@ -587,6 +589,7 @@ def short(cell):
     return "0" if float(cell) == 0 else cell.removeprefix("0")
 
 
+@pytest.mark.slow
 def test_what_each_method_gave_and_lost_in_the_readme():
     """A row of its table of methods: what it gave, and what it lost."""
     readme = text_of("README.md")
@@ -670,6 +673,7 @@ def test_what_training_costs_in_the_readme():
         assert f"| {run['length']} | {run['peak_gib']:.1f} | {a_million:.1f} |" in readme
 
 
+@pytest.mark.slow
 def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
     table = keeping_results.tables(lines_of("keeping-seeds-h200.jsonl")).split("\n\n")[0]
     assert table in (RESULTS / "keeping.md").read_text()

@@ -50,6 +50,7 @@ def left_behind(folder):
     return [path.name for path in folder.iterdir()]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_result_is_checked_in_a_process_without_this_package(tmp_path):
     model = patch_model(tiny(), "yarn", factor=4.0)
@@ -432,6 +433,7 @@ def test_a_head_that_the_config_unties_is_saved_where_it_is_the_embeddings_too(s
     torch.testing.assert_close(reloaded(tmp_path / "out")(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_adapters_that_are_merged_and_switched_off_are_not_in_what_is_exported(tmp_path):
     model, ids = lora(tiny()), tokens(1, 40)
