@@ -51,17 +51,19 @@ class BoundView:
         }
         return BoundView(self.view, self.documents.rows(order), taken)
 
-    def per_document(self) -> Parameters:
-        """What was drawn, said once a document: rows that hold several say it once a token.
+    def total(self, name: str) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Sum in float64, and number, of what was drawn of a parameter: each document counts once.
 
-        A view that reads tokens may draw for each of them, so what it has drawn stays as it is.
+        Packed rows say a document's value once a token, of which the first one counts. A view that reads tokens may
+        draw for each of them, so all of its values count.
         """
-        ordinal = self.documents.ordinal
-        if ordinal.shape[1] == 1 or self.view.reads_tokens:
-            return self.parameters
+        ordinal, drawn = self.documents.ordinal, self.parameters[name].double()
+        if ordinal.shape[1] == 1 or self.view.reads_tokens or drawn.shape[-2:] != ordinal.shape:
+            return drawn.sum(), drawn.numel()
         begins = torch.ones_like(ordinal, dtype=torch.bool)
         begins[:, 1:] = ordinal[:, 1:] != ordinal[:, :-1]
-        return {n: p[..., begins] if p.shape[-2:] == ordinal.shape else p for n, p in self.parameters.items()}
+        # not drawn[..., begins]: the CPU would wait for the GPU to learn its shape
+        return torch.where(begins, drawn, 0.0).sum(), begins.expand(drawn.shape).sum()
 
     def affected_from(self, t: torch.Tensor, n_layers: int) -> torch.Tensor:
         """First token of each document that any of `n_layers` layers sees at another distance, as `View` says it.

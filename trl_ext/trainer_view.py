@@ -95,6 +95,6 @@ class TrainerView:
     def drawn(self) -> dict[str, Part]:
         """What it has drawn in the last forward, for the log: each document counts once, in packed rows too."""
         assert self.source is not None and self.source.last is not None
-        drawn = self.source.last.per_document().items()
-        parameters = {n: p for n, p in drawn if n.rpartition(".")[2] != "length" and not n.rpartition(".")[2][0] == "_"}
-        return {f"view/{name}": (p.double().sum(), p.numel()) for name, p in parameters.items()}
+        last = self.source.last
+        names = [n for n in last.parameters if n.rpartition(".")[2] != "length" and n.rpartition(".")[2][0] != "_"]
+        return {f"view/{name}": last.total(name) for name in names}
