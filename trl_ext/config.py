@@ -304,7 +304,8 @@ class RopeSFTConfig(SFTConfig):
             )
 
     def _check_cue(self) -> None:
-        for text in self.cue if isinstance(self.cue, list | tuple) else [self.cue]:
+        cues = self.cue if isinstance(self.cue, list | tuple) else [self.cue]
+        for text in cues or [self.cue]:  # a list without any is no cue either
             require_cue(text)
         option, options = find_view(self.view).cue_option, self.view_options
         if option is None or option in options or self.max_length is None:

@@ -320,6 +320,8 @@ def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
             {"objective": "dpo"},
             "Unknown objective 'dpo'. Known: clm, hidden-distill, native-distill, relation-distill, self-distill.",
         ),
+        ({"objective": []}, r"Unknown objective \[\]. Known: clm, hidden-distill"),
+        ({"objective": {}}, r"Unknown objective \{\}. Known: clm, hidden-distill"),
         ({"view": "skip", "view_args": "[1]"}, "view_args must be a dict, or a JSON object"),
         ({"max_length": "512"}, "max_length must be an integer of at least 2 tokens, or None, got '512'"),
         ({"max_length": float("nan")}, "max_length must be an integer of at least 2 tokens, or None, got nan"),
@@ -332,6 +334,10 @@ def test_the_view_of_one_trainer_is_not_that_of_the_next(tmp_path):
         (
             {"view": "endprompt", "view_args": {"target": 64}, "max_length": 32, "cue": True},
             "cue must be a name or a text, or a list of them, got True",
+        ),
+        (
+            {"view": "endprompt", "view_args": {"target": 64}, "max_length": 32, "cue": []},
+            r"cue must be a name or a text, or a list of them, got \[\]",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from rope_patch.distillation.teacher import adapter_layers
 from rope_patch.forward_loss import TAPE, ForwardLoss
 from rope_patch.layout.labelled import real_tokens
 from rope_patch.layout.shards import SequenceShard
-from rope_patch.registry import Registry, from_options
+from rope_patch.registry import Registry, from_options, require_known
 from rope_patch.rotary import find_causal_lm
 from rope_patch.views import View
 
@@ -282,6 +282,7 @@ def objective_of(args: "RopeSFTConfig") -> type[Objective]:
     Raises:
         ValueError: there is none of this name.
     """
+    require_known("objective", OBJECTIVES, args.objective)  # OBJECTIVES alone would answer a list with a bare TypeError
     kind: type[Objective] = OBJECTIVES[args.objective]
     return kind
 
