@@ -142,6 +142,28 @@ def closing_tokens(
     return longest[ordinal]
 
 
+def checked_cues(name: str, cues: object, *, least: int) -> tuple[tuple[int, ...], ...]:
+    """A set of cues, the patterns of `closing_tokens`, as tuples of token ids.
+
+    Args:
+        name: what the error calls it.
+        cues: what a user gave, if it is no integer.
+        least: smallest integer that would be allowed in its place, for the error.
+
+    Raises:
+        ValueError: it is no set of different cues with a token or more each.
+    """
+    lists = isinstance(cues, Sequence) and not isinstance(cues, str) and all(isinstance(c, Sequence) for c in cues)
+    as_tuples = tuple(tuple(cue) for cue in cues) if lists else ()  # type: ignore[attr-defined]
+    ids = all(cue and all(type(token) is int for token in cue) for cue in as_tuples)
+    if not as_tuples or not ids or len(set(as_tuples)) < len(as_tuples):
+        raise ValueError(
+            f"{name} must be an integer of at least {least}, or different cues as lists of one or more token ids, got "
+            f"{cues!r}."
+        )
+    return as_tuples
+
+
 def document_numbers(ids: torch.Tensor, t: torch.Tensor, documents: Documents) -> torch.Tensor:
     """A number of 32 bits for each document, made of its tokens alone: int64, in the shape of `documents.ordinal`.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checked_numbers import require_integer, require_number
-from ..layout.documents import closing_tokens
+from ..layout.documents import checked_cues, closing_tokens
 from ..layout.labelled import Labelled
 
 
@@ -28,8 +28,8 @@ class CueWeight:
         require_number("cue_weight", self.weight, least=0)
         if isinstance(self.tokens, int):
             require_integer("cue_tokens", self.tokens, least=1)
-        elif not self.tokens:
-            raise ValueError("cue_tokens must be a number of tokens or one or more cues as token ids, got none.")
+        else:
+            checked_cues("cue_tokens", self.tokens, least=1)
 
     def factors(self, labelled: Labelled) -> torch.Tensor:
         """What each query's label counts, [batch, n]."""

@@ -1,6 +1,5 @@
 """A cue at the end of a short document is read as if at the end of a long one."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -8,7 +7,7 @@ import torch
 
 from .. import papers
 from ..draws import DrawKey
-from ..layout.documents import Documents, closing_tokens
+from ..layout.documents import Documents, checked_cues, closing_tokens
 from .base import VIEWS, Cue, Parameters
 from .options import require_choice, require_effect, require_ids, require_int
 from .targeted import Targeted
@@ -58,7 +57,8 @@ class EndPrompt(Targeted):
         if isinstance(self.cue_tokens, int):
             require_int(self, "cue_tokens", self.cue_tokens, 0)
         else:
-            object.__setattr__(self, "cue_tokens", _checked_cues(self.cue_tokens))
+            cues = checked_cues("view 'endprompt': cue_tokens", self.cue_tokens, least=0)
+            object.__setattr__(self, "cue_tokens", cues)
         require_choice(self, "placement", self.placement, get_args(Placement))
         require_effect(
             self,
@@ -121,20 +121,3 @@ class EndPrompt(Targeted):
 
     def rope_index(self, t: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return torch.where(t >= parameters["split"], t + parameters["skip"], t)
-
-
-def _checked_cues(cues: object) -> tuple[tuple[int, ...], ...]:
-    """A set of cues as tuples of token ids.
-
-    Raises:
-        ValueError: it is none.
-    """
-    lists = isinstance(cues, Sequence) and not isinstance(cues, str) and all(isinstance(c, Sequence) for c in cues)
-    as_tuples = tuple(tuple(cue) for cue in cues) if lists else ()  # type: ignore[attr-defined]
-    ids = all(cue and all(type(token) is int for token in cue) for cue in as_tuples)
-    if not as_tuples or not ids or len(set(as_tuples)) < len(as_tuples):
-        raise ValueError(
-            "view 'endprompt': cue_tokens must be an integer of at least 0, or different cues as lists of one or more "
-            f"token ids, got {cues!r}."
-        )
-    return as_tuples
