@@ -6,13 +6,15 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rope_patch.eval import loss_by_position
+from rope_patch.patch import view_source
 
 
 class LossByPositionCallback(TrainerCallback):
     """Log loss within the window, loss beyond it and the cliff every `every` optimizer steps, and at the end.
 
     The figures are logged in an entry of their own, so go to whatever `report_to` names (TensorBoard, W&B, trackio), as
-    `long/loss_in_window`, `long/loss_beyond` and `long/cliff`.
+    `long/loss_in_window`, `long/loss_beyond` and `long/cliff`. A view that is always on draws the same for a row
+    in each of them.
 
     Args:
         trainer: whose log is written; add the callback with `trainer.add_callback`.
@@ -46,6 +48,10 @@ class LossByPositionCallback(TrainerCallback):
             control.should_log = due
 
     def _measure(self, model: torch.nn.Module) -> None:
+        source = view_source(model)
+        if source is not None and source.clock.is_set and not source.clock.by_content:
+            # RopeSFTTrainer's clock stands at a batch of training until its next forward: draw by what a row holds
+            source.clock.set_step(-1)
         # every rank takes part: a sharded model can only run as a whole; `log` writes on the first one alone
         args = self.trainer.args
         device_type = args.device.type

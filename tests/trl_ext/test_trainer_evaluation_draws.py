@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from support.tiny import tiny
-from support.training import documents, trainer
+from support.tiny import WINDOW, tiny, tokens
+from support.training import documents, logged, trainer
 
 from rope_patch import patch_model
 from rope_patch.patch import view_source
+from trl_ext.callbacks import LossByPositionCallback
 
 WAYS = {"packed rows": {"padding_free": True, "max_length": None}, "rows": {}}
 
@@ -75,6 +76,21 @@ def test_several_evaluation_sets_each_begin_anew_and_keep_their_parts_apart(tmp_
     assert run.evaluate(sets["a"])["eval_kl"] == metrics["eval_a_kl"]
     predicted = run.predict(sets["a"]).metrics
     assert predicted["test_kl"] == metrics["eval_a_kl"]
+
+
+def test_losses_by_position_draw_the_same_each_time_and_leave_training_alone(tmp_path):
+    alone, measured = (
+        trainer(tmp_path, model=patch_model(tiny(), "skip", when="always", seed=42), learning_rate=0.0)
+        for _ in range(2)
+    )
+    measured.add_callback(LossByPositionCallback(measured, tokens(3, 2 * WINDOW), every=1))
+    seen = watch_indices(measured)
+    for run in (alone, measured):
+        run.train()
+    assert len({entry["long/cliff"] for entry in measured.state.log_history if "long/cliff" in entry}) == 1
+    draws = [hash(tuple(index)) for index in seen if len(index) == 2 * WINDOW]
+    assert draws == 4 * draws[:3] and len(set(draws)) == 3, "each row has a draw of its own"
+    assert logged(measured, "loss", "view/") == logged(alone, "loss", "view/")
 
 
 @pytest.mark.parametrize("view", ["skip", "cyclic", "dilation", "chunk-permute", "posaug", "random-base"])
