@@ -28,6 +28,34 @@ def require_no_adapter(name: str, argument: str) -> None:
         )
 
 
+def require_folder_or_id(name: str, argument: str) -> None:
+    """Raise ValueError if `name` is no folder and cannot be a hub id either, without asking the hub.
+
+    Args:
+        name: as the user gave it.
+        argument: what the user gave it as, for messages.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    folder = Path(name)
+    if folder.is_dir():
+        return
+    if folder.is_file():
+        raise ValueError(f"{argument}: {name} is a file: name the folder of the checkpoint, or a hub id.")
+    try:
+        validate_repo_id(name)
+        # the hub's old ids without an owner, as gpt2, are of models without RoPE, which all have one with an owner too
+        is_id = "/" in name
+    except HFValidationError:
+        is_id = False
+    if not is_id:
+        raise ValueError(
+            f"{argument}: there is no folder {name}, and a hub id has the form OWNER/NAME. Check the name and the "
+            "folder that you are in."
+        )
+
+
 def require_checkpoint(name: str, argument: str, revision: str | None = None) -> Any:
     """The config of a checkpoint on the hub or in a folder.
 
@@ -40,6 +68,7 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None) ->
         ValueError: there is no such checkpoint, its weights are in parts, or it is no model that this version of
             Transformers knows.
     """
+    require_folder_or_id(name, argument)
     from transformers import AutoConfig
 
     from rope_patch.weights_in_parts import require_whole_weights
@@ -48,10 +77,6 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None) ->
     require_whole_weights(folder, argument)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{argument}: {name} is a folder without config.json: it holds no checkpoint.")
-    if folder.is_file():
-        raise ValueError(f"{argument}: {name} is a file: name the folder of the checkpoint, or a hub id.")
-    if not folder.is_dir() and (folder.is_absolute() or name.startswith((".", "~")) or name.endswith("/")):
-        raise ValueError(f"{argument}: there is no folder {name}.")
     try:
         return AutoConfig.from_pretrained(name, revision=revision or "main")
     except OSError as error:

@@ -39,8 +39,6 @@ def test_a_model_that_was_saved_with_its_adapter_is_a_model(adapter):
     [
         ("empty", "--model: empty is a folder without config.json: it holds no checkpoint."),
         ("file", "--model: file is a file: name the folder of the checkpoint, or a hub id."),
-        ("./nowhere", "--model: there is no folder ./nowhere."),
-        ("nowhere/", "--model: there is no folder nowhere/."),
         ("nowhere/model", "--model: nowhere/model is no folder with a checkpoint, and from the hub: "),
     ],
 )
@@ -51,3 +49,15 @@ def test_what_leads_to_no_checkpoint_is_told(name, message, tmp_path, monkeypatc
     with pytest.raises(ValueError) as error:
         require_checkpoint(name, "--model")
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./nowhere", "nowhere/", "~/nowhere", "a/path/to/nowhere", "no folder"])
+def test_the_hub_is_not_asked_for_what_can_be_no_id_there(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("the hub is asked"))
+    with pytest.raises(ValueError) as error:
+        require_checkpoint(name, "--model")
+    assert str(error.value) == (
+        f"--model: there is no folder {name}, and a hub id has the form OWNER/NAME. Check the name and the folder that "
+        "you are in."
+    )

@@ -15,7 +15,7 @@ from rope_patch.attention.windowed import BLOCK
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
-from ..checkpoint import require_tokenizer
+from ..checkpoint import require_folder_or_id, require_tokenizer
 from ..model_files import commit_of
 
 _HEAD_NORMS = ("q_norm", "k_norm", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
@@ -67,6 +67,7 @@ class ModelFacts:
             raise ValueError("--model-revision must name a branch, tag or commit on the hub, got an empty name.")
         if (Path(name) / "adapter_config.json").is_file():
             raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
+        require_folder_or_id(name, "MODEL")
         try:
             config = AutoConfig.from_pretrained(name, revision=commit or revision or "main")
             commit = commit or commit_of(name, revision)

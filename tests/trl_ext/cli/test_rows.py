@@ -127,7 +127,7 @@ TEXT = ["--text", "books.jsonl"]
         (["instruct", *TEXT, "--length", "0"], "--length must be at least 1, got 0."),
         (["instruct", *TEXT, "--short", "2"], "short must be a share from 0 to 1, got 2.0."),
         (["instruct", "--text", "none.txt"], "there is no text file none.txt."),
-        (["nothing", *TEXT], "nothing is no folder with a checkpoint"),
+        (["nothing", *TEXT], "there is no folder nothing, and a hub id has"),
     ],
 )
 def test_what_cannot_be_made_is_told_before_a_model_is_loaded(arguments, message, folder, monkeypatch, capsys):

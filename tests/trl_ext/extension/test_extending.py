@@ -254,7 +254,7 @@ def test_what_is_exported_has_the_dtype_that_came(folder, quick):
         ({"rescale": "none"}, "--rescale none: Unknown rescaling 'none'. Known: abf, drop-rope, dynamic-ntk"),
         ({"rescale": "skip"}, "--rescale skip: 'skip' is a view; a rescaling is one of abf"),
         ({"rescale_args": {"factor": 2.0}}, "--rescale-args needs --rescale"),
-        ({"model": "nothing"}, "nothing is no folder with a checkpoint"),
+        ({"model": "nothing"}, "there is no folder nothing, and a hub id has"),
         ({"row_length": 900}, "--row-length must be at most the window of 800"),
         ({"row_length": 0}, "--row-length must be an integer of at least 1, got 0"),
         ({"short": 3}, "--short must be a share from 0 to 1, got 3"),
