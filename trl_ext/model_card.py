@@ -34,7 +34,8 @@ class DatasetFacts:
 
     Args:
         name: its id on the hub, or the name that it was made with; "" where it says none.
-        documents: its rows, None where they are not counted, as those of a stream.
+        documents: how many it has; None where that is not known: of a stream, and of rows of tokens, of which a
+            document may have given several.
     """
 
     name: str = ""
@@ -48,7 +49,8 @@ class DatasetFacts:
         on_hub = [file.removeprefix(_HUB).partition("@")[0] for file in files if file.startswith(_HUB)]
         named = getattr(info, "dataset_name", None) or ""
         name = on_hub[0] if on_hub else "" if named in _READERS else named
-        return cls(name, len(dataset) if isinstance(dataset, Sized) else None)
+        is_cut = "input_ids" in (getattr(dataset, "column_names", None) or ())
+        return cls(name, len(dataset) if isinstance(dataset, Sized) and not is_cut else None)
 
     def named(self, name: str | None) -> Self:
         """The same with the name that a user gives."""

@@ -218,6 +218,9 @@ def test_the_card_tells_of_both_stages(folder, peft, monkeypatch):
     assert first.lstrip().startswith("# out\n"), "the folder that the user named"
     assert "`relation-distill`" in first and "| Optimizer steps | 3 |" in first
     assert "`clm`" in second and "| Optimizer steps | 2 |" in second
+    assert "| Documents |" not in card.text, "three of them were cut into the rows of both stages"
+    for stage, length in ((first, 60), (second, 120)):
+        assert f"| Rows | {len(TEXT) // length + 493 // length} |" in stage
     assert "`pi` (factor 4.0)" in first and first.count("`pi` (factor 4.0)") == 1
     assert "`tiny`, a model in a local folder" in first and str(folder) not in card.content
     assert "2604.00004" in second and "2306.15595" in second
