@@ -1,5 +1,6 @@
 """What a trainer knows of its run for the model card, and the card of the model that it saves."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -102,7 +103,7 @@ def run_facts(
         "row_length": args.max_length,
         "tokens": tokens,
         "steps": trainer.state.global_step,
-        "learning_rate": f"{args.learning_rate:g}, {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}",
+        "learning_rate": _learning_rate(trainer),
         "papers": list(dict.fromkeys(cited)),
         "versions": installed_versions("torch", "transformers", "trl", "peft"),
     }
@@ -142,6 +143,19 @@ def card_of(
         has_chat_template=getattr(tokenizer, "chat_template", None) is not None,
     )
     return render(facts, name.split("/")[-1])
+
+
+def _learning_rate(trainer: "RopeSFTTrainer") -> str:
+    """Peak and schedule; where warm-up was longer than the steps so far, the highest rate that they had."""
+    peak = trainer.args.learning_rate
+    schedule = getattr(trainer.args.lr_scheduler_type, "value", trainer.args.lr_scheduler_type)
+    steps = trainer.state.global_step
+    # what a rate is multiplied by, from step to step: of the schedules of Transformers, and not of those of DeepSpeed
+    factors = getattr(trainer.lr_scheduler, "lr_lambdas", None)
+    highest = max(map(factors[0], range(steps))) if factors and steps else 1.0
+    if highest < 1 and not math.isclose(highest, 1):
+        return f"at most {highest * peak:.3g}, {schedule}: the steps ended before the peak of {peak:g}"
+    return f"{peak:g}, {schedule}"
 
 
 def _trained(model: Any, trainable: str) -> str:

@@ -67,6 +67,19 @@ def test_the_card_of_a_whole_model(tmp_path, base, monkeypatch):
     assert names["model"].config.rope_parameters["rope_type"] == "yarn"
 
 
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "wanted"),
+    [
+        ("cosine", 4, "at most 0.0025, cosine: the steps ended before the peak of 0.01"),
+        ("cosine", 1, "0.01, cosine"),
+        ("constant", 4, "0.01, constant"),  # which has no warm-up
+    ],
+)
+def test_the_learning_rate_is_one_that_the_run_had(schedule, warmup, wanted, tmp_path, base):
+    trained(tmp_path / "out", base, lr_scheduler_type=schedule, warmup_steps=warmup)
+    assert row(card_in(tmp_path / "out"), "Learning rate") == wanted
+
+
 def named_documents():
     dataset = documents()
     dataset.info.download_checksums = {"hf://datasets/owner/books@0123/train.parquet": {"num_bytes": 1}}
