@@ -1,5 +1,6 @@
 """From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
 
+import json
 import lzma
 import time
 import zlib
@@ -107,6 +108,11 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(_how_to_go_on(training, begun)) from stopped
+    if trainer.state.global_step == _steps_of(training.resume_from_checkpoint):
+        trainer.accelerator.print(
+            f"Nothing was left to train: {training.resume_from_checkpoint} is of step {trainer.state.global_step}, and "
+            f"the run ends at step {trainer.state.max_steps}."
+        )
     trainer.save_model()
     if training.push_to_hub:
         trainer.push_to_hub()
@@ -120,6 +126,14 @@ def _how_to_go_on(training: RopeSFTConfig, begun: float) -> str:
     if checkpoint is None:
         return "No checkpoint was saved: the same command begins anew."
     return f"The same command goes on with --resume_from_checkpoint {checkpoint}, and without it begins anew."
+
+
+def _steps_of(checkpoint: str | None) -> int:
+    """Optimizer steps behind a whole checkpoint; 0 without one."""
+    if checkpoint is None:
+        return 0
+    steps: int = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    return steps
 
 
 def _hub_model(training: RopeSFTConfig, model: ModelConfig) -> dict[str, Any] | None:

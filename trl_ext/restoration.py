@@ -278,6 +278,8 @@ def restore(
                 widen_tokenizer(unfinished, native, window)
                 finals = [root / name / "final" for name in configs]
                 _write_card(final, tokenizer, finals, unfinished, title=root.resolve().name)
+        elif ranks.is_main_process:
+            logger.warning(f"All that was begun in {root} is done: nothing was left to do.")
         ranks.wait_for_everyone()
         return result
 

@@ -81,6 +81,25 @@ def test_ctrl_c_says_how_the_run_goes_on(folder, monkeypatch, capsys):
     assert "last checkpoint: the same command goes on in restored.\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "again", "said"),
+    [
+        (
+            "tune.yaml",
+            "--resume_from_checkpoint tuned/checkpoint-1",
+            "Nothing was left to train: tuned/checkpoint-1 is of step 1, and the run ends at step 1.\n",
+        ),
+        ("restore.yaml", "", "All that was begun in restored is done: nothing was left to do.\n"),
+    ],
+    ids=["train", "restore"],
+)
+def test_a_finished_run_that_is_taken_up_again_says_that_nothing_was_left(command, again, said, folder, capsys, caplog):
+    assert cli.main(["train", command]) == 0
+    assert said not in capsys.readouterr().out + caplog.text
+    assert cli.main(["train", command, *again.split()]) == 0
+    assert (capsys.readouterr().out + caplog.text).count(said) == 1
+
+
 @pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("restore.yaml", "restored")])
 def test_a_folder_in_which_another_process_trains_is_refused(recipe, output, folder, monkeypatch, capsys):
     """A run that seems to hang, or whose terminal was lost, is easily started again beside itself."""
