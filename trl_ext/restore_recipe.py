@@ -11,6 +11,7 @@ from datasets import Dataset, load_dataset
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from rope_patch.eval.report import require_writable
+from rope_patch.export import PROGRAMS
 
 from .fine_tune_recipe import READ_ERRORS, require_model, require_other_folder, require_utf8, unreadable
 from .model_files import begun_with, recorded_commit
@@ -55,7 +56,7 @@ FIELDS = (RestoreArguments, ModelConfig)
 
 
 def restore_recipe(arguments: Sequence[str] | None = None) -> None:
-    """Run `restore` as a recipe says, and print where the result is.
+    """Run `restore` as a recipe says, and print where the result is and the command that serves it.
 
     Args:
         arguments: `--config RECIPE.yaml` and flags, which win; None takes those of the process.
@@ -94,6 +95,7 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
         for name, stage in (("distil", result.distil), ("extend", result.extend)):
             if stage is not None:
                 print(f"  {name}: {stage.steps} steps, {stage.seconds:.0f} seconds, loss {stage.loss:.3f} at the end")
+        print(f"Serve it with transformers: {PROGRAMS['transformers'](result.folder, None)}")
 
 
 def _documents(files: list[str]) -> Dataset:

@@ -52,7 +52,9 @@ def test_a_recipe_with_keys_of_a_restoration_is_restored(folder, capsys):
     assert cli.main(["train", "--config", "restore.yaml"]) == 0
     printed = capsys.readouterr().out
     assert re.search(
-        r"restored/model: [\d,]+ tokens\n  distil: \d+ steps, \d+ seconds, loss [\d.]+ at the end\n", printed
+        r"restored/model: [\d,]+ tokens\n  distil: \d+ steps, \d+ seconds, loss [\d.]+ at the end\n"
+        r"Serve it with transformers: python -c '.*restored/model.*'\n",
+        printed,
     )
     saved = AutoModelForCausalLM.from_pretrained(folder / "restored" / "model")
     assert saved.config.rope_parameters["factor"] == 2.0
