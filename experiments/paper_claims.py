@@ -127,11 +127,13 @@ def rpsd() -> str:
 def rpsd_far() -> str:
     """Self-distillation between views in rows of four windows, read at four times their length.
 
-    Arms on models that were taught anew stand as "NAME, anew": they compare with each other.
+    Arms on models that were taught anew stand as "NAME, anew", and on those of the third time as "NAME, of weights":
+    they compare with each other.
     """
     arms = by_arm(read_lines(RESULTS / "rpsd-far-h200.jsonl"))
-    anew = by_arm(read_lines(RESULTS / "rpsd-far-controls-h200.jsonl"))
-    arms |= {f"{arm}, anew": seeds for arm, seeds in anew.items()}
+    for file, named in (("controls", "anew"), ("weights", "of weights")):
+        others = by_arm(read_lines(RESULTS / f"rpsd-far-{file}-h200.jsonl"))
+        arms |= {f"{arm}, {named}": seeds for arm, seeds in others.items()}
 
     def found(run: Run, kind: str) -> float:
         return fmean(by_exam([run], kind, 131072))
@@ -169,6 +171,26 @@ def rpsd_far() -> str:
         Claim(
             "twice the weight of the KL does no more", "58.9 < 59.2", "skip, lambda 2, anew", "skip, anew", keys, 3,
             "the same models",
+        ),
+        Claim(
+            "half the weight of the KL does as much or more", "59.2 < 60.0", "skip, of weights",
+            "skip, lambda .5, of weights", keys, 3, "on models taught once more",
+        ),
+        Claim(
+            "a fifth of the weight does less", "54.0 < 59.2", "skip, lambda .2, of weights", "skip, of weights", keys,
+            3, "one of these models",
+        ),
+        Claim(
+            "skips of up to two rows do no more", "58.9 < 59.2", "skip, Y = 2 L, of weights", "skip, of weights", keys,
+            3, "these models",
+        ),
+        Claim(
+            "and find fewer n-th mentions", "not in the paper", "skip, Y = 2 L, of weights", "skip, of weights",
+            mentions, 3, "these models",
+        ),
+        Claim(
+            "skips of up to half a row do as much or more", "59.2 < 59.6", "skip, of weights",
+            "skip, Y = L/2, of weights", keys, 3, "one of these models",
         ),
         Claim(
             "training finds more of the n-th mentions than none", "not in the paper", "abf", "next-token", mentions, 3,

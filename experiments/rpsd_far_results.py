@@ -65,11 +65,14 @@ def _cell_name(cell: tuple[str, int, int]) -> str:
 
 
 def tables(runs: list[Run]) -> str:
-    """Markdown: exams by length, by the place of the answer, and everything else."""
+    """Markdown: exams by length, at the farthest seed by seed, by the place of the answer, and everything else."""
     by_arm = runs_by_arm(sorted(runs, key=lambda run: run["seed"]))
-    of_rows = [cell for cell in cells_of(next(iter(by_arm.values()))[0]) if cell[2] == 1][1::2]  # not of the window
+    cells = cells_of(next(iter(by_arm.values()))[0])
+    of_rows = [cell for cell in cells if cell[2] == 1][1::2]  # not of the window
+    farthest = [cell for cell in cells if cell[1] == max(length for _, length, _ in cells)]
     above = [above_table(by_arm, SKIP)] if SKIP in by_arm else []
-    return "\n\n".join((exam_table(by_arm, CONTROL), *above, place_table(by_arm, of_rows), _others(by_arm)))
+    by_seed, by_places = seed_table(by_arm, farthest), place_table(by_arm, of_rows)
+    return "\n\n".join((exam_table(by_arm, CONTROL), *above, by_seed, by_places, _others(by_arm)))
 
 
 def exam_table(by_arm: dict[str, list[Run]], control: str) -> str:
@@ -84,7 +87,8 @@ def exam_table(by_arm: dict[str, list[Run]], control: str) -> str:
             row.append(f"{shown} {in_brackets(differences(pairs, cell))}" if arm != control and pairs else shown)
         lines.append(markdown_row(row))
     n_exams = len(by_exam(next(iter(by_arm.values())), *cells[0][:2]))
-    return "\n".join([*lines, "", f"{n_exams} texts a cell and seed; in brackets, from {control} of the same seeds."])
+    from_control = f"; in brackets, from {control} of the same seeds" if control in by_arm else ""
+    return "\n".join([*lines, "", f"{n_exams} texts a cell and seed{from_control}."])
 
 
 def above_table(by_arm: dict[str, list[Run]], arm: str) -> str:

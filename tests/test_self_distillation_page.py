@@ -6,7 +6,7 @@ from paired_results import seed_pairs
 from result_lines import mean_of, runs_by_arm
 from rpsd_far_arms import arms as arms_of
 from rpsd_far_match import mean_kl
-from rpsd_far_results import by_exam, cells_of, differences, seed_table, short_text, tables
+from rpsd_far_results import by_exam, differences, kl, short_text, tables
 from support.pages import RESULTS, lines_of, share, text_of
 
 from rope_patch.eval.paired import paired_interval
@@ -41,7 +41,6 @@ def test_the_tables_of_controls_are_those_of_the_file():
     runs = [run for same in arms.values() for run in same]
     for table in tables(runs).split("\n\n"):
         assert table in page
-    assert seed_table(arms, [cell for cell in cells_of(runs[0]) if cell[1] == 131072]) in page
 
 
 def test_what_is_said_of_dropout_holds():
@@ -92,3 +91,52 @@ def test_what_is_said_of_the_weight_and_of_seeds_holds():
     spans = [[share(found([run], "multikey")) for run in same] for same in (plain, skip)]
     ends = [end for span in spans for end in (min(span), max(span))]
     assert "more with the seed, {} to {}, than the skip, {} to {}.".format(*ends) in page
+
+
+def weights():
+    """Lines of each arm on the models that were taught a third time, by seed."""
+    return runs_by_arm(sorted(lines_of("rpsd-far-weights-h200.jsonl"), key=lambda run: run["seed"]))
+
+
+def test_the_tables_of_weights_and_longest_skips_are_those_of_the_file():
+    arms, page = weights(), (RESULTS / "self_distillation.md").read_text()
+    assert {arm: [run["seed"] for run in same] for arm, same in arms.items()} == {
+        "skip": [1, 2, 3], "skip, Y = 2 L": [1, 2, 3], "skip, lambda .5": [1, 2, 3],
+        "skip, Y = L/2": [2], "skip, lambda 2": [2], "skip, lambda .2": [2],
+    }  # fmt: skip
+    for table in tables([run for same in arms.values() for run in same]).split("\n\n"):
+        assert table in page
+
+
+def test_what_is_said_of_weights_and_longest_skips_holds():
+    arms, page = weights(), text_of("docs/results/self_distillation.md")
+    skip, half, twice_far = (arms[name] for name in ("skip", "skip, lambda .5", "skip, Y = 2 L"))
+
+    def cost(arm):
+        pairs = seed_pairs(arms[arm], skip)
+        return fmean(mean_of(a["loss x1"], 64, 32768) - mean_of(b["loss x1"], 64, 32768) for a, b in pairs)
+
+    keys, mentions = (in_words(above(skip, half, kind)) for kind in KINDS)
+    assert (
+        "finds {} of the keys less {}, in every seed, and of the mentions no fewer beyond chance, {} {}.".format(
+            *keys, *mentions
+        ).replace("(-0", "(-")
+        in page
+    )
+    assert all(found([a], "multikey") > found([b], "multikey") for a, b in seed_pairs(skip, half))
+    assert f"It gives back {share(-cost('skip, lambda .5'), 3)} of the .02 nats" in page
+    assert "fewer mentions, {} {} in every seed".format(*in_words(above(skip, twice_far, "ordinal"))) in page
+    assert all(found([a], "ordinal") > found([b], "ordinal") for a, b in seed_pairs(skip, twice_far))
+    low, high = paired_interval(above(skip, twice_far))
+    assert low < 0 < high, "keys are not told apart"
+    assert f"and cost {share(cost('skip, Y = 2 L'), 3)} nats more within the row" in page
+    medians = [fmean(map(kl, same)) for same in (twice_far, skip)]
+    assert round(medians[0] / medians[1]) == 5
+    less = [share(found(arms[name], "multikey"), 3) for name in ("skip, lambda .2", "skip, Y = L/2")]
+    same_model = share(found([run for run in skip if run["seed"] == 2], "multikey"), 3)
+    nats = [share(-cost(name), 3) for name in ("skip, lambda .2", "skip, Y = L/2")]
+    assert "fewer keys, {} and {} in place of {}, for {} and {} nats less".format(*less, same_model, *nats) in page
+    heavy = fmean(above(arms["skip, lambda 2"], skip))
+    assert abs(heavy) < 0.01, "twice the weight finds as many"
+    by_seed = [share(found([run], "multikey")) for run in skip]
+    assert "the skip finds {}, {} and {} of the keys".format(*by_seed) in page

@@ -128,12 +128,12 @@ def test_arms_are_taught_trained_and_measured_far(files, tmp_path, monkeypatch):
     # seeds differ in what was taught, and arms of one seed begin alike
     assert len({json.dumps(r["loss x1"]) for r in runs}) == len(runs)
     assert results.kl(runs[1]) > 0 and results.kl(runs[2]) is None
-    exams, note, above, places, others = results.tables(runs).split("\n\n")
+    exams, note, above, by_seed, places, others = results.tables(runs).split("\n\n")
     assert exams.splitlines()[0].endswith("ordinal 4400, YaRN 2x | ordinal 8800, YaRN 4x |") and "2 texts" in note
     assert (
         exams.count("(") == above.count("(") == 2 * 8
         and above.count("\n") == 3
-        and places.count("\n") == others.count("\n") == 4
+        and by_seed.count("\n") == places.count("\n") == others.count("\n") == 4
     )
     # a run that was cut off goes on with what it had trained and measured
     parts = tmp_path / "out.parts.jsonl"
