@@ -25,7 +25,9 @@ class StepMeans:
         """Add a batch. All ranks give the same names in the same order."""
         for name, (total, count) in parts.items():
             total = total.detach().double()
-            of_batch = torch.stack([total, torch.as_tensor(count, dtype=torch.float64, device=total.device)])
+            # of a number a fill, where a copy to the GPU would wait
+            counted = count.to(total) if isinstance(count, torch.Tensor) else torch.full_like(total, count)
+            of_batch = torch.stack([total, counted])
             self._sums[name] = self._sums[name] + of_batch if name in self._sums else of_batch
 
     def take(self) -> dict[str, float]:
