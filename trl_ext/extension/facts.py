@@ -96,8 +96,8 @@ class ModelFacts:
 
     @property
     def base_revision(self) -> str | None:
-        """What a card and adapters name, if a revision was asked for: the commit, where it is known."""
-        return None if self.revision is None else self.commit or self.revision
+        """What a card and adapters name: the commit, which the export loads once more; None of a folder."""
+        return self.commit or self.revision
 
     def load(self, dtype: torch.dtype) -> Any:
         """The model with its weights, on the CPU."""

@@ -373,7 +373,8 @@ def test_a_revision_of_a_model_on_the_hub_is_taken_and_named(train, hub, quick, 
 
 
 @pytest.mark.parametrize("train", ["all", pytest.param("lora", marks=pytest.mark.slow)])
-def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(train, folder, quick, monkeypatch, weights):
+@pytest.mark.parametrize("revision", ["dev", None])
+def test_a_branch_is_the_commit_that_it_was_at_the_start(revision, train, folder, quick, monkeypatch, weights):
     def write(to, shift=0.0):
         shutil.copytree(folder / "base", to, dirs_exist_ok=True)
         model = AutoModelForCausalLM.from_pretrained(to)
@@ -381,15 +382,17 @@ def test_a_branch_is_the_commit_that_it_was_when_the_run_was_begun(train, folder
         model.save_pretrained(to)
 
     use_cache(monkeypatch, folder / "hub")
-    publish(folder / "hub", "owner/base", dev=write, later=partial(write, shift=9.0))
-    options = {"model": "owner/base", "model_revision": "dev", "train": train}
+    branch = revision or "main"
+    publish(folder / "hub", "owner/base", **{branch: write, "later": partial(write, shift=9.0)})
+    options = {"model": "owner/base", "model_revision": revision, "train": train}
     stop_at_rows(monkeypatch, **options)
-    commit = move(folder / "hub", "owner/base", "dev", to="later")
+    commit = move(folder / "hub", "owner/base", branch, to="later")
     assert json.loads((folder / "out/extend.json").read_text())["model_commit"] == commit
-    assert f"The model: owner/base at revision dev, commit {commit}" in str(run(dry_run=True, **options))
+    said = "owner/base" if revision is None else f"owner/base at revision dev, commit {commit}"
+    assert f"The model: {said}" in str(run(dry_run=True, **options))
     done = run(**options)
-    assert f"at revision `{commit}`, trained" in (done.model / "README.md").read_text()
     assert weights(done.model)["lm_head.weight"].mean() < 1, "and not those of later"
+    assert f"at revision `{commit}`, trained" in (done.model / "README.md").read_text()
     assert json.loads((folder / "out/extend.json").read_text())["model_commit"] == commit
 
 
