@@ -11,7 +11,7 @@ from transformers.integrations import is_wandb_available
 from trl.trainer import utils as trl_utils
 
 from rope_patch import papers
-from rope_patch.adapter_watch import adapter_configs
+from rope_patch.adapter_watch import adapter_configs, base_revision
 from rope_patch.environment import installed_versions
 from rope_patch.export.serving import serving_of
 from rope_patch.model_card import BaseModel, facts_of, native_window, read_runs, render
@@ -82,7 +82,8 @@ def run_facts(
         tokens: that it has seen.
     """
     args, model = trainer.args, trainer.model
-    base = BaseModel.of(find_causal_lm(model).config._name_or_path, trainer.base_revision)
+    revision = trainer.base_revision or base_revision(model)
+    base = BaseModel.of(find_causal_lm(model).config._name_or_path, revision)
     before = earlier[-1].get("run", {}).get("rescalings", []) if earlier else []
     state = None if source is None else state_of(find_decoder(model))
     rescalings = () if state is None else state.rescalings

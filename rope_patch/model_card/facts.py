@@ -97,8 +97,9 @@ def facts_of(
         config: the text config that is saved, if it is another one than the model's.
     """
     causal_lm = find_causal_lm(model)
-    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path)
-    recorded = base_revision(model) or ("" if base is None else base.revision)
+    of_adapters = base_revision(model)
+    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path, of_adapters)
+    recorded = of_adapters or ("" if base is None else base.revision)
     return CardFacts(
         base=base,
         is_adapter=is_adapter,

@@ -5,13 +5,14 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from support.cards import card_in, run_code
+from support.hub import publish, use_cache
 from support.tiny import WINDOW, tiny
 from support.training import documents, tokenizer, trainer
 from transformers import AutoModelForCausalLM
 
-from rope_patch.model_card import OTHER_CARD_NAME, RECORD_NAME, read_runs
+from rope_patch.model_card import OTHER_CARD_NAME, RECORD_NAME, BaseModel, facts_of, read_runs
 from trl_ext.model_card import DatasetFacts
 
 YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
@@ -114,6 +115,35 @@ def test_a_base_model_of_the_hub_is_named_and_loaded_by_its_id(tmp_path):
     card = card_in(tmp_path / "out")
     assert "(https://huggingface.co/owner/model) at revision `v1`, trained with rope-patch." in card.text
     assert 'from_pretrained("owner/model", dtype="auto", revision="v1")' in card.text
+
+
+@pytest.fixture
+def relicensed(tmp_path, monkeypatch):
+    """A hub with "owner/base", whose license is another one since its revision v1."""
+
+    def licensed(name):
+        def write(folder):
+            (folder / "README.md").write_text(f"---\nlicense: {name}\n---\n# Base\n")
+            tiny().save_pretrained(folder)
+            tokenizer().save_pretrained(folder)
+
+        return write
+
+    use_cache(monkeypatch, tmp_path / "hub")
+    publish(tmp_path / "hub", "owner/base", v1=licensed("apache-2.0"), main=licensed("mit"))
+    base = AutoModelForCausalLM.from_pretrained("owner/base", revision="v1")
+    return get_peft_model(base, lora(), revision="v1")
+
+
+def test_the_license_is_that_of_the_revision_that_adapters_name(tmp_path, relicensed):
+    """Of a loaded model its adapters alone tell the revision, in training and in an export without a record of it."""
+    run = trainer(tmp_path / "out", model=relicensed, max_steps=1)
+    run.save_model()
+    card = card_in(tmp_path / "out")
+    assert card.data.license == "apache-2.0"
+    assert "(https://huggingface.co/owner/base) at revision `v1`, trained with rope-patch." in card.text
+    exported = facts_of(relicensed, [], is_adapter=False, rescalings=()).base
+    assert exported == BaseModel("owner/base", True, "apache-2.0", "v1")
 
 
 def test_the_revision_of_a_model_given_by_name_is_that_of_its_loading(tmp_path, base):
