@@ -1,6 +1,6 @@
 """What there is to learn in the documents of a tokenized dataset, read off its Arrow columns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,35 +51,47 @@ class Survey:
             joined: whether the tokens before a document predict its first one, as in "wrapped" rows.
             limit: tokens of a document that truncation keeps; None keeps all.
             keep_end: whether it keeps the last ones.
+
+        Raises:
+            ValueError: a row has more labels than tokens, or fewer.
         """
-        parts = []
+        special_ids, parts = np.asarray(special), []
         for batch in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
             ids, lengths = _flat(batch["input_ids"])
-            own_labels = _flat(batch["labels"])[0]
-            labels = own_labels if labelled else ids
             ends = np.cumsum(lengths)
-            place = np.arange(len(ids)) - np.repeat(ends - lengths, lengths)
-            predicted, has_label, is_text = place >= (0 if joined else 1), labels != -100, ~np.isin(ids, special)
-            kept = np.ones_like(has_label)
-            if limit is not None:
-                dropped = np.repeat(np.maximum(lengths - limit, 0), lengths)
+            begins = ends - lengths
+            label_ids, n_labels = _flat(batch["labels"])
+            if not np.array_equal(lengths, n_labels):
+                raise ValueError("each row must have as many labels, and entries of its masks, as input_ids.")
+            own_labels = _counter(label_ids != -100)
+            labels = own_labels if labelled else _counter(ids != -100)
+            second = np.minimum(begins + 1, ends)
+            predicted = begins if joined else second
+            first, last = predicted, ends
+            if limit is not None and keep_end:
                 # the first token that is kept has nothing before it
-                kept = place > dropped if keep_end else place < limit
-
-            def rows_with(flags: np.ndarray, lengths: np.ndarray = lengths, ends: np.ndarray = ends) -> np.ndarray:
-                counts = np.concatenate(([0], np.cumsum(flags)))
-                return counts[ends] > counts[ends - lengths]
-
-            has_text = rows_with(is_text)
+                first = np.maximum(second, ends - limit + 1)
+            elif limit is not None:
+                last = np.minimum(begins + limit, ends)
+            has_text = _counter(~np.isin(ids, special_ids))(begins, ends) > 0
+            n_own = own_labels(predicted, ends)
             parts.append(
                 (
                     lengths,
-                    has_text & rows_with(predicted & has_label),
-                    rows_with(predicted & (own_labels == -100)) & rows_with(predicted & (own_labels != -100)),
-                    has_text & rows_with(kept & predicted & has_label),
+                    has_text & (labels(predicted, ends) > 0),
+                    (n_own > 0) & (n_own < ends - predicted),
+                    has_text & (labels(first, last) > 0),
                 )
             )
         return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _counter(flags: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Counts the flags that are set from one place to another, for many such spans at once."""
+    if flags.all():
+        return lambda first, end: end - first
+    counts = np.concatenate(([0], np.cumsum(flags)))
+    return lambda first, end: counts[end] - counts[first]
 
 
 def _flat(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
