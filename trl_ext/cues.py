@@ -145,9 +145,10 @@ def append_cue(
     def ended(row: dict[str, Any], number: int) -> dict[str, Any]:
         ids = cues[drawn(len(cues), number, seed)]
         labels = {"labels": row["labels"] + ids} if "labels" in row else {}
-        masks = {name: row[name] + [1] * len(ids) for name in _MASKS if name in row}
+        masks = {name: [int(entry) for entry in row[name]] + [1] * len(ids) for name in _MASKS if name in row}
         return {"input_ids": row["input_ids"] + ids, **labels, **masks}
 
+    dataset = dataset.with_format(None)  # a sum of lists joins them, and one of arrays of a NumPy or PyTorch format adds
     tokens: CueTokens = longest if isinstance(cue, str) else cues
     columns = dataset.column_names
     if text_field in columns and not _COMES_FIRST & set(columns):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value
 from support.text import BOS, EOS, framing
 from support.tiny import tiny
 from support.training import logged, tokenizer, trainer
@@ -283,6 +283,16 @@ def test_each_document_gets_one_cue_of_a_set():
     assert again["input_ids"] == made["input_ids"] != other["input_ids"]
     cut, _ = append_cue(Dataset.from_dict({"text": [words(25)]}), tokenizer(), cue=SET, max_length=13)
     assert len(cut) == 3 and all(len(row) <= 13 for row in cut["input_ids"])
+
+
+@pytest.mark.parametrize("style", [None, "numpy", "torch"])
+@pytest.mark.parametrize("mask", ["int8", "bool"])
+def test_cues_are_put_behind_arrays_and_masks_of_any_kind(mask, style):
+    ids, masks = [[5, 6, 7], [8], []], [[0, 1, 1], [0], []]
+    features = Features({"input_ids": List(Value("int32")), "completion_mask": List(Value(mask))})
+    rows = Dataset.from_dict({"input_ids": ids, "completion_mask": masks}, features=features).with_format(style)
+    made, _ = append_cue(rows, tokenizer(), cue="w90", max_length=30)
+    assert made[:] == {"input_ids": [row + [90] for row in ids], "completion_mask": [row + [1] for row in masks]}
 
 
 @pytest.mark.parametrize("wrong", [[], ["w90", "w90"], ["w90", "none"]])
