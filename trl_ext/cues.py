@@ -148,7 +148,9 @@ def append_cue(
         masks = {name: [int(entry) for entry in row[name]] + [1] * len(ids) for name in _MASKS if name in row}
         return {"input_ids": row["input_ids"] + ids, **labels, **masks}
 
-    dataset = dataset.with_format(None)  # a sum of lists joins them, and one of arrays of a NumPy or PyTorch format adds
+    dataset = dataset.with_format(
+        None
+    )  # a sum of lists joins them, and one of arrays of a NumPy or PyTorch format adds
     tokens: CueTokens = longest if isinstance(cue, str) else cues
     columns = dataset.column_names
     if text_field in columns and not _COMES_FIRST & set(columns):
