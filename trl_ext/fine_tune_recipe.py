@@ -1,6 +1,5 @@
 """From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
 
-import json
 import lzma
 import time
 import zlib
@@ -15,7 +14,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
-from transformers import AutoConfig, set_seed
+from transformers import AutoConfig, TrainerState, set_seed
 from trl import (
     DatasetMixtureConfig,
     ModelConfig,
@@ -108,10 +107,11 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(_how_to_go_on(training, begun)) from stopped
-    if trainer.state.global_step == _steps_of(training.resume_from_checkpoint):
+    checkpoint, step = training.resume_from_checkpoint, trainer.state.global_step
+    if checkpoint and TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).global_step == step:
         trainer.accelerator.print(
-            f"Nothing was left to train: {training.resume_from_checkpoint} is of step {trainer.state.global_step}, and "
-            f"the run ends at step {trainer.state.max_steps}."
+            f"Nothing was left to train: {checkpoint} is of step {step}, and the run ends at step "
+            f"{trainer.state.max_steps}."
         )
     trainer.save_model()
     if training.push_to_hub:
@@ -126,14 +126,6 @@ def _how_to_go_on(training: RopeSFTConfig, begun: float) -> str:
     if checkpoint is None:
         return "No checkpoint was saved: the same command begins anew."
     return f"The same command goes on with --resume_from_checkpoint {checkpoint}, and without it begins anew."
-
-
-def _steps_of(checkpoint: str | None) -> int:
-    """Optimizer steps behind a whole checkpoint; 0 without one."""
-    if checkpoint is None:
-        return 0
-    steps: int = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
-    return steps
 
 
 def _hub_model(training: RopeSFTConfig, model: ModelConfig) -> dict[str, Any] | None:
