@@ -140,3 +140,9 @@ def test_what_is_said_of_weights_and_longest_skips_holds():
     assert abs(heavy) < 0.01, "twice the weight finds as many"
     by_seed = [share(found([run], "multikey")) for run in skip]
     assert "the skip finds {}, {} and {} of the keys".format(*by_seed) in page
+    assert all(
+        found(same, "multikey") <= found([r for r in skip if len(same) == 3 or r["seed"] == 2], "multikey")
+        for same in arms.values()
+    )
+    before = [found([run], "multikey") for run in controls()["skip"]]
+    assert f"no more than {share(max(before) - min(before))} apart" in page
