@@ -436,8 +436,11 @@ def posaug_with_exams() -> str:
 
 def endprompt() -> str:
     """Cues at the end of far windows, to 65536 tokens under YaRN."""
-    runs = [run for run in read_lines(RESULTS / "extension-h200.jsonl") if run["target"] == 65536]
-    arms = by_arm([run for run in runs if run["schedule"] == "yarn" and not run["override"]], "method")
+    runs = [run for run in read_lines(RESULTS / "extension-h200.jsonl") if run["schedule"] == "yarn"]
+    nearer, arms = (
+        by_arm([run for run in runs if run["target"] == target and not run["override"]], "method")
+        for target in (32768, 65536)
+    )
 
     def loss(run: Run) -> float:
         return mean_of(run["loss_by_position"], 32768, 65536)
@@ -445,16 +448,22 @@ def endprompt() -> str:
     def written(run: Run) -> float:
         return run["passkey"]["65536"]
 
+    def near(method: str) -> float:
+        """Passkeys as written to 32768 tokens, at their end."""
+        return fmean(run["passkey"]["32768"] for run in nearer[method].values())
+
     few = "10 prompts a seed, as written; 2.1M tokens, the paper's 1B"
+    untrained = f"**YaRN without training finds {written(arms['none'][0]):.2f}**"
+    to_32k = f"to 32768 tokens {near('b=0'):.2f} < {near('endprompt'):.2f}"
     claims = [
         Claim(
             "short rows with a cue do more than rows of full length", "69.2 < 76.0; at 64K 49.7, 43.7",
-            "full length", "endprompt", written, 2, few,
+            "full length", "endprompt", written, 2, f"{few}; {untrained}",
         ),
         Claim("their loss is lower", "not in the paper", "endprompt", "full length", loss, 3, "2.1M tokens"),
         Claim(
             "the cue is what teaches: without one less is found", "not in the paper", "b=0", "endprompt", written, 2,
-            f"{few}: **the control does as well**",
+            f"{few}: **the control does as well**; {to_32k}, so that there is no order",
         ),
         Claim("loss without a cue is higher", "not in the paper", "endprompt", "b=0", loss, 3, "2.1M tokens"),
         Claim("cues at random places do more", "76.0 < 79.4", "endprompt", "et(pose)", written, 2, few),

@@ -109,3 +109,13 @@ def test_what_the_page_of_positions_says_of_them_holds(runs):
         for span in range(3 + (target == 65536))
     ]
     assert f"YaRN is ahead of PI by {min(apart):.1f} to {max(apart):.1f} nats with every method" in page
+
+
+def test_what_is_said_of_endprompt_beside_untrained_yarn_holds(runs):
+    page = text_of("docs/results/papers.md")
+    untrained, trained = runs[65536, "yarn", "none"], runs[65536, "yarn", "endprompt"]
+    shares = [of_seeds(same, "written", "65536") for same in (untrained, trained)]
+    higher = loss(untrained[0], 3) - fmean(loss(run, 3) for run in trained.values())
+    assert "writes as many of the passkeys there, {} and {}, at a loss that is".format(*shares) in page
+    assert f"at a loss that is {higher:.2f} nats higher" in page
+    assert "fewer to 32768, each in every seed" in page  # as the test of the cue above has it
