@@ -154,8 +154,8 @@ def rpsd_far() -> str:
             "more keys than next-token training of 1.6 times the steps", "not in the paper", "next-token x1.6", "skip",
             keys, 3, few,
         ),
-        Claim("more keys than PoSE", "67.5 < 69.3", "pose", "skip", keys, 3, few),
-        Claim("and more of the n-th mentions", "48.2 < 59.4", "pose", "skip", mentions, 3, few),
+        Claim("more keys than PoSE", "67.5 < 69.3", "pose", "skip", keys, 3, f"{few}, at equal steps"),
+        Claim("and more of the n-th mentions", "48.2 < 59.4", "pose", "skip", mentions, 3, f"{few}, at equal steps"),
         Claim(
             "accuracy differs less with the place of the answer", "a figure", "skip", "next-token", by_place, 3,
             "keys by fifths of a row of 32768, the largest share less the least",
@@ -178,7 +178,7 @@ def rpsd_far() -> str:
         ),
         Claim(
             "a fifth of the weight does less", "54.0 < 59.2", "skip, lambda .2, of weights", "skip, of weights", keys,
-            3, "one of these models",
+            3, "one of these models, not beyond chance",
         ),
         Claim(
             "skips of up to two rows do no more", "58.9 < 59.2", "skip, Y = 2 L, of weights", "skip, of weights", keys,

@@ -132,12 +132,21 @@ def test_what_is_said_of_weights_and_longest_skips_holds():
     assert f"and cost {share(cost('skip, Y = 2 L'), 3)} nats more within the row" in page
     medians = [fmean(map(kl, same)) for same in (twice_far, skip)]
     assert round(medians[0] / medians[1]) == 5
-    less = [share(found(arms[name], "multikey"), 3) for name in ("skip, lambda .2", "skip, Y = L/2")]
     same_model = share(found([run for run in skip if run["seed"] == 2], "multikey"), 3)
-    nats = [share(-cost(name), 3) for name in ("skip, lambda .2", "skip, Y = L/2")]
-    assert "fewer keys, {} and {} in place of {}, for {} and {} nats less".format(*less, same_model, *nats) in page
-    heavy = fmean(above(arms["skip, lambda 2"], skip))
-    assert abs(heavy) < 0.01, "twice the weight finds as many"
+    near, light = (
+        (share(found(arms[name], "multikey"), 3), *in_words(above(skip, arms[name])), share(-cost(name), 3))
+        for name in ("skip, Y = L/2", "skip, lambda .2")
+    )
+    said = "{} in place of {}, by {} {}, for {} nats less."
+    assert said.format(near[0], same_model, *near[1:]) in page
+    said = "finds {}, which is no fewer beyond chance: by {} {}, for {} nats less.".format(*light).replace("(-0", "(-")
+    assert said in page
+    bounds = {name: paired_interval(above(skip, arms[name])) for name in ("skip, Y = L/2", "skip, lambda .2")}
+    assert bounds["skip, Y = L/2"][0] > 0 > bounds["skip, lambda .2"][0], "one is beyond chance, the other is not"
+    heavy = above(arms["skip, lambda 2"], skip)
+    assert abs(fmean(heavy)) < 0.01, "twice the weight finds as many"
+    more = in_words(above(arms["skip, lambda 2"], skip, "ordinal"))
+    assert "as many keys, and {} more of the mentions {}.".format(*more) in page
     by_seed = [share(found([run], "multikey")) for run in skip]
     assert "the skip finds {}, {} and {} of the keys".format(*by_seed) in page
     assert all(
