@@ -288,6 +288,43 @@ def least_to_most(difference):
 
 
 @pytest.mark.slow
+def test_what_the_control_of_the_first_seeds_finds_is_told_as_their_file_has_it():
+    runs, said = lines_of("keeping-seeds-h200.jsonl"), text_of("docs/results/keeping.md")
+    keep, recipe = (keeping_differences(runs, "no-kl", beside) for beside in ("keep", "keep-2"))
+    lengths = (2048, 4096, 7900, 16384, 32768, 60000)
+    for beside, fewer, words in (
+        (keep, (4096, 7900), "4096 and 7900 tokens, by {} ({} to {}) and {} ({} to {}), and as many"),
+        (recipe, (16384, 32768), "16384 and 32768, by {} ({} to {}) and {} ({} to {})."),
+    ):
+        assert [n for n in lengths if beside[f"keys at {n}"][2] < 0] == list(fewer)
+        assert all(beside[f"keys at {n}"][1] < 0 for n in lengths)
+        assert all(beside[f"passkey at {n}"][2] >= 0 for n in lengths)
+        of = [beside[f"keys at {n}"] for n in fewer]
+        assert words.format(*(size(mean) for d in of for mean in (d[0], d[2], d[1]))) in said
+    less = [size(recipe[f"keys at {n}"][0]) for n in (16384, 32768)]
+    assert "{} and {} fewer at 16384 and 32768 tokens".format(*less) in text_of("docs/choosing.md")
+    assert "fewer look-alikes at 16384 and 32768 tokens, under another rescaling" in text_of("README.md")
+
+
+@pytest.mark.slow
+def test_no_arm_of_three_seeds_stays_nearer_and_finds_as_much():
+    assert "nothing stays nearer to the predictions of the model as it came and finds as much beyond its window" in (
+        text_of("docs/choosing.md")
+    )
+    first = lines_of("keeping-seeds-h200.jsonl")
+    later = lines_of("keeping-seeds-h100.jsonl") + lines_of("keeping-long-h100.jsonl")
+    for runs in (first, later):
+        arms = {arm: list({run["seed"]: run for run in same}.values()) for arm, same in runs_by_arm(runs).items()}
+        whole = [run for arm, same in arms.items() for run in same if len(same) == 3]
+        nearness = {arm: mean(run["own"]["kl"] for run in same) for arm, same in arms.items() if len(same) == 3}
+        for arm in nearness:
+            if nearness[arm] < nearness["keep-2"]:
+                apart = keeping_differences(whole, arm, "keep-2")
+                far = [apart[f"{test} at {n}"] for test in ("passkey", "words") for n in (16384, 32768, 60000)]
+                assert min(high for *_, high in far) < 0, arm
+
+
+@pytest.mark.slow
 def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     runs = lines_of("keeping-seeds-h100.jsonl")
     page, said = (RESULTS / "keeping.md").read_text(), text_of("docs/results/keeping.md")
@@ -314,6 +351,7 @@ def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     assert all(slow[f"words at {n}"][2] < 0 for n in within)
     assert least_to_most(adapters["replies"]).format("nats nearer ") in said
     far = [adapters[f"words at {n}"] for n in (32768, 60000)]
+    assert "adapters found as many numbers and fewer far words" in text_of("README.md")
     assert f"by {size(far[0][0])} and {size(far[1][0])}." in said and max(high for *_, high in far) < 0
     keys = [adapters[f"keys at {n}"] for n in (*within, 16384, 32768, 60000)]
     assert all(low < 0 < high for _, low, high in keys)
