@@ -306,6 +306,14 @@ def test_what_the_control_of_the_first_seeds_finds_is_told_as_their_file_has_it(
     assert "fewer look-alikes at 16384 and 32768 tokens, under another rescaling" in text_of("README.md")
 
 
+def test_whether_pose_keeps_more_than_yarn_alone_depends_on_the_prompts():
+    runs, page = lines_of("keeping-seeds-h200.jsonl"), text_of("docs/choosing.md")
+    more = keeping_differences(runs, "pose", "yarn")
+    near, far = ("{} ({} to {})".format(*map(size, more[f"passkey at {n}"])).split(" ", 1) for n in (2048, 7900))
+    said = "{} more of the passkeys than YaRN alone at 2048 tokens {} and {} more at 7900 {}."
+    assert said.format(*near, *far) in page and more["passkey at 2048"][1] > 0
+
+
 @pytest.mark.slow
 def test_no_arm_of_three_seeds_stays_nearer_and_finds_as_much():
     assert "nothing stays nearer to the predictions of the model as it came and finds as much beyond its window" in (
