@@ -9,6 +9,8 @@ import torch
 from support.tiny import tiny
 from torch.utils.flop_counter import FlopCounterMode
 
+from trl_ext.extension import choices
+
 PAGE = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text(encoding="utf-8")
 RUNS = scaling.measured_runs()
 
@@ -63,3 +65,10 @@ def test_sentences_are_of_the_runs():
 def test_the_arithmetic_is_within_a_tenth_of_every_run():
     differences = [int(found) for found in re.findall(r"\| ([+-]\d+) % \|", scaling.step_table(RUNS))]
     assert len(differences) == 15 and max(map(abs, differences)) < 10
+
+
+def test_tokens_of_extend_are_its_rows():
+    said = " ".join(PAGE.split())
+    million = [f"{choices._ROWS * length / 1e6:.1f} million" for length in (8192, choices._LONGEST_ROW)]
+    assert f"trains on {choices._ROWS} rows unless it is told otherwise: {million[0]} tokens in rows of 8192" in said
+    assert f"{million[1]} in rows of {choices._LONGEST_ROW}." in said

@@ -154,6 +154,7 @@ def test_the_first_hour_on_a_gpu_is_documented_as_the_file_has_it():
         ("demo", "the demo, all of it"),
     ):
         assert f"| {said} | {hour['seconds'][step] / 60:.1f} |" in text
+    assert f"[{hour['seconds']['demo'] / 60:.1f} minutes](first_hour.md#on-one-h200)" in page("demo")
     values = {line["figure"]: line["values"] for line in hour["summary"]}
     within, beyond = values["loss 64..8192 (nats per token)"], values["loss beyond 8192"]
     assert f"went from {within['native']:.3f} to {within['extended']:.3f} nats" in text
