@@ -84,7 +84,12 @@ def test_what_is_said_of_posaug_and_of_the_skip_holds(runs):
     assert max(map(max, within)) < 0 and all(round(-fmean(of), 3) in (0.008, 0.009) for of in within)
     beyond = losses_above(clm, distilled, 3)
     assert min(beyond) > 0 and f"at 32-64K, it is {fmean(beyond):.3f} above, in every seed." in page
+    posaug = runs[32768, "yarn", "posaug"]
+    assert max(max(losses_above(distilled, posaug, span)) for span in range(3)) < 0
+    behind = losses_above(distilled, posaug, 3)
+    assert min(behind) > 0 and f"at 32-64K, it is {fmean(behind):.3f} behind, in every seed." in page
     view, rows = (runs[32768, "yarn", method] for method in ("posaug kl", "posaug, rows"))
+
     names = view[0]["short"]
     points = [100 * fmean(view[seed]["short"][n] - rows[seed]["short"][n] for seed in view) for n in names]
     mean, error = fmean(points), stdev(points) / len(points) ** 0.5

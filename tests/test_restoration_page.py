@@ -41,6 +41,16 @@ def test_errors_of_the_restorations_are_those_over_benchmarks():
         f"{points:.2f} points of accuracy above LinearARD, standard error {error:.2f}, better in {better} of 8"
         in results
     )
+    below = [
+        mean_of(theirs["loss_by_position"], *span) - mean_of(ours["loss_by_position"], *span)
+        for arm in ("pi4 hidden+cpt", "pi4 ard attn+v +logit+cpt")
+        for ours in runs
+        for theirs in runs
+        if (ours["arm"], theirs["arm"]) == (arm, ard) and ours["after"] == theirs["after"] == "extend"
+        if ours["seed"] == theirs["seed"]
+        for span in (*SPANS, (8192, 16384))
+    ]
+    assert f"both end {min(below):.2f} to {max(below):.2f} nats below LinearARD in every seed" in results
     assert f"{short('pi4 hidden+cpt')['lambada_openai'] - short(ard)['lambada_openai']:.1f} points" in results
     for arm in (
         ard,
