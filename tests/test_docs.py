@@ -310,6 +310,10 @@ def test_whether_pose_keeps_more_than_yarn_alone_depends_on_the_prompts():
     runs, page = lines_of("keeping-seeds-h200.jsonl"), text_of("docs/choosing.md")
     more = keeping_differences(runs, "pose", "yarn")
     near, far = ("{} ({} to {})".format(*map(size, more[f"passkey at {n}"])).split(" ", 1) for n in (2048, 7900))
+    lost = [size(keeping_differences(runs, arm, "native")["passkey at 2048"][0]) for arm in ("pose", "yarn")]
+    assert "{} of the passkeys at 2048 tokens (YaRN alone, untrained, loses {})".format(*lost) in text_of(
+        "docs/results/keeping.md"
+    )
     said = "{} more of the passkeys than YaRN alone at 2048 tokens {} and {} more at 7900 {}."
     assert said.format(*near, *far) in page and more["passkey at 2048"][1] > 0
 
@@ -359,7 +363,8 @@ def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
     assert all(slow[f"words at {n}"][2] < 0 for n in within)
     assert least_to_most(adapters["replies"]).format("nats nearer ") in said
     far = [adapters[f"words at {n}"] for n in (32768, 60000)]
-    assert "adapters found as many numbers and fewer far words" in text_of("README.md")
+    for name in ("README.md", "docs/extend.md"):
+        assert "found as many numbers" in text_of(name) and "and fewer far words" in text_of(name)
     assert f"by {size(far[0][0])} and {size(far[1][0])}." in said and max(high for *_, high in far) < 0
     keys = [adapters[f"keys at {n}"] for n in (*within, 16384, 32768, 60000)]
     assert all(low < 0 < high for _, low, high in keys)
