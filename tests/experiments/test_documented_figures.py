@@ -178,3 +178,82 @@ def test_rows_without_masks_are_documented_as_the_file_has_them():
         gib = " | ".join(f"{run[way]['peak_gib']:.1f}" for way in ("masks", "none"))
         case = f"{run['shape']} | {run['tokens']} | {run['document'] or 'all'}"
         assert f"| {case} | {seconds} | {gib} | {run['ratio']:.2f} |\n" in text
+
+
+def overheads(file):
+    return json.loads((RESULTS / f"view-overhead-{file}-h200.json").read_text())["rows"]
+
+
+def test_what_a_patch_costs_is_documented_as_the_files_have_it():
+    text = section("speed", "What a patch costs")
+    near, far = ({row["view"]: row for row in overheads(file)} for file in ("8k", "32k"))
+    for view, row in near.items():
+        cells = f"{row['overhead_percent']:+.2f} % | ±{row['noise_percent']:.1f}"
+        other = f"{far[view]['overhead_percent']:+.2f} % | ±{far[view]['noise_percent']:.2f}"
+        assert f"| {view} | {cells} | {other} |\n" in text
+    most = max(row["overhead_percent"] for row in far.values())
+    outside = {view for view, row in (near | far).items() if abs(row["overhead_percent"]) > row["noise_percent"]}
+    assert outside == {"compose"}
+    for name in ("README.md", "docs/models.md"):
+        said = " ".join((RESULTS.parents[1] / name).read_text().split())
+        assert f"took at most {most:.2f} % longer at 32768 tokens of Llama-3-8B's shape" in said, name
+    steps = {(row["view"], row["seq_len"]): row for row in overheads("step")}
+    for view in ("standard", "posaug"):
+        cells = [
+            f"{steps[view, n]['overhead_percent']:+.2f} % | ±{steps[view, n]['noise_percent']:.{digits}f}"
+            for n, digits in ((2048, 1), (8192, 2))
+        ]
+        assert f"| {view} | {cells[0]} | {cells[1]} |\n" in text
+    both = json.loads((RESULTS / "step-before-after-h200.json").read_text())
+    for before, after in zip(both["before"]["runs"], both["after"]["runs"], strict=True):
+        cells = [f"{run['tokens_per_second']:.0f}" for run in (before, after)]
+        cells += [f"{run['peak_gib']:.2f}" for run in (before, after)]
+        assert f"| {before['run']} | {' | '.join(cells)} |\n" in text
+
+
+def test_the_earlier_demo_is_documented_as_its_files_have_it():
+    text = section("demo", "The earlier demo")
+    posaug, skip, yarn = (
+        json.loads((RESULTS / f"demo-{name}-h200.json").read_text()) for name in ("posaug", "skip", "yarn-skip")
+    )
+    for name, run in {
+        "as it came": posaug["results"]["before"],
+        "control": posaug["results"]["control"],
+        "PosAug": posaug["results"]["after"],
+        "skip": skip["results"]["after"],
+        "YaRN 4x + skip": yarn["results"]["after"],
+    }.items():
+        far = [b["loss"] for b in run["loss_by_position"] if b["first"] >= 8192]
+        narrow = [f"{loss:.2f}" for loss in far[:4]]
+        assert f"| {name} | {run['loss_in_window']:.3f} | {run['cliff']:.3f} | {' | '.join(narrow)} |" in text
+    penalties = [run["in_distribution_penalty_against_control_percent"] for run in (posaug, skip)]
+    assert "at equal tokens: {:.1f} % for PosAug, {:.1f} % for the skip".format(*penalties) in " ".join(text.split())
+
+
+def test_ruler_is_documented_as_its_files_have_it():
+    text = " ".join(section("models_side_by_side", "RULER").split())
+    ruler = json.loads((RESULTS / "ruler-h200.json").read_text())
+    means = {
+        name: [f"{100 * mean(scores[k] for scores in tasks.values()):.1f}" for k in (0, 1)]
+        for name, tasks in ruler["scores"].items()
+    }
+    native, yarn = means["native"], means["yarn4"]
+    assert "native scores {} at 4096 and {} at 16384 tokens on average,".format(*native) in text
+    assert "YaRN 4x without training {} and {}.".format(*yarn) in text and f"{ruler['samples']} prompts of each" in text
+    cpu = json.loads((RESULTS / "ruler-vs-lm-eval-cpu.json").read_text())
+    cells = [f"{s['ours']:.3f}, {s['lm_eval']:.3f}".replace("0.", ".") for s in cpu["scores"].values()]
+    assert f"| {cpu['samples']} of {cpu['length']} tokens, CPU | {' | '.join(cells)} |" in text
+
+
+def test_measures_at_128k_and_own_chats_are_documented_as_their_files_have_them():
+    text = section("speed", "Evaluation at 128K tokens")
+    rows = json.loads((RESULTS / "eval-memory-h200.json").read_text())["rows"]
+    for n in range(len(rows) // 2):
+        cells = [f"{rows[k]['seconds']:.1f} | {rows[k]['peak_gib_above_weights']:.1f}" for k in (n, n + len(rows) // 2)]
+        assert f"| {' | '.join(cells)} |\n" in text
+    text = section("speed", "A model's own chats")
+    _, new, old = read_lines(RESULTS / "rows-speed-h200.jsonl")
+    for run in (new, old):
+        rates = f"{run['chats_per_second']:.1f} | {run['tokens_per_second']:.0f} | {run['peak_gib']:.1f}"
+        assert f"| {run['chats']} | {run['seconds']:.1f} | {rates} |\n" in text
+    assert f"{old['ratio']:.1f} times the tokens a second, {old['chats_ratio']:.1f} times the chats." in text
