@@ -472,9 +472,56 @@ def endprompt() -> str:
     return table("EndPrompt", claims, arms)
 
 
+def endprompt_of_more() -> str:
+    """The cue beside its control on 16 times the tokens."""
+    runs = [run for run in read_lines(RESULTS / "endprompt-33m-h200.jsonl") if run["kind"] == "quality"]
+    arms = by_arm(runs, "method")
+
+    def passkeys(run: Run, length: int = 65536) -> float:
+        return fmean(cell_scores(run, "passkey", length))
+
+    def keys(run: Run) -> float:
+        return fmean(cell_scores(run, "keys", 65536))
+
+    def loss(run: Run) -> float:
+        return mean_of(run["loss_by_position"], 32768, 65536)
+
+    untrained = arms["none"][0]
+    limits = "104 prompts, as written"
+    without = f"{limits}; YaRN without training finds"
+    claims = [
+        Claim(
+            "the cue is what teaches: without one less is found", "not in the paper", "b=0", "endprompt", passkeys, 2,
+            f"{without} {passkeys(untrained):.2f}; **seeds of the control differ by more**",
+        ),
+        Claim(
+            "and at half the target", "not in the paper", "b=0", "endprompt", partial(passkeys, length=32768), 2,
+            f"{without} {passkeys(untrained, 32768):.2f}: **the control does better**",
+        ),
+        Claim(
+            "and more keys among look-alikes", "not in the paper", "b=0", "endprompt", keys, 2,
+            f"{without} {keys(untrained):.2f}: **the control does as well**",
+        ),
+        Claim(
+            "loss without a cue is higher", "not in the paper", "endprompt", "b=0", loss, 3,
+            "a third seed, cut off, is above the control",
+        ),
+    ]  # fmt: skip
+    return table("EndPrompt, 33.6M tokens", claims, arms)
+
+
 def tables() -> list[str]:
-    """The tables, those of RPSD, LinearARD and PosAug in two regimes."""
-    return [rpsd(), rpsd_far(), linear_ard(), linear_ard_qkv(), posaug(), posaug_with_exams(), endprompt()]
+    """The tables, those of every paper in two regimes."""
+    return [
+        rpsd(),
+        rpsd_far(),
+        linear_ard(),
+        linear_ard_qkv(),
+        posaug(),
+        posaug_with_exams(),
+        endprompt(),
+        endprompt_of_more(),
+    ]
 
 
 if __name__ == "__main__":

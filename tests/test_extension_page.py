@@ -1,9 +1,12 @@
 """What pages say of rows of the window beside rows of full length is what the file of results holds."""
 
+from functools import partial
 from statistics import fmean, stdev
 
+import extension_results
 import pytest
-from support.pages import lines_of, share, text_of
+from paired_results import cell_scores, difference, macro
+from support.pages import ROOT, lines_of, share, text_of
 
 PAGE = "docs/results/extension.md"
 SHORT_ROWS = ("pose", "endprompt", "et(pose)", "b=0", "skip distil")  # that are below full length
@@ -124,3 +127,101 @@ def test_what_is_said_of_endprompt_beside_untrained_yarn_holds(runs):
     assert "writes as many of the passkeys there, {} and {}, at a loss that is".format(*shares) in page
     assert f"at a loss that is {higher:.2f} nats higher" in page
     assert "fewer to 32768, each in every seed" in page  # as the test of the cue above has it
+
+
+@pytest.fixture(scope="module")
+def of_more():
+    """Runs of each method on 33.6M tokens, by seed; what was cut off by its kind."""
+    groups = {}
+    for run in lines_of("endprompt-33m-h200.jsonl"):
+        groups.setdefault(run["method"] if run["kind"] == "quality" else run["kind"], {})[run["seed"]] = run
+    return groups
+
+
+def passkeys(length):
+    return partial(cell_scores, test="passkey", length=length)
+
+
+def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
+    names = {
+        "as it came": "native",
+        "rescaled, untrained": "none",
+        "EndPrompt without a cue, b = 0": "b=0",
+        "EndPrompt": "endprompt",
+    }
+    page = (ROOT / PAGE).read_text().split("## EndPrompt on 33.6M tokens\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
+    lengths = (8192, 16384, 32768, 65536)
+    assert [row[0] for row in rows[1:-1]] == list(names)
+    for name, *cells in rows[1:-1]:
+        same = of_more[names[name]].values()
+        wanted = [str(len(same)), *(f"{fmean(loss(run, span) for run in same):.3f}" for span in range(4))]
+        for test in ("passkey", "keys"):
+            for length in lengths:
+                scores = [score for run in same for score in cell_scores(run, test, length)]
+                wanted.append(share(fmean(scores)) if scores else "-")
+        assert cells == [*wanted, share(fmean(run["short_mean"] for run in same), 3)]
+    (table,) = (
+        t
+        for t in extension_results.summary(lines_of("endprompt-33m-h200.jsonl")).split("\n\n")
+        if "| none | -" in t and "(" in t
+    )
+    paired = table.splitlines()[-1].strip("| ").split(" | ")[3:]
+    passkey, keys = paired[0:8:2], paired[1:8:2]
+    assert rows[-1][6:] == [cell.replace("0.", ".") for cell in (*passkey, *keys, paired[8])]
+
+
+def test_what_is_said_of_more_tokens_holds(of_more):
+    page = text_of(PAGE)
+    cue, control = of_more["endprompt"], of_more["b=0"]
+    assert set(cue) == {0, 1} and set(control) == {0, 1, 2} and set(of_more["cut off"]) == {2}
+    by_seed = [[fmean(passkeys(65536)(arm[seed])) for seed in cue] for arm in (cue, control)]
+    assert all(a > b for a, b in zip(*by_seed, strict=True))
+    seeds = difference([(control[1], control[0])], passkeys(65536))
+    above = difference([(cue[seed], control[seed]) for seed in cue], passkeys(65536))
+    assert float(seeds.split()[0]) > float(above.split()[0])
+    said = seeds.replace("+", "").replace("0.", ".")
+    assert f"Two seeds of the control differ by {said[:4]} at 65536 {said[5:]}" in page
+    for length in (16384, 32768):  # one seed has the whole difference
+        assert abs(fmean(passkeys(length)(cue[0])) - fmean(passkeys(length)(control[0]))) < 0.011
+    untrained = of_more["none"][0]
+    for arm in (cue, control):
+        for n in (16384, 32768, 65536):
+            gain = difference([(run, untrained) for run in arm.values()], partial(cell_scores, test="keys", length=n))
+            assert "(-" in gain, (n, gain)
+    lower = [loss(control[s], 3) - loss(cue[s], 3) for s in cue]
+    assert min(lower) > 0
+    assert f"seeds is {min(lower):.3f} to {max(lower):.3f} lower with the cue at 32-64K." in page
+    cut_off = loss(of_more["cut off"][2], 3)
+    assert cut_off > max(loss(run, 3) for run in control.values())
+    assert f"is above all of the control's, {cut_off:.3f}, so that there is no order" in page
+
+
+def test_what_more_tokens_bring_back_within_the_window(of_more):
+    page = text_of(PAGE)
+    native, control = of_more["native"][0], of_more["b=0"]
+    gain = difference([(run, native) for run in control.values()], passkeys(8192)).replace("+", "").replace("0.", ".")
+    shares = (
+        share(fmean(s for run in control.values() for s in passkeys(8192)(run))),
+        share(fmean(passkeys(8192)(native))),
+    )
+    assert (
+        "{} at 8192 tokens without a cue, as it came {}, by {} more over".format(*shares, gain.replace("(", "(", 1))
+        in page
+    )
+    short = [share(fmean(r["short_mean"] for r in same), 3) for same in (control.values(), [native])]
+    assert "no short text is lost, {} and {}.".format(*short) in page
+    lost = difference([(run, native) for run in control.values()], lambda run: macro(run["short_scores"]))
+    assert "(-" in lost and " to +" in lost
+    assert native["passkey"]["8192"] == 1
+    assert f"finds all and the control {share(fmean(r['passkey']['8192'] for r in control.values()))}:" in page
+
+
+def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
+    page = text_of("docs/results/papers.md")
+    cue, control = of_more["endprompt"], of_more["b=0"]
+    shares = [share(fmean(fmean(passkeys(n)(arm[s])) for s in cue)) for n in (65536, 32768) for arm in (cue, control)]
+    said = (
+        "the cue finds more passkeys at 65536 tokens, {} and {}, in both of two seeds, and fewer at 32768, {} and {};"
+    )
+    assert said.format(*shares) in page
