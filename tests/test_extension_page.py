@@ -225,3 +225,15 @@ def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
         "the cue finds more passkeys at 65536 tokens, {} and {}, in both of two seeds, and fewer at 32768, {} and {};"
     )
     assert said.format(*shares) in page
+
+
+def test_what_the_page_of_choices_says_of_more_books_holds(of_more):
+    page = text_of("docs/choosing.md")
+    found = [
+        share(fmean(score for run in of_more[method].values() for score in passkeys(8192)(run)))
+        for method in ("b=0", "native", "none")
+    ]
+    said = "writes {} of 104 passkeys at 8192 tokens, raw, in four wordings, where the model as it came has {} and YaRN"
+    assert said.format(*found[:2]) in page and f"YaRN 8x untrained {found[2]} (" in page
+    ten = [fmean(run["passkey"]["8192"] for run in of_more[method].values()) for method in ("b=0", "native")]
+    assert f"By ten prompts in the wording of the table above it has {share(ten[0])} of {ten[1]:.2f}" in page
