@@ -160,7 +160,7 @@ class RopeSFTTrainer(SFTTrainer):
         self.base_revision = loading.get("revision") if isinstance(model, str) else None
         peft_config = with_base_revision(peft_config, self.base_revision)
         dataset_facts = DatasetFacts.of(train_dataset)
-        config, train_dataset = prepare_text(model, config, train_dataset, processing_class)
+        config, train_dataset = prepare_text(model, config, train_dataset, processing_class, formatting_func)
         if formatting_func is None:
             config = with_masked_loss(config, train_dataset)
             require_text(train_dataset, "train_dataset", config)

@@ -14,7 +14,7 @@ from rope_patch import rope_view
 from rope_patch.layout.labelled import Labelled
 from rope_patch.next_token import CueWeight
 from rope_patch.patch import view_source
-from trl_ext import RopeSFTConfig, append_cue
+from trl_ext import RopeSFTConfig, RopeSFTTrainer, append_cue
 from trl_ext.cues import CUES, cue_ids
 
 TEMPLATE = "{% for m in messages %}w3 {{ m.content }} w4 {% endfor %}{% if add_generation_prompt %}w3 {% endif %}"
@@ -263,6 +263,41 @@ def test_a_cue_that_cannot_be_appended_is_refused(tmp_path):
         trainer(tmp_path, cue=CUE, train_dataset=Dataset.from_dict({"text": ["w5"]}).to_iterable_dataset(), **view)
     with pytest.raises(ValueError, match="packing_strategy='wrapped' cuts documents"):
         trainer(tmp_path, cue=CUE, packing=True, packing_strategy="wrapped", **view)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_documents_with_cues_are_read_by_the_tokenizer_that_the_configuration_describes(kind, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}w50 {{ m['content'] }} w51 {% endfor %}")
+    data = {"text": {"text": [words(30) + " ", words(8) + " "]}, "messages": KINDS["messages"]}[kind]
+    options = {"train_dataset": Dataset.from_dict(data), "max_length": 64}
+    options |= {"eos_token": "w60", "chat_template_path": str(template)}
+    control = {"view": "endprompt", "view_args": {"target": 64}, "cue": "none"}
+    made = [chatting(), chatting()]
+    plain = trainer(tmp_path, processing_class=made[0], **options).train_dataset
+    cued = trainer(tmp_path, processing_class=made[1], **options, **control).train_dataset
+    assert cued["input_ids"] == plain["input_ids"]
+    assert all(row[-1] == {"text": 60, "messages": 51}[kind] for row in cued["input_ids"])
+
+
+def test_settings_that_token_ids_would_leave_out_go_with_no_cue(tmp_path):
+    options = {"view": "endprompt", "view_args": {"target": 64}, "cue": CUE, "max_length": 32}
+    chats = {"train_dataset": Dataset.from_dict(KINDS["messages"]), "processing_class": chatting()}
+    with pytest.raises(ValueError, match="cue goes without assistant_only_loss"):
+        trainer(tmp_path, assistant_only_loss=True, **chats, **options)
+    with pytest.raises(ValueError, match="cue goes with a chat_template_path that is a file of a template"):
+        trainer(tmp_path, chat_template_path="someone/model", **chats, **options)
+
+
+def test_a_cue_and_a_formatting_func_are_refused_by_the_trainer(tmp_path):
+    args = RopeSFTConfig(
+        tmp_path, view="endprompt", view_args={"target": 64}, cue=CUE, max_length=32, use_cpu=True, bf16=False
+    )
+    texts = Dataset.from_dict(KINDS["text"])
+    with pytest.raises(ValueError, match="cue goes without formatting_func"):
+        RopeSFTTrainer(
+            tiny(), args, train_dataset=texts, processing_class=tokenizer(), formatting_func=lambda row: row["text"]
+        )
 
 
 SET = ["w90 w91 w92", "w93", "w92"]  # the last one is what the first one ends with
