@@ -434,6 +434,11 @@ def posaug_with_exams() -> str:
     return table("PosAug with exams among the rows", claims, arms)
 
 
+def far_loss(run: Run) -> float:
+    """Loss in the last half of 65536 tokens."""
+    return mean_of(run["loss_by_position"], 32768, 65536)
+
+
 def endprompt() -> str:
     """Cues at the end of far windows, to 65536 tokens under YaRN."""
     runs = [run for run in read_lines(RESULTS / "extension-h200.jsonl") if run["schedule"] == "yarn"]
@@ -441,9 +446,6 @@ def endprompt() -> str:
         by_arm([run for run in runs if run["target"] == target and not run["override"]], "method")
         for target in (32768, 65536)
     )
-
-    def loss(run: Run) -> float:
-        return mean_of(run["loss_by_position"], 32768, 65536)
 
     def written(run: Run) -> float:
         return run["passkey"]["65536"]
@@ -460,12 +462,12 @@ def endprompt() -> str:
             "short rows with a cue do more than rows of full length", "69.2 < 76.0; at 64K 49.7, 43.7",
             "full length", "endprompt", written, 2, f"{few}; {untrained}",
         ),
-        Claim("their loss is lower", "not in the paper", "endprompt", "full length", loss, 3, "2.1M tokens"),
+        Claim("their loss is lower", "not in the paper", "endprompt", "full length", far_loss, 3, "2.1M tokens"),
         Claim(
             "the cue is what teaches: without one less is found", "not in the paper", "b=0", "endprompt", written, 2,
             f"{few}: **the control does as well**; {to_32k}, so that there is no order",
         ),
-        Claim("loss without a cue is higher", "not in the paper", "endprompt", "b=0", loss, 3, "2.1M tokens"),
+        Claim("loss without a cue is higher", "not in the paper", "endprompt", "b=0", far_loss, 3, "2.1M tokens"),
         Claim("cues at random places do more", "76.0 < 79.4", "endprompt", "et(pose)", written, 2, few),
         Claim("PoSE does more", "76.0 < 78.9", "endprompt", "pose", written, 2, few),
     ]  # fmt: skip
@@ -483,12 +485,8 @@ def endprompt_of_more() -> str:
     def keys(run: Run) -> float:
         return fmean(cell_scores(run, "keys", 65536))
 
-    def loss(run: Run) -> float:
-        return mean_of(run["loss_by_position"], 32768, 65536)
-
     untrained = arms["none"][0]
-    limits = "104 prompts, as written"
-    without = f"{limits}; YaRN without training finds"
+    without = "104 prompts, as written; YaRN without training finds"
     claims = [
         Claim(
             "the cue is what teaches: without one less is found", "not in the paper", "b=0", "endprompt", passkeys, 2,
@@ -503,7 +501,7 @@ def endprompt_of_more() -> str:
             f"{without} {keys(untrained):.2f}: **the control does as well**",
         ),
         Claim(
-            "loss without a cue is higher", "not in the paper", "endprompt", "b=0", loss, 3,
+            "loss without a cue is higher", "not in the paper", "endprompt", "b=0", far_loss, 3,
             "a third seed, cut off, is above the control",
         ),
     ]  # fmt: skip

@@ -30,10 +30,10 @@ def losses_above(ours, theirs, span):
     return [loss(ours[seed], span) - loss(theirs[seed], span) for seed in theirs]
 
 
-def numbers(same, measure, *of):
+def numbers(same, measure, length):
     """Shares of found numbers, seed by seed."""
     return [
-        (run["teacher_forced"]["passkey"] if measure == "digits" else run["passkey"])[of[0]] for run in same.values()
+        (run["teacher_forced"]["passkey"] if measure == "digits" else run["passkey"])[length] for run in same.values()
     ]
 
 
@@ -92,7 +92,6 @@ def test_what_is_said_of_posaug_and_of_the_skip_holds(runs):
     behind = losses_above(distilled, posaug, 3)
     assert min(behind) > 0 and f"at 32-64K, it is {fmean(behind):.3f} behind, in every seed." in page
     view, rows = (runs[32768, "yarn", method] for method in ("posaug kl", "posaug, rows"))
-
     names = view[0]["short"]
     points = [100 * fmean(view[seed]["short"][n] - rows[seed]["short"][n] for seed in view) for n in names]
     mean, error = fmean(points), stdev(points) / len(points) ** 0.5
@@ -140,6 +139,16 @@ def of_more():
 
 def passkeys(length):
     return partial(cell_scores, test="passkey", length=length)
+
+
+def found_within(same):
+    """Share of the passkeys at the window's length that all seeds find, as a page has it."""
+    return share(fmean(score for run in same.values() for score in passkeys(8192)(run)))
+
+
+def of_ten(same):
+    """Share of the ten passkeys in one wording, the mean over seeds."""
+    return fmean(numbers(same, "written", "8192"))
 
 
 def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
@@ -201,20 +210,14 @@ def test_what_more_tokens_bring_back_within_the_window(of_more):
     page = text_of(PAGE)
     native, control = of_more["native"][0], of_more["b=0"]
     gain = difference([(run, native) for run in control.values()], passkeys(8192)).replace("+", "").replace("0.", ".")
-    shares = (
-        share(fmean(s for run in control.values() for s in passkeys(8192)(run))),
-        share(fmean(passkeys(8192)(native))),
-    )
-    assert (
-        "{} at 8192 tokens without a cue, as it came {}, by {} more over".format(*shares, gain.replace("(", "(", 1))
-        in page
-    )
+    shares = found_within(control), found_within(of_more["native"])
+    assert "{} at 8192 tokens without a cue, as it came {}, by {} more over".format(*shares, gain) in page
     short = [share(fmean(r["short_mean"] for r in same), 3) for same in (control.values(), [native])]
     assert "no short text is lost, {} and {}.".format(*short) in page
     lost = difference([(run, native) for run in control.values()], lambda run: macro(run["short_scores"]))
     assert "(-" in lost and " to +" in lost
-    assert native["passkey"]["8192"] == 1
-    assert f"finds all and the control {share(fmean(r['passkey']['8192'] for r in control.values()))}:" in page
+    assert of_ten(of_more["native"]) == 1
+    assert f"finds all and the control {share(of_ten(control))}:" in page
 
 
 def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
@@ -229,11 +232,8 @@ def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
 
 def test_what_the_page_of_choices_says_of_more_books_holds(of_more):
     page = text_of("docs/choosing.md")
-    found = [
-        share(fmean(score for run in of_more[method].values() for score in passkeys(8192)(run)))
-        for method in ("b=0", "native", "none")
-    ]
+    found = [found_within(of_more[method]) for method in ("b=0", "native", "none")]
     said = "writes {} of 104 passkeys at 8192 tokens, raw, in four wordings, where the model as it came has {} and YaRN"
     assert said.format(*found[:2]) in page and f"YaRN 8x untrained {found[2]} (" in page
-    ten = [fmean(run["passkey"]["8192"] for run in of_more[method].values()) for method in ("b=0", "native")]
+    ten = [of_ten(of_more[method]) for method in ("b=0", "native")]
     assert f"By ten prompts in the wording of the table above it has {share(ten[0])} of {ten[1]:.2f}" in page
