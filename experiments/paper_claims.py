@@ -127,13 +127,12 @@ def rpsd() -> str:
 def rpsd_far() -> str:
     """Self-distillation between views in rows of four windows, read at four times their length.
 
-    Arms on models that were taught anew stand as "NAME, anew", and on those of the third time as "NAME, of weights":
-    they compare with each other.
+    Arms on models that were taught anew, three times, stand as "NAME, anew": they compare on the same models.
     """
     arms = by_arm(read_lines(RESULTS / "rpsd-far-h200.jsonl"))
-    for file, named in (("controls", "anew"), ("weights", "of weights")):
-        others = by_arm(read_lines(RESULTS / f"rpsd-far-{file}-h200.jsonl"))
-        arms |= {f"{arm}, {named}": seeds for arm, seeds in others.items()}
+    for time, file in enumerate(("controls", "weights", "lambdas"), start=1):
+        for arm, seeds in by_arm(read_lines(RESULTS / f"rpsd-far-{file}-h200.jsonl")).items():
+            arms.setdefault(f"{arm}, anew", {}).update({10 * time + seed: run for seed, run in seeds.items()})
 
     def found(run: Run, kind: str) -> float:
         return fmean(by_exam([run], kind, 131072))
@@ -146,7 +145,7 @@ def rpsd_far() -> str:
         return mean_of(run["loss x1"], 64, 32768)
 
     keys, mentions = (partial(found, kind=kind) for kind in ("multikey", "ordinal"))
-    few = "2.1M tokens"
+    few, models = "2.1M tokens", "on models taught anew, each with its own skip of lambda 1 and Y = L"
     claims = [
         Claim("the skip finds more keys than next-token training", "57.3 < 69.3", "next-token", "skip", keys, 3, few),
         Claim("and more of the n-th mentions", "44.0 < 59.4", "next-token", "skip", mentions, 3, few),
@@ -170,27 +169,25 @@ def rpsd_far() -> str:
         ),
         Claim(
             "twice the weight of the KL does no more", "58.9 < 59.2", "skip, lambda 2, anew", "skip, anew", keys, 3,
-            "the same models",
+            models,
         ),
         Claim(
-            "half the weight of the KL does as much or more", "59.2 < 60.0", "skip, of weights",
-            "skip, lambda .5, of weights", keys, 3, "on models taught once more",
+            "half the weight does as much or more", "59.2 < 60.0", "skip, anew", "skip, lambda .5, anew", keys, 3,
+            models,
         ),
         Claim(
-            "a fifth of the weight does less", "54.0 < 59.2", "skip, lambda .2, of weights", "skip, of weights", keys,
-            3, "one of these models, not beyond chance",
+            "a fifth of the weight does less", "54.0 < 59.2", "skip, lambda .2, anew", "skip, anew", keys, 3, models,
         ),
         Claim(
-            "skips of up to two rows do no more", "58.9 < 59.2", "skip, Y = 2 L, of weights", "skip, of weights", keys,
-            3, "these models",
+            "skips of up to two rows do no more", "58.9 < 59.2", "skip, Y = 2 L, anew", "skip, anew", keys, 3, models,
         ),
         Claim(
-            "and find fewer n-th mentions", "not in the paper", "skip, Y = 2 L, of weights", "skip, of weights",
-            mentions, 3, "these models",
+            "and find fewer n-th mentions", "not in the paper", "skip, Y = 2 L, anew", "skip, anew", mentions, 3,
+            models,
         ),
         Claim(
-            "skips of up to half a row do as much or more", "59.2 < 59.6", "skip, of weights",
-            "skip, Y = L/2, of weights", keys, 3, "one of these models",
+            "skips of up to half a row do as much or more", "59.2 < 59.6", "skip, anew", "skip, Y = L/2, anew", keys, 3,
+            models,
         ),
         Claim(
             "training finds more of the n-th mentions than none", "not in the paper", "abf", "next-token", mentions, 3,
@@ -475,9 +472,8 @@ def endprompt() -> str:
 
 
 def endprompt_of_more() -> str:
-    """The cue beside its control on 16 times the tokens."""
-    runs = [run for run in read_lines(RESULTS / "endprompt-33m-h200.jsonl") if run["kind"] == "quality"]
-    arms = by_arm(runs, "method")
+    """EndPrompt, its control and PoSE on 16 times the tokens."""
+    arms = by_arm(read_lines(RESULTS / "endprompt-33m-h200.jsonl"), "method")
 
     def passkeys(run: Run, length: int = 65536) -> float:
         return fmean(cell_scores(run, "passkey", length))
@@ -487,22 +483,35 @@ def endprompt_of_more() -> str:
 
     untrained = arms["none"][0]
     without = "104 prompts, as written; YaRN without training finds"
+    far = f"{without} {passkeys(untrained):.2f}"
+    halfway = partial(passkeys, length=32768)
+    half = f"{without} {halfway(untrained):.2f}"
     claims = [
         Claim(
             "the cue is what teaches: without one less is found", "not in the paper", "b=0", "endprompt", passkeys, 2,
-            f"{without} {passkeys(untrained):.2f}; **seeds of the control differ by more**",
+            f"{far}; **seeds of the control differ by more**",
         ),
         Claim(
-            "and at half the target", "not in the paper", "b=0", "endprompt", partial(passkeys, length=32768), 2,
-            f"{without} {passkeys(untrained, 32768):.2f}: **the control does better**",
+            "and at half the target", "not in the paper", "b=0", "endprompt", halfway, 2,
+            f"{half}: **the control does better**",
         ),
         Claim(
             "and more keys among look-alikes", "not in the paper", "b=0", "endprompt", keys, 2,
             f"{without} {keys(untrained):.2f}: **the control does as well**",
         ),
         Claim(
-            "loss without a cue is higher", "not in the paper", "endprompt", "b=0", far_loss, 3,
-            "a third seed, cut off, is above the control",
+            "loss without a cue is higher", "not in the paper", "endprompt", "b=0", far_loss, 3, "seeds differ by more",
+        ),
+        Claim(
+            "a cue does more than the last 20 tokens of the body", "not in the paper", "last 20", "endprompt", passkeys,
+            2, far,
+        ),
+        Claim("and at half the target", "not in the paper", "last 20", "endprompt", halfway, 2, half),
+        Claim("PoSE does more", "76.0 < 78.9", "endprompt", "pose", passkeys, 2, far),
+        Claim("and at half the target", "76.0 < 78.9", "endprompt", "pose", halfway, 2, half),
+        Claim(
+            "loss of PoSE is lower", "not in the paper", "pose", "endprompt", far_loss, 3,
+            "within the window it is higher",
         ),
     ]  # fmt: skip
     return table("EndPrompt, 33.6M tokens", claims, arms)

@@ -3,7 +3,6 @@
 from functools import partial
 from statistics import fmean, stdev
 
-import extension_results
 import pytest
 from paired_results import cell_scores, difference, macro
 from support.pages import ROOT, lines_of, share, text_of
@@ -130,10 +129,10 @@ def test_what_is_said_of_endprompt_beside_untrained_yarn_holds(runs):
 
 @pytest.fixture(scope="module")
 def of_more():
-    """Runs of each method on 33.6M tokens, by seed; what was cut off by its kind."""
+    """Runs of each method on 33.6M tokens, by seed."""
     groups = {}
     for run in lines_of("endprompt-33m-h200.jsonl"):
-        groups.setdefault(run["method"] if run["kind"] == "quality" else run["kind"], {})[run["seed"]] = run
+        groups.setdefault(run["method"], {})[run["seed"]] = run
     return groups
 
 
@@ -151,18 +150,23 @@ def of_ten(same):
     return fmean(numbers(same, "written", "8192"))
 
 
+TRAINED_ON_MORE = {"EndPrompt": "endprompt", "last 20": "last 20", "PoSE": "pose"}  # first words of a row
+
+
 def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
     names = {
         "as it came": "native",
         "rescaled, untrained": "none",
         "EndPrompt without a cue, b = 0": "b=0",
         "EndPrompt": "endprompt",
+        "EndPrompt, the last 20 tokens in place of a cue": "last 20",
+        "PoSE": "pose",
     }
     page = (ROOT / PAGE).read_text().split("## EndPrompt on 33.6M tokens\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     lengths = (8192, 16384, 32768, 65536)
-    assert [row[0] for row in rows[1:-1]] == list(names)
-    for name, *cells in rows[1:-1]:
+    assert [row[0] for row in rows[1:]] == [*names, *(f"{name} above b = 0, paired" for name in TRAINED_ON_MORE)]
+    for name, *cells in rows[1:-3]:
         same = of_more[names[name]].values()
         wanted = [str(len(same)), *(f"{fmean(loss(run, span) for run in same):.3f}" for span in range(4))]
         for test in ("passkey", "keys"):
@@ -170,40 +174,94 @@ def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
                 scores = [score for run in same for score in cell_scores(run, test, length)]
                 wanted.append(share(fmean(scores)) if scores else "-")
         assert cells == [*wanted, share(fmean(run["short_mean"] for run in same), 3)]
-    (table,) = (
-        t
-        for t in extension_results.summary(lines_of("endprompt-33m-h200.jsonl")).split("\n\n")
-        if "| none | -" in t and "(" in t
-    )
-    paired = table.splitlines()[-1].strip("| ").split(" | ")[3:]
-    passkey, keys = paired[0:8:2], paired[1:8:2]
-    assert rows[-1][6:] == [cell.replace("0.", ".") for cell in (*passkey, *keys, paired[8])]
+    for row, method in zip(rows[-3:], TRAINED_ON_MORE.values(), strict=True):
+        tests = [("passkey", n) for n in lengths] + [("keys", n) for n in lengths]
+        paired = [above(of_more, method, "b=0", partial(cell_scores, test=t, length=n)) for t, n in tests]
+        paired.append(above(of_more, method, "b=0", lambda run: macro(run["short_scores"])))
+        assert row[6:] == [cell.replace("0.", ".") for cell in paired]
+
+
+def above(of_more, method, other, scores):
+    """By how much a method is above another of the same seeds, with its interval."""
+    return difference([(of_more[method][seed], of_more[other][seed]) for seed in range(3)], scores)
+
+
+def figure(difference_with_interval):
+    """The difference without its sign and interval, as sentences have it."""
+    return difference_with_interval.split()[0].strip("+-").removeprefix("0")
+
+
+def seeds_above(of_more, method, other, length):
+    """Seeds in which a method finds more passkeys than another."""
+    found = [[fmean(passkeys(length)(of_more[name][seed])) for seed in range(3)] for name in (method, other)]
+    return sum(a > b for a, b in zip(*found, strict=True))
+
+
+def lower_by(of_more, method, span):
+    """Nats by which a method's loss is below the control's, by seed."""
+    return [loss(of_more["b=0"][seed], span) - loss(of_more[method][seed], span) for seed in range(3)]
 
 
 def test_what_is_said_of_more_tokens_holds(of_more):
     page = text_of(PAGE)
-    cue, control = of_more["endprompt"], of_more["b=0"]
-    assert set(cue) == {0, 1} and set(control) == {0, 1, 2} and set(of_more["cut off"]) == {2}
-    by_seed = [[fmean(passkeys(65536)(arm[seed])) for seed in cue] for arm in (cue, control)]
-    assert all(a > b for a, b in zip(*by_seed, strict=True))
+    control = of_more["b=0"]
+    assert all(set(of_more[method]) == {0, 1, 2} for method in ("b=0", *TRAINED_ON_MORE.values()))
+    cue = above(of_more, "endprompt", "b=0", passkeys(65536))
+    assert f"With it {figure(cue)} more passkeys are found at 65536 tokens, in two seeds of three" in page
+    assert [seeds_above(of_more, "endprompt", "b=0", n) for n in (65536, 32768, 16384)] == [2, 1, 2]
     seeds = difference([(control[1], control[0])], passkeys(65536))
-    above = difference([(cue[seed], control[seed]) for seed in cue], passkeys(65536))
-    assert float(seeds.split()[0]) > float(above.split()[0])
+    assert float(seeds.split()[0]) > float(cue.split()[0])
     said = seeds.replace("+", "").replace("0.", ".")
     assert f"Two seeds of the control differ by {said[:4]} at 65536 {said[5:]}" in page
-    for length in (16384, 32768):  # one seed has the whole difference
-        assert abs(fmean(passkeys(length)(cue[0])) - fmean(passkeys(length)(control[0]))) < 0.011
+    first, second, third = lower_by(of_more, "endprompt", 3)
+    said = "the loss at 32-64K is {:.3f} and {:.3f} lower with the cue in two seeds and {:.3f} higher in the third"
+    assert said.format(first, second, -third) in page and min(first, second, -third) > 0
+
+
+def test_what_is_said_of_the_last_tokens_on_more_tokens_holds(of_more):
+    page = text_of(PAGE)
+    lengths = (8192, 16384, 32768)
+    fewer = [figure(above(of_more, "last 20", "b=0", passkeys(n))) for n in lengths]
+    assert "at 8192, 16384 and 32768 tokens, {}, {} and {}, in every seed".format(*fewer) in page
+    assert [seeds_above(of_more, "last 20", "b=0", n) for n in lengths] == [0, 0, 0]
+    far = figure(above(of_more, "last 20", "b=0", passkeys(65536)))
+    assert f"and find {far} more at 65536, in two of three." in page
+    assert seeds_above(of_more, "last 20", "b=0", 65536) == 2
+    fewer = [figure(above(of_more, "last 20", "endprompt", passkeys(n))) for n in lengths]
+    said = "Against the cue they find {}, {} and {} fewer to 32768, the first of these in every seed."
+    assert said.format(*fewer) in page
+    assert [seeds_above(of_more, "last 20", "endprompt", n) for n in lengths] == [0, 1, 1]
+
+
+def test_what_is_said_of_pose_on_more_tokens_holds(of_more):
+    page = text_of(PAGE)
+    for other in ("b=0", "endprompt"):
+        assert [seeds_above(of_more, "pose", other, n) for n in (8192, 16384, 32768, 65536)] == [0, 0, 0, 3]
+    more = figure(above(of_more, "pose", "b=0", passkeys(65536)))
+    fewer = [figure(above(of_more, "pose", "b=0", passkeys(n))) for n in (8192, 16384, 32768)]
+    said = "beside the control {} more passkeys at 65536 tokens, {}, {} and {} fewer at 8192, 16384 and 32768."
+    assert said.format(more, *fewer) in page
+    far, half, near = (lower_by(of_more, "pose", span) for span in (3, 2, 0))
+    assert min(far) > 0 and min(half) > 0 and max(near) < 0
+    said = "loss at 32-64K is {:.3f} lower than the control's, at 16-32K {:.3f}, and within the window {:.3f} higher"
+    assert said.format(fmean(far), fmean(half), -fmean(near)) in page
+    assert f"PoSE does not bring them back: {found_within(of_more['pose'])}, and none of the ten" in page
+    assert of_ten(of_more["pose"]) == 0
+
+
+def test_what_is_said_of_keys_among_look_alikes_on_more_tokens_holds(of_more):
+    page = text_of(PAGE)
     untrained = of_more["none"][0]
-    for arm in (cue, control):
-        for n in (16384, 32768, 65536):
-            gain = difference([(run, untrained) for run in arm.values()], partial(cell_scores, test="keys", length=n))
-            assert "(-" in gain, (n, gain)
-    lower = [loss(control[s], 3) - loss(cue[s], 3) for s in cue]
-    assert min(lower) > 0
-    assert f"seeds is {min(lower):.3f} to {max(lower):.3f} lower with the cue at 32-64K." in page
-    cut_off = loss(of_more["cut off"][2], 3)
-    assert cut_off > max(loss(run, 3) for run in control.values())
-    assert f"is above all of the control's, {cut_off:.3f}, so that there is no order" in page
+
+    def gain(method, length):
+        runs = [(run, untrained) for run in of_more[method].values()]
+        return difference(runs, partial(cell_scores, test="keys", length=length))
+
+    for method in ("b=0", *TRAINED_ON_MORE.values()):
+        assert all("(-" in gain(method, n) for n in (32768, 65536)), method
+    cue, pose = (gain(method, 16384).replace("+", "").replace("0.", ".") for method in ("endprompt", "pose"))
+    assert f"At 16384 EndPrompt finds {cue[:4]} more {cue[5:]} and PoSE {pose}, still one in five." in page
+    assert all("(-" in gain(method, 16384) for method in ("b=0", "last 20"))
 
 
 def test_what_more_tokens_bring_back_within_the_window(of_more):
@@ -222,12 +280,14 @@ def test_what_more_tokens_bring_back_within_the_window(of_more):
 
 def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
     page = text_of("docs/results/papers.md")
-    cue, control = of_more["endprompt"], of_more["b=0"]
-    shares = [share(fmean(fmean(passkeys(n)(arm[s])) for s in cue)) for n in (65536, 32768) for arm in (cue, control)]
+    arms = of_more["endprompt"], of_more["b=0"]
+    shares = [share(fmean(fmean(passkeys(n)(run)) for run in arm.values())) for n in (65536, 32768) for arm in arms]
     said = (
-        "the cue finds more passkeys at 65536 tokens, {} and {}, in both of two seeds, and fewer at 32768, {} and {};"
+        "the cue finds more passkeys at 65536 tokens, {} and {}, in two of three seeds, and fewer at 32768, {} and {};"
     )
     assert said.format(*shares) in page
+    pose = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["pose"].values())) for n in (65536, 32768)]
+    assert "PoSE finds more at 65536, {}, and fewer at 32768, {}, each in every seed, and loses".format(*pose) in page
 
 
 def test_what_the_page_of_choices_says_of_more_books_holds(of_more):

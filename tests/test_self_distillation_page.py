@@ -155,3 +155,60 @@ def test_what_is_said_of_weights_and_longest_skips_holds():
     )
     before = [found([run], "multikey") for run in controls()["skip"]]
     assert f"no more than {share(max(before) - min(before))} apart" in page
+
+
+def lambdas():
+    """Lines of each arm on the models that were taught a fourth time, by seed."""
+    return runs_by_arm(sorted(lines_of("rpsd-far-lambdas-h200.jsonl"), key=lambda run: run["seed"]))
+
+
+def test_the_tables_of_more_weights_are_those_of_the_file():
+    arms, page = lambdas(), (RESULTS / "self_distillation.md").read_text()
+    assert {arm: [run["seed"] for run in same] for arm, same in arms.items()} == {
+        "skip": [1, 2, 3], "skip, lambda .2": [1, 2, 3], "skip, lambda 2": [1, 2, 3], "skip, Y = L/2": [1],
+    }  # fmt: skip
+    for table in tables([run for same in arms.values() for run in same]).split("\n\n"):
+        assert table in page
+
+
+def on_all_models(ours, theirs):
+    """Pairs of two arms on each model that both have, of those that were taught anew."""
+    times = [arms for arms in (controls(), weights(), lambdas()) if ours in arms and theirs in arms]
+    return [pair for arms in times for pair in seed_pairs(arms[ours], arms[theirs])]
+
+
+def cost_of(pairs):
+    """Nats of loss within the row that the first runs have more."""
+    return fmean(mean_of(a["loss x1"], 64, 32768) - mean_of(b["loss x1"], 64, 32768) for a, b in pairs)
+
+
+def test_the_table_over_all_models_is_what_the_files_hold():
+    page = (RESULTS / "self_distillation.md").read_text()
+    for arm in ("skip, lambda .2", "skip, lambda .5", "skip, lambda 2", "skip, Y = L/2", "skip, Y = 2 L"):
+        pairs, cells = on_all_models(arm, "skip"), []
+        for kind in KINDS:
+            more = differences(pairs, (kind, 131072, 4))
+            low, high = paired_interval(more)
+            cells.append(f"{fmean(more):+.3f} ({low:+.3f} to {high:+.3f})")
+            cells.append(str(sum(found([a], kind) < found([b], kind) for a, b in pairs)))
+        assert f"| {arm} | {len(pairs)} | {' | '.join(cells)} | {cost_of(pairs):+.3f} |" in page
+
+
+def test_what_is_said_of_the_weight_over_all_models_holds():
+    page = text_of("docs/results/self_distillation.md")
+    pairs = on_all_models("skip, lambda 2", "skip, lambda .2")
+    keys, mentions = (in_words(differences(pairs, (kind, 131072, 4))) for kind in KINDS)
+    said = "finds {} more of the keys than a fifth {} and {} more of the mentions {}, for {} nats."
+    assert len(pairs) == 4 and said.format(*keys, *mentions, share(cost_of(pairs), 3)) in page
+    where = text_of("docs/self_distillation.md")
+    assert f"2 finds {keys[0]} more of the keys at 128K than 0.2, for {share(cost_of(pairs), 3)} nats" in where
+    lead = above(controls()["skip"], controls()["next-token"])
+    assert round(fmean(lead) / float(keys[0])) == 4
+    costs = [cost_of(on_all_models(f"skip, lambda {weight}", "skip")) for weight in (".2", ".5", "2")]
+    gains = [
+        fmean(differences(on_all_models(f"skip, lambda {weight}", "skip"), ("multikey", 131072, 4)))
+        for weight in (".2", ".5", "2")
+    ]
+    assert costs == sorted(costs) and gains == sorted(gains) and costs[1] < 0 < costs[2] and gains[1] < 0 < gains[2]
+    fifth = fmean(differences(on_all_models("skip, lambda .2", "skip"), ("multikey", 131072, 4)))
+    assert round(100 * fifth) == -4 and "here it is four points of the keys" in page
