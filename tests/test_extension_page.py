@@ -297,3 +297,7 @@ def test_what_the_page_of_choices_says_of_more_books_holds(of_more):
     assert said.format(*found[:2]) in page and f"YaRN 8x untrained {found[2]} (" in page
     ten = [of_ten(of_more[method]) for method in ("b=0", "native")]
     assert f"By ten prompts in the wording of the table above it has {share(ten[0])} of {ten[1]:.2f}" in page
+    far = [share(fmean(fmean(passkeys(65536)(r)) for r in of_more[m].values())) for m in ("pose", "b=0")]
+    said = "PoSE on as many tokens writes {} there and {} at 65536, where the other writes {}, at a loss at 32K to 64K"
+    assert said.format(found_within(of_more["pose"]), *far) in page
+    assert f"that is {fmean(lower_by(of_more, 'pose', 3)):.3f} nats lower." in page
