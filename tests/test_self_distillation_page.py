@@ -1,4 +1,4 @@
-"""What pages say of RPSD's controls on models taught anew is what their file holds."""
+"""What pages say of RPSD and its controls is what their files hold."""
 
 from statistics import fmean
 
@@ -7,6 +7,7 @@ from result_lines import mean_of, runs_by_arm
 from rpsd_far_arms import arms as arms_of
 from rpsd_far_match import mean_kl
 from rpsd_far_results import by_exam, differences, kl, short_text, tables
+from rpsd_small_scale import score
 from support.pages import RESULTS, lines_of, share, text_of
 
 from rope_patch.eval.paired import paired_interval
@@ -212,3 +213,66 @@ def test_what_is_said_of_the_weight_over_all_models_holds():
     assert costs == sorted(costs) and gains == sorted(gains) and costs[1] < 0 < costs[2] and gains[1] < 0 < gains[2]
     fifth = fmean(differences(on_all_models("skip, lambda .2", "skip"), ("multikey", 131072, 4)))
     assert round(100 * fifth) == -4 and "here it is four points of the keys" in page
+
+
+SMALL_SCALE = {
+    "as it was taught": "taught",
+    "under ABF, untrained": "abf",
+    "next-token training": "standard",
+    "LongCE": "longce",
+    "PoSE, as RPSD's baseline": "pose baseline",
+    "RPSD, skip": "skip",
+    "RPSD, skip up to three rows, `max_skip=24576`": "skip, Y = 3 L",
+    "RPSD, cyclic": "cyclic",
+    "RPSD, fixed skip": "fixed skip",
+    "dilation as the view": "dilation",
+    "chunk-wise permutation": "chunk-permute",
+    "NoPE as the view": "nope",
+    "dropout control": "dropout",
+    "attention-noise control": "noise",
+    "RPSD, forward KL": "forward kl",
+    "w/ CLM in place of the KL": "w/ clm",
+    "RPSD and LongCE": "skip + longce",
+}
+
+
+def small_scale():
+    return runs_by_arm(lines_of("rpsd-small-scale-h200.jsonl"))
+
+
+def test_the_table_at_small_scale_is_what_its_file_holds():
+    arms, page = small_scale(), (RESULTS / "self_distillation.md").read_text().replace("**", "")
+    assert set(SMALL_SCALE.values()) == set(arms)
+    for name, arm in SMALL_SCALE.items():
+        same = arms[arm]
+        cells = [name, str(len(same))]
+        for kind in KINDS:
+            shares = [fmean(run[kind][length] for run in same) for length in ("2048", "8192", "16384", "32768")]
+            cells += [share(each) if each else "0" for each in shares]
+        for first, end in ((64, 2048), (16384, 32768)):
+            cells.append(f"{fmean(mean_of(run['loss_by_position'], first, end) for run in same):.3f}")
+        assert f"| {' | '.join(cells)} |" in page
+
+
+def test_what_is_said_against_the_paper_at_small_scale_holds():
+    arms, page = small_scale(), text_of("docs/results/self_distillation.md")
+
+    def retrieved(arm, metric):
+        return fmean(score(run, metric) for run in arms[arm])
+
+    def dearer(arm, first, end):
+        losses = (fmean(mean_of(run["loss_by_position"], first, end) for run in arms[a]) for a in (arm, "standard"))
+        return f"{next(losses) - next(losses):.2f} nats"
+
+    within = (64, 2048)
+    assert f"the cyclic view is behind the skip up to 16K, and costs {dearer('cyclic', *within)};" in page
+    for kind in KINDS:
+        for length in ("8192", "16384"):
+            cyclic, skip = (fmean(run[kind][length] for run in arms[arm]) for arm in ("cyclic", "skip"))
+            assert cyclic < skip
+        assert abs(retrieved("chunk-permute", kind) - retrieved("skip", kind)) < 0.01
+        assert retrieved("longce", kind) > retrieved("standard", kind)
+    assert f"finds as much as the skip, for {dearer('chunk-permute', *within)};" in page
+    assert abs(retrieved("nope", "multikey") - retrieved("standard", "multikey")) < 0.01
+    assert f"NoPE finds about as many keys as next-token training, for {dearer('nope', *within)};" in page
+    assert f"LongCE retrieves better than it, for {dearer('longce', 16384, 32768)} beyond 16K." in page
