@@ -5,9 +5,31 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..rows.row import KINDS
+from ..rows.row import KINDS, Kind
 from ..rows.row_file import contents, require_row_file, write_rows
 from .device import choose_device
+
+_OF_KINDS: dict[str, tuple[Kind, ...]] = {
+    "text": ("text", "questions"),
+    "facts": ("questions",),
+    "chat": ("questions",),
+    "label_all": ("text", "chats", "own_texts"),
+    "max_user_tokens": ("chats",),
+    "max_reply_tokens": ("chats",),
+    "keep_unfinished": ("chats",),
+    "max_text_tokens": ("own_texts",),
+    "temperature": ("chats", "own_texts"),
+    "batch_size": ("chats", "own_texts"),
+}
+"""Flags of some kinds of rows alone."""
+_DEFAULTS = {
+    "facts": 8,
+    "max_user_tokens": 96,
+    "max_reply_tokens": 512,
+    "max_text_tokens": 1024,
+    "temperature": 1.0,
+}
+"""Of flags that are refused where they would do nothing, so that argparse must leave them None."""
 
 
 def add_commands(commands: Any) -> None:
@@ -43,7 +65,7 @@ def add_commands(commands: Any) -> None:
         default=0.25,
         help="share of the rows made as eight rows of an eighth of the length; default: %(default)s",
     )
-    rows.add_argument("--facts", type=int, default=8, help="facts hidden in a row of questions; default: %(default)s")
+    rows.add_argument("--facts", type=int, help=f"facts hidden in a row of questions; default: {_DEFAULTS['facts']}")
     rows.add_argument(
         "--chat",
         type=float,
@@ -53,10 +75,12 @@ def add_commands(commands: Any) -> None:
         "--label-all", action="store_true", help="label all tokens of rows other than questions; default: none of them"
     )
     sampling = rows.add_argument_group("what the model writes")
-    sampling.add_argument("--max-user-tokens", type=int, default=96, help="of a user's text; default: %(default)s")
-    sampling.add_argument("--max-reply-tokens", type=int, default=512, help="of a reply; default: %(default)s")
-    sampling.add_argument("--max-text-tokens", type=int, default=1024, help="of own_texts; default: %(default)s")
-    sampling.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    sampling.add_argument(
+        "--max-user-tokens", type=int, help=f"of a user's text; default: {_DEFAULTS['max_user_tokens']}"
+    )
+    sampling.add_argument("--max-reply-tokens", type=int, help=f"of a reply; default: {_DEFAULTS['max_reply_tokens']}")
+    sampling.add_argument("--max-text-tokens", type=int, help=f"of own_texts; default: {_DEFAULTS['max_text_tokens']}")
+    sampling.add_argument("--temperature", type=float, help=f"default: {_DEFAULTS['temperature']}")
     sampling.add_argument(
         "--keep-unfinished", action="store_true", help="keep replies that do not end, cut; default: leave them out"
     )
@@ -82,6 +106,10 @@ def run_rows(args: argparse.Namespace) -> int:
         if given is not None and given < 1:
             raise ValueError(f"--{name} must be at least 1, got {given}.")
     counts = rows_by_kind(args.rows, args.shares)
+    _require_kinds(args, set(counts))
+    for name, default in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     if {"text", "questions"} & counts.keys() and not args.text:
         raise ValueError("--text must name files, as --shares asks for text or questions.")
     spec = ModelSpec(Path(args.model).name, args.model, None, {})
@@ -124,6 +152,18 @@ def run_rows(args: argparse.Namespace) -> int:
         print(line)
     print(f"Rows: {args.output}")
     return 0
+
+
+def _require_kinds(args: argparse.Namespace, made: set[Kind]) -> None:
+    """Refuse flags of kinds of rows that are not made."""
+    for name, kinds in _OF_KINDS.items():
+        given = getattr(args, name)
+        if given is not None and given is not False and made.isdisjoint(kinds):
+            others = " and ".join(kind for kind in KINDS if kind in made)
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for rows of {' or '.join(kinds)}, and of {args.rows} rows --shares has "
+                f"{others} alone: leave it out, or give {kinds[0]} a larger weight in --shares."
+            )
 
 
 def _written(kind: str, args: argparse.Namespace, model: Any, tokenizer: Any, tokens: int) -> list[list[int]]:

@@ -92,6 +92,9 @@ def make_rows(
     require_integer("seed", seed, least=0)
     if not 0 <= short <= 1:
         raise ValueError(f"short must be a share from 0 to 1, got {short}.")
+    if chat is not None and not 0 <= chat <= 1:
+        raise ValueError(f"chat must be a share from 0 to 1, got {chat}.")
+    require_integer("facts", facts, least=1)
     counts = rows_by_kind(n, shares)
     sources: dict[Kind, OwnTexts] = {"chats": chats, "own_texts": own_texts}
     for kind in sources.keys() & counts.keys():
