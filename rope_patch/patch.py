@@ -1,6 +1,7 @@
 """The public calls: patch a model, take the patch off, put a view or the native RoPE in force for a while."""
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, get_args
@@ -41,6 +42,9 @@ logger = logging.get_logger(__name__)
 
 # native_rope blocks that are open on a decoder without patches, which has no state to count them in
 _NATIVE_WITHOUT_PATCH: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
+
+# the last block of one thread takes the hooks off that the first block of another may be about to use
+_BLOCKS = threading.RLock()
 
 
 def patch_model(model: M, method: str | View | Rescaling, *, seed: int = 0, when: When = "train", **options: Any) -> M:
@@ -194,16 +198,31 @@ def rope_view(
         _refuse_dynamic(_types(decoder), chosen)
     _refuse_fixed(decoder, _types(decoder), chosen)
     _refuse_without_layers(decoder, chosen)
-    state = state_of(decoder)
-    if state is None:
-        with _normal_tensors():
-            state = _new_state(decoder)
-            state.temporary = True
-            _install(model, decoder, state)
-    state.overrides.append(source)
+    state = _open_block(model, decoder, source)
     try:
         yield chosen
     finally:
+        _close_block(model, decoder, state, source)
+
+
+@torch.compiler.disable  # Dynamo cannot trace a lock
+def _open_block(model: nn.Module, decoder: PreTrainedModel, source: ViewSource | TableSource) -> RopeState:
+    with _BLOCKS:
+        state = state_of(decoder)
+        if state is None:
+            with _normal_tensors():
+                state = _new_state(decoder)
+                state.temporary = True
+                _install(model, decoder, state)
+        state.overrides.append(source)
+    return state
+
+
+@torch.compiler.disable
+def _close_block(
+    model: nn.Module, decoder: PreTrainedModel, state: RopeState, source: ViewSource | TableSource
+) -> None:
+    with _BLOCKS:
         state.overrides.remove(source)
         _end_temporary(model, decoder, state)
 

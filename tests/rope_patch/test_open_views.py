@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.tiny import tiny, tokens
 
-from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
+from rope_patch import describe, native_rope, patch, patch_model, rope_view, unpatch_model
 from rope_patch.views import Cyclic, RandomBase, Skip
 
 VIEW = Skip(split=4, skip=100)
@@ -44,6 +44,40 @@ def test_threads_see_their_own_views():
 
 
 @torch.no_grad()
+def test_a_block_that_begins_while_that_of_another_thread_ends_keeps_its_view(monkeypatch):
+    model, ids = tiny(), tokens(1, 12)
+    twin = tiny()
+    with rope_view(twin, Skip(split=4, skip=30)):
+        expected = twin(ids).logits
+    ending, begun = threading.Event(), threading.Event()
+    uninstall = patch._uninstall
+
+    def slow(*args, **kwargs):  # the other block begins here, when this one has found that it is the last
+        ending.set()
+        begun.wait(0.5)
+        uninstall(*args, **kwargs)
+
+    monkeypatch.setattr(patch, "_uninstall", slow)
+    seen = []
+
+    def other():
+        ending.wait(5)
+        with rope_view(model, Skip(split=4, skip=30)):
+            begun.set()
+            thread.join()
+            seen.append(model(ids).logits)
+
+    def one():
+        with rope_view(model, Skip(split=2, skip=9)):
+            model(ids)
+
+    thread, second = threading.Thread(target=one), threading.Thread(target=other)
+    thread.start()
+    second.start()
+    second.join(10)
+    assert len(seen) == 1 and torch.equal(seen[0], expected)
+
+
 def test_a_thread_without_a_view_beside_one_with_a_view_is_told():
     model, ids = tiny(), tokens(1, 8)
     with rope_view(model, VIEW), ThreadPoolExecutor(1) as pool:
