@@ -202,7 +202,8 @@ def rope_view(
     try:
         yield chosen
     finally:
-        _close_block(model, decoder, state, source)
+        state.overrides.remove(source)
+        _end_temporary(model, decoder, state)
 
 
 @torch.compiler.disable  # Dynamo cannot trace a lock
@@ -216,15 +217,6 @@ def _open_block(model: nn.Module, decoder: PreTrainedModel, source: ViewSource |
                 _install(model, decoder, state)
         state.overrides.append(source)
     return state
-
-
-@torch.compiler.disable
-def _close_block(
-    model: nn.Module, decoder: PreTrainedModel, state: RopeState, source: ViewSource | TableSource
-) -> None:
-    with _BLOCKS:
-        state.overrides.remove(source)
-        _end_temporary(model, decoder, state)
 
 
 @contextmanager
@@ -287,13 +279,15 @@ def _give_configs(decoder: nn.Module, configs: dict[str, Any]) -> dict[str, Any]
     return before
 
 
+@torch.compiler.disable
 def _end_temporary(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> None:
     """Take off what only blocks have put on, once the last of them ends, whatever order they end in."""
-    in_use = state.overrides or state.native_blocks or state.source is not None or state.rescalings
-    if state.temporary and not in_use and state_of(decoder) is state:
-        state.original.write(decoder)
-        # Transformers 5.17 runs the hooks of a checkpointed layer again in backward, which may come after the block
-        _uninstall(model, decoder, layers=not is_checkpointing(decoder))
+    with _BLOCKS:
+        in_use = state.overrides or state.native_blocks or state.source is not None or state.rescalings
+        if state.temporary and not in_use and state_of(decoder) is state:
+            state.original.write(decoder)
+            # Transformers 5.17 runs the hooks of a checkpointed layer again in backward, which may come after the block
+            _uninstall(model, decoder, layers=not is_checkpointing(decoder))
 
 
 def _normal_tensors() -> AbstractContextManager[None]:

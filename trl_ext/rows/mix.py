@@ -1,5 +1,6 @@
 """Rows of several kinds in given shares, long and short, in random order."""
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -172,8 +173,8 @@ def rows_by_kind(n: int, shares: Mapping[str, float] | None = None) -> dict[Kind
             raise ValueError(f"shares must be of {', '.join(KINDS)}, got {kind!r}.")
         require_number(f"the share of {kind}", weight, least=0)
     total = sum(weights.values())
-    if not total:
-        raise ValueError(f"shares must have a weight above 0, got {dict(weights)}.")
+    if not 0 < total < math.inf:
+        raise ValueError(f"shares must have a weight above 0 and a finite sum, got {dict(weights)}.")
     counts: dict[Kind, int] = {}
     done, reached = 0, 0.0
     for kind in KINDS:

@@ -124,6 +124,7 @@ def test_what_the_model_writes_is_asked_for_when_all_else_is_right():
         ({"shares": {"book": 1}}, "shares must be of text, chats, questions, own_texts, got 'book'"),
         ({"shares": {"text": -1}}, "the share of text must be a number of at least 0, got -1"),
         ({"shares": {"text": 0}}, "shares must have a weight above 0"),
+        ({"shares": {"text": 1e308, "questions": 1e308}}, "and a finite sum, got"),
         ({"short": 2}, "short must be a share from 0 to 1, got 2"),
         ({"length": 9}, "length must be an integer of at least 16, got 9"),
         ({"chats": []}, "chats must hold texts .* sample some with own_chats, or leave 'chats' out"),
