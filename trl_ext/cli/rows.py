@@ -94,6 +94,7 @@ def run_rows(args: argparse.Namespace) -> int:
     require_row_file(args.output)
     import torch
 
+    from rope_patch.checked_numbers import require_number
     from rope_patch.eval import read_texts
 
     from ..rows.mix import make_rows, rows_by_kind
@@ -101,10 +102,12 @@ def run_rows(args: argparse.Namespace) -> int:
     from .model_spec import ModelSpec
 
     device = choose_device(args.device, torch.cuda.is_available())
-    for name in ("length", "rows"):
+    for name in ("length", "rows", "max_user_tokens", "max_reply_tokens", "max_text_tokens", "batch_size"):
         given = getattr(args, name)
         if given is not None and given < 1:
-            raise ValueError(f"--{name} must be at least 1, got {given}.")
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
+    if args.temperature is not None:
+        require_number("--temperature", args.temperature)
     counts = rows_by_kind(args.rows, args.shares)
     _require_kinds(args, set(counts))
     for name, default in _DEFAULTS.items():

@@ -12,7 +12,7 @@ from rope_patch.checked_numbers import require_integer, require_number
 from rope_patch.special_tokens import SpecialTokens
 
 from .pieces import Pieces
-from .questions import draw_question_rows
+from .questions import draw_question_rows, require_share_of_chats
 from .row import KINDS, Kind, Row
 
 if TYPE_CHECKING:
@@ -93,9 +93,8 @@ def make_rows(
     require_integer("seed", seed, least=0)
     if not 0 <= short <= 1:
         raise ValueError(f"short must be a share from 0 to 1, got {short}.")
-    if chat is not None and not 0 <= chat <= 1:
-        raise ValueError(f"chat must be a share from 0 to 1, got {chat}.")
-    require_integer("facts", facts, least=1)
+    require_integer("facts", facts, least=1)  # also where no row has questions: a slip is told, not passed over
+    require_share_of_chats(chat)
     counts = rows_by_kind(n, shares)
     sources: dict[Kind, OwnTexts] = {"chats": chats, "own_texts": own_texts}
     for kind in sources.keys() & counts.keys():

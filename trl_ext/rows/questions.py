@@ -68,8 +68,7 @@ def draw_question_rows(
     """`question_rows` without end, in chats at random; `advice` ends the error where `length` is too short."""
     require_integer("facts", facts, least=1)
     tokenizer = pieces.tokenizer
-    if not 0 <= chat <= 1:
-        raise ValueError(f"chat must be a share from 0 to 1, got {chat}.")
+    require_share_of_chats(chat)
     if chat > 0:
         require_template(tokenizer, "use chat=0, which asks in raw text")
     raw, turns = Turns.raw(tokenizer, facts), Turns.chat(tokenizer, facts) if chat > 0 else None
@@ -77,6 +76,12 @@ def draw_question_rows(
     while True:
         in_chat = turns is not None and rng.random() < chat
         yield _row(pieces, boundaries, turns if turns is not None and in_chat else raw, facts, length, rng, advice)
+
+
+def require_share_of_chats(chat: float | None) -> None:
+    """Raise ValueError unless `chat` is a share, or None, which leaves the choice to the tokenizer."""
+    if chat is not None and not 0 <= chat <= 1:
+        raise ValueError(f"chat must be a share from 0 to 1, got {chat}.")
 
 
 def _row(
