@@ -307,6 +307,11 @@ class RopeSFTConfig(SFTConfig):
         cues = self.cue if isinstance(self.cue, list | tuple) else [self.cue]
         for text in cues or [self.cue]:  # a list without any is no cue either
             require_cue(text)
+        if self.long_documents == "truncate":
+            raise ValueError(
+                "cue goes with long_documents='split': a text is cut into pieces that all end with the cue. Leave "
+                "long_documents='truncate' out."
+            )
         option, options = find_view(self.view).cue_option, self.view_options
         if option is None or option in options or self.max_length is None:
             raise ValueError(

@@ -160,10 +160,11 @@ class RopeSFTTrainer(SFTTrainer):
         self.base_revision = loading.get("revision") if isinstance(model, str) else None
         peft_config = with_base_revision(peft_config, self.base_revision)
         dataset_facts = DatasetFacts.of(train_dataset)
+        if formatting_func is None:
+            require_text(train_dataset, "train_dataset", config)  # before a view reads the texts
         config, train_dataset = prepare_text(model, config, train_dataset, processing_class, formatting_func)
         if formatting_func is None:
             config = with_masked_loss(config, train_dataset)
-            require_text(train_dataset, "train_dataset", config)
             require_text(eval_dataset, "eval_dataset", config)
         checkpointing: Any = config.gradient_checkpointing_kwargs or {}  # parsed from JSON by now
         self._asked_reentrant = bool(checkpointing.get("use_reentrant"))

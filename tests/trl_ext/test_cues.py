@@ -388,3 +388,18 @@ def test_the_trainer_appends_a_set_by_itself(tmp_path):
     by_trainer = trainer(tmp_path, train_dataset=cued, view_args={"target": 128, "cue_tokens": cues}, seed=8, **options)
     by_trainer.train()
     assert logged(by_itself, "loss") == logged(by_trainer, "loss")
+
+
+def test_a_row_without_a_text_is_refused_before_cues_are_put_behind(tmp_path):
+    rows = Dataset.from_list([{"text": "w3 w4 w5"}, {"text": None}])
+    options = {"view": "endprompt", "view_args": {"target": 60}, "cue": "w6 w7", "max_length": 24}
+    with pytest.raises(ValueError, match="train_dataset must have a text in every row: 1 of 2 rows have no 'text'"):
+        trainer(tmp_path, train_dataset=rows, processing_class=tokenizer(), **options)
+    with pytest.raises(ValueError, match="train_dataset must have a column 'body'"):
+        trainer(tmp_path, train_dataset=rows, processing_class=tokenizer(), dataset_text_field="body", **options)
+
+
+def test_a_cue_cuts_texts_and_truncates_none(tmp_path):
+    options = {"view": "endprompt", "view_args": {"target": 60}, "cue": "word", "max_length": 24}
+    with pytest.raises(ValueError, match="cue goes with long_documents='split'"):
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, long_documents="truncate", **options)
