@@ -88,9 +88,10 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
             f"{script.dataset_train_split!r}."
         )
     if evaluates and script.dataset_test_split not in dataset:
+        hold_out = "test_split_size to hold a part out, or " if data.datasets else ""
         raise ValueError(
             f"eval_strategy needs a split {script.dataset_test_split!r} and the text has {', '.join(dataset)}: set "
-            "test_split_size to hold a part out, or dataset_test_split."
+            f"{hold_out}dataset_test_split."
         )
     trainer = RopeSFTTrainer(
         model=model.model_name_or_path,
@@ -255,6 +256,7 @@ def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:
             "the recipe must name the text to train on, under `datasets` (files of yours: path: json, with data_files) "
             f"or as dataset_name (on the hub): {both}."
         )
+    _require_read(script, data)
     names: list[Any] = [entry.data_files or entry.path for entry in data.datasets] or [script.dataset_name]
     try:
         if data.datasets:
@@ -266,6 +268,24 @@ def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:
         return splits
     except READ_ERRORS as error:
         raise unreadable(names, error) from error
+
+
+def _require_read(script: ScriptArguments, data: DatasetMixtureConfig) -> None:
+    """Raise ValueError for a field of the text that is read with the other way of naming it, `datasets` or a name."""
+    if data.datasets:
+        read_with, instead = "dataset_name", "datasets (streaming, and name in an entry, are theirs)"
+        unread: dict[str, Any] = {name: getattr(script, name) for name in ("dataset_config", "dataset_streaming")}
+    else:
+        read_with, instead = "datasets", "dataset_name (dataset_streaming and dataset_test_split are its own)"
+        unread = {name: getattr(data, name) for name in ("streaming", "test_split_size")}
+    for name, value in unread.items():
+        if value:
+            raise ValueError(f"{name} is read with {read_with}, and has no effect on {instead}, got {value!r}.")
+    if data.streaming and data.test_split_size:
+        raise ValueError(
+            "test_split_size holds out a part of texts that are all at hand, and streaming=True reads them one by one: "
+            "leave one of the two out."
+        )
 
 
 READ_ERRORS = (DatasetsError, OSError, EOFError, UnicodeError, lzma.LZMAError, zlib.error, pa.ArrowInvalid)

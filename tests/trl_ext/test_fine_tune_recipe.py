@@ -162,3 +162,24 @@ def test_a_recipe_without_16_bits_trains_so_whatever_a_launcher_says(recipe, tra
     with pytest.raises(Stop):
         fine_tune_recipe(recipe())
     assert trained["args"].mixed_precision == "no" and not trained["args"].bf16
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("dataset_name: folder", "test_split_size: 0.5", "test_split_size is read with datasets, and has no effect on"),
+        ("dataset_name: folder", "streaming: true", "streaming is read with datasets"),
+        (None, "dataset_streaming: true", "dataset_streaming is read with dataset_name, and has no effect on datasets"),
+        (None, "dataset_config: en", "dataset_config is read with dataset_name"),
+        (
+            None,
+            "streaming: true\ntest_split_size: 0.5",
+            "test_split_size holds out a part of texts that are all at hand",
+        ),
+    ],
+)
+def test_a_field_that_the_way_of_naming_the_text_does_not_read_is_refused(text, more, message, recipe, trained):
+    arguments = recipe(more) if text is None else recipe(more, text)
+    with pytest.raises(ValueError, match=message):
+        fine_tune_recipe(arguments)
+    assert not trained
