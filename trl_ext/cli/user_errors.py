@@ -12,8 +12,9 @@ from contextlib import nullcontext
 from ..rank_failures import is_started_rank, leave_failure
 from .parsing import USER_ERROR
 
-USER_ERRORS = (ValueError, OSError, ImportError)
-"""By which this package, Transformers, TRL and datasets refuse; OSError: a model or a file that is not there."""
+USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
+"""By which this package, Transformers, TRL and datasets refuse; OSError: a model or a file that is not there;
+FloatingPointError: a loss that is no number."""
 
 EXTRAS = {
     "trl": "trl",

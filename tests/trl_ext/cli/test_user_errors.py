@@ -22,7 +22,7 @@ def raising(error):
     return run
 
 
-@pytest.mark.parametrize("error", [ValueError("a\n  b"), OSError("a b"), ImportError("a b")])
+@pytest.mark.parametrize("error", [ValueError("a\n  b"), OSError("a b"), ImportError("a b"), FloatingPointError("a b")])
 def test_a_mistake_is_one_line_and_ends_with_2(error, capsys):
     assert run_command("tool", raising(error)) == 2
     assert capsys.readouterr().err == "tool: a b (ROPE_PATCH_TRACEBACK=1 shows where this comes from.)\n"
