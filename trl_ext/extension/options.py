@@ -96,6 +96,8 @@ class ExtendOptions:
         if self.short is not None and not 0 <= self.short <= 1:  # NaN is refused too
             raise ValueError(f"--short must be a share from 0 to 1, got {self.short}.")
         require_integer(flag("seed"), self.seed, least=0)
+        if self.seed >= 2**32:  # NumPy's bound, which training would meet after the model was measured
+            raise ValueError(f"--seed must be below 2**32, got {self.seed}.")
         for name, allowed in (("train", Train), ("precision", Precision)):
             if getattr(self, name) not in (None, *get_args(allowed)):
                 raise ValueError(
