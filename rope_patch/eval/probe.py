@@ -60,7 +60,8 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
         progress: whether to show bars.
 
     Raises:
-        ValueError: the rows do not reach beyond the window, the config names none, or the model is patched.
+        ValueError: the rows do not reach beyond the window, the config names none, the model is patched, or its
+            losses are not finite.
     """
     rope = describe(model)
     if rope.patched:
@@ -73,6 +74,11 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
         raise ValueError("the model's config names no trained window, so there is no end of it to look for.")
     subject.check_rows(rows, at_least=window + 2)
     native = loss_by_position(model, rows, progress=progress, title="as it is")
+    if not native.loss[1:].isfinite().all():  # comparisons with NaN are false, and would read as a cliff
+        raise ValueError(
+            f"the losses of {rope.model} are not finite, so nothing can be said of its window: load it in another "
+            "dtype, as --dtype float32 does, and look whether its weights are whole."
+        )
     guess = log(subject.vocab_size)
     if native.in_window() >= GUESSING * guess:
         words = [

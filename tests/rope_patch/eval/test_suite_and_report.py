@@ -463,3 +463,10 @@ def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
 def test_unknown_measures_are_refused():
     with pytest.raises(ValueError, match="unknown measure 'clif'. Known: cliff, gain"):
         EvalPlan(("clif",), length=10)
+
+
+def test_losses_that_are_no_numbers_get_no_advice():
+    subject = model()
+    subject.lm_head.weight.data[5] = torch.nan
+    with pytest.raises(ValueError, match="the losses of .* are not finite, so nothing can be said of"):
+        probe(subject, tokens(1, 3 * WINDOW), progress=False)
