@@ -71,26 +71,26 @@ def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[st
         raise ValueError(f"{file} must be of format {_FORMAT}, got {recorded!r:.200}. Update rope-patch to read it.")
     if recorded.get("view") != method["view"]:  # options of the one say nothing of the other
         recorded.pop("view_args", None)
-    differences = _differences(recorded, method)
-    if differences:
+    others = differences(recorded, method)
+    if others:
         raise ValueError(
-            f"{checkpoint} was trained with {', '.join(was for was, _ in differences)}, and this run has "
-            f"{', '.join(now for _, now in differences)}. Give the values that it was trained with, or start a new run "
+            f"{checkpoint} was trained with {', '.join(was for was, _ in others)}, and this run has "
+            f"{', '.join(now for _, now in others)}. Give the values that it was trained with, or start a new run "
             "from its weights, in another output_dir and without resume_from_checkpoint: load it as the model, an "
             "adapter with rope_patch.load_adapter(base_model, checkpoint, is_trainable=True)."
         )
 
 
-def _differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = "") -> list[tuple[str, str]]:
+def differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = "") -> list[tuple[str, str]]:
     """Of the fields that both have, those that differ: as they were found, and as they are wanted."""
-    differences = []
+    found = []
     for name, now in current.items():
         was = recorded.get(name, now)
         if isinstance(was, dict) and isinstance(now, dict):
-            differences += _differences(was, now, f"{owner}{name}.")
+            found += differences(was, now, f"{owner}{name}.")
         elif was != now:
-            differences.append((f"{owner}{name}={was!r:.200}", f"{owner}{name}={now!r:.200}"))
-    return differences
+            found.append((f"{owner}{name}={was!r:.200}", f"{owner}{name}={now!r:.200}"))
+    return found
 
 
 def _texts(cue: str | list[str] | None) -> Any:

@@ -50,6 +50,7 @@ from .objectives import Objective, objective_of
 from .repeated_rows import without_repeated
 from .run_folder import last_checkpoint
 from .run_record import RunRecord
+from .same_adapters import require_same_adapters
 from .small_steps import warn_of_lost_steps
 from .step_batches import (
     FIRST_SAMPLE,
@@ -278,8 +279,8 @@ class RopeSFTTrainer(SFTTrainer):
 
         Raises:
             ValueError: the checkpoint was trained under other frequencies, which would go on as another model, or with
-                another view, objective or option of theirs; no checkpoint is whole; or `output_dir` holds an adapter,
-                and this run trains none.
+                another view, objective or option of theirs, or other adapters; no checkpoint is whole; or `output_dir`
+                holds an adapter, and this run trains none.
         """
         require_no_adapter_beside(self.model, str(self.args.output_dir))  # and not when all is trained, and saved
         if resume_from_checkpoint is True:
@@ -297,6 +298,7 @@ class RopeSFTTrainer(SFTTrainer):
             if self._view.source is not None:
                 require_same_rope(self.model, folder)
             require_same_method(self._record.method, folder)
+            require_same_adapters(self.model, folder)
             self._total_train_tokens = tokens_until(folder)
         if self.accelerator.is_main_process:
             warn_of_lost_steps(self.model, self.args.learning_rate)
