@@ -16,9 +16,11 @@ logger = logging.get_logger(__name__)
 
 # where adapters come from and how they began, which says nothing of what they compute
 _MAY_DIFFER = (
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "init_weights", "peft_version",
-    "revision", "task_type",
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_weights", "peft_version", "revision",
+    "task_type",
 )  # fmt: skip
+# of `init_lora_weights`: others, such as PiSSA, take from the weights below what adapters begin with
+_LEAVE_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def require_same_adapters(model: nn.Module, checkpoint: str) -> None:
@@ -53,10 +55,7 @@ def require_same_adapters(model: nn.Module, checkpoint: str) -> None:
                 "from its weights, in another output_dir and without resume_from_checkpoint: load it with "
                 "rope_patch.load_adapter(base_model, checkpoint, is_trainable=True)."
             )
-        was, now = (
-            json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"],
-            config.base_model_name_or_path,
-        )
+        was, now = (each.get("base_model_name_or_path") for each in (recorded, current))
         if was != now:
             logger.warning(
                 f"the adapter {name!r} in {checkpoint} was trained on {was}, and this run has {now}: it goes on right "
@@ -67,6 +66,8 @@ def require_same_adapters(model: nn.Module, checkpoint: str) -> None:
 def _compared(config: dict[str, Any]) -> dict[str, Any]:
     """Options that change what is trained, as JSON has them; names of modules in order, as PEFT keeps them in sets."""
     kept = {name: value for name, value in config.items() if name not in _MAY_DIFFER}
+    if kept.get("init_lora_weights") in _LEAVE_WEIGHTS:
+        kept["init_lora_weights"] = True
     read: dict[str, Any] = json.loads(json.dumps(kept, default=list))
     for name, value in read.items():
         if isinstance(value, list) and all(isinstance(each, str) for each in value):

@@ -32,6 +32,7 @@ def saved(folder, peft=None, **options):
             "'k_proj', 'q_proj'",
         ),
         ({"layers_to_transform": [0]}, "layers_to_transform=None", "layers_to_transform=[0]"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights=True", "init_lora_weights='olora'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern='{}'", """rank_pattern='{"q_proj": 2}'"""),
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",
