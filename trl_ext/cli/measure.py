@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .device import choose_device
 from .model_spec import ModelSpec
+from .parsing import unread
 
 if TYPE_CHECKING:
     from rope_patch.eval import EvalPlan
@@ -358,11 +359,9 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
 
 def _require_read(args: argparse.Namespace, chosen: set[str]) -> None:
     """Raise ValueError for an option that no measure of `chosen` reads."""
-    for name, (readers, needed) in READ_BY.items():
-        given = getattr(args, name)
-        if given is not None and not chosen & set(readers):
-            said = " ".join(map(str, given)) if isinstance(given, list) else given
-            raise ValueError(f"--{name.replace('_', '-')} {said} needs {needed}, which reads it.")
+    for name, given in unread(args, {name: readers for name, (readers, _) in READ_BY.items()}, chosen):
+        said = " ".join(map(str, given)) if isinstance(given, list) else given
+        raise ValueError(f"--{name.replace('_', '-')} {said} needs {READ_BY[name][1]}, which reads it.")
 
 
 def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":

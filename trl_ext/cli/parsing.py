@@ -4,7 +4,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 USER_ERROR = 2
@@ -74,3 +74,13 @@ def hint(name: str, known: Collection[str]) -> str:
     """The nearest known name as a question with a space before it, or nothing."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def unread(
+    args: argparse.Namespace, readers: Mapping[str, Collection[str]], chosen: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    """Names and values of the flags that were given and that nothing of what was chosen reads."""
+    for name, of_flag in readers.items():
+        given = getattr(args, name)
+        if given is not None and given is not False and not set(chosen) & set(of_flag):
+            yield name, given

@@ -8,6 +8,7 @@ from typing import Any
 from ..rows.row import KINDS, Kind
 from ..rows.row_file import contents, require_row_file, write_rows
 from .device import choose_device
+from .parsing import unread
 
 _OF_KINDS: dict[str, tuple[Kind, ...]] = {
     "text": ("text", "questions"),
@@ -159,14 +160,12 @@ def run_rows(args: argparse.Namespace) -> int:
 
 def _require_kinds(args: argparse.Namespace, made: set[Kind]) -> None:
     """Refuse flags of kinds of rows that are not made."""
-    for name, kinds in _OF_KINDS.items():
-        given = getattr(args, name)
-        if given is not None and given is not False and made.isdisjoint(kinds):
-            others = " and ".join(kind for kind in KINDS if kind in made)
-            raise ValueError(
-                f"--{name.replace('_', '-')} is for rows of {' or '.join(kinds)}, and of {args.rows} rows --shares has "
-                f"{others} alone: leave it out, or give {kinds[0]} a larger weight in --shares."
-            )
+    for name, _ in unread(args, _OF_KINDS, made):
+        kinds, others = _OF_KINDS[name], " and ".join(kind for kind in KINDS if kind in made)
+        raise ValueError(
+            f"--{name.replace('_', '-')} is for rows of {' or '.join(kinds)}, and of {args.rows} rows --shares has "
+            f"{others} alone: leave it out, or give {kinds[0]} a larger weight in --shares."
+        )
 
 
 def _written(kind: str, args: argparse.Namespace, model: Any, tokenizer: Any, tokens: int) -> list[list[int]]:
