@@ -153,14 +153,21 @@ def lead(pairs, scores, digits):
     return "{} ({} to {})".format(*(x.removeprefix("+").removeprefix("0") for x in (figure, low, high)))
 
 
-def whole_ruler(run):
-    return restoration_results.ruler_scores(run, 8192)
+@pytest.fixture(scope="module")
+def first_asked():
+    """What was asked of the same arms on other GPUs, with the same prompts."""
+    return lines_of("restoration-written-h100.jsonl")
 
 
 @pytest.fixture(scope="module")
-def asked():
-    """What was asked of the same arms on other GPUs, with the same prompts."""
-    return lines_of("restoration-written-h100.jsonl")
+def then_asked():
+    """What was asked after it: the other seeds, and all of RULER."""
+    return lines_of("restoration-ruler-h100.jsonl")
+
+
+@pytest.fixture(scope="module")
+def asked(first_asked, then_asked):
+    return [*first_asked, *then_asked]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +186,8 @@ def found(run, test, length):
 
 def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
     said = text_of("docs/results/restoration.md")
-    assert set(written) == {"native", "pi4", CONTROL, "pi4 qkv", "pi4 qkv hidden", "pi4 qkv hidden all"}
+    targets = {"pi4 qkv", "pi4 qkv attn+v +logit", "pi4 qkv hidden", "pi4 qkv hidden all"}
+    assert set(written) == {"native", "pi4", CONTROL} | targets
     for name, by_seed in written.items():
         cells = [
             ", ".join(share(found(run, test, n)) for run in by_seed.values())
@@ -190,9 +198,7 @@ def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
         assert f"| {' | '.join([seeds, *cells])} |".replace("|  |", "| |") in said, name
         assert {len(c["scores"]) for run in by_seed.values() for c in run["asked"]} == {104}
     assert {name: sorted(by_seed) for name, by_seed in written.items() if len(by_seed) > 1} == {
-        CONTROL: [0, 1, 2],
-        "pi4 qkv": [0, 1],
-        "pi4 qkv hidden": [0, 1, 2],
+        name: [0, 1, 2] for name in (CONTROL, "pi4 qkv", "pi4 qkv attn+v +logit", "pi4 qkv hidden")
     }
     at_window = {
         name: [share(found(run, "passkey", 8192)) for run in by_seed.values()] for name, by_seed in written.items()
@@ -203,7 +209,7 @@ def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
         in page
     )
     assert (
-        "LinearARD {} and {} in two, the model as it came {}, and PI without training none.".format(
+        "LinearARD {}, {} and {}, the model as it came {}, and PI without training none.".format(
             *at_window["pi4 qkv"], *at_window["native"]
         )
         in page
@@ -217,8 +223,8 @@ def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
 
 def test_no_order_of_passkeys_is_shown(written):
     """The sign of the difference from the control is another one in another seed."""
-    for name, signs in (("pi4 qkv hidden", {0: 1, 1: -1, 2: 1}), ("pi4 qkv", {0: 1, 1: -1})):
-        for seed, sign in signs.items():
+    for name in ("pi4 qkv", "pi4 qkv attn+v +logit", "pi4 qkv hidden"):
+        for seed, sign in {0: 1, 1: -1, 2: 1}.items():
             for n in LENGTHS:
                 above = found(written[name][seed], "passkey", n) - found(written[CONTROL][seed], "passkey", n)
                 assert sign * above > 0, (name, seed, n)
@@ -231,8 +237,10 @@ def test_no_order_of_passkeys_is_shown(written):
     assert f"the control differs by {share(span)} among seeds" in text_of("docs/results/papers.md")
 
 
-def test_a_seed_that_was_trained_again_writes_almost_the_same(arms, asked):
-    again = [(run, other) for run in asked if run.get("asked") for other in arms[run["arm"]] if other.get("asked")]
+def test_a_seed_that_was_trained_again_writes_almost_the_same(arms, first_asked):
+    again = [
+        (run, other) for run in first_asked if run.get("asked") for other in arms[run["arm"]] if other.get("asked")
+    ]
     pairs = [(run, other) for run, other in again if run["seed"] == other["seed"]]
     assert len(pairs) == 3
     assert "the new training is within .05 of it" in text_of("docs/results/restoration.md")
@@ -242,42 +250,65 @@ def test_a_seed_that_was_trained_again_writes_almost_the_same(arms, asked):
         )
 
 
-def test_ruler_of_the_restorations_is_that_of_its_file(asked):
-    said, runs = text_of("docs/results/restoration.md"), [run for run in asked if "ruler" in run]
+def test_ruler_within_the_window_is_that_of_its_files(first_asked, then_asked):
+    """Nine tasks, which both files have; each run is set against the native model of its own file."""
+    said = text_of("docs/results/restoration.md")
+    files = [[run for run in runs if "ruler" in run] for runs in (first_asked, then_asked)]
+    nine = sorted(files[0][0]["ruler"]["scores"])
+    assert len(nine) == 9 and "nine of its tasks at 8192 tokens" in said
+
+    def scores(run):
+        return [score for task in nine for score in restoration_results.ruler_scores(run, 8192, task)]
+
+    pairs = [(next(r for r in runs if r["arm"] == "native"), run) for runs in files for run in runs]
     tasks = [f"niah_{kind}_{k}" for kind in ("single", "multikey") for k in (1, 2, 3)]
-    measured = runs_by_arm(runs)
-    native = measured["native"][0]
-    assert {name: [run["seed"] for run in same] for name, same in measured.items()} == {
-        "native": [0], CONTROL: [0, 1], "pi4 qkv": [1], "pi4 qkv hidden": [0, 1]
-    }  # fmt: skip
-    for name, same in measured.items():
-        assert all(len(run["ruler"]["scores"]) == 9 for run in same)
-        whole = [share(fmean(whole_ruler(run))) for run in same]
+    for name in ("native", CONTROL, "pi4 qkv", "pi4 qkv attn+v +logit", "pi4 qkv hidden"):
+        same = sorted((pair for pair in pairs if pair[1]["arm"] == name), key=lambda pair: pair[1]["seed"])
+        assert [run["seed"] for _, run in same] == ([0, 0] if name == "native" else [0, 1, 2])
+        whole = [share(fmean(scores(run))) for _, run in same]
         shown = [
-            share(fmean(s for run in same for s in restoration_results.ruler_scores(run, 8192, task))) for task in tasks
+            share(fmean(s for _, run in same for s in restoration_results.ruler_scores(run, 8192, task)))
+            for task in tasks
         ]
-        seeds = "" if name == "native" else ", ".join(str(run["seed"]) for run in same)
-        below = "" if name == "native" else lead([(native, run) for run in same], whole_ruler, 2)
+        seeds, below = ("", "") if name == "native" else ("0, 1, 2", lead(same, scores, 2))
         cells = [seeds, ", ".join(whole), below, ", ".join(shown[:3]), ", ".join(shown[3:])]
         assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in said, name
-    trained = [run for run in runs if run["arm"] != "native"]
-    of_ruler = [fmean(whole_ruler(run)) for run in trained]
-    before, after = share(fmean(whole_ruler(native))), share(max(of_ruler))
+    natives, trained = ([p[1] for p in pairs if (p[1]["arm"] == "native") == is_native] for is_native in (True, False))
+    before, after = share(min(fmean(scores(run)) for run in natives)), share(max(fmean(scores(run)) for run in trained))
     assert f"{before} within the window before, {after} at most after any training" in text_of("docs/choosing.md")
-    first = [r for run in trained for r in run["ruler"]["replies"] if r["task"] == "niah_single_1"]
-    assert len(first) == 5 and {reply["expected"] for reply in first} == {"7067228"}
-    assert {reply["reply"].strip().split()[0].rstrip(".") for reply in first} == {"706728", "7067288"}
+    first = [
+        reply
+        for run in trained
+        for reply in run["ruler"]["replies"]
+        if (reply["task"], reply["length"]) == ("niah_single_1", 8192)
+    ]
+    assert len(first) == 12 and {reply["expected"] for reply in first} == {"7067228"}
+    written = [reply["reply"].strip().split()[0].rstrip(".") for reply in first]
+    assert all(number.isdigit() and set(number) <= set("706728") and number != "7067228" for number in written)
+    assert written.count("706728") == written.count("7067288") == 4 and "four times each" in said
 
 
-def test_boolq_of_the_restorations_is_that_of_its_file(asked):
+def test_ruler_beyond_the_window_is_that_of_its_file(then_asked):
+    said, measured = text_of("docs/results/restoration.md"), runs_by_arm(then_asked)
+    for name, same in measured.items():
+        assert all(len(run["ruler"]["scores"]) == 12 for run in same)
+        cells = [", ".join(share(fmean(restoration_results.ruler_scores(run, n))) for run in same) for n in LENGTHS]
+        seeds = "" if name == "native" else ", ".join(str(run["seed"]) for run in same)
+        assert f"| {' | '.join([seeds, *cells])} |".replace("|  |", "| |") in said, name
+        for length in LENGTHS[1:]:
+            most = max(fmean(restoration_results.ruler_scores(run, length)) for run in same)
+            assert most == 0 if name == "native" else 0 < most < 0.0205
+
+
+def test_boolq_of_the_restorations_is_that_of_its_file(first_asked):
     shares = {
         name: share(mean(run["short"]["boolq"] for run in same if "short" in run), 3)
-        for name, same in runs_by_arm([run for run in asked if "short" in run]).items()
+        for name, same in runs_by_arm([run for run in first_asked if "short" in run]).items()
     }
     said, targets = text_of("docs/results/restoration.md"), ("pi4 qkv", "pi4 qkv hidden")
     told = "seeds 0 and 1: the control {}, LinearARD {}, hidden states {}."
     assert told.format(*(shares[name] for name in (CONTROL, *targets))) in said
-    measured = runs_by_arm([run for run in asked if "short" in run])
+    measured = runs_by_arm([run for run in first_asked if "short" in run])
     leads = [
         lead(seed_pairs(measured[CONTROL], measured[name]), lambda run: run["short_scores"]["boolq"], 3)
         for name in targets
