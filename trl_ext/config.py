@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import dataclass, field, fields
 from numbers import Integral
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from transformers import TrainingArguments
@@ -229,6 +230,7 @@ class RopeSFTConfig(SFTConfig):
         if self.view == TRUE_POSITIONS and self.view_args:
             raise ValueError(f"view_args needs view, the name of the view; got {self.view_args}.")
         self._check_data()
+        self._check_chat_template()
         self._check_view()
         self._check_objective()
         self._check_long_rows()
@@ -283,11 +285,21 @@ class RopeSFTConfig(SFTConfig):
         if length is not None and (not isinstance(length, Integral) or length < 2):
             raise ValueError(f"max_length must be an integer of at least 2 tokens, or None, got {length!r}.")
 
+    def _check_chat_template(self) -> None:
+        path = Path(self.chat_template_path or "")
+        if path.suffix in (".jinja", ".j2") and not path.is_file():  # TRL would look for a tokenizer of that name
+            raise ValueError(
+                "chat_template_path must be a file with a template, or a folder or hub id of a tokenizer that has one, "
+                f"got {self.chat_template_path}, and there is no such file."
+            )
+
     def _check_view(self) -> None:
         if self.view_seed is not None and type(self.view_seed) is not int:
             raise ValueError(f"view_seed must be an integer, or None, got {self.view_seed!r}.")
         if self.cue is not None:
             self._check_cue()
+        if self.view_seed is not None and self.view == TRUE_POSITIONS and self.cue is None:
+            raise ValueError(f"view_seed needs view, the name of the view, or a cue; got {self.view_seed}.")
         view = self.make_view()
         view.check_run(self)
         if view.cuts is None:

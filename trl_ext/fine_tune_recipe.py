@@ -82,6 +82,8 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
     set_seed(training.seed)  # what test_split_size holds out is drawn: alike on all ranks, and when a run goes on
     dataset = _splits(script, data)
     evaluates = training.eval_strategy != "no"
+    if not evaluates:
+        _require_no_evaluation(training, data)
     if script.dataset_train_split not in dataset:
         raise ValueError(
             f"dataset_train_split must be one of {', '.join(dataset)}, the splits of the text, got "
@@ -117,6 +119,20 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
     trainer.save_model()
     if training.push_to_hub:
         trainer.push_to_hub()
+
+
+def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) -> None:
+    """Raise ValueError for a field that is of evaluations alone, of which a run with `eval_strategy` "no" has none."""
+    of_evaluation = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
+    default = {field.name: field.default for field in fields(training)}
+    without_effect = [name for name in of_evaluation if getattr(training, name) != default[name]]
+    if data.test_split_size:
+        without_effect.append("test_split_size")
+    if without_effect:
+        raise ValueError(
+            f"{' and '.join(without_effect)} would have no effect: add eval_strategy: steps or epoch, without which a "
+            "run is not evaluated."
+        )
 
 
 def _how_to_go_on(training: RopeSFTConfig, begun: float) -> str:
@@ -268,6 +284,8 @@ def _splits(script: ScriptArguments, data: DatasetMixtureConfig) -> Any:
         return splits
     except READ_ERRORS as error:
         raise unreadable(names, error) from error
+    except StopIteration as error:  # what `datasets` makes of JSON without a line
+        raise unreadable(names, ValueError("a file of it is empty")) from error
 
 
 def _require_read(script: ScriptArguments, data: DatasetMixtureConfig) -> None:

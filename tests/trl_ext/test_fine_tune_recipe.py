@@ -85,6 +85,16 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
             "eval_strategy needs a split 'test' and the text has train: set test_split_size",
         ),
         (
+            "eval_steps: 5\neval_packing: false\ntest_split_size: 0.5",
+            None,
+            "eval_steps and eval_packing and test_split_size would have no effect: add eval_strategy: steps or epoch",
+        ),
+        (
+            "",
+            "datasets: [{path: json, data_files: empty.jsonl}]",
+            "the text in empty.jsonl cannot be read: a file of it is empty",
+        ),
+        (
             "dataset_train_split: all",
             None,
             "dataset_train_split must be one of train, the splits of the text, got 'all'",
@@ -116,6 +126,7 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
 )
 def test_what_cannot_be_trained_is_refused_before_a_model_is_loaded(more, text, message, recipe, trained, tmp_path):
     (tmp_path / "checkpoint-8").mkdir()
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bad.jsonl").write_text(json.dumps({"text": "fine"}) + "\nnot JSON\n")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
     (tmp_path / "cut.jsonl.xz").write_bytes(lzma.compress(b'{"text": "fine"}\n' * 9)[:-9])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .device import choose_device
-from .model_spec import ModelSpec
+from .model_spec import NATIVE, ModelSpec
 from .parsing import unread
 
 if TYPE_CHECKING:
@@ -294,6 +294,11 @@ def run_probe(args: argparse.Namespace) -> int:
     """`rope-patch probe`."""
     _require_positive(args)
     spec = ModelSpec.parse(args.model)
+    if spec.method not in (None, NATIVE):
+        raise ValueError(
+            f"--model: probe looks at a model as it is, beside a YaRN of its own: leave out @{spec.method} and what "
+            f"follows it. `rope-patch eval --model {spec.path} --model {args.model}` sets a rescaling beside it."
+        )
     spec.check()
     device, dtype = _device(args)
     length = args.length or _default_length(spec)
@@ -409,8 +414,11 @@ def _without_too_long(plan: "EvalPlan", *, named: bool) -> "EvalPlan":
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    """Names with commas between them, one at least."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"must be names with commas between them, got {text!r}")
+    return names
 
 
 def _require_positive(args: argparse.Namespace) -> None:

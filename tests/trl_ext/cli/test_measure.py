@@ -334,6 +334,18 @@ def test_an_adapter_of_others_is_told_its_rope(folder):
         torch.testing.assert_close(rescaled(rows).logits, patch_model(peft_model, "pi", factor=2.0)(rows).logits)
 
 
+def test_lm_eval_without_a_name_is_refused(folder, capsys):
+    with pytest.raises(SystemExit):
+        run(folder, "eval", "--model", "tiny", "--lm-eval", ",")
+    assert "--lm-eval: must be names with commas between them, got ','." in capsys.readouterr().err
+
+
+def test_probe_refuses_a_rescaling_beside_its_own(folder, capsys):
+    assert run(folder, "probe", "--model", f"{folder / 'tiny'}@pi:factor=4") == 2
+    said = capsys.readouterr().err
+    assert "leave out @pi and what follows it" in said and f"--model {folder / 'tiny'}@pi:factor=4` sets" in said
+
+
 def test_probe_prints_where_the_window_ends(folder, capsys):
     picture = folder / "picture"
     arguments = ["--model", str(folder / "tiny"), "--length", "256", "--plot", str(picture)]
