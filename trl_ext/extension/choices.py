@@ -8,6 +8,7 @@ from rope_patch.eval.paired import MIN_DIFFERENT
 from rope_patch.eval.prompt_grid import DEPTHS
 from rope_patch.methods import resolve_rescaling
 
+from ..rows.mix import rows_by_kind
 from .facts import ModelFacts
 from .machine import GIB, Machine
 from .memory import Memory, Step, peak_memory
@@ -297,7 +298,9 @@ def _rows(facts: ModelFacts, options: ExtendOptions, objective: dict[str, Any]) 
     if length > options.to:
         raise ValueError(f"--row-length must be at most --to, {options.to}, got {length}.")
     count = options.rows or _ROWS
-    shares = dict(options.shares or {"text": 1.0, own: 1.0, "questions": 1.0})
+    weights = dict(options.shares or {"text": 1.0, own: 1.0, "questions": 1.0})
+    rows_of = rows_by_kind(count, weights)
+    shares = {kind: weight for kind, weight in weights.items() if kind in rows_of}  # a weight of 0 asks for no rows
     if "chats" in shares and not facts.is_chat:
         raise ValueError("--shares: a model without a chat template writes no chats. Take own_texts in their place.")
     short = 0.25 if options.short is None else options.short

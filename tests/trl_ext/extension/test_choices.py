@@ -214,6 +214,17 @@ def test_numbers_of_rows_of_a_kind_that_is_not_made_are_said_to_be_of_no_use():
         assert "not needed" not in choose(facts(), options(**used), CPU).rows.reason
 
 
+def test_a_kind_without_rows_is_as_one_that_is_not_named():
+    """It needs no room for its prompts, and no chat template."""
+    named = choose(facts(), options(shares={"text": 2.0}), CPU).rows
+    for none in ({"questions": 0.0}, {"chats": 0}, {"questions": 1e-6}):
+        assert choose(facts(), options(shares={"text": 2.0, **none}), CPU).rows == named
+    base = choose(facts(is_chat=False), options(shares={"text": 1.0, "chats": 0.0}), CPU).rows
+    assert set(base.value["shares"]) == {"text"}
+    with pytest.raises(ValueError, match="shares must have a weight above 0"):
+        choose(facts(), options(shares={"text": 0.0}), CPU)
+
+
 def test_the_page_names_each_choice_once(tmp_path, monkeypatch):
     found = {}
     monkeypatch.setattr(measuring, "write_report", lambda *_, settings, **__: found.update(settings))
