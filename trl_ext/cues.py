@@ -114,8 +114,9 @@ def append_cue(
     comes behind it. So rows of cue "none" are those of plain fine-tuning, and completions train a stop. A text is cut
     into pieces that leave room for the cue, so that all of it is kept: each begins with the tokens that the tokenizer
     puts before a text, the last one alone has the end-of-sequence token, and all have the cue. `prompt` and
-    `completion`, plain or as messages, `messages` and `input_ids` stay whole. Columns of the result: `input_ids`, and
-    `completion_mask` where there are completions, the cue being part of them.
+    `completion`, plain or as messages, `messages` and `input_ids` stay whole. What holds special tokens alone, as an
+    empty text does, gets no cue, which would be all that it teaches: the trainer leaves it out and says so. Columns of
+    the result: `input_ids`, and `completion_mask` where there are completions, the cue being part of them.
 
     Args:
         dataset: of one of these formats.
@@ -142,8 +143,11 @@ def append_cue(
     if room < 1:
         raise ValueError(f"max_length must be above the {longest} tokens of the cue, got {max_length}.")
 
+    special = frozenset(tokenizer.all_special_ids)
+
     def ended(row: dict[str, Any], number: int) -> dict[str, Any]:
-        ids = cues[drawn(len(cues), number, seed)]
+        nothing_said = special.issuperset(row["input_ids"])
+        ids = [] if nothing_said else cues[drawn(len(cues), number, seed)]
         labels = {"labels": row["labels"] + ids} if "labels" in row else {}
         masks = {name: [int(entry) for entry in row[name]] + [1] * len(ids) for name in _MASKS if name in row}
         return {"input_ids": row["input_ids"] + ids, **labels, **masks}

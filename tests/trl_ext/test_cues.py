@@ -43,6 +43,19 @@ def test_text_is_cut_and_kept():
     assert body == [i for text in texts for i in [*tokenizer()(text)["input_ids"], EOS]]
 
 
+@pytest.mark.parametrize("made", [tokenizer, framing])
+def test_an_empty_text_gets_no_cue_and_is_left_out(made, tmp_path, caplog):
+    rows, _ = append_cue(Dataset.from_dict({"text": ["", words(8)]}), made(), cue=CUE, max_length=13)
+    empty, whole = rows["input_ids"]
+    assert set(empty) <= {BOS, EOS} and whole[-3:] == IDS
+    ids, _ = append_cue(Dataset.from_dict({"input_ids": [[EOS], [5, 6, 7]]}), made(), cue=CUE, max_length=13)
+    assert ids["input_ids"] == [[EOS], [5, 6, 7, *IDS]]
+    options = {"view": "endprompt", "view_args": {"target": 64}, "cue": CUE, "max_length": 13}
+    data = Dataset.from_dict({"text": ["", words(8), ""]})
+    run = trainer(tmp_path, train_dataset=data, processing_class=made(), **options)
+    assert len(run.train_dataset) == 1 and "Left out: 2 documents of " in caplog.text
+
+
 def test_each_piece_of_a_text_begins_as_the_tokenizer_begins_a_text():
     made, _ = append_cue(Dataset.from_dict({"text": [words(20)]}), framing(), cue=CUE, max_length=13)
     assert made["input_ids"] == [
