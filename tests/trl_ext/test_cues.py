@@ -336,7 +336,7 @@ def test_each_document_gets_one_cue_of_a_set():
 @pytest.mark.parametrize("style", [None, "numpy", "torch"])
 @pytest.mark.parametrize("mask", ["int8", "bool"])
 def test_cues_are_put_behind_arrays_and_masks_of_any_kind(mask, style):
-    ids, masks = [[5, 6, 7], [8], []], [[0, 1, 1], [0], []]
+    ids, masks = [[5, 6, 7], [8]], [[0, 1, 1], [0]]
     features = Features({"input_ids": List(Value("int32")), "completion_mask": List(Value(mask))})
     rows = Dataset.from_dict({"input_ids": ids, "completion_mask": masks}, features=features).with_format(style)
     made, _ = append_cue(rows, tokenizer(), cue="w90", max_length=30)
