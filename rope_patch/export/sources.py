@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -14,6 +15,8 @@ from ..sidecar import SIDECAR_NAME, require_no_lost_sidecar, require_no_named_ad
 from ..weights_in_parts import require_whole_weights
 
 logger = logging.get_logger(__name__)
+
+_SHOWN = 3  # names of weights in a message
 
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -26,7 +29,7 @@ def load(source: str | Path) -> nn.Module:
 
     Raises:
         OSError: there is none, adapters by name, or an adapter without the file that says its RoPE.
-        ValueError: its weights are in parts.
+        ValueError: its weights are in parts, damaged, or not all that the model has.
     """
     folder = Path(source)
     require_whole_weights(folder, "model")
@@ -35,15 +38,45 @@ def load(source: str | Path) -> nn.Module:
             _require_no_adapter(str(source))
         elif not (folder / "config.json").is_file():
             require_no_named_adapters(folder)
-        return AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        return load_checkpoint(source)
     if not (folder / SIDECAR_NAME).is_file():
         require_no_lost_sidecar(folder)
-    base: Any = AutoModelForCausalLM.from_pretrained(base_of(folder), dtype="auto", revision=revision_of_base(folder))
+    base = load_checkpoint(base_of(folder), revision=revision_of_base(folder))
     if (folder / SIDECAR_NAME).is_file():
         return load_adapter(base, folder)
     from peft import PeftModel
 
     return PeftModel.from_pretrained(base, str(folder))
+
+
+def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "main") -> Any:
+    """The model of a checkpoint, every weight of which is from its files: Transformers draws others at random.
+
+    Args:
+        name: folder or hub id.
+        dtype: of the weights, as `from_pretrained` takes it.
+        revision: on the hub.
+
+    Raises:
+        OSError: there is none.
+        ValueError: a weight is missing, or of another shape than the config says, or a file is damaged.
+    """
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # whose type does not know of the second result
+    try:
+        model, loaded = from_pretrained(
+            name, dtype=dtype, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"the weights in {name} cannot be read: {error}. Save or download them again.") from error
+    other_shapes = [weight for weight, *_ in loaded["mismatched_keys"]]
+    for what, weights in (("lack", sorted(loaded["missing_keys"])), ("have another shape for", sorted(other_shapes))):
+        if weights:
+            shown = ", ".join(weights[:_SHOWN]) + (", ..." if len(weights) > _SHOWN else "")
+            raise ValueError(
+                f"the weights in {name} {what} {shown} of the {type(model).__name__} that its config.json describes, "
+                "which would get random ones. Name a folder in which save_pretrained of that model has written both."
+            )
+    return model
 
 
 def revision_of_base(adapter: Path) -> str:

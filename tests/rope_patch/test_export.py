@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.characters import character_tokenizer
 from support.families import tiny_family
 from support.tiny import WINDOW, gemma3, tiny, tokens
@@ -285,6 +286,48 @@ def test_generate_takes_prompts_up_to_the_new_window(named, expected, tmp_path):
 def test_a_model_without_its_head_is_refused(tmp_path):
     with pytest.raises(ValueError, match="LlamaModel has none: load the model with AutoModelForCausalLM"):
         export(patch_model(tiny().model, "ntk", factor=4.0), tmp_path / "out")
+
+
+def without_a_weight(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_a_larger_vocabulary(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 120}))
+
+
+def cut_short(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_a_weight, "checkpoint lack model.layers.0.mlp.up_proj.weight of the Llama.* would get random ones"),
+        (with_a_larger_vocabulary, "checkpoint have another shape for lm_head.weight, model.embed_tokens.weight of "),
+        (cut_short, "the weights in .*checkpoint cannot be read: .*Save or download them again"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_checkpoint_that_would_get_random_weights_is_refused(damage, message, tmp_path):
+    """Transformers draws what is missing and says so in its log alone."""
+    tiny().save_pretrained(tmp_path / "checkpoint")
+    damage(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match=message):
+        export(tmp_path / "checkpoint", tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.parse(f"{tmp_path / 'checkpoint'}@ntk:factor=4").load("cpu", "auto")
+    assert left_behind(tmp_path) == ["checkpoint"]
+
+
+def test_a_checkpoint_without_its_head_is_refused(tmp_path):
+    tiny().model.save_pretrained(tmp_path / "decoder")
+    with pytest.raises(ValueError, match="lack lm_head.weight of the LlamaForCausalLM that its config.json describes"):
+        export(tmp_path / "decoder", tmp_path / "out")
 
 
 def test_an_adapter_that_has_diverged_is_refused(tmp_path):

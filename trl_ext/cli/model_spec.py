@@ -151,16 +151,16 @@ class ModelSpec:
         """The model, in eval mode; an adapter comes with the RoPE that it was trained with.
 
         Raises:
-            ValueError: the adapter does not say what that was, and neither does the command line.
+            ValueError: the adapter does not say what that was, and neither does the command line; or weights are
+                missing or damaged.
         """
-        from transformers import AutoModelForCausalLM
-
         from rope_patch import load_adapter, patch_model
+        from rope_patch.export.sources import load_checkpoint
         from rope_patch.sidecar import SIDECAR_NAME
 
         if self.is_adapter:
             self._require_known_rope()
-        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype, revision=self.revision)
+        model: Any = load_checkpoint(self.checkpoint, dtype=dtype, revision=self.revision)
         model = model.to(device)
         if self.is_adapter and (Path(self.path) / SIDECAR_NAME).is_file():
             model = load_adapter(model, self.path)
