@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -28,7 +30,7 @@ def load(source: str | Path) -> nn.Module:
     """The model in `source` on the CPU; for an adapter its base model with the adapter and the RoPE of its training.
 
     Raises:
-        OSError: there is none, adapters by name, or an adapter without the file that says its RoPE.
+        OSError: there is none, adapters by name, or an adapter without its weights or the file that says its RoPE.
         ValueError: its weights are in parts, damaged, or not all that the model has.
     """
     folder = Path(source)
@@ -42,11 +44,7 @@ def load(source: str | Path) -> nn.Module:
     if not (folder / SIDECAR_NAME).is_file():
         require_no_lost_sidecar(folder)
     base = load_checkpoint(base_of(folder), revision=revision_of_base(folder))
-    if (folder / SIDECAR_NAME).is_file():
-        return load_adapter(base, folder)
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(base, str(folder))
+    return with_adapter(base, folder)
 
 
 def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "main") -> Any:
@@ -77,6 +75,36 @@ def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "m
                 "which would get random ones. Name a folder in which save_pretrained of that model has written both."
             )
     return model
+
+
+def with_adapter(base: Any, folder: str | Path) -> nn.Module:
+    """`base` with the adapter in `folder`, all of it, and with the RoPE of its training as far as that is recorded.
+
+    Raises:
+        FileNotFoundError: there are no weights of an adapter.
+        ValueError: a weight is missing, which PEFT would draw at random, or does not fit `base`, or a file is damaged.
+    """
+    if not any(Path(folder).glob("adapter_model*")):  # PEFT would look for them on the hub
+        raise FileNotFoundError(
+            f"{folder} holds adapter_config.json and no weights beside it (adapter_model.safetensors): copy them there "
+            "from where the adapter was saved."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*Found missing adapter keys")
+            if (Path(folder) / SIDECAR_NAME).is_file():
+                return load_adapter(base, folder)
+            from peft import PeftModel
+
+            return PeftModel.from_pretrained(base, str(folder))
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, RuntimeError, UserWarning) as error:
+        raise ValueError(
+            f"the adapter in {folder} is not whole, or does not fit its base model: {str(error):.400}. Save it or copy "
+            "it again. If its training changed the base model, as by resize_token_embeddings, load the changed one, "
+            "put the adapter on it with load_adapter, and give rope_patch.export the model."
+        ) from error
 
 
 def revision_of_base(adapter: Path) -> str:

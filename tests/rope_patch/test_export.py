@@ -289,9 +289,10 @@ def test_a_model_without_its_head_is_refused(tmp_path):
 
 
 def without_a_weight(folder):
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.0.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    file = next(folder.glob("*model.safetensors"))
+    weights = load_file(file)
+    del weights[next(name for name in sorted(weights) if "layers.0.mlp" in name)]
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def with_a_larger_vocabulary(folder):
@@ -300,14 +301,14 @@ def with_a_larger_vocabulary(folder):
 
 
 def cut_short(folder):
-    file = folder / "model.safetensors"
+    file = next(folder.glob("*model.safetensors"))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (without_a_weight, "checkpoint lack model.layers.0.mlp.up_proj.weight of the Llama.* would get random ones"),
+        (without_a_weight, "checkpoint lack model.layers.0.mlp.down_proj.weight of the Llama.* would get random ones"),
         (with_a_larger_vocabulary, "checkpoint have another shape for lm_head.weight, model.embed_tokens.weight of "),
         (cut_short, "the weights in .*checkpoint cannot be read: .*Save or download them again"),
     ],
@@ -322,6 +323,38 @@ def test_a_checkpoint_that_would_get_random_weights_is_refused(damage, message, 
     with pytest.raises(ValueError, match=message):
         ModelSpec.parse(f"{tmp_path / 'checkpoint'}@ntk:factor=4").load("cpu", "auto")
     assert left_behind(tmp_path) == ["checkpoint"]
+
+
+def for_a_larger_vocabulary(folder):
+    base = AutoModelForCausalLM.from_pretrained(folder.parent / "base")
+    base.resize_token_embeddings(120, mean_resizing=False)
+    lora(base, modules_to_save=["lm_head"]).save_pretrained(folder, save_embedding_layers=False)
+
+
+def without_weights(folder):
+    (folder / "adapter_model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (without_a_weight, "adapter is not whole.*Found missing adapter keys.*layers.0.mlp.down_proj.lora_A"),
+        (cut_short, "adapter is not whole.*Error while deserializing"),
+        (for_a_larger_vocabulary, "does not fit its base model: .*size mismatch.* load the changed one"),
+        (without_weights, "adapter holds adapter_config.json and no weights beside it"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_adapter_that_is_not_whole_is_refused(damage, message, tmp_path):
+    """PEFT draws what is missing, and warns."""
+    tiny().save_pretrained(tmp_path / "base")
+    lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "adapter")
+    damage(tmp_path / "adapter")
+    with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
+        export(tmp_path / "adapter", tmp_path / "out")
+    with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
+        ModelSpec.parse(f"{tmp_path / 'adapter'}@yarn:factor=2").load("cpu", "auto")
+    assert sorted(left_behind(tmp_path)) == ["adapter", "base"]
 
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path):

@@ -154,20 +154,15 @@ class ModelSpec:
             ValueError: the adapter does not say what that was, and neither does the command line; or weights are
                 missing or damaged.
         """
-        from rope_patch import load_adapter, patch_model
-        from rope_patch.export.sources import load_checkpoint
-        from rope_patch.sidecar import SIDECAR_NAME
+        from rope_patch import patch_model
+        from rope_patch.export.sources import load_checkpoint, with_adapter
 
         if self.is_adapter:
             self._require_known_rope()
         model: Any = load_checkpoint(self.checkpoint, dtype=dtype, revision=self.revision)
         model = model.to(device)
-        if self.is_adapter and (Path(self.path) / SIDECAR_NAME).is_file():
-            model = load_adapter(model, self.path)
-        elif self.is_adapter:
-            from peft import PeftModel
-
-            model = PeftModel.from_pretrained(model, self.path)
+        if self.is_adapter:
+            model = with_adapter(model, self.path)
         if self.method not in (None, NATIVE):
             patch_model(model, self.method, **self.options)
         return model.eval()
