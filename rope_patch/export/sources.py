@@ -113,7 +113,11 @@ def revision_of_base(adapter: Path) -> str:
 
 
 def _config_of(adapter: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    file = adapter / "adapter_config.json"
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}. Copy it again from where the adapter was saved.") from error
     return config
 
 
@@ -122,8 +126,8 @@ def base_of(adapter: Path) -> str:
     named: str | None = _config_of(adapter).get("base_model_name_or_path")
     if not named:
         raise ValueError(
-            f"{adapter / 'adapter_config.json'} names no base model: load it, put the adapter on it with load_adapter, "
-            "and give export the model."
+            f"{adapter / 'adapter_config.json'} names no base model (base_model_name_or_path): write its folder or hub "
+            "id there, or load it, put the adapter on it with load_adapter, and give rope_patch.export the model."
         )
     return named
 

@@ -73,22 +73,22 @@ def run_export(args: argparse.Namespace) -> int:
     """Export, and print what was written and the command that serves it."""
     from rope_patch import export
     from rope_patch.eval.report import require_writable
-    from rope_patch.export.sources import revision_of_base, tokenizer_files
+    from rope_patch.export.sources import base_of, revision_of_base, tokenizer_files
     from rope_patch.weights_in_parts import require_whole_weights
 
-    from ..checkpoint import base_of_adapter, require_checkpoint
+    from ..checkpoint import ADAPTER_CONFIG, require_checkpoint
 
     spec = _rescaled(args.model)
     path = args.model if spec is None else spec.path
     require_whole_weights(path, "MODEL_OR_ADAPTER")
-    base = base_of_adapter(path)
-    if base:
-        require_checkpoint(base, f"MODEL_OR_ADAPTER {path}", revision_of_base(Path(path)))
+    is_adapter = (Path(path) / ADAPTER_CONFIG).is_file()
+    if is_adapter:
+        require_checkpoint(base_of(Path(path)), f"MODEL_OR_ADAPTER {path}", revision_of_base(Path(path)))
     else:
         require_checkpoint(path, "MODEL_OR_ADAPTER")
     require_writable(args.output if args.output.is_dir() else args.output.parent)
     tokenizer = args.tokenizer
-    if tokenizer is None and spec is not None and base is not None and tokenizer_files(path):
+    if tokenizer is None and spec is not None and is_adapter and tokenizer_files(path):
         tokenizer = path  # the loaded model says what its base is, and not that an adapter lies here
     done = export(
         args.model if spec is None else spec.load("cpu", "auto"),

@@ -56,6 +56,23 @@ def test_an_adapter_that_is_rescaled_takes_the_tokenizer_beside_it(tmp_path):
         assert ("<added>" in AutoTokenizer.from_pretrained(out).get_vocab()) is added
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("{}", "adapter_config.json names no base model (base_model_name_or_path)"),
+        ('{"base_model_name_or_path": null}', "adapter_config.json names no base model (base_model_name_or_path)"),
+        ("{", "adapter_config.json is no JSON: Expecting property name"),
+    ],
+)
+@pytest.mark.parametrize("rescaling", ["", "@ntk:factor=4"])
+def test_an_adapter_without_a_base_is_one_line(tmp_path, capsys, config, says, rescaling):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(config)
+    assert main(["export", f"{tmp_path / 'adapter'}{rescaling}", "--output", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path, capsys):
     tiny().save_pretrained(tmp_path / "model")
     command = ["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--tokenizer", str(tmp_path)]
