@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, whose files are those of `folder` when the block ends, and are deleted if it raises.
+    """A folder to write into, whose files are those of `folder` when the block ends.
+
+    If it raises, they are deleted, and so are the folders around `folder` that were made for it.
 
     A folder that is there and empty stays the same one: it may be a mount, the folder that the user is in, or at the
     other end of a link.
@@ -34,6 +36,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise FileExistsError(f"{folder} exists and is not an empty folder: name a new one to export to.")
     named, folder = folder, folder.resolve()
     around = folder if is_there else folder.parent
+    made = [path for path in (around, *around.parents) if not path.exists()]
     around.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=around))
     try:
@@ -49,6 +52,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             written.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):  # the first that holds something, as `folder` when it is whole
+            for path in made:
+                path.rmdir()
 
 
 def unfinished_folders(folder: Path) -> list[Path]:

@@ -86,7 +86,7 @@ def run_export(args: argparse.Namespace) -> int:
         require_checkpoint(base_of(Path(path)), f"MODEL_OR_ADAPTER {path}", revision_of_base(Path(path)))
     else:
         require_checkpoint(path, "MODEL_OR_ADAPTER")
-    require_writable(args.output if args.output.is_dir() else args.output.parent)
+    require_writable(next(path for path in (args.output, *args.output.absolute().parents) if path.exists()))
     tokenizer = args.tokenizer
     if tokenizer is None and spec is not None and is_adapter and tokenizer_files(path):
         tokenizer = path  # the loaded model says what its base is, and not that an adapter lies here

@@ -30,6 +30,18 @@ def test_a_refusal_is_one_line(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_no_folder_is_left_of_one_in_others_after_a_refusal(tmp_path, capsys):
+    patch_model(tiny(), "dynamic-ntk", factor=4.0).save_pretrained(tmp_path / "model")
+    command = ["export", str(tmp_path / "model"), "--output", str(tmp_path / "runs" / "1" / "out"), "--no-check"]
+    assert main([*command, "--target", "sglang"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "runs").mkdir()
+    assert main([*command, "--target", "sglang"]) == 2
+    assert (tmp_path / "runs").is_dir() and not any((tmp_path / "runs").iterdir())
+    assert main(command) == 0
+    assert (tmp_path / "runs" / "1" / "out" / "config.json").is_file()
+
+
 def test_a_rescaling_behind_the_model_is_applied_first(tmp_path, capsys):
     tiny().save_pretrained(tmp_path / "model")
     command = ["export", f"{tmp_path / 'model'}@ntk:factor=8", "--output", str(tmp_path / "out"), "--no-check"]
