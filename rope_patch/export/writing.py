@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from ..full_disk import told_of_full_disk
+
+logger = logging.get_logger(__name__)
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
@@ -31,6 +34,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         FileExistsError: `folder` is a file, or holds something.
         FullDisk: it cannot be written.
     """
+    for left in unfinished_folders(folder):
+        logger.warning(
+            f"{left} is what a process that was killed has left of {folder}, or what one that still runs is writing: "
+            "delete it if none does."
+        )
     is_there = folder.exists()
     if is_there and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not an empty folder: name a new one to export to.")

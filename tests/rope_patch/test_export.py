@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from transformers.utils import logging
 import rope_patch
 from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
 from rope_patch.attention.string_positions import string_positions
-from rope_patch.export import PROGRAMS
+from rope_patch.export import PROGRAMS, writing
 from rope_patch.export.gguf import convert, require_runs
 from rope_patch.export.outcomes import OUTCOMES
 from trl_ext.cli.model_spec import ModelSpec
@@ -673,6 +674,19 @@ def test_the_config_is_the_last_file_that_comes_into_an_empty_folder(tmp_path, m
     (tmp_path / "out").mkdir()
     export(tiny(), tmp_path / "out")
     assert moved[-1] == tmp_path / "out/config.json" and set(moved) >= set((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_a_killed_export_has_left_is_named(is_there, tmp_path, monkeypatch):
+    """It is hidden and as large as the model, and in a folder that looks empty it is what makes the next one fail."""
+    killed = tmp_path / "out" / ".out-unfinished-abc" if is_there else tmp_path / ".out-unfinished-abc"
+    killed.mkdir(parents=True)
+    warned = []
+    monkeypatch.setattr(writing.logger, "warning", warned.append)
+    with pytest.raises(FileExistsError) if is_there else nullcontext():
+        export(tiny(), tmp_path / "out")
+    assert len(warned) == 1 and warned[0].startswith(f"{killed} is what a process that was killed has left of ")
+    assert killed.is_dir()
 
 
 def test_views_that_change_inference_are_refused(tmp_path):
