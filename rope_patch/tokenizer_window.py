@@ -6,25 +6,36 @@ Tokenizers truncate at `model_max_length`, and vLLM serves no longer texts. `gen
 
 import json
 from pathlib import Path
+from typing import Any
 
 from torch import nn
+from transformers.utils import logging
 
+from .rescale import pretrained_window
 from .rotary import find_decoder
 from .state import state_of
 
+logger = logging.get_logger(__name__)
+
+_TOKENIZER = ("tokenizer_config.json", "model_max_length")
+_GENERATION = ("generation_config.json", "max_length")
+
 
 def widen_tokenizer_of(folder: Path, model: nn.Module, window: int | None = None) -> None:
-    """`widen_tokenizer` from the native window of a patched model to `window`, None for that of its config.
+    """`widen_tokenizer` from the window that a model was pretrained on to `window`, None for that of its config.
 
     Args:
         folder: with a tokenizer or without.
-        model: bare or wrapped; one that is not patched changes nothing.
+        model: bare or wrapped, patched or loaded from a checkpoint of a patched one. That names the pretrained window
+            in its RoPE parameters under 'yarn', 'llama3' and 'longrope' alone: with others it changes nothing.
         window: that the checkpoint declares.
     """
-    state = state_of(find_decoder(model))
-    if state is not None:
-        declared = state.current.max_position_embeddings if window is None else window
-        widen_tokenizer(folder, state.native.max_position_embeddings, declared)
+    decoder: Any = find_decoder(model)
+    state = state_of(decoder)
+    before = decoder.config if state is None else state.native
+    declared = getattr(decoder.config, "max_position_embeddings", None)
+    native = pretrained_window(before.rope_parameters, getattr(before, "max_position_embeddings", None))
+    widen_tokenizer(folder, native, declared if window is None else window)
 
 
 def widen_tokenizer(folder: Path, native: int | None, window: int | None) -> None:
@@ -39,10 +50,31 @@ def widen_tokenizer(folder: Path, native: int | None, window: int | None) -> Non
     """
     if native is None or window is None:
         return
-    for name, key in (("tokenizer_config.json", "model_max_length"), ("generation_config.json", "max_length")):
+    for name, key in (_TOKENIZER, _GENERATION):
         file = folder / name
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        config = _read(file)
         named = config.get(key)
         if isinstance(named, int | float) and native <= named < window:
             config[key] = window
             file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def warn_of_short_tokenizer(folder: Path, window: int | None) -> None:
+    """Say so if the tokenizer in `folder` still names less than `window`.
+
+    So it does beside a checkpoint of a model that was rescaled by 'ntk', 'abf' or 'pi', which does not say where it
+    began, and so it does where the user meant it.
+    """
+    name, key = _TOKENIZER
+    named = _read(folder / name).get(key)
+    if window is not None and isinstance(named, int | float) and named < window:
+        logger.warning(
+            f"The tokenizer names {named} positions ({key} in {name}) and the config {window}: vLLM serves no longer "
+            f"texts than both allow. If the model was rescaled, write {window} there."
+        )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON file; nothing of one that is not there."""
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config

@@ -22,7 +22,7 @@ from ..registry import unknown
 from ..rescale import RopeParameters
 from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
 from ..state import state_of
-from ..tokenizer_window import widen_tokenizer_of
+from ..tokenizer_window import warn_of_short_tokenizer, widen_tokenizer_of
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
 from .gguf import convert, find_converter, require_known_tokenizer
@@ -141,6 +141,7 @@ def export(
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
         _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
         widen_tokenizer_of(unfinished, causal_lm, window)
+        warn_of_short_tokenizer(unfinished, window)
         difference = None
         if reference is not None:
             difference = require_same_logits(unfinished, causal_lm, reference)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3Fo
 from transformers.utils import logging
 
 import rope_patch
-from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
+from rope_patch import load_adapter, patch_model, rope_view, tokenizer_window, unpatch_model
 from rope_patch.attention.string_positions import string_positions
 from rope_patch.export import PROGRAMS, writing
 from rope_patch.export.gguf import convert, require_runs
@@ -250,6 +250,38 @@ def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, ex
     assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == expected
     export(tiny(), tmp_path / "native", tokenizer=tmp_path / "tokenizer")
     assert AutoTokenizer.from_pretrained(tmp_path / "native").model_max_length == named
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "window"),
+    [
+        ("yarn", {"factor": 4.0}, 256),
+        ("llama3", {"factor": 4.0}, 256),
+        ("longrope", {"factor": 4.0, "long_factor": LONG}, 256),
+        ("ntk", {"factor": 4.0}, None),  # of these no checkpoint says where they began
+        ("pi", {"factor": 4.0}, None),
+        ("abf", {"theta": 5e5, "max_position_embeddings": 256}, None),
+    ],
+)
+def test_the_tokenizer_beside_a_saved_rescaled_model_names_the_new_window_or_is_said_to_be_short(
+    method, options, window, tmp_path, monkeypatch
+):
+    model = patch_model(tiny(), method, **options)
+    model.generation_config.max_length = WINDOW
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = character_tokenizer()
+    tokenizer.model_max_length = WINDOW
+    tokenizer.save_pretrained(tmp_path / "model")
+    warned = []
+    monkeypatch.setattr(tokenizer_window.logger, "warning", warned.append)
+    export(tmp_path / "model", tmp_path / "out")
+    expected = WINDOW if window is None else window
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == expected
+    assert reloaded(tmp_path / "out").generation_config.max_length == expected
+    said = f"The tokenizer names {WINDOW} positions (model_max_length in tokenizer_config.json) and the config 256: "
+    assert [text.startswith(said) for text in warned] == ([] if window else [True])
+    export(patch_model(reloaded(tmp_path / "model"), "abf", theta=1e6, max_position_embeddings=512), tmp_path / "more")
+    assert AutoTokenizer.from_pretrained(tmp_path / "more").model_max_length == (512 if window else WINDOW)
 
 
 def test_all_files_of_a_tokenizer_are_copied_whose_own_may_be_read_only(tmp_path):
