@@ -108,8 +108,8 @@ def export(
         Where it is, the command that serves it and the largest difference of logits.
 
     Raises:
-        ValueError: a target that is not known or would serve this model wrong, weights that cannot be merged, or a
-            report that is none.
+        ValueError: a target that is not known or would serve this model wrong, weights that cannot be merged, are
+            missing or damaged or give no finite logits, or a report that is none.
         FileExistsError: there is something in `folder`.
         FileNotFoundError: no converter for llama.cpp, no such report, or no tokenizer where `tokenizer` names one.
         RuntimeError: the result is another model. Nothing is left in `folder`.

@@ -48,7 +48,11 @@ class Reference:
 
 @torch.no_grad()
 def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference:
-    """The logits of `model` in evaluation mode, which it is put back from."""
+    """The logits of `model` in evaluation mode, which it is put back from.
+
+    Raises:
+        ValueError: they are not finite, so that there is nothing to compare with.
+    """
     n_tokens = TOKENS if window is None else min(TOKENS, window)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -60,6 +64,12 @@ def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference
     finally:
         for module in training:
             module.training = True
+    if not logits.isfinite().all():
+        raise ValueError(
+            f"the model's own logits for a row of {n_tokens} random tokens are not finite: its weights are not finite, "
+            f"as after a training that has diverged, or its numbers overflow in {next(model.parameters()).dtype}. "
+            "Export an earlier checkpoint, or without the check (--no-check, or check=False in Python)."
+        )
     return Reference(ids, logits, str(device))
 
 

@@ -77,6 +77,15 @@ def test_a_result_that_is_another_model_is_not_left_behind(tmp_path, monkeypatch
     assert left_behind(tmp_path) == []
 
 
+def test_a_model_that_computes_no_finite_logits_is_refused(tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="own logits .* are not finite: .* overflow in torch.float32.*--no-check"):
+        export(model, tmp_path / "out", check=True)
+    assert left_behind(tmp_path) == []
+
+
 def test_a_model_that_nobody_rescaled_gets_both_forms_too(tmp_path):
     export(tiny(), tmp_path / "out", target="mlx")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
