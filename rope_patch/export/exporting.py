@@ -121,7 +121,7 @@ def export(
         raise ValueError(f"max_shard_gb must be a finite number above 0, got {max_shard_gb!r}.")
     chosen_converter = find_converter(converter) if target == "llama.cpp" else None
     if converter is not None and chosen_converter is None:
-        raise ValueError(f"converter belongs to target 'llama.cpp', got {converter!r} with target {target!r}.")
+        raise ValueError(f"converter belongs to target 'llama.cpp', got {str(converter)!r} with target {target!r}.")
     model = model if isinstance(model, nn.Module) else os.path.expanduser(model)
     source = None if isinstance(model, nn.Module) else Path(model)
     report, tokenizer = (path if path is None else os.path.expanduser(path) for path in (report, tokenizer))

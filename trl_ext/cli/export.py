@@ -63,7 +63,7 @@ def _rescaled(text: str) -> ModelSpec | None:
         return None
     path = text.partition("@")[0]
     # `eval` takes LABEL=PATH; a folder may have such a name, too
-    spec = ModelSpec.parse("model=" + text)
+    spec = ModelSpec.parse("model=" + text if "=" in path else text)
     if "=" in path and not Path(path).exists():
         raise ValueError(f"export takes no label before MODEL_OR_ADAPTER, and there is no {path!r}.")
     return spec

@@ -106,6 +106,8 @@ def test_a_rescaling_that_the_program_reads_wrong_is_refused(tmp_path, capsys):
     [
         ("{folder}@nkt:factor=8", "Did you mean 'ntk'"),
         ("{folder}@ntk", "factor"),
+        ("{folder}@", "got '{folder}@'."),
+        ("{folder}@ntk:factor", "got '{folder}@ntk:factor', where 'factor' has no value."),
         ("long={folder}@ntk:factor=8", "export takes no label"),
         ("{folder}-2@ntk:factor=8", "MODEL_OR_ADAPTER"),
     ],
@@ -114,7 +116,14 @@ def test_another_form_is_one_line(tmp_path, capsys, model, says):
     tiny().save_pretrained(tmp_path / "model")
     named = model.format(folder=tmp_path / "model")
     assert main(["export", named, "--output", str(tmp_path / "out")]) == 2
-    assert says in capsys.readouterr().err
+    assert says.format(folder=tmp_path / "model") in capsys.readouterr().err
+
+
+def test_a_converter_for_another_target_is_named_as_it_was_typed(tmp_path, capsys):
+    tiny().save_pretrained(tmp_path / "model")
+    command = ["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--converter", "a.py"]
+    assert main(command) == 2
+    assert "converter belongs to target 'llama.cpp', got 'a.py' with target 'transformers'." in capsys.readouterr().err
 
 
 def test_the_targets_are_those_of_the_package():
