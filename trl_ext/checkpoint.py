@@ -1,6 +1,5 @@
 """Whether a name leads to a checkpoint, told before anything is loaded. Imports nothing heavy."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +8,25 @@ _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 def base_of_adapter(name: str | Path) -> str | None:
-    """The base model of the adapter in the folder `name`; None where there is no adapter."""
-    file = Path(name) / ADAPTER_CONFIG
-    if not file.is_file():
+    """The base model of the adapter in the folder `name`; None where there is no adapter.
+
+    Raises:
+        ValueError: the adapter's config names none, or is no JSON.
+    """
+    if not (Path(name) / ADAPTER_CONFIG).is_file():
         return None
-    base: str = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    return base
+    from rope_patch.export.sources import base_of
+
+    return base_of(Path(name))
 
 
 def require_no_adapter(name: str, argument: str) -> None:
     """Raise ValueError if `name` is the folder of an adapter, without the weights of a whole model beside it."""
     is_adapter = (Path(name) / ADAPTER_CONFIG).is_file()
     if is_adapter and not any(any(Path(name).glob(weights)) for weights in _WEIGHTS):
-        base = base_of_adapter(name) or "a model without a name"
         raise ValueError(
-            f"{argument}: {name} is an adapter of {base}, not a model. `rope-patch export {name} --output FOLDER` "
-            "merges the two into a model."
+            f"{argument}: {name} is an adapter of {base_of_adapter(name)}, not a model. `rope-patch export {name} "
+            "--output FOLDER` merges the two into a model."
         )
 
 

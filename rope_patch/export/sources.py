@@ -47,13 +47,14 @@ def load(source: str | Path) -> nn.Module:
     return with_adapter(base, folder)
 
 
-def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "main") -> Any:
+def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "main", **options: Any) -> Any:
     """The model of a checkpoint, every weight of which is from its files: Transformers draws others at random.
 
     Args:
         name: folder or hub id.
         dtype: of the weights, as `from_pretrained` takes it.
         revision: on the hub.
+        **options: of `from_pretrained`.
 
     Raises:
         OSError: there is none.
@@ -62,7 +63,7 @@ def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "m
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # whose type does not know of the second result
     try:
         model, loaded = from_pretrained(
-            name, dtype=dtype, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True
+            name, dtype=dtype, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"the weights in {name} cannot be read: {error}. Save or download them again.") from error

@@ -29,6 +29,16 @@ def test_an_adapter_is_not_taken_for_a_model(adapter):
         require_no_adapter(str(adapter), "--model")
 
 
+@pytest.mark.parametrize(
+    ("config", "message"), [("{}", "adapter_config.json names no base model"), ("{", "adapter_config.json is no JSON")]
+)
+def test_an_adapter_of_no_model_is_told(config, message, adapter):
+    (adapter / "adapter_config.json").write_text(config)
+    for ask in (base_of_adapter, lambda name: require_no_adapter(name, "--model")):
+        with pytest.raises(ValueError, match=message):
+            ask(adapter)
+
+
 def test_a_model_that_was_saved_with_its_adapter_is_a_model(adapter):
     tiny().save_pretrained(adapter)
     require_no_adapter(str(adapter), "--model")

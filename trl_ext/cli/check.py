@@ -68,11 +68,12 @@ def run_check_command(args: argparse.Namespace) -> int:
 def _loaded(args: argparse.Namespace, device: str) -> Any:
     import logging
 
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
+
+    from rope_patch.export.sources import load_checkpoint
 
     hf_logging.set_verbosity_error()  # what a patch would tell of its own accord is no outcome of a check
     hf_logging.disable_progress_bar()
     logging.getLogger("rope_patch").setLevel(logging.ERROR)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, attn_implementation=args.attn)
+    model: Any = load_checkpoint(args.model, dtype=args.dtype, attn_implementation=args.attn)
     return model.to(device).eval().requires_grad_(False)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from rope_patch import describe
 from rope_patch.attention.windowed import BLOCK
+from rope_patch.export.sources import load_checkpoint
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
@@ -100,10 +101,12 @@ class ModelFacts:
         return self.commit or self.revision
 
     def load(self, dtype: torch.dtype) -> Any:
-        """The model with its weights, on the CPU."""
-        return AutoModelForCausalLM.from_pretrained(
-            self.name, dtype=dtype, revision=self.commit or self.revision or "main"
-        )
+        """The model with its weights, on the CPU.
+
+        Raises:
+            ValueError: weights are missing, of another shape, or damaged.
+        """
+        return load_checkpoint(self.name, dtype=dtype, revision=self.commit or self.revision or "main")
 
     def twin(self) -> PreTrainedModel:
         """The model without weights: tensors on the device "meta", RoPE and all modules as they are."""
