@@ -24,9 +24,13 @@ def require_no_adapter(name: str, argument: str) -> None:
     """Raise ValueError if `name` is the folder of an adapter, without the weights of a whole model beside it."""
     is_adapter = (Path(name) / ADAPTER_CONFIG).is_file()
     if is_adapter and not any(any(Path(name).glob(weights)) for weights in _WEIGHTS):
+        try:
+            base = base_of_adapter(name)
+        except ValueError:
+            base = "a model that it does not name"
         raise ValueError(
-            f"{argument}: {name} is an adapter of {base_of_adapter(name)}, not a model. `rope-patch export {name} "
-            "--output FOLDER` merges the two into a model."
+            f"{argument}: {name} is an adapter of {base}, not a model. `rope-patch export {name} --output FOLDER` "
+            "merges the two into a model."
         )
 
 

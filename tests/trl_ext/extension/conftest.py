@@ -42,8 +42,9 @@ def hub(folder, monkeypatch):
             if revision not in ("v1", "v1.1"):
                 raise OSError(f"{revision} is not a valid git identifier for this model name.")
             made = real("base", *args, **kwargs)
-            if isinstance(made, torch.nn.Module):
-                made.name_or_path = made.config._name_or_path = name
+            model = made[0] if isinstance(made, tuple) else made  # with what was loaded beside it
+            if isinstance(model, torch.nn.Module):
+                model.name_or_path = model.config._name_or_path = name
             return made
 
         monkeypatch.setattr(kind, "from_pretrained", from_hub)
