@@ -19,6 +19,13 @@ from .passes import PairedStates, Pairing, Passes, ViewTape
 
 Kind = Literal["dropout", "attention_noise"]
 
+# of flex attention's forward: numbers that make noise stand in registers beside the scores, and of its own tiles of
+# 128 x 128 on Hopper they overflow: eight times the time (benchmarks/noise_attention.py)
+SMALL_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32}
+# sin(2 pi x) for |x| <= 1/4 by its Taylor series, off by 6e-8 at most: CUDA's own cosine reduces large angles through
+# memory, for each score
+_SINE = [(-1) ** k * (2 * math.pi) ** (2 * k + 1) / math.factorial(2 * k + 1) for k in range(6)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
@@ -159,7 +166,10 @@ class _NoisyFlexAttention:
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         words = torch.randint(-(2**31), 2**31, call.query.shape[:2], dtype=torch.int32, device=call.query.device)
         noise = HashedNoise(words, torch.full((), self.strength, device=words.device))
-        return call.with_inputs(call.query, call.key, call.value, call.mask, position_bias=noise)
+        options: dict[str, Any] = {"position_bias": noise}
+        if call.query.is_cuda:
+            options["kernel_options"] = {**SMALL_TILES, **(call.options.get("kernel_options") or {})}
+        return call.with_inputs(call.query, call.key, call.value, call.mask, **options)
 
 
 @dataclass(frozen=True)
@@ -188,5 +198,15 @@ class HashedNoise:
             # the shift of an int32 brings its sign with it
             word = (word ^ ((word >> shift) & ((1 << (32 - shift)) - 1))) * factor
         radius = torch.sqrt(-2 * torch.log(((word & 0xFFFF).float() + 0.5) / 65536))
-        angle = ((word >> 16) & 0xFFFF).float() * (2 * math.pi / 65536)
-        return self.strength * radius * torch.cos(angle)
+        turn = ((word >> 16) & 0xFFFF).float() / 65536
+        return self.strength * radius * _cosine(turn)
+
+
+def _cosine(turn: torch.Tensor) -> torch.Tensor:
+    """cos(2 pi turn) for 0 <= turn < 1."""
+    x = (turn - 0.5).abs() - 0.25  # sin(2 pi x) is the same
+    square = x * x
+    series = _SINE[-1] * square + _SINE[-2]
+    for factor in reversed(_SINE[:-2]):
+        series = series * square + factor
+    return series * x

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from rope_patch import patch_model
 from rope_patch.distillation import TAPE, Control, SelfDistiller, ViewConsistency, ViewTape
-from rope_patch.distillation.controls import HashedNoise, _NoisyFlexAttention
+from rope_patch.distillation.controls import HashedNoise, _cosine, _NoisyFlexAttention
 from rope_patch.layout.labelled import Labelled
 
 STRENGTH = 0.3
@@ -227,8 +227,12 @@ def test_hashed_noise_is_its_formula_in_exact_arithmetic():
     noise = HashedNoise(words, torch.tensor(0.5))
     for row, head, query, key in ((0, 0, 0, 0), (0, 1, 3, 1), (1, 0, 40_000, 39_999), (1, 1, 131_071, 7)):
         result = noise[tuple(torch.tensor(i) for i in (row, head, query, key))].item()
-        # an angle in float32
-        assert result == pytest.approx(by_hand(words[row, head].item(), query, key), abs=1e-5)
+        assert result == pytest.approx(by_hand(words[row, head].item(), query, key), abs=1e-6)
+
+
+def test_its_cosine_is_exact_to_float32():
+    turns = torch.arange(65536) / 65536
+    assert (_cosine(turns).double() - torch.cos(2 * math.pi * turns.double())).abs().max() < 2e-7
 
 
 def test_hashed_noise_is_normal_and_nothing_repeats():
