@@ -73,9 +73,9 @@ def test_what_is_said_of_dropout_holds():
     assert abs(within(dropout) - within(skip)) < 0.005
     where = text_of("docs/self_distillation.md")
     figures = [share(found(same, kind)) for same in (dropout, skip, plain) for kind in KINDS]
-    assert "finds {} of the keys and {} of the mentions, where the skip finds {} and {} and".format(*figures) in where
-    assert "next-token training {} and {}. Noise".format(*figures[4:]) in where
-    said = "on other taught models dropout of the same KL {}, the skip {} |".format(*figures[:3:2])
+    assert "find {} of the keys and {} of the mentions, where the skip finds {} and {} and".format(*figures) in where
+    assert "next-token training {} and {}. `kl_weight`".format(*figures[4:]) in where
+    said = "on other taught models dropout of the same KL {}, the skip {}; on others again".format(*figures[:3:2])
     assert said in text_of("docs/choosing.md")
 
 
@@ -172,9 +172,63 @@ def test_the_tables_of_more_weights_are_those_of_the_file():
         assert table in page
 
 
+def noises():
+    """Lines of each arm on the models that were taught a fifth time, by seed."""
+    return runs_by_arm(sorted(lines_of("rpsd-far-noise-h100.jsonl"), key=lambda run: run["seed"]))
+
+
+def test_the_tables_of_noise_are_those_of_the_file():
+    arms, page = noises(), (RESULTS / "self_distillation.md").read_text()
+    assert {arm: [run["seed"] for run in same] for arm, same in arms.items()} == {
+        "skip": [1, 2, 3], "noise": [1, 2, 3], "skip, Y = L/2": [2, 3],
+    }  # fmt: skip
+    names = ("skip", "noise", "skip, Y = L/2")
+    for table in tables([run for name in names for run in arms[name]]).split("\n\n"):
+        assert table in page
+
+
+def test_what_is_said_of_noise_holds():
+    """The control finds as many keys: that is said wherever the skip is praised."""
+    arms, page = noises(), text_of("docs/results/self_distillation.md")
+    skip, noise, near = (arms[name] for name in ("skip", "noise", "skip, Y = L/2"))
+    (strength,) = {run["strength"] for run in noise}
+    kls = [fmean(mean_kl(run["log"]) for run in same) for same in (noise, skip)]
+    assert f"Its strength, {strength:.2f}, was searched" in page
+    assert "it is {} nats, the skip's {}.".format(*(share(kl, 3) for kl in kls)) in page
+    keys, mentions = (in_words(above(skip, noise, kind)) for kind in KINDS)
+    shares = [share(found(same, "multikey"), 3) for same in (noise, skip)]
+    said = "finds {} of them at 131072 tokens, the skip {}, {} more {}, in one seed of three."
+    assert said.format(*shares, keys[0], keys[1].replace("-0", "-")) in page
+    low, high = paired_interval(above(skip, noise))
+    assert low < 0 < high
+    assert sum(found([a], "multikey") > found([b], "multikey") for a, b in seed_pairs(skip, noise)) == 1
+    at_64k = share(fmean(differences(seed_pairs(skip, noise), ("ordinal", 65536, 2))), 3)
+    assert "finds {} more {} there, in two seeds of three, and {} more at 65536.".format(*mentions, at_64k) in page
+    assert sum(found([a], "ordinal") > found([b], "ordinal") for a, b in seed_pairs(skip, noise)) == 2
+    dearer = [cost_of([pair]) for pair in seed_pairs(noise, skip)]
+    assert min(dearer) > 0 and f"{share(fmean(dearer), 3)} nats less of loss within the row, in every seed" in page
+    seconds = [fmean(run["train_seconds"] for run in same) for same in (skip, noise)]
+    assert round(seconds[0] / seconds[1], 1) == 0.4 and "and two fifths of the time" in page
+    assert abs(fmean(map(short_text, skip)) - fmean(map(short_text, noise))) < 0.005
+    fewer = [figure for kind in KINDS for figure in in_words(above(skip, near, kind))]
+    less = share(-cost_of(seed_pairs(near, skip)), 3)
+    assert "find {} fewer keys {} and {} fewer mentions {} on both models, for".format(*fewer) in page
+    assert f"for {less} nats less loss within the row. Their KL is a tenth" in page
+    assert round(10 * fmean(mean_kl(run["log"]) for run in near) / kls[1]) == 1
+    where = text_of("docs/self_distillation.md")
+    figures = [share(found(same, kind)) for kind in KINDS for same in (noise, skip)]
+    assert (
+        "at 128K as the skip, {} and {}, and {} of the mentions, the skip {}; it costs .02 nats".format(*figures)
+        in where
+    )
+    said = "noise on attention of the same KL {}, the skip {} |".format(*figures)
+    assert said in text_of("docs/choosing.md")
+    assert "attention of about the same KL, its control, finds as many keys" in text_of("docs/results/papers.md")
+
+
 def on_all_models(ours, theirs):
     """Pairs of two arms on each model that both have, of those that were taught anew."""
-    times = [arms for arms in (controls(), weights(), lambdas()) if ours in arms and theirs in arms]
+    times = [arms for arms in (controls(), weights(), lambdas(), noises()) if ours in arms and theirs in arms]
     return [pair for arms in times for pair in seed_pairs(arms[ours], arms[theirs])]
 
 
