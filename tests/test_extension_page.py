@@ -131,7 +131,7 @@ def test_what_is_said_of_endprompt_beside_untrained_yarn_holds(runs):
 def of_more():
     """Runs of each method on 33.6M tokens, by seed."""
     groups = {}
-    for run in lines_of("endprompt-33m-h200.jsonl"):
+    for run in lines_of("endprompt-33m-h200.jsonl", "endprompt-33m-h100.jsonl"):
         groups.setdefault(run["method"], {})[run["seed"]] = run
     return groups
 
@@ -150,7 +150,8 @@ def of_ten(same):
     return fmean(numbers(same, "written", "8192"))
 
 
-TRAINED_ON_MORE = {"EndPrompt": "endprompt", "last 20": "last 20", "PoSE": "pose"}  # first words of a row
+# first words of a row
+TRAINED_ON_MORE = {"EndPrompt": "endprompt", "last 20": "last 20", "random places": "et(pose)", "PoSE": "pose"}
 
 
 def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
@@ -160,13 +161,14 @@ def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
         "EndPrompt without a cue, b = 0": "b=0",
         "EndPrompt": "endprompt",
         "EndPrompt, the last 20 tokens in place of a cue": "last 20",
+        "EndPrompt, its cue at random places": "et(pose)",
         "PoSE": "pose",
     }
     page = (ROOT / PAGE).read_text().split("## EndPrompt on 33.6M tokens\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     lengths = (8192, 16384, 32768, 65536)
     assert [row[0] for row in rows[1:]] == [*names, *(f"{name} above b = 0, paired" for name in TRAINED_ON_MORE)]
-    for name, *cells in rows[1:-3]:
+    for name, *cells in rows[1:-4]:
         same = of_more[names[name]].values()
         wanted = [str(len(same)), *(f"{fmean(loss(run, span) for run in same):.3f}" for span in range(4))]
         for test in ("passkey", "keys"):
@@ -174,7 +176,7 @@ def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
                 scores = [score for run in same for score in cell_scores(run, test, length)]
                 wanted.append(share(fmean(scores)) if scores else "-")
         assert cells == [*wanted, share(fmean(run["short_mean"] for run in same), 3)]
-    for row, method in zip(rows[-3:], TRAINED_ON_MORE.values(), strict=True):
+    for row, method in zip(rows[-4:], TRAINED_ON_MORE.values(), strict=True):
         tests = [("passkey", n) for n in lengths] + [("keys", n) for n in lengths]
         paired = [above(of_more, method, "b=0", partial(cell_scores, test=t, length=n)) for t, n in tests]
         paired.append(above(of_more, method, "b=0", lambda run: macro(run["short_scores"])))
@@ -183,7 +185,7 @@ def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
 
 def above(of_more, method, other, scores):
     """By how much a method is above another of the same seeds, with its interval."""
-    return difference([(of_more[method][seed], of_more[other][seed]) for seed in range(3)], scores)
+    return difference([(of_more[method][seed], of_more[other][seed]) for seed in of_more[method]], scores)
 
 
 def figure(difference_with_interval):
@@ -205,7 +207,8 @@ def lower_by(of_more, method, span):
 def test_what_is_said_of_more_tokens_holds(of_more):
     page = text_of(PAGE)
     control = of_more["b=0"]
-    assert all(set(of_more[method]) == {0, 1, 2} for method in ("b=0", *TRAINED_ON_MORE.values()))
+    seeds_of = {method: set(of_more[method]) for method in ("b=0", *TRAINED_ON_MORE.values())}
+    assert seeds_of == {**dict.fromkeys(seeds_of, {0, 1, 2}), "et(pose)": {0, 2}}
     cue = above(of_more, "endprompt", "b=0", passkeys(65536))
     assert f"With it {figure(cue)} more passkeys are found at 65536 tokens, in two seeds of three" in page
     assert [seeds_above(of_more, "endprompt", "b=0", n) for n in (65536, 32768, 16384)] == [2, 1, 2]
@@ -233,6 +236,19 @@ def test_what_is_said_of_the_last_tokens_on_more_tokens_holds(of_more):
     assert [seeds_above(of_more, "last 20", "endprompt", n) for n in lengths] == [0, 1, 1]
 
 
+def test_what_is_said_of_random_places_on_more_tokens_holds(of_more):
+    page, same = text_of(PAGE), of_more["et(pose)"]
+    control = figure(above(of_more, "et(pose)", "b=0", passkeys(65536)))
+    cue = above(of_more, "et(pose)", "endprompt", passkeys(65536)).replace("+", "").replace("0.", ".")
+    said = f"in two seeds: {control} more passkeys at 65536 tokens than the control and {cue[:4]} more than"
+    assert said in page and f"at its one place {cue[5:]}, and no fewer at any length." in page
+    for other in ("b=0", "endprompt"):
+        assert all(float(above(of_more, "et(pose)", other, passkeys(n)).split()[0]) >= 0 for n in (8192, 16384, 32768))
+        for seed, run in same.items():
+            assert fmean(passkeys(65536)(run)) > fmean(passkeys(65536)(of_more[other][seed]))
+    assert numbers(same, "written", "65536") == [0.7, 0.7] and "these two found seven each" in page
+
+
 def test_what_is_said_of_pose_on_more_tokens_holds(of_more):
     page = text_of(PAGE)
     for other in ("b=0", "endprompt"):
@@ -258,7 +274,9 @@ def test_what_is_said_of_keys_among_look_alikes_on_more_tokens_holds(of_more):
         return difference(runs, partial(cell_scores, test="keys", length=length))
 
     for method in ("b=0", *TRAINED_ON_MORE.values()):
-        assert all("(-" in gain(method, n) for n in (32768, 65536)), method
+        assert all("(-" in gain(method, n) for n in (32768, 65536) if (method, n) != ("et(pose)", 65536)), method
+    edge = gain("et(pose)", 65536).replace("+", "").replace("0.", ".")
+    assert f"at its edge at 65536, {edge[:4]} {edge[5:]}." in page
     cue, pose = (gain(method, 16384).replace("+", "").replace("0.", ".") for method in ("endprompt", "pose"))
     assert f"At 16384 EndPrompt finds {cue[:4]} more {cue[5:]} and PoSE {pose}, still one in five." in page
     assert all("(-" in gain(method, 16384) for method in ("b=0", "last 20"))
