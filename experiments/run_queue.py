@@ -11,7 +11,8 @@ that none begins that --minutes would cut off; one that takes three times as lon
 which Python writes to the log where each thread stands. A worker takes the first line whose conditions hold. Lines
 that are added to QUEUE while it runs are taken too; with --stay workers wait for them, and for files of others, until
 --minutes are over. Each command of ours takes its worker's part of the GPU's memory at most, so that none is left
-without by what others hold unused. Where NVIDIA's MPS is running, kernels of several processes share a GPU.
+without by what others hold unused. Where NVIDIA's MPS is running, kernels of several processes share a GPU, and a
+process that is ended by a signal takes those beside it along.
 """
 
 import argparse

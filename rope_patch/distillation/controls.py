@@ -167,9 +167,18 @@ class _NoisyFlexAttention:
         words = torch.randint(-(2**31), 2**31, call.query.shape[:2], dtype=torch.int32, device=call.query.device)
         noise = HashedNoise(words, torch.full((), self.strength, device=words.device))
         options: dict[str, Any] = {"position_bias": noise}
-        if call.query.is_cuda:
-            options["kernel_options"] = {**SMALL_TILES, **(call.options.get("kernel_options") or {})}
+        if tiles := _tiles(call.query):
+            options["kernel_options"] = {**tiles, **(call.options.get("kernel_options") or {})}
         return call.with_inputs(call.query, call.key, call.value, call.mask, **options)
+
+
+def _tiles(query: torch.Tensor) -> dict[str, int]:
+    """Options of flex attention for these queries: small tiles where they were measured, else none.
+
+    Numbers of 32 bits, and the shared memory of other GPUs, may not hold them for large heads.
+    """
+    hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
+    return SMALL_TILES if hopper and query.element_size() == 2 else {}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from rope_patch import patch_model
 from rope_patch.distillation import TAPE, Control, SelfDistiller, ViewConsistency, ViewTape
-from rope_patch.distillation.controls import HashedNoise, _cosine, _NoisyFlexAttention
+from rope_patch.distillation.controls import SMALL_TILES, HashedNoise, _cosine, _NoisyFlexAttention, _tiles
 from rope_patch.layout.labelled import Labelled
 
 STRENGTH = 0.3
@@ -171,6 +171,19 @@ def test_strengths_of_noise_share_one_compiled_flex_attention():
         result = compiled(query, query, query, score_mod=moved)
         torch.testing.assert_close(result, flex_attention(query, query, query, score_mod=moved))
     assert counter.frame_count == 1
+
+
+def test_small_tiles_are_for_hopper_and_numbers_of_16_bits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for capability, dtype, tiles in (
+        ((9, 0), torch.bfloat16, SMALL_TILES),
+        ((9, 0), torch.float32, {}),
+        ((8, 6), torch.bfloat16, {}),
+        ((12, 0), torch.bfloat16, {}),
+    ):
+        query = SimpleNamespace(is_cuda=True, device="cuda:0", element_size=dtype.itemsize.__int__)
+        assert _tiles(query) == tiles
+    assert _tiles(torch.zeros(1, dtype=torch.bfloat16)) == {}
 
 
 @pytest.mark.gpu
