@@ -224,6 +224,7 @@ def test_what_is_said_of_noise_holds():
     said = "noise on attention of the same KL {}, the skip {} |".format(*figures)
     assert said in text_of("docs/choosing.md")
     assert "attention of about the same KL, its control, finds as many keys" in text_of("docs/results/papers.md")
+    assert "noise on attention, its control, finds as many keys as the skip |" in text_of("README.md")
 
 
 def on_all_models(ours, theirs):

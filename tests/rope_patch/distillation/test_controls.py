@@ -174,13 +174,13 @@ def test_strengths_of_noise_share_one_compiled_flex_attention():
 
 
 def test_small_tiles_are_for_hopper_and_numbers_of_16_bits(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for capability, dtype, tiles in (
+    for version, dtype, tiles in (
         ((9, 0), torch.bfloat16, SMALL_TILES),
         ((9, 0), torch.float32, {}),
         ((8, 6), torch.bfloat16, {}),
         ((12, 0), torch.bfloat16, {}),
     ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, version=version: version)
         query = SimpleNamespace(is_cuda=True, device="cuda:0", element_size=dtype.itemsize.__int__)
         assert _tiles(query) == tiles
     assert _tiles(torch.zeros(1, dtype=torch.bfloat16)) == {}
