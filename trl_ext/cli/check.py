@@ -70,7 +70,7 @@ def _loaded(args: argparse.Namespace, device: str) -> Any:
 
     from transformers.utils import logging as hf_logging
 
-    from rope_patch.export.sources import load_checkpoint
+    from rope_patch.checkpoints import load_checkpoint
 
     hf_logging.set_verbosity_error()  # what a patch would tell of its own accord is no outcome of a check
     hf_logging.disable_progress_bar()

@@ -155,7 +155,7 @@ class ModelSpec:
                 missing or damaged.
         """
         from rope_patch import patch_model
-        from rope_patch.export.sources import load_checkpoint, with_adapter
+        from rope_patch.checkpoints import load_checkpoint, with_adapter
 
         if self.is_adapter:
             self._require_known_rope()

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from rope_patch import describe
 from rope_patch.attention.windowed import BLOCK
-from rope_patch.export.sources import load_checkpoint
+from rope_patch.checkpoints import load_checkpoint
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 

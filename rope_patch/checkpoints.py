@@ -1,0 +1,76 @@
+"""Loading a checkpoint, or an adapter onto its base model, of which no weight is missing or damaged."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from .adapters import load_adapter
+from .sidecar import SIDECAR_NAME
+
+_SHOWN = 3  # names of weights in a message
+
+
+def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "main", **options: Any) -> Any:
+    """The model of a checkpoint, every weight of which is from its files: Transformers draws others at random.
+
+    Args:
+        name: folder or hub id.
+        dtype: of the weights, as `from_pretrained` takes it.
+        revision: on the hub.
+        **options: of `from_pretrained`.
+
+    Raises:
+        OSError: there is none.
+        ValueError: a weight is missing, or of another shape than the config says, or a file is damaged.
+    """
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # whose type does not know of the second result
+    try:
+        model, loaded = from_pretrained(
+            name, dtype=dtype, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"the weights in {name} cannot be read: {error}. Save or download them again.") from error
+    other_shapes = [weight for weight, *_ in loaded["mismatched_keys"]]
+    for what, weights in (("lack", sorted(loaded["missing_keys"])), ("have another shape for", sorted(other_shapes))):
+        if weights:
+            shown = ", ".join(weights[:_SHOWN]) + (", ..." if len(weights) > _SHOWN else "")
+            raise ValueError(
+                f"the weights in {name} {what} {shown} of the {type(model).__name__} that its config.json describes, "
+                "which would get random ones. Name a folder in which save_pretrained of that model has written both."
+            )
+    return model
+
+
+def with_adapter(base: Any, folder: str | Path) -> nn.Module:
+    """`base` with the adapter in `folder`, all of it, and with the RoPE of its training as far as that is recorded.
+
+    Raises:
+        FileNotFoundError: there are no weights of an adapter.
+        ValueError: a weight is missing, which PEFT would draw at random, or does not fit `base`, or a file is damaged.
+    """
+    if not any(Path(folder).glob("adapter_model*")):  # PEFT would look for them on the hub
+        raise FileNotFoundError(
+            f"{folder} holds adapter_config.json and no weights beside it (adapter_model.safetensors): copy them there "
+            "from where the adapter was saved."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*Found missing adapter keys")
+            if (Path(folder) / SIDECAR_NAME).is_file():
+                return load_adapter(base, folder)
+            from peft import PeftModel
+
+            return PeftModel.from_pretrained(base, str(folder))
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, RuntimeError, UserWarning) as error:
+        raise ValueError(
+            f"the adapter in {folder} is not whole, or does not fit its base model: {str(error):.400}. Save it or copy "
+            "it again. If its training changed the base model, as by resize_token_embeddings, load the changed one, "
+            "put the adapter on it with load_adapter, and give rope_patch.export the model."
+        ) from error
