@@ -82,8 +82,6 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
     set_seed(training.seed)  # what test_split_size holds out is drawn: alike on all ranks, and when a run goes on
     dataset = _splits(script, data)
     evaluates = training.eval_strategy != "no"
-    if not evaluates:
-        _require_no_evaluation(training, data)
     if script.dataset_train_split not in dataset:
         raise ValueError(
             f"dataset_train_split must be one of {', '.join(dataset)}, the splits of the text, got "
@@ -123,6 +121,8 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
 
 def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) -> None:
     """Raise ValueError for a field that is of evaluations alone, of which a run with `eval_strategy` "no" has none."""
+    if training.eval_strategy != "no":
+        return
     of_evaluation = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
     default = {field.name: field.default for field in fields(training)}
     without_effect = [name for name in of_evaluation if getattr(training, name) != default[name]]
@@ -209,6 +209,7 @@ def _parsed(arguments: Sequence[str] | None) -> tuple[Any, ...]:
     try:
         parsed: tuple[Any, ...] = RecipeParser(FIELDS, prog="rope-patch train").parse_args_and_config(arguments)
         _require_counts(parsed[1])
+        _require_no_evaluation(parsed[1], parsed[3])
         return parsed
     except ValueError as error:
         if "support bf16/gpu" not in str(error):  # of Transformers, for lack of a GPU

@@ -9,7 +9,7 @@ from support.tiny import tiny
 from support.training import tokenizer
 
 from trl_ext import fine_tune_recipe as module
-from trl_ext.fine_tune_recipe import fine_tune_recipe
+from trl_ext.fine_tune_recipe import fine_tune_recipe, plan_recipe
 
 
 class Stop(Exception):
@@ -136,6 +136,13 @@ def test_what_cannot_be_trained_is_refused_before_a_model_is_loaded(more, text, 
     assert not trained
 
 
+def test_fields_of_evaluations_without_one_are_refused_before_the_text_is_read_and_in_a_dry_run(recipe):
+    arguments = recipe("eval_steps: 5", "datasets: [{path: json, data_files: not_there.jsonl}]")
+    for run in (fine_tune_recipe, lambda given: plan_recipe(given, [1])):
+        with pytest.raises(ValueError, match="eval_steps would have no effect: add eval_strategy"):
+            run(arguments)
+
+
 def test_without_a_gpu_the_flags_for_a_cpu_are_named(recipe, monkeypatch):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     with pytest.raises(ValueError, match="there is no GPU that torch can see. `--use_cpu true --bf16 false` trains on"):
@@ -178,13 +185,17 @@ def test_a_recipe_without_16_bits_trains_so_whatever_a_launcher_says(recipe, tra
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        ("dataset_name: folder", "test_split_size: 0.5", "test_split_size is read with datasets, and has no effect on"),
+        (
+            "dataset_name: folder",
+            "eval_strategy: epoch\ntest_split_size: 0.5",
+            "test_split_size is read with datasets, and has no effect on",
+        ),
         ("dataset_name: folder", "streaming: true", "streaming is read with datasets"),
         (None, "dataset_streaming: true", "dataset_streaming is read with dataset_name, and has no effect on datasets"),
         (None, "dataset_config: en", "dataset_config is read with dataset_name"),
         (
             None,
-            "streaming: true\ntest_split_size: 0.5",
+            "eval_strategy: epoch\nstreaming: true\ntest_split_size: 0.5",
             "test_split_size holds out a part of texts that are all at hand",
         ),
     ],
