@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from rope_patch import load_adapter, patch_model
+from rope_patch.checkpoints import load_checkpoint
 from rope_patch.export.serving import serving_of
 from rope_patch.export.writing import unfinished_folders, whole_folder
 from rope_patch.methods import resolve_rescaling
@@ -161,8 +162,8 @@ def restore(
 
     Raises:
         ValueError: options that do not fit, 16-bit weights without adapters, rows beyond the window of a stage's
-            teacher, a teacher in stage 2 without adapters, ZeRO-3, too little text for one row, or a folder with
-            another run, or in which another process runs.
+            teacher, a teacher in stage 2 without adapters, ZeRO-3, too little text for one row, a model whose
+            weights are not whole, or a folder with another run, or in which another process runs.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -234,10 +235,10 @@ def restore(
             """The model as the stage before left it in `folder`, or rescaled and with new adapters."""
             settings: dict[str, Any] = {**init_kwargs, "dtype": dtype}
             if folder is not None and peft_config is None:
-                return AutoModelForCausalLM.from_pretrained(folder, **settings)
+                return load_checkpoint(folder, **settings)
             if quantized and quantization_config is not None:
                 settings["quantization_config"] = quantization_config
-            base = AutoModelForCausalLM.from_pretrained(model, **settings)
+            base = load_checkpoint(model, **settings)
             if folder is not None:
                 return load_adapter(base, folder, is_trainable=True)
             return patch_model(base, rescale, **rescale_args)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from support.cards import card_in, run_code
 from support.characters import CHARACTERS, character_tokenizer
 from support.hub import move, publish, use_cache
@@ -184,6 +185,17 @@ def test_weights_in_16_bits_are_not_trained(dtype, folder):
     with pytest.raises(ValueError, match="dtype is an argument of restore: take it out of model_init_kwargs"):
         run(folder, peft=False, model_init_kwargs={"dtype": dtype})
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("peft", [True, False])
+def test_a_model_whose_weights_are_not_whole_is_not_restored(peft, folder):
+    file = folder / "tiny" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="tiny lack model.norm.weight of the .* would get random ones"):
+        run(folder, peft=peft)
+    assert not list((folder / "out").rglob("*.safetensors"))
 
 
 def test_rows_beyond_the_window_of_the_teacher_are_refused_before_a_model_is_loaded(folder, monkeypatch):
