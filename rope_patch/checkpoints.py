@@ -33,6 +33,8 @@ def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "m
         model, loaded = from_pretrained(
             name, dtype=dtype, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+    except torch.OutOfMemoryError:
+        raise
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"the weights in {name} cannot be read: {error}. Save or download them again.") from error
     other_shapes = [weight for weight, *_ in loaded["mismatched_keys"]]

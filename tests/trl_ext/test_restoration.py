@@ -198,6 +198,15 @@ def test_a_model_whose_weights_are_not_whole_is_not_restored(peft, folder):
     assert not list((folder / "out").rglob("*.safetensors"))
 
 
+def test_too_little_memory_is_not_taken_for_damaged_weights(folder, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        run(folder)
+
+
 def test_rows_beyond_the_window_of_the_teacher_are_refused_before_a_model_is_loaded(folder, monkeypatch):
     monkeypatch.setattr(module.AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
     longer = {**STAGES["distil"], "max_length": WINDOW + 1}
