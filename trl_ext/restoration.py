@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,15 @@ from rope_patch.tokenizer_window import widen_tokenizer
 from .config import RopeSFTConfig
 from .model_files import begun_with, commit_of, model_files, recorded_commit, require_same_model
 from .model_setup import with_base_revision
-from .run_folder import Stopwatch, last_checkpoint, only_run, record_settings, require_same_settings, write_whole
+from .run_folder import (
+    Stopwatch,
+    forgotten_unless_begun,
+    last_checkpoint,
+    only_run,
+    record_settings,
+    require_same_settings,
+    write_whole,
+)
 from .trainer import RopeSFTTrainer
 
 logger = logging.get_logger(__name__)
@@ -228,8 +236,12 @@ def restore(
     # a lock is of the file that was there when it was taken: one that is there is not written anew
     if ranks.is_main_process and not record.is_file():
         record_settings(record, {**plan, "model_files": files, "model_commit": commit}, "output_dir")
-    with only_run(record, "output_dir") if ranks.is_main_process else nullcontext():
-        stopwatch = Stopwatch(root / "seconds.json", writes=ranks.is_main_process)
+    seconds = root / "seconds.json"
+    with ExitStack() as held:
+        if ranks.is_main_process:
+            held.enter_context(only_run(record, "output_dir"))
+            held.enter_context(forgotten_unless_begun(record, seconds))
+        stopwatch = Stopwatch(seconds, writes=ranks.is_main_process)
 
         def load(folder: Path | None, quantized: bool, dtype: torch.dtype | str) -> Any:
             """The model as the stage before left it in `folder`, or rescaled and with new adapters."""

@@ -138,6 +138,26 @@ def only_run(path: Path, option: str) -> Iterator[None]:
         os.close(held)
 
 
+@contextmanager
+def forgotten_unless_begun(record: Path, *other: Path) -> Iterator[None]:
+    """Remove the record of a run that fails before it saves anything: corrected, it would be another run in its folder.
+
+    Args:
+        record: the file of `record_settings`, which this process holds.
+        other: files beside it that such a run may have written.
+    """
+    folder = record.parent
+    try:
+        yield
+    except BaseException:
+        if {path for path in folder.rglob("*") if not path.is_dir()} <= {record, *other}:
+            for file in (record, *other):
+                file.unlink(missing_ok=True)
+            for empty in sorted(folder.rglob("*"), reverse=True):  # each before the folder that it is in
+                empty.rmdir()
+        raise
+
+
 def _in_use(folder: Path, option: str) -> str:
     return f"{folder} is in use: another process writes there. Wait for it, stop it, or use another {option}."
 

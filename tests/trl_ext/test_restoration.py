@@ -191,11 +191,35 @@ def test_weights_in_16_bits_are_not_trained(dtype, folder):
 def test_a_model_whose_weights_are_not_whole_is_not_restored(peft, folder):
     file = folder / "tiny" / "model.safetensors"
     weights = load_file(file)
-    del weights["model.norm.weight"]
+    norm = weights.pop("model.norm.weight")
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="tiny lack model.norm.weight of the .* would get random ones"):
         run(folder, peft=peft)
-    assert not list((folder / "out").rglob("*.safetensors"))
+    assert not list((folder / "out").iterdir())
+    save_file(weights | {"model.norm.weight": norm}, file, metadata={"format": "pt"})
+    assert run(folder, peft=peft, skip_extension=True).folder.is_dir(), "whole, the model goes to the same folder"
+
+
+@pytest.mark.parametrize("moment", ["_make_objective", "training_step", "_save_checkpoint"])
+def test_a_run_that_fails_before_it_saves_anything_is_begun_with_other_options_in_the_same_folder(
+    moment, folder, monkeypatch
+):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.RopeSFTTrainer, moment, full)
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            run(folder, skip_extension=True)
+    assert not list((folder / "out").iterdir())
+    smaller = {**STAGES["distil"], "per_device_train_batch_size": 1}
+    assert run(folder, skip_extension=True, distil=smaller).distil.steps == 3
+
+
+def test_a_run_that_has_saved_something_keeps_its_record(folder, monkeypatch):
+    stop_behind_first_step(monkeypatch, lambda: run(folder, skip_extension=True))
+    with pytest.raises(ValueError, match="holds a run with other settings: rescale_args: factor 4.0 there and 2.0"):
+        run(folder, skip_extension=True, rescale_args={"factor": 2.0})
 
 
 def test_too_little_memory_is_not_taken_for_damaged_weights(folder, monkeypatch):
