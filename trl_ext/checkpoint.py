@@ -96,7 +96,7 @@ def require_tokenizer(name: str, argument: str) -> None:
         name: hub id or folder of a checkpoint. Of the hub nothing is looked at.
         argument: what the user gave it as, for messages.
     """
-    from rope_patch.export.sources import tokenizer_files
+    from rope_patch.files_beside import tokenizer_files
 
     if Path(name).is_dir() and not tokenizer_files(name):
         raise ValueError(

@@ -24,6 +24,7 @@ from rope_patch import load_adapter, patch_model
 from rope_patch.checkpoints import load_checkpoint
 from rope_patch.export.serving import serving_of
 from rope_patch.export.writing import unfinished_folders, whole_folder
+from rope_patch.files_beside import copy_license
 from rope_patch.methods import resolve_rescaling
 from rope_patch.model_card import facts_of, has_card_of_user, read_runs, render, write_card, write_runs
 from rope_patch.one_config import text_config
@@ -287,6 +288,7 @@ def restore(
             with whole_folder(result.folder) as unfinished:
                 final.save_pretrained(unfinished)
                 tokenizer.save_pretrained(unfinished)
+                copy_license([(str(model), of_hub.get("revision"))], unfinished)
                 window = getattr(final.config.get_text_config(), "max_position_embeddings", None)
                 widen_tokenizer(unfinished, native, window)
                 finals = [root / name / "final" for name in configs]

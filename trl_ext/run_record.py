@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_patch.files_beside import copy_license
 from rope_patch.model_card import RECORD_NAME, has_card_of_user, write_card, write_runs
 from rope_patch.rotary import find_causal_lm
 from rope_patch.sidecar import SIDECAR_NAME
@@ -40,7 +41,13 @@ class RunRecord:
         self._keeps_card[folder] = has_card_of_user(folder)
 
     def write_after_weights(self, trainer: "RopeSFTTrainer", folder: Path) -> None:
-        """Write the model card, which tells of the files that are there."""
+        """Write the model card, which tells of the files that are there, and the license of a model in a folder.
+
+        That of a model on the hub `rope_patch.export` fetches: nothing is asked of the hub at each checkpoint.
+        """
+        base = find_causal_lm(trainer.model).config._name_or_path
+        if Path(base).is_dir():
+            copy_license([(base, None)], folder)
         write_card(folder, card_of(trainer, self._runs(trainer)), keep=self._keeps_card.pop(folder))
 
     def write_card(

@@ -16,6 +16,8 @@ from transformers.utils import logging
 from ..adapter_watch import base_revision, require_no_decoder_in_adapters
 from ..attention.string_positions import string_in_force
 from ..checked_numbers import require_integer
+from ..files_beside import Source, copy_license, copy_tokenizer, tokenizer_files
+from ..model_card import base_of_runs, read_runs
 from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
 from ..registry import unknown
@@ -29,7 +31,7 @@ from .gguf import convert, find_converter, require_known_tokenizer
 from .outcomes import TESTED, Wrong, wrong_outcomes
 from .programs import PROGRAMS
 from .reloading import reference_of, require_same_logits
-from .sources import base_of, copy_tokenizer, load, revision_of_base, tokenizer_files
+from .sources import base_of, load, revision_of_base
 from .weights import final_weights, is_adapted, plain_name, require_exportable
 from .writing import ShardWriter, by_layer, whole_folder
 
@@ -84,7 +86,8 @@ def export(
     Adapters are merged (LoRA into a quantised base: into its dequantised weights), both forms of the RoPE parameters
     are written, and an attention factor that the program ignores is folded into the weights. What the program would
     serve wrong is refused before anything is written. The model stays as it is. In memory are its weights and one
-    shard; the check loads the checkpoint once more, in a process of its own.
+    shard; the check loads the checkpoint once more, in a process of its own. LICENSE, NOTICE, COPYING and USE_POLICY
+    files of the model, and of the base that it was trained from, are copied.
 
     Args:
         model: a loaded model, patched or not, bare or with adapters of PEFT; or a folder or hub id of a checkpoint; or
@@ -136,7 +139,9 @@ def export(
         window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
-        has_tokenizer = copy_tokenizer(_tokenizer_sources(tokenizer, model, causal_lm), unfinished)
+        sources = _sources(model, causal_lm)
+        has_tokenizer = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
+        copy_license([*sources, *_trained_from(sources)], unfinished)
         if chosen_converter is not None:
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
         _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
@@ -335,16 +340,18 @@ def _require_convertible_tokenizer(folder: Path, model_type: str, has_tokenizer:
         require_known_tokenizer(model_type, tokenizer_json.read_text(encoding="utf-8"))
 
 
-def _tokenizer_sources(
-    tokenizer: str | Path | None, model: nn.Module | str | Path, causal_lm: Any
-) -> list[tuple[str, str | None]]:
-    """Where the tokenizer may lie, with its revision: where the user points, then where the weights came from."""
-    if tokenizer is not None:
-        return [(str(tokenizer), None)]
-    named: list[tuple[str, str | None]] = [] if isinstance(model, nn.Module) else [(str(model), None)]
+def _sources(model: nn.Module | str | Path, causal_lm: Any) -> list[Source]:
+    """Where the files beside the weights may lie: what the user names, its base, then where the weights came from."""
+    named: list[Source] = [] if isinstance(model, nn.Module) else [(str(model), None)]
     if named and (adapter := Path(named[0][0])).joinpath("adapter_config.json").is_file():
         named.append((base_of(adapter), revision_of_base(adapter)))
     return [*named, (causal_lm.config._name_or_path, base_revision(causal_lm))]
+
+
+def _trained_from(sources: list[Source]) -> list[Source]:
+    """The model on the hub that training began with, where the record beside a source names one."""
+    bases = [base for source, _ in sources if (base := base_of_runs(read_runs(source))) is not None]
+    return [(base.name, base.revision or None) for base in bases if base.is_on_hub]
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:

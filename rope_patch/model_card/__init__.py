@@ -3,7 +3,7 @@
 from .base_model import BaseModel
 from .card_file import CARD_NAME, OTHER_CARD_NAME, has_card_of_user, write_card
 from .eval_report import EvalFigures
-from .facts import CardFacts, Serving, facts_of, native_window
+from .facts import CardFacts, Serving, base_of_runs, facts_of, native_window
 from .rendering import render
 from .training_record import RECORD_NAME, read_runs, write_runs
 
@@ -15,6 +15,7 @@ __all__ = [
     "CardFacts",
     "EvalFigures",
     "Serving",
+    "base_of_runs",
     "facts_of",
     "has_card_of_user",
     "native_window",

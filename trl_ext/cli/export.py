@@ -73,7 +73,8 @@ def run_export(args: argparse.Namespace) -> int:
     """Export, and print what was written and the command that serves it."""
     from rope_patch import export
     from rope_patch.eval.report import require_writable
-    from rope_patch.export.sources import base_of, revision_of_base, tokenizer_files
+    from rope_patch.export.sources import base_of, revision_of_base
+    from rope_patch.files_beside import tokenizer_files
     from rope_patch.weights_in_parts import require_whole_weights
 
     from ..checkpoint import ADAPTER_CONFIG, require_checkpoint

@@ -264,7 +264,7 @@ def _require_one_tokenizer(specs: list[ModelSpec], tokenizer: Any, *, chat: bool
         ValueError: two make other tokens of a text, or of a chat.
     """
     from rope_patch.eval.tokenizer_identity import asks_alike, reads_alike
-    from rope_patch.export.sources import tokenizer_files
+    from rope_patch.files_beside import tokenizer_files
 
     first, *others = specs
     seen = {first.tokenizer_source}

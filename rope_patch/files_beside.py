@@ -1,0 +1,78 @@
+"""Files beside a model's weights that go where these go: its tokenizer, and the texts of its license."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+Source = tuple[str, str | None]
+"""A folder or hub id, "" for none, and its revision on the hub, None for the newest."""
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "tekken.json", "chat_template*", "additional_chat_templates/*.jinja", "*processor_config.json",
+)  # fmt: skip
+# in capitals or not, also for the hub, whose patterns tell them apart
+_LICENSE_FILES = tuple(
+    "".join(f"[{c.upper()}{c}]" if c.isalpha() else c for c in name) + "*"
+    for name in ("license", "licence", "notice", "copying", "use_policy")
+)
+
+
+def copy_tokenizer(sources: Iterable[Source], folder: Path) -> bool:
+    """Copy the tokenizer's files of the first source that has any, as they are; whether there were any."""
+    for source, revision in sources:
+        there, files = _files(source, revision, _TOKENIZER_FILES)
+        for file in files:
+            _copy(file, folder / file.relative_to(there))
+        if files:
+            return True
+    logger.warning("No tokenizer was found to go with the checkpoint: save it there with tokenizer.save_pretrained.")
+    return False
+
+
+def copy_license(sources: Iterable[Source], folder: Path) -> None:
+    """Copy the license files of all sources: what is made of several models is under the terms of each.
+
+    A file of a name that is taken by another text is written as base-NAME.
+    """
+    for source, revision in sources:
+        for file in _files(source, revision, _LICENSE_FILES)[1]:
+            copied = folder / file.name
+            if not copied.is_file():
+                _copy(file, copied)
+            elif copied.read_bytes() != file.read_bytes():
+                _copy(file, folder / f"base-{file.name}")
+
+
+def tokenizer_files(source: str | Path, revision: str | None = None) -> list[Path]:
+    """Those of a tokenizer in a folder or a repository on the hub; none where there are none, or no such source."""
+    return _files(str(source), revision, _TOKENIZER_FILES)[1]
+
+
+def _files(source: str, revision: str | None, patterns: tuple[str, ...]) -> tuple[Path, list[Path]]:
+    """The folder of a source on this machine, and the files there that match."""
+    folder = _local(source, revision)
+    if not source or not folder.is_dir():  # "" would be the folder that one is in
+        return folder, []
+    return folder, [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
+
+
+def _local(source: str, revision: str | None) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = [*_TOKENIZER_FILES, *_LICENSE_FILES]
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError):  # no such repository or revision, or no network
+        return Path(source)
+
+
+def _copy(file: Path, to: Path) -> None:
+    to.parent.mkdir(exist_ok=True)
+    shutil.copyfile(file, to)  # and not its mode: of a source that is read-only, no file could be changed

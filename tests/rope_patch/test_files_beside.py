@@ -1,0 +1,81 @@
+"""Tokenizer and license go where the weights go."""
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from support.characters import character_tokenizer
+from support.hub import publish, use_cache
+from support.tiny import tiny
+from transformers import AutoModelForCausalLM
+
+from rope_patch import export, patch_model
+from rope_patch.files_beside import copy_license, copy_tokenizer, tokenizer_files
+from trl_ext import RopeSFTConfig, RopeSFTTrainer
+
+TERMS = {"LICENSE": "terms", "Notice.txt": "note", "USE_POLICY.md": "policy"}
+
+
+def written(folder, terms=TERMS):
+    tiny(vocab_size=200).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    for name, text in terms.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def terms_in(folder):
+    found = {file.name: file.read_text() for file in folder.iterdir() if file.name.lower().startswith(("l", "n", "u"))}
+    return found | {file.name: file.read_text() for file in folder.glob("base-*")}
+
+
+def test_no_source_is_not_the_folder_that_one_is_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(written(tmp_path))
+    (tmp_path / "out").mkdir()
+    assert tokenizer_files("") == [] and not copy_tokenizer([("", None)], tmp_path / "out")
+    copy_license([("", None)], tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_licenses_of_all_sources_are_copied_and_none_is_written_over(tmp_path):
+    for name, terms in (("one", {"LICENSE": "a", "license_extra": "b"}), ("two", {"LICENSE": "c", "COPYING": "d"})):
+        (tmp_path / name).mkdir()
+        for file, text in terms.items():
+            (tmp_path / name / file).write_text(text)
+    (tmp_path / "out").mkdir()
+    for _ in range(2):  # the second time nothing is new
+        copy_license([(str(tmp_path / name), None) for name in ("one", "two", "one", "nowhere")], tmp_path / "out")
+        copied = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
+        assert copied == {"LICENSE": "a", "license_extra": "b", "base-LICENSE": "c", "COPYING": "d"}
+    copy_license([(str(tmp_path / "one"), None)], tmp_path / "one")  # saved where it came from
+    assert (tmp_path / "one" / "LICENSE").read_text() == "a"
+
+
+def test_an_export_has_the_license_of_its_model_and_of_an_adapters_base(tmp_path):
+    base = written(tmp_path / "base")
+    export(base, tmp_path / "of_folder")
+    assert terms_in(tmp_path / "of_folder") == TERMS
+    model = AutoModelForCausalLM.from_pretrained(base)
+    export(patch_model(model, "yarn", factor=2.0), tmp_path / "of_model", tokenizer=base)
+    assert terms_in(tmp_path / "of_model") == TERMS
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "LICENSE").write_text("the adapter's")
+    export(tmp_path / "adapter", tmp_path / "of_adapter")
+    assert terms_in(tmp_path / "of_adapter") == TERMS | {"LICENSE": "the adapter's", "base-LICENSE": "terms"}
+
+
+@pytest.mark.parametrize("on_hub", [False, True], ids=["folder", "hub"])
+def test_what_was_trained_has_the_license_of_what_it_was_trained_from(on_hub, tmp_path, monkeypatch):
+    use_cache(monkeypatch, tmp_path / "hub")
+    publish(tmp_path / "hub", "owner/base", main=written)
+    base = "owner/base" if on_hub else str(written(tmp_path / "base"))
+    args = RopeSFTConfig(
+        output_dir=str(tmp_path / "run"), max_steps=1, max_length=16, use_cpu=True, bf16=False, report_to=[],
+        rescale="pi", rescale_args={"factor": 2.0}, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = RopeSFTTrainer(base, args, train_dataset=Dataset.from_dict({"text": ["a text", "another"]}))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trained"))
+    assert terms_in(tmp_path / "trained") == ({} if on_hub else TERMS)
+    export(tmp_path / "trained", tmp_path / "out")
+    assert terms_in(tmp_path / "out") == TERMS
