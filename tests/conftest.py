@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import re
+import time
 from pathlib import Path
 
 # before anything imports huggingface_hub, which reads these once
@@ -29,6 +30,21 @@ def names_tested(file):
     module = TESTS.parent / file.parent.relative_to(TESTS) / f"{stem}.py"
     registered = re.findall(r'\.register\("(.+)"\)', module.read_text()) if module.exists() else []
     return {stem.replace("_", "-"), *registered}
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--until",
+        type=float,
+        default=float("inf"),
+        metavar="TIME",
+        help="skip tests that would begin after it, in seconds since 1970",
+    )
+
+
+def pytest_runtest_setup(item):
+    if time.time() > item.config.getoption("until"):
+        pytest.skip("no time left for it (--until)")
 
 
 def pytest_itemcollected(item):
