@@ -1,6 +1,8 @@
 """Loading a checkpoint, or an adapter onto its base model, of which no weight is missing or damaged."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,22 @@ def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "m
         OSError: there is none.
         ValueError: a weight is missing, or of another shape than the config says, or a file is damaged.
     """
-    from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # whose type does not know of the second result
+    from_pretrained = partial(AutoModelForCausalLM.from_pretrained, name, dtype=dtype, revision=revision, **options)
+    return require_whole(name, from_pretrained)
+
+
+def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:
+    """The model that `from_pretrained` loads, every weight of which is from the files in `name`.
+
+    Args:
+        name: folder or hub id, for messages.
+        from_pretrained: Transformers', of any class, which is called with what makes it tell what it found.
+
+    Raises:
+        ValueError: a weight is missing, or of another shape than the config says, or a file is damaged.
+    """
     try:
-        model, loaded = from_pretrained(
-            name, dtype=dtype, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        model, loaded = from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)
     except torch.OutOfMemoryError:
         raise
     except (SafetensorError, RuntimeError) as error:

@@ -73,6 +73,7 @@ from .training_set import (
     with_masked_loss,
 )
 from .training_text import prepare_text
+from .whole_weights import loading_whole_weights
 
 logger = logging.get_logger(__name__)
 
@@ -103,7 +104,8 @@ class RopeSFTTrainer(SFTTrainer):
 
     Args:
         model: as in TRL, but the folder of an adapter is refused, as its rescaling would not be put in force:
-            `rope_patch.load_adapter` gives a model that has both. A model that `patch_model` has patched keeps its
+            `rope_patch.load_adapter` gives a model that has both; and so is, by name, a model whose weights are missing,
+            misshapen or damaged, which Transformers would draw at random. A model that `patch_model` has patched keeps its
             patches unless `args` names others. The view of an earlier trainer ends with it. One without RoPE trains as
             with SFTTrainer, if `args` asks for nothing that needs RoPE.
         args: a [`RopeSFTConfig`]; an `SFTConfig` or `TrainingArguments`, which `RopeSFTConfig.of` converts; or None.
@@ -170,7 +172,7 @@ class RopeSFTTrainer(SFTTrainer):
         checkpointing: Any = config.gradient_checkpointing_kwargs or {}  # parsed from JSON by now
         self._asked_reentrant = bool(checkpointing.get("use_reentrant"))
         self._has_own_collator = data_collator is not None
-        with loading_on_one_gpu(config):
+        with loading_on_one_gpu(config), loading_whole_weights(model, config):
             super().__init__(
                 model,
                 config,
