@@ -20,6 +20,8 @@ from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.sources import ViewSource
 from rope_patch.state import state_of
 
+from .same_rows import data_facts
+
 if TYPE_CHECKING:
     from .trainer import RopeSFTTrainer
 
@@ -101,6 +103,7 @@ def run_facts(
         "dataset": dataset.name or None,
         "documents": dataset.documents,
         "rows": len(trainer.train_dataset) if isinstance(trainer.train_dataset, Sized) else None,
+        **data_facts(trainer.train_dataset, args),
         "row_length": args.max_length,
         "tokens": tokens,
         "steps": trainer.state.global_step,

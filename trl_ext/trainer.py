@@ -51,6 +51,7 @@ from .repeated_rows import without_repeated
 from .run_folder import last_checkpoint
 from .run_record import RunRecord
 from .same_adapters import require_same_adapters
+from .same_rows import require_same_data
 from .small_steps import warn_of_lost_steps
 from .step_batches import (
     FIRST_SAMPLE,
@@ -104,10 +105,10 @@ class RopeSFTTrainer(SFTTrainer):
 
     Args:
         model: as in TRL, but the folder of an adapter is refused, as its rescaling would not be put in force:
-            `rope_patch.load_adapter` gives a model that has both; and so is, by name, a model whose weights are missing,
-            misshapen or damaged, which Transformers would draw at random. A model that `patch_model` has patched keeps its
-            patches unless `args` names others. The view of an earlier trainer ends with it. One without RoPE trains as
-            with SFTTrainer, if `args` asks for nothing that needs RoPE.
+            `rope_patch.load_adapter` gives a model that has both. So is a model by name whose weights are missing,
+            misshapen or damaged, which Transformers would draw at random. A model that `patch_model` has patched keeps
+            its patches unless `args` names others. The view of an earlier trainer ends with it. One without RoPE trains
+            as with SFTTrainer, if `args` asks for nothing that needs RoPE.
         args: a [`RopeSFTConfig`]; an `SFTConfig` or `TrainingArguments`, which `RopeSFTConfig.of` converts; or None.
         data_collator, train_dataset, eval_dataset, processing_class, compute_loss_func, compute_metrics, callbacks,
         optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics, quantization_config, peft_config,
@@ -281,8 +282,9 @@ class RopeSFTTrainer(SFTTrainer):
 
         Raises:
             ValueError: the checkpoint was trained under other frequencies, which would go on as another model, or with
-                another view, objective or option of theirs, or other adapters; no checkpoint is whole; or `output_dir`
-                holds an adapter, and this run trains none.
+                another view, objective or option of theirs, other adapters, or other rows or in another order, unless
+                `ignore_data_skip` begins with the first row again; no checkpoint is whole; or `output_dir` holds an
+                adapter, and this run trains none.
         """
         require_no_adapter_beside(self.model, str(self.args.output_dir))  # and not when all is trained, and saved
         if resume_from_checkpoint is True:
@@ -301,6 +303,7 @@ class RopeSFTTrainer(SFTTrainer):
                 require_same_rope(self.model, folder)
             require_same_method(self._record.method, folder)
             require_same_adapters(self.model, folder)
+            require_same_data(self.train_dataset, self.args, folder)
             self._total_train_tokens = tokens_until(folder)
         if self.accelerator.is_main_process:
             warn_of_lost_steps(self.model, self.args.learning_rate)

@@ -157,7 +157,7 @@ def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp
             {"view": "compose", "view_args": COMPOSE},
             {"view": "compose", "view_args": json.dumps(COMPOSE)},
         ),
-        ({"seed": 3}, {"seed": 4, "view_args": {}}),
+        ({"seed": 3, "data_seed": 1}, {"seed": 4, "data_seed": 1, "view_args": {}}),
         (
             {**SELF, "self_distill_args": {"passes": "two"}},
             {**SELF, "kl_weight": 1, "self_distill_args": {"passes": "sequential", "teacher": "self", "kl_top": None}},

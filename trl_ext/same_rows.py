@@ -1,0 +1,80 @@
+"""A run that is resumed reads on by the number of a row: in other rows, or another order, what it did not mean to."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from rope_patch.model_card import RECORD_NAME
+
+from .config import RopeSFTConfig
+
+_HASHED = 1024  # rows, evenly spaced
+_COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
+
+
+def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
+    """What decides which rows each step reads: their number, a hash of their tokens, and their order.
+
+    Args:
+        dataset: the training set as it is read. Of one that is no `datasets.Dataset` with a column `input_ids`, as a
+            stream, nothing is said.
+        args: of the trainer.
+    """
+    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+        return {}
+    strategy = args.train_sampling_strategy
+    order = str(getattr(strategy, "value", strategy))
+    if order == "random":
+        order += f", seed {args.seed if args.data_seed is None else args.data_seed}"
+    return {"rows": len(dataset), "rows_hash": _rows_hash(dataset), "order": order}
+
+
+def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> None:
+    """Raise ValueError if the run in `checkpoint` read other rows than these, or in another order.
+
+    A checkpoint of plain TRL or an earlier version, which does not say, passes; so does `ignore_data_skip`, which reads
+    the rows from their first one on.
+    """
+    file = Path(checkpoint) / RECORD_NAME
+    if args.ignore_data_skip or not file.is_file():
+        return
+    record = json.loads(file.read_text(encoding="utf-8"))
+    before: Mapping[str, Any] = record.get("run", {}) if isinstance(record, dict) else {}
+    now = data_facts(dataset, args)
+    if "rows_hash" not in before or not now:
+        return
+    if before["rows"] != now["rows"]:
+        differs = f"{before['rows']:,} training rows, and this run has {now['rows']:,}"
+    elif before["rows_hash"] != now["rows_hash"]:
+        differs = "training rows of other tokens than this run"
+    elif before.get("order") != now["order"]:
+        differs = f"its rows in the order {before.get('order')!r}, and this run in {now['order']!r}"
+    else:
+        return
+    raise ValueError(
+        f"{checkpoint} has {differs}: the steps that are left would read rows that were read already, or leave some "
+        "out. Give the text, max_length and seed that it was trained with; with ignore_data_skip=True, which begins "
+        "with the first row again; or start a new run from its weights, in another output_dir and without "
+        "resume_from_checkpoint."
+    )
+
+
+def _rows_hash(dataset: Dataset) -> str:
+    """Of the tokens of up to `_HASHED` rows, and of what says which of them are trained on."""
+    count = min(len(dataset), _HASHED)
+    picked = sorted({round(i * (len(dataset) - 1) / max(count - 1, 1)) for i in range(count)})
+    hashed = hashlib.sha256()
+    for name in _COLUMNS:
+        if name not in dataset.column_names or not picked:
+            continue
+        hashed.update(name.encode())
+        table = dataset.select_columns([name]).with_format("arrow").select(picked)[:]
+        for chunk in table.column(name).chunks:
+            for row in chunk:
+                hashed.update(np.asarray(row.values, dtype=np.int64).tobytes() + b"|")
+    return hashed.hexdigest()[:16]
