@@ -29,7 +29,7 @@ def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
         return {}
     strategy = args.train_sampling_strategy
     order = str(getattr(strategy, "value", strategy))
-    if order == "random":
+    if order != "sequential":
         order += f", seed {args.seed if args.data_seed is None else args.data_seed}"
     return {"rows": len(dataset), "rows_hash": _rows_hash(dataset), "order": order}
 
