@@ -150,7 +150,7 @@ def forgotten_unless_begun(record: Path, *other: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if {path for path in folder.rglob("*") if not path.is_dir()} <= {record, *other}:
+        if {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()} <= {record, *other}:
             for file in (record, *other):
                 file.unlink(missing_ok=True)
             for empty in sorted(folder.rglob("*"), reverse=True):  # each before the folder that it is in

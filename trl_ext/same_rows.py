@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset
 
 from rope_patch.model_card import RECORD_NAME
 
 from .config import RopeSFTConfig
 
-_HASHED = 1024  # rows, evenly spaced
+_HASHED = 256  # rows, evenly spaced: hashed at each checkpoint
 _COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
@@ -73,8 +74,12 @@ def _rows_hash(dataset: Dataset) -> str:
         if name not in dataset.column_names or not picked:
             continue
         hashed.update(name.encode())
-        table = dataset.select_columns([name]).with_format("arrow").select(picked)[:]
-        for chunk in table.column(name).chunks:
+        column = dataset.select_columns([name]).with_format("arrow").select(picked)[:].column(name)
+        of = getattr(column.type, "value_type", pa.null())
+        is_flat = pa.types.is_integer(of) or pa.types.is_boolean(of)
+        for chunk in column.chunks:
             for row in chunk:
-                hashed.update(np.asarray(row.values, dtype=np.int64).tobytes() + b"|")
+                plain = is_flat and row.is_valid
+                hashed.update(np.asarray(row.values, dtype=np.int64).tobytes() if plain else str(row).encode())
+                hashed.update(b"|")
     return hashed.hexdigest()[:16]

@@ -77,3 +77,5 @@ def test_every_token_and_mask_of_up_to_so_many_rows_counts_and_their_form_does_n
     )
     assert len({data_facts(each, args)["rows_hash"] for each in (many, first, last)}) == 3
     assert data_facts(Dataset.from_dict({"input_ids": []}), args)["rows"] == 0
+    odd = [{"input_ids": [1], "labels": [[label]], "completion_mask": None} for label in (0.5, 1.5)]
+    assert len({data_facts(Dataset.from_list([row]), args)["rows_hash"] for row in odd}) == 2
