@@ -13,13 +13,14 @@ from datasets import Dataset
 from rope_patch.model_card import RECORD_NAME
 
 from .config import RopeSFTConfig
+from .method_record import differences
 
 _HASHED = 256  # rows, evenly spaced: hashed at each checkpoint
 _COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
 def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
-    """What decides which rows each step reads: their number, a hash of their tokens, and their order.
+    """What decides which rows each step reads: their number, hashes of tokens, labels and masks, and their order.
 
     Args:
         dataset: the training set as it is read. Of one that is no `datasets.Dataset` with a column `input_ids`, as a
@@ -32,7 +33,8 @@ def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
     order = str(getattr(strategy, "value", strategy))
     if order != "sequential":
         order += f", seed {args.seed if args.data_seed is None else args.data_seed}"
-    return {"rows": len(dataset), "rows_hash": _rows_hash(dataset), "order": order}
+    hashes = {name: _column_hash(dataset, name) for name in _COLUMNS if name in dataset.column_names}
+    return {"rows": len(dataset), "row_hashes": hashes, "order": order}
 
 
 def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> None:
@@ -47,11 +49,11 @@ def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> Non
     record = json.loads(file.read_text(encoding="utf-8"))
     before: Mapping[str, Any] = record.get("run", {}) if isinstance(record, dict) else {}
     now = data_facts(dataset, args)
-    if "rows_hash" not in before or not now:
+    if "row_hashes" not in before or not now:
         return
     if before["rows"] != now["rows"]:
         differs = f"{before['rows']:,} training rows, and this run has {now['rows']:,}"
-    elif before["rows_hash"] != now["rows_hash"]:
+    elif differences(before["row_hashes"], now["row_hashes"]):  # of columns that both versions of TRL make
         differs = "training rows of other tokens than this run"
     elif before.get("order") != now["order"]:
         differs = f"its rows in the order {before.get('order')!r}, and this run in {now['order']!r}"
@@ -65,21 +67,17 @@ def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> Non
     )
 
 
-def _rows_hash(dataset: Dataset) -> str:
-    """Of the tokens of up to `_HASHED` rows, and of what says which of them are trained on."""
+def _column_hash(dataset: Dataset, name: str) -> str:
+    """Of the values of a column in up to `_HASHED` rows."""
     count = min(len(dataset), _HASHED)
     picked = sorted({round(i * (len(dataset) - 1) / max(count - 1, 1)) for i in range(count)})
     hashed = hashlib.sha256()
-    for name in _COLUMNS:
-        if name not in dataset.column_names or not picked:
-            continue
-        hashed.update(name.encode())
-        column = dataset.select_columns([name]).with_format("arrow").select(picked)[:].column(name)
-        of = getattr(column.type, "value_type", pa.null())
-        is_flat = pa.types.is_integer(of) or pa.types.is_boolean(of)
-        for chunk in column.chunks:
-            for row in chunk:
-                plain = is_flat and row.is_valid
-                hashed.update(np.asarray(row.values, dtype=np.int64).tobytes() if plain else str(row).encode())
-                hashed.update(b"|")
+    column = dataset.select_columns([name]).with_format("arrow").select(picked)[:].column(name)
+    of = getattr(column.type, "value_type", pa.null())
+    is_flat = pa.types.is_integer(of) or pa.types.is_boolean(of)
+    for chunk in column.chunks:
+        for row in chunk:
+            plain = is_flat and row.is_valid
+            hashed.update(np.asarray(row.values, dtype=np.int64).tobytes() if plain else str(row).encode())
+            hashed.update(b"|")
     return hashed.hexdigest()[:16]
