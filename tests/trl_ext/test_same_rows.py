@@ -35,7 +35,7 @@ def test_other_rows_are_not_resumed_but_from_the_first_one_on(options, said, tmp
     before = {"seed": 0, "long_documents": "truncate"}
     run_of(tmp_path, max_steps=1, **before).train()
     run = run_of(tmp_path, max_steps=2, **{**before, **options})
-    with pytest.raises(ValueError, match="with ignore_data_skip=True, which begins") as error:
+    with pytest.raises(ValueError, match="or ignore_data_skip=True, which begins") as error:
         run.train(resume_from_checkpoint=True)
     assert said in str(error.value) and run.state.global_step == 0
     again = run_of(tmp_path, max_steps=2, ignore_data_skip=True, **{**before, **options})
