@@ -42,10 +42,10 @@ def copy_license(sources: Iterable[Source], folder: Path) -> None:
     for source, revision in sources:
         for file in _files(source, revision, _LICENSE_FILES)[1]:
             copied = folder / file.name
+            while copied.is_file() and copied.read_bytes() != file.read_bytes():
+                copied = copied.with_name(f"base-{copied.name}")
             if not copied.is_file():
                 _copy(file, copied)
-            elif copied.read_bytes() != file.read_bytes():
-                _copy(file, folder / f"base-{file.name}")
 
 
 def tokenizer_files(source: str | Path, revision: str | None = None) -> list[Path]:

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,8 @@ def forgotten_unless_begun(record: Path, *other: Path) -> Iterator[None]:
             for file in (record, *other):
                 file.unlink(missing_ok=True)
             for empty in sorted(folder.rglob("*"), reverse=True):  # each before the folder that it is in
-                empty.rmdir()
+                with suppress(OSError):  # a network file system keeps the record while it is held, under another name
+                    empty.rmdir()
         raise
 
 

@@ -1,16 +1,14 @@
 """A run that is resumed reads on by the number of a row: in other rows, or another order, what it did not mean to."""
 
 import hashlib
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from rope_patch.model_card import RECORD_NAME
+from rope_patch.model_card import read_runs
 
 from .config import RopeSFTConfig
 from .method_record import differences
@@ -20,7 +18,7 @@ _COLUMNS = ("input_ids", "labels", "completion_mask", "assistant_masks")
 
 
 def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
-    """What decides which rows each step reads: their number, hashes of tokens, labels and masks, and their order.
+    """What decides, with their number, which rows each step reads: hashes of tokens, labels and masks, and the order.
 
     Args:
         dataset: the training set as it is read. Of one that is no `datasets.Dataset` with a column `input_ids`, as a
@@ -34,7 +32,7 @@ def data_facts(dataset: Any, args: RopeSFTConfig) -> dict[str, Any]:
     if order != "sequential":
         order += f", seed {args.seed if args.data_seed is None else args.data_seed}"
     hashes = {name: _column_hash(dataset, name) for name in _COLUMNS if name in dataset.column_names}
-    return {"rows": len(dataset), "row_hashes": hashes, "order": order}
+    return {"row_hashes": hashes, "order": order}
 
 
 def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> None:
@@ -43,16 +41,12 @@ def require_same_data(dataset: Any, args: RopeSFTConfig, checkpoint: str) -> Non
     A checkpoint of plain TRL or an earlier version, which does not say, passes; so does `ignore_data_skip`, which reads
     the rows from their first one on.
     """
-    file = Path(checkpoint) / RECORD_NAME
-    if args.ignore_data_skip or not file.is_file():
+    runs = read_runs(checkpoint)
+    before: Mapping[str, Any] = runs[-1].get("run", {}) if runs else {}
+    if args.ignore_data_skip or "row_hashes" not in before or not (now := data_facts(dataset, args)):
         return
-    record = json.loads(file.read_text(encoding="utf-8"))
-    before: Mapping[str, Any] = record.get("run", {}) if isinstance(record, dict) else {}
-    now = data_facts(dataset, args)
-    if "row_hashes" not in before or not now:
-        return
-    if before["rows"] != now["rows"]:
-        differs = f"{before['rows']:,} training rows, and this run has {now['rows']:,}"
+    if before["rows"] != len(dataset):
+        differs = f"{before['rows']:,} training rows, and this run has {len(dataset):,}"
     elif differences(before["row_hashes"], now["row_hashes"]):  # of columns that both versions of TRL make
         differs = "training rows of other tokens than this run"
     elif before.get("order") != now["order"]:

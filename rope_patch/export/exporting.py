@@ -141,7 +141,7 @@ def export(
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
         sources = _sources(model, causal_lm)
         has_tokenizer = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
-        copy_license([*sources, *_trained_from(sources)], unfinished)
+        copy_license(dict.fromkeys([*sources, *_trained_from(sources)]), unfinished)  # each is asked once
         if chosen_converter is not None:
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
         _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))

@@ -37,15 +37,21 @@ def test_no_source_is_not_the_folder_that_one_is_in(tmp_path, monkeypatch):
 
 
 def test_licenses_of_all_sources_are_copied_and_none_is_written_over(tmp_path):
-    for name, terms in (("one", {"LICENSE": "a", "license_extra": "b"}), ("two", {"LICENSE": "c", "COPYING": "d"})):
+    for name, terms in (
+        ("one", {"LICENSE": "a", "license_extra": "b"}),
+        ("two", {"LICENSE": "c", "COPYING": "d"}),
+        ("three", {"LICENSE": "e"}),
+    ):
         (tmp_path / name).mkdir()
         for file, text in terms.items():
             (tmp_path / name / file).write_text(text)
     (tmp_path / "out").mkdir()
     for _ in range(2):  # the second time nothing is new
-        copy_license([(str(tmp_path / name), None) for name in ("one", "two", "one", "nowhere")], tmp_path / "out")
+        names = ("one", "two", "one", "nowhere", "three")
+        copy_license([(str(tmp_path / name), None) for name in names], tmp_path / "out")
         copied = {file.name: file.read_text() for file in (tmp_path / "out").iterdir()}
-        assert copied == {"LICENSE": "a", "license_extra": "b", "base-LICENSE": "c", "COPYING": "d"}
+        of_first_two = {"LICENSE": "a", "license_extra": "b", "base-LICENSE": "c", "COPYING": "d"}
+        assert copied == of_first_two | {"base-base-LICENSE": "e"}
     copy_license([(str(tmp_path / "one"), None)], tmp_path / "one")  # saved where it came from
     assert (tmp_path / "one" / "LICENSE").read_text() == "a"
 

@@ -86,6 +86,6 @@ def test_every_token_and_mask_of_up_to_so_many_rows_counts_and_their_form_does_n
         for at in (0, len(many) - 1)
     )
     assert len({str(data_facts(each, args)) for each in (many, first, last)}) == 3
-    assert data_facts(Dataset.from_dict({"input_ids": []}), args)["rows"] == 0
+    assert set(data_facts(Dataset.from_dict({"input_ids": []}), args)["row_hashes"]) == {"input_ids"}
     odd = [{"input_ids": [1], "labels": [[label]], "completion_mask": None} for label in (0.5, 1.5)]
     assert len({str(data_facts(Dataset.from_list([row]), args)) for row in odd}) == 2
