@@ -267,7 +267,7 @@ def linear_ard_qkv() -> str:
     ard, control, hidden = "pi4 qkv", "pi4 qkv clm", "pi4 qkv hidden"
     asked = [
         run
-        for file in ("restoration-written-h100.jsonl", "restoration-ruler-h100.jsonl")
+        for file in ("restoration-written-h100.jsonl", "restoration-ruler-h100.jsonl", "restoration-ruler-h200.jsonl")
         for run in read_lines(RESULTS / file)
     ]
     written = by_arm([run for run in (*runs, *asked) if run.get("asked")])

@@ -162,7 +162,7 @@ def first_asked():
 @pytest.fixture(scope="module")
 def then_asked():
     """What was asked after it: the other seeds, and all of RULER."""
-    return lines_of("restoration-ruler-h100.jsonl")
+    return [*lines_of("restoration-ruler-h100.jsonl"), *lines_of("restoration-ruler-h200.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,7 @@ def test_a_seed_that_was_trained_again_writes_almost_the_same(arms, first_asked)
 
 
 # seeds that RULER was asked of, where one stands twice
-TRAINED_AGAIN = {"native": [0, 0], CONTROL: [0, 0, 1, 1, 2], "pi4 qkv": [0, 1, 1, 2], "pi4 qkv hidden": [0, 0, 1, 2]}
+TRAINED_AGAIN = {"native": [0, 0], CONTROL: [0, 0, 1, 1, 2], "pi4 qkv": [0, 1, 1, 2], "pi4 qkv hidden": [0, 0, 0, 1, 1, 2]}
 
 
 def test_ruler_within_the_window_is_that_of_its_files(first_asked, then_asked):
@@ -278,14 +278,14 @@ def test_ruler_within_the_window_is_that_of_its_files(first_asked, then_asked):
         seeds, below = ("", "") if name == "native" else (", ".join(map(str, of_seeds)), lead(same, scores, 2))
         cells = [seeds, ", ".join(whole), below, ", ".join(shown[:3]), ", ".join(shown[3:])]
         assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in said, name
-    first, again, hidden, hidden_again = (
+    first, again, hidden, *hidden_again = (
         share(fmean(scores(run)))
         for arm, seed in ((CONTROL, 1), ("pi4 qkv hidden", 0))
         for _, run in pairs
         if (run["arm"], run["seed"]) == (arm, seed)
     )
     told = "The control's {} and the {} of hidden states were one training each: the same seeds trained again,"
-    assert told.format(first, hidden) in said and f"have {again} and {hidden_again}." in said
+    assert told.format(first, hidden) in said and f"have {again} and, twice, {' and '.join(hidden_again)}." in said
     natives, trained = ([p[1] for p in pairs if (p[1]["arm"] == "native") == is_native] for is_native in (True, False))
     before, after = share(min(fmean(scores(run)) for run in natives)), share(max(fmean(scores(run)) for run in trained))
     assert f"{before} within the window before, {after} at most after any training" in text_of("docs/choosing.md")
@@ -295,10 +295,11 @@ def test_ruler_within_the_window_is_that_of_its_files(first_asked, then_asked):
         for reply in run["ruler"]["replies"]
         if (reply["task"], reply["length"]) == ("niah_single_1", 8192)
     ]
-    assert len(first) == 16 and {reply["expected"] for reply in first} == {"7067228"}
+    assert len(first) == 18 and {reply["expected"] for reply in first} == {"7067228"}
     written = [reply["reply"].strip().split()[0].rstrip(".") for reply in first]
     assert all(number.isdigit() and set(number) <= set("706728") and number != "7067228" for number in written)
-    assert written.count("706728") == written.count("7067288") == 4 and "four times each" in said
+    assert (written.count("706728"), written.count("7067288")) == (4, 5)
+    assert "706728 four times and 7067288 five times" in said
 
 
 def test_ruler_beyond_the_window_is_that_of_its_file(then_asked):
@@ -312,7 +313,7 @@ def test_ruler_beyond_the_window_is_that_of_its_file(then_asked):
         assert f"| {' | '.join([seeds, *cells])} |".replace("|  |", "| |") in said, name
         for length in LENGTHS[1:]:
             most = max(fmean(s) for run in same if (s := restoration_results.ruler_scores(run, length)))
-            assert most == 0 if name == "native" else 0 < most < 0.0205
+            assert most == 0 if name == "native" else 0 < most < 0.0255
 
 
 def test_boolq_of_the_restorations_is_that_of_its_file(first_asked):
