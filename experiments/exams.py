@@ -14,7 +14,9 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rope_patch.attention.plain import last_hidden_states
 from rope_patch.eval.needles import make_prompt
+from rope_patch.eval.subject import Subject
 
 Kind = Literal["multikey", "ordinal"]
 KINDS: tuple[Kind, ...] = ("multikey", "ordinal")
@@ -170,6 +172,14 @@ def needle_exam(
 
 
 @torch.no_grad()
+def predicted(model: Any, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The most probable token at each of `places` [k] given all before it in `ids` [n]; layers with a window get no
+    mask of n x n."""
+    subject = Subject(model)
+    states = last_hidden_states(subject.causal_lm, ids[None])[0, places - 1]
+    return subject.log_probabilities(states).argmax(-1)
+
+
 def accuracy(model: Any, exam: Exam) -> list[tuple[float, bool]]:
     """(depth, whether the answer is right) of each question.
 
@@ -178,10 +188,9 @@ def accuracy(model: Any, exam: Exam) -> list[tuple[float, bool]]:
     """
     if model.training:
         raise ValueError("exams are graded in evaluation mode: call model.eval() first.")
-    ids = torch.tensor([exam.ids], device=model.device)
+    ids = torch.tensor(exam.ids, device=model.device)
     places = torch.tensor([i for first, end in exam.answers for i in range(first, end)], device=model.device)
-    logits = model(ids, use_cache=False, logits_to_keep=places - 1).logits
-    hits = (logits[0].argmax(-1) == ids[0, places]).cpu().split([end - first for first, end in exam.answers])
+    hits = (predicted(model, ids, places) == ids[places]).cpu().split([end - first for first, end in exam.answers])
     return [(depth, bool(of_answer.all())) for depth, of_answer in zip(exam.depths, hits, strict=True)]
 
 

@@ -56,6 +56,7 @@ from harness import (
     load,
     logged,
     require,
+    short_texts_at_once,
     show,
     study_parser,
     train,
@@ -230,7 +231,12 @@ def measure(model: Any, tokenizer: Any, args: argparse.Namespace, target: int, p
         figures["asked"] = all_answered(model, tokenizer, within, parts)
         if args.short_data is not None:
             short = short_text(
-                model, tokenizer, data=args.short_data, limit=args.limit, batch_size=64, remember=parts.remember
+                model,
+                tokenizer,
+                data=args.short_data,
+                limit=args.limit,
+                batch_size=short_texts_at_once(model),
+                remember=parts.remember,
             )
             figures |= {"short": short.accuracy, "short_mean": short.mean, "short_scores": short.scores}
     return {**figures, "measure_seconds": time.perf_counter() - begin}

@@ -178,6 +178,11 @@ def load(folder: str | Path, attention: str | None = None) -> Any:
     return model.to(DEVICE)
 
 
+def short_texts_at_once(model: Any) -> int:
+    """Short texts that are read together: all logits of a batch are held in float32, three times."""
+    return min(64, 2**22 // int(model.config.get_text_config().vocab_size))
+
+
 def autocast(model: Any) -> torch.autocast:
     """bf16 products on a GPU, as in training."""
     return torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")

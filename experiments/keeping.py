@@ -40,7 +40,20 @@ from typing import Any
 import torch
 from datasets import Dataset
 from factor_results import searched_rescaling
-from harness import DEVICE, Line, Run, carry_out, chosen, load, logged, require, show, study_parser, train
+from harness import (
+    DEVICE,
+    Line,
+    Run,
+    carry_out,
+    chosen,
+    load,
+    logged,
+    require,
+    short_texts_at_once,
+    show,
+    study_parser,
+    train,
+)
 from keeping_arms import Arm, arms
 from keeping_evidence import train_on_evidence
 from keeping_plot import plot
@@ -331,7 +344,12 @@ def short_text_figures(model: Any, data: Data, args: argparse.Namespace) -> dict
     since = time.perf_counter()
     # through a chat template LAMBADA has no right answer from any model
     accuracies = short_text(
-        model, data.tokenizer, data=args.bench, limit=args.bench_limit, batch_size=64, chat_template="off"
+        model,
+        data.tokenizer,
+        data=args.bench,
+        limit=args.bench_limit,
+        batch_size=short_texts_at_once(model),
+        chat_template="off",
     )
     return {
         "accuracy": accuracies.accuracy,

@@ -5,20 +5,27 @@ from typing import Any
 
 import torch
 
+from rope_patch.eval.subject import Subject
+
 Batch = tuple[list[int], torch.Tensor]
-LOGITS = 2**28  # that a forward gives, at most, if it reads several texts: 1 GiB in float32
+LOGITS = 2**28  # that are held at once, at most, but for losses of one long text: 1 GiB in float32
 
 
 @torch.no_grad()
 def kl_from(native: Any, model: Any, texts: Iterable[Sequence[int]]) -> float:
     """KL(native || model) of next-token predictions in nats, mean over the tokens of `texts`, which are token ids."""
     texts = [list(text) for text in texts]
-    total = 0.0
-    for numbers, ids in padded(texts, native.config.get_text_config().vocab_size):
-        ids = ids.to(model.device)
-        log_p, log_q = (m(input_ids=ids).logits.float().log_softmax(-1) for m in (native, model))
-        of_tokens = (log_p.exp() * (log_p - log_q)).sum(-1)
-        total += sum(float(kl[: len(texts[k])].sum()) for k, kl in zip(numbers, of_tokens, strict=True))
+    subjects, total = [Subject(m) for m in (native, model)], 0.0
+    vocab_size = subjects[0].vocab_size
+    for numbers, ids in padded(texts, vocab_size):
+        lengths = torch.tensor([len(texts[k]) for k in numbers])
+        real = (torch.arange(ids.shape[1]) < lengths[:, None]).to(model.device)
+        states = (subject.hidden(ids.to(model.device))[real] for subject in subjects)
+        # one text may be long, and a vocabulary large
+        parts = (of_model.split(max(LOGITS // vocab_size, 1)) for of_model in states)
+        for of_tokens in zip(*parts, strict=True):
+            log_p, log_q = (s.log_probabilities(h) for s, h in zip(subjects, of_tokens, strict=True))
+            total += float((log_p.exp() * (log_p - log_q)).sum(-1).double().sum())
     return total / sum(map(len, texts))
 
 

@@ -13,7 +13,7 @@ With --matched noise and dropout are as strong as the skip: their KL before trai
 seed, is the skip's in the same rows (rpsd_far_match.py).
 
 Measured of the checkpoint in bf16, exams teacher-forced: within the window, at the row's length, and under YaRN on top
-of ABF at twice and four times that; loss by position at the row's length and at four times it; attention distance;
+of ABF at --factors times that; loss by position at the row's length and at the farthest; attention distance;
 short-text benchmarks, if --bench names a folder with them. A seed draws lessons, rows and views; exams are the same.
 One JSON line an arm and seed is added to --out, with every answer's mark. A run that is cut off goes on: what it had
 measured is in OUT.parts.jsonl, and what it trained in --checkpoints, where that is given.
@@ -44,6 +44,7 @@ from harness import (
     load,
     logged,
     require,
+    short_texts_at_once,
     show,
     study_parser,
 )
@@ -62,7 +63,6 @@ from rope_patch.special_tokens import SpecialTokens, cut_document
 from trl_ext.run_folder import write_whole
 
 QUESTIONS = 24  # of an exam
-FACTORS = (1, 2, 4)  # of YaRN on top of ABF; 1 is ABF alone
 FIELDS: dict[str, Any] = {
     "per_device_train_batch_size": 1,
     "gradient_checkpointing": True,
@@ -111,7 +111,7 @@ def sittings(tokenizer: Any, val: torch.Tensor, args: argparse.Namespace) -> dic
     """The exams of each factor of YaRN, length and kind, which all models sit."""
     begin = SpecialTokens.of(tokenizer).begin
     haystack = val[:, len(begin) :].flatten().tolist()
-    lengths = [(1, args.window), *((factor, factor * args.row) for factor in FACTORS)]
+    lengths = [(1, args.window), *((factor, factor * args.row) for factor in args.factors)]
     return {
         (factor, length, kind): sitting(kind, tokenizer, haystack, length, args.exams, args.keys, QUESTIONS, begin)
         for (factor, length), kind in itertools.product(lengths, KINDS)
@@ -182,7 +182,7 @@ def extend(
 def measure(folder: Path, data: Data, args: argparse.Namespace, parts: Parts) -> Line:
     """Everything that is measured of a checkpoint, but for what `parts` has."""
     figures: Line = {"exams": []}
-    for factor in FACTORS:
+    for factor in args.factors:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if DEVICE == "cuda" else None)
         model.to(DEVICE).eval()
         if factor > 1:
@@ -191,7 +191,7 @@ def measure(folder: Path, data: Data, args: argparse.Namespace, parts: Parts) ->
             if of_factor == factor:
                 graded = parts.get(f"{kind} {length} x{factor}", partial(marks, model, sat))
                 figures["exams"].append({"kind": kind, "length": length, "yarn": factor, "marks": graded})
-        if factor != 2:
+        if factor in (1, max(args.factors)):
             rows = data.val[: args.val_rows, : factor * args.row]
             figures[f"loss x{factor}"] = parts.get(f"loss x{factor}", partial(losses, model, rows, args))
         if factor == 1:
@@ -220,7 +220,9 @@ def short_text_of(model: Any, tokenizer: Any, args: argparse.Namespace) -> Line:
     """Accuracy over short benchmarks, sample by sample."""
     from rope_patch.eval import short_text
 
-    found = short_text(model, tokenizer, data=args.bench, limit=args.bench_limit, batch_size=64)
+    found = short_text(
+        model, tokenizer, data=args.bench, limit=args.bench_limit, batch_size=short_texts_at_once(model)
+    )
     return {"accuracy": found.accuracy, "scores": found.scores}
 
 
@@ -257,6 +259,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--matched", type=Path, help="file of strengths; found if it is not there")
     parser.add_argument("--exams", type=int, default=24, help="of each kind and length")
+    parser.add_argument(
+        "--factors", type=int, nargs="+", default=[1, 2, 4], help="of YaRN on top of ABF; 1, ABF alone, is needed"
+    )
     parser.add_argument("--val-rows", type=int, default=3)
     parser.add_argument("--bench", type=Path, help="folder with short-text benchmarks, see rope_patch.eval.short_text")
     parser.add_argument("--bench-limit", type=int, default=200, help="samples of each benchmark")
@@ -265,12 +270,14 @@ def main() -> None:
         show(args, tables, None)
         return
     require(parser, args, "model", "text", "held_out")
+    if 1 not in args.factors:
+        parser.error("--factors needs 1: attention and short text are measured under ABF alone")
     if args.bench:  # what is lacking is told before training
         require_lm_eval()
     names = chosen(parser, args, arms(args.row))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     documents = list(read_texts(args.text))
-    farthest = max(FACTORS) * args.row
+    farthest = max(args.factors) * args.row
     val = text_rows(tokenizer, read_texts(args.held_out), seq_len=farthest, n_rows=args.val_rows)
     data = Data(tokenizer, documents, val, sittings(tokenizer, val, args))
     if args.matched is not None and not args.matched.is_file() and {"noise", "dropout"} & set(names):

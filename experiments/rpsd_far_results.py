@@ -130,13 +130,16 @@ def _others(by_arm: dict[str, list[Run]]) -> str:
     first = next(iter(by_arm.values()))[0]
     row_end = first["loss x1"][-1]["end"]
     names = [f"loss {b['first']}-{b['end']}" for b in first["loss x1"]]
-    far = f"loss {row_end}-{first['loss x4'][-1]['end']}, YaRN 4x"
+    factor = max(yarn for _, _, yarn in cells_of(first))
+    end = factor * row_end
+    far = [f"loss {row_end}-{end}, YaRN {factor}x"] if factor > 1 else []
     lines = head(
-        ["arm", *names, far, "KL of two views", f"attention beyond {row_end // 4}", "short text", "seconds of training"]
+        ["arm", *names, *far, "KL of two views", f"attention beyond {row_end // 4}", "short text"]
+        + ["seconds of training"]
     )
     for arm, same in by_arm.items():
         row = [arm, *(spread([run["loss x1"][k]["loss"] for run in same], 3) for k in range(len(names)))]
-        row.append(spread([mean_of(run["loss x4"], row_end, run["loss x4"][-1]["end"]) for run in same], 3))
+        row += [spread([mean_of(run[f"loss x{factor}"], row_end, end) for run in same], 3)] if far else []
         for value, digits in ((kl, 4), (lambda run: far_attention(run, row_end // 4), 3), (short_text, 3)):
             known = [found for run in same if (found := value(run)) is not None]
             row.append(spread(known, digits) if known else "-")

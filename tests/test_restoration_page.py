@@ -250,8 +250,13 @@ def test_a_seed_that_was_trained_again_writes_almost_the_same(arms, first_asked)
         )
 
 
-# seeds that RULER was asked of, where one stands twice
-TRAINED_AGAIN = {"native": [0, 0], CONTROL: [0, 0, 1, 1, 2], "pi4 qkv": [0, 1, 1, 2], "pi4 qkv hidden": [0, 0, 0, 1, 1, 2]}
+# seeds that RULER was asked of, where one stands twice or more often
+TRAINED_AGAIN = {
+    "native": [0, 0],
+    CONTROL: [0, 0, 1, 1, 2],
+    "pi4 qkv": [0, 1, 1, 2],
+    "pi4 qkv hidden": [0, 0, 0, 1, 1, 2],
+}
 
 
 def test_ruler_within_the_window_is_that_of_its_files(first_asked, then_asked):

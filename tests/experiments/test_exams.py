@@ -2,13 +2,17 @@
 
 import random
 import re
+from functools import partial
 from types import SimpleNamespace
 
+import exams
 import pytest
 import torch
 from exams import KINDS, NEEDLES, accuracy, make_exam, needle_exam
 from support.characters import character_tokenizer
-from support.tiny import tiny
+from support.tiny import MIXED, SLIDING_WINDOW, VOCAB, gemma3, tiny
+
+from rope_patch.rotary import find_decoder
 
 SENTENCE = re.compile(r" The special magic number for (\S+) is: (\d+)\.")
 QUESTION = re.compile(r"What is the ?(\S*) special magic number for (\S+) mentioned in the text above\? It is: (\d+)\.")
@@ -44,24 +48,38 @@ def test_exams_depend_on_the_generator_alone():
 
 
 @pytest.mark.parametrize("wrong", [None, 0, 5])
-def test_an_answer_is_right_when_all_of_its_tokens_are(wrong):
+def test_an_answer_is_right_when_all_of_its_tokens_are(wrong, monkeypatch):
     _, made, _ = exam("multikey")
     right = torch.tensor(made.ids)
     if wrong is not None:
         right[made.answers[wrong][1] - 3] += 1
 
-    class Oracle:
-        device = torch.device("cpu")
-        training = False
+    def oracle(model, ids, places):
+        """The most probable token at each place is the one that `right` has there."""
+        assert ids.tolist() == made.ids
+        return right[places]
 
-        def __call__(self, ids, use_cache, logits_to_keep):
-            """The most probable token at each place is the one that `right` has behind it."""
-            assert ids.tolist() == [made.ids]
-            return SimpleNamespace(logits=torch.nn.functional.one_hot(right[logits_to_keep + 1], 5000)[None].float())
-
-    graded = accuracy(Oracle(), made)
+    monkeypatch.setattr(exams, "predicted", oracle)
+    graded = accuracy(SimpleNamespace(device="cpu", training=False), made)
     assert [d for d, _ in graded] == made.depths
     assert [ok for _, ok in graded] == [i != wrong for i in range(8)]
+
+
+@pytest.mark.parametrize("make", [tiny, gemma3, partial(tiny, "qwen3", **MIXED)], ids=["llama", "gemma3", "qwen3"])
+@torch.no_grad()
+def test_what_is_predicted_is_the_most_probable_token_of_the_model(make):
+    model = make().double()
+    ids = torch.randint(VOCAB, (6 * SLIDING_WINDOW,))
+    places = torch.tensor([1, 5, SLIDING_WINDOW, 3 * SLIDING_WINDOW + 1, len(ids) - 1])
+    expected = model(ids[None]).logits[0, places - 1].argmax(-1)
+    masks = []
+    for layer in find_decoder(model).layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    assert exams.predicted(model, ids, places).tolist() == expected.tolist()
+    begin = len(masks) - len(find_decoder(model).layers)
+    assert all(mask is None or mask.numel() < len(ids) for mask in masks[begin:])
 
 
 @pytest.mark.parametrize("kind", NEEDLES)

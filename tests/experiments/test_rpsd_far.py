@@ -59,7 +59,7 @@ def test_rows_and_exams_begin_as_the_tokenizer_begins_a_text(marked):
     tokenizer = beginning_tokenizer() if marked else character_tokenizer()
     begin = [tokenizer.bos_token_id] * marked
     row, room = 6000, 6000 - len(begin)
-    args = SimpleNamespace(row=row, window=5000, mix=0.5, keys=8, exams=2)
+    args = SimpleNamespace(row=row, window=5000, mix=0.5, keys=8, exams=2, factors=[1, 2, 4])
     documents = ["".join(random.Random(k).choices("abcdefgh ,.", k=4 * room + 7)) for k in range(8)]
     data = rpsd_far.Data(tokenizer, documents, torch.empty(0), {})
     rows = rpsd_far.rows_of(data, args, seed=3)["input_ids"]
@@ -103,7 +103,6 @@ def test_arms_are_taught_trained_and_measured_far(files, tmp_path, monkeypatch):
     model, train, val = files
     out, kept = tmp_path / "out.jsonl", tmp_path / "kept"
     monkeypatch.setattr(rpsd_far, "QUESTIONS", 4)
-    monkeypatch.setattr(rpsd_far, "FACTORS", (1, 2, 4))
     teach = '{"max_steps": 2, "per_device_train_batch_size": 1}'
     monkeypatch.setattr(
         "sys.argv",
@@ -153,7 +152,6 @@ def test_noise_and_dropout_are_trained_as_strong_as_matched(files, tmp_path, mon
     model, train, val = files
     out, strengths = tmp_path / "out.jsonl", tmp_path / "strengths.json"
     monkeypatch.setattr(rpsd_far, "QUESTIONS", 4)
-    monkeypatch.setattr(rpsd_far, "FACTORS", (1,))
     # flex attention has no backward on a CPU, and rows are short
     monkeypatch.setattr(rpsd_far, "load", lambda folder, attention=None: load(folder))
     teach = '{"max_steps": 2, "per_device_train_batch_size": 1}'
@@ -161,6 +159,7 @@ def test_noise_and_dropout_are_trained_as_strong_as_matched(files, tmp_path, mon
         "sys.argv",
         ["rpsd_far", str(model), "--text", str(train), "--held-out", str(val), "--taught", str(tmp_path / "taught")]
         + "--window 2048 --row 2200 --keys 8 --steps 2 --exams 2 --val-rows 1 --seeds 0 --arms noise dropout".split()
+        + ["--factors", "1"]
         + ["--teach", teach, "--out", str(out), "--matched", str(strengths)],
     )
     rpsd_far.main()
@@ -170,6 +169,16 @@ def test_noise_and_dropout_are_trained_as_strong_as_matched(files, tmp_path, mon
         assert kl == sorted(kl) and kl[0] > 0
     runs = [json.loads(line) for line in out.read_text().splitlines()]
     assert {run["arm"]: run["strength"] for run in runs} == found["strengths"]
+    assert "YaRN" not in results.tables(runs) and {max(results.cells_of(run))[1] for run in runs} == {2200}
+
+
+@pytest.mark.parametrize("factors", [["2", "4"], ["4"]])
+def test_abf_alone_is_always_measured(factors, monkeypatch, capsys):
+    arguments = ["rpsd_far", "model", "--text", "a", "--held-out", "b", "--factors", *factors]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit):
+        rpsd_far.main()
+    assert "--factors needs 1" in capsys.readouterr().err
 
 
 def test_intervals_are_paired_over_exams_and_seeds():
