@@ -220,9 +220,7 @@ def short_text_of(model: Any, tokenizer: Any, args: argparse.Namespace) -> Line:
     """Accuracy over short benchmarks, sample by sample."""
     from rope_patch.eval import short_text
 
-    found = short_text(
-        model, tokenizer, data=args.bench, limit=args.bench_limit, batch_size=short_texts_at_once(model)
-    )
+    found = short_text(model, tokenizer, data=args.bench, limit=args.bench_limit, batch_size=short_texts_at_once(model))
     return {"accuracy": found.accuracy, "scores": found.scores}
 
 
