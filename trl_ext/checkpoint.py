@@ -86,7 +86,8 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None) ->
     try:
         return AutoConfig.from_pretrained(name, revision=revision or "main")
     except OSError as error:
-        raise ValueError(f"{argument}: {name} is no folder with a checkpoint, and from the hub: {error}") from error
+        said = name if revision in (None, "main") else f"{name} at revision {revision}"
+        raise ValueError(f"{argument}: {said} is no folder with a checkpoint, and from the hub: {error}") from error
 
 
 def require_tokenizer(name: str, argument: str) -> None:

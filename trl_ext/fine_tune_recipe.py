@@ -26,6 +26,7 @@ from trl import (
 
 from rope_patch import describe
 from rope_patch.eval.report import require_writable
+from rope_patch.hub_revision import require_revision
 from rope_patch.model_card import read_runs
 
 from .checkpoint import require_checkpoint, require_no_adapter, require_tokenizer
@@ -250,11 +251,8 @@ def require_model(model: ModelConfig, revision: str | None = None) -> None:
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path must name the model, a hub id or the folder of a checkpoint.")
     require_no_adapter(model.model_name_or_path, "model_name_or_path")
-    if model.model_revision not in (None, "main") and Path(model.model_name_or_path).is_dir():
-        raise ValueError(
-            f"model_revision {model.model_revision} is of a model on the hub, and {model.model_name_or_path} is a "
-            "folder: leave it out, or name the model by its hub id."
-        )
+    if model.model_revision != "main":  # TRL's default
+        require_revision(model.model_revision, model.model_name_or_path, "model_revision")
     require_checkpoint(model.model_name_or_path, "model_name_or_path", revision or model.model_revision)
     require_tokenizer(model.model_name_or_path, "model_name_or_path")
     if model.use_peft:

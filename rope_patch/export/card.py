@@ -39,6 +39,7 @@ def write_export_card(
     config: Any,
     *,
     source: Path | None,
+    revision: str | None,
     target: str,
     figures: EvalFigures | None,
     has_tokenizer: bool,
@@ -52,6 +53,7 @@ def write_export_card(
         model: that was exported.
         config: the text config that was saved.
         source: folder of the checkpoint or adapter, None for a model in memory, whose record lies where it came from.
+        revision: of the model on the hub, where the user names one.
         target: the program that it is for.
         figures: of a report.
         has_tokenizer: whether the folder holds the tokenizer.
@@ -59,7 +61,8 @@ def write_export_card(
     """
     causal_lm = find_causal_lm(model)
     runs = read_runs(source if source is not None else causal_lm.config._name_or_path)
-    facts = facts_of(model, runs, is_adapter=False, rescalings=_rescalings(model, source, runs), config=config)
+    rescalings = _rescalings(model, source, runs)
+    facts = facts_of(model, runs, is_adapter=False, rescalings=rescalings, config=config, revision=revision)
     note = (("Attention factor", f"in the weights of the queries, for {target}"),) if folded else ()
     facts = replace(
         facts,

@@ -17,6 +17,7 @@ from ..adapter_watch import base_revision, require_no_decoder_in_adapters
 from ..attention.string_positions import string_in_force
 from ..checked_numbers import require_integer
 from ..files_beside import Source, copy_license, copy_tokenizer, tokenizer_files
+from ..hub_revision import require_revision
 from ..model_card import base_of_runs, read_runs
 from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
@@ -80,6 +81,7 @@ def export(
     window: int | None = None,
     report: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    revision: str | None = None,
 ) -> Exported:
     """Write a checkpoint that `target` serves with the logits that the model has here.
 
@@ -106,13 +108,16 @@ def export(
         tokenizer: folder or hub id that has the tokenizer's files, which are copied; None looks in `model` where it is
             a name, in the base model that an adapter names and of the revision that it names, then where the weights
             came from.
+        revision: branch, tag or commit of the model on the hub that `model` names or was loaded from, whose tokenizer
+            and license files go along and which the card names; None is "main". Of a model that was loaded at another
+            one give it: not every version of Transformers records the commit.
 
     Returns:
         Where it is, the command that serves it and the largest difference of logits.
 
     Raises:
         ValueError: a target that is not known or would serve this model wrong, weights that cannot be merged, are
-            missing or damaged or give no finite logits, or a report that is none.
+            missing or damaged or give no finite logits, a report that is none, or a revision of a folder.
         FileExistsError: there is something in `folder`.
         FileNotFoundError: no converter for llama.cpp, no such report, or no tokenizer where `tokenizer` names one.
         RuntimeError: the result is another model. Nothing is left in `folder`.
@@ -127,19 +132,21 @@ def export(
         raise ValueError(f"converter belongs to target 'llama.cpp', got {str(converter)!r} with target {target!r}.")
     model = model if isinstance(model, nn.Module) else os.path.expanduser(model)
     source = None if isinstance(model, nn.Module) else Path(model)
+    name = model if isinstance(model, str) else str(find_causal_lm(model).config._name_or_path)
+    require_revision(revision, name, "revision")
     report, tokenizer = (path if path is None else os.path.expanduser(path) for path in (report, tokenizer))
     figures = figures_of(report, source)
     if tokenizer is not None and not tokenizer_files(tokenizer):
         raise FileNotFoundError(f"tokenizer must name a folder or hub id with a tokenizer's files, got {tokenizer}.")
     out = Path(os.path.expanduser(folder))
     with whole_folder(out) as unfinished:
-        loaded = model if isinstance(model, nn.Module) else load(model)
+        loaded = model if isinstance(model, nn.Module) else load(model, revision)
         causal_lm, decoder = find_causal_lm(loaded), find_decoder(loaded)
         edits = _require_right(target, loaded, causal_lm, decoder)
         window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
-        sources = _sources(model, causal_lm)
+        sources = _sources(model, causal_lm, revision)
         has_tokenizer = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
         copy_license(dict.fromkeys([*sources, *_trained_from(sources)]), unfinished)  # each is asked once
         if chosen_converter is not None:
@@ -158,6 +165,7 @@ def export(
             loaded,
             config if causal_lm.config is decoder.config else config.get_text_config(decoder=True),
             source=source,
+            revision=revision,
             target=target,
             figures=figures,
             has_tokenizer=has_tokenizer,
@@ -340,12 +348,14 @@ def _require_convertible_tokenizer(folder: Path, model_type: str, has_tokenizer:
         require_known_tokenizer(model_type, tokenizer_json.read_text(encoding="utf-8"))
 
 
-def _sources(model: nn.Module | str | Path, causal_lm: Any) -> list[Source]:
+def _sources(model: nn.Module | str | Path, causal_lm: Any, revision: str | None) -> list[Source]:
     """Where the files beside the weights may lie: what the user names, its base, then where the weights came from."""
-    named: list[Source] = [] if isinstance(model, nn.Module) else [(str(model), None)]
+    named: list[Source] = [] if isinstance(model, nn.Module) else [(str(model), revision)]
     if named and (adapter := Path(named[0][0])).joinpath("adapter_config.json").is_file():
         named.append((base_of(adapter), revision_of_base(adapter)))
-    return [*named, (causal_lm.config._name_or_path, base_revision(causal_lm))]
+    # versions of Transformers that keep the commit of a model from the hub, which a branch may have left since
+    loaded = revision or base_revision(causal_lm) or getattr(causal_lm.config, "_commit_hash", None)
+    return [*named, (causal_lm.config._name_or_path, loaded)]
 
 
 def _trained_from(sources: list[Source]) -> list[Source]:

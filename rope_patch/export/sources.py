@@ -11,8 +11,12 @@ from ..sidecar import SIDECAR_NAME, require_no_lost_sidecar, require_no_named_ad
 from ..weights_in_parts import require_whole_weights
 
 
-def load(source: str | Path) -> nn.Module:
+def load(source: str | Path, revision: str | None = None) -> nn.Module:
     """The model in `source` on the CPU; for an adapter its base model with the adapter and the RoPE of its training.
+
+    Args:
+        source: folder or hub id.
+        revision: of a model on the hub, None for "main".
 
     Raises:
         OSError: there is none, adapters by name, or an adapter without its weights or the file that says its RoPE.
@@ -22,10 +26,10 @@ def load(source: str | Path) -> nn.Module:
     require_whole_weights(folder, "model")
     if not (folder / "adapter_config.json").is_file():
         if not folder.is_dir():
-            _require_no_adapter(str(source))
+            _require_no_adapter(str(source), revision)
         elif not (folder / "config.json").is_file():
             require_no_named_adapters(folder)
-        return load_checkpoint(source)
+        return load_checkpoint(source, revision=revision or "main")
     if not (folder / SIDECAR_NAME).is_file():
         require_no_lost_sidecar(folder)
     base = load_checkpoint(base_of(folder), revision=revision_of_base(folder))
@@ -57,10 +61,10 @@ def base_of(adapter: Path) -> str:
     return named
 
 
-def _require_no_adapter(name: str) -> None:
+def _require_no_adapter(name: str, revision: str | None) -> None:
     from transformers.utils import find_adapter_config_file
 
-    if find_adapter_config_file(name) is not None:
+    if find_adapter_config_file(name, revision=revision) is not None:
         raise ValueError(
             f"{name} is an adapter on the hub: download it with huggingface_hub.snapshot_download and name the folder."
         )

@@ -86,6 +86,7 @@ def facts_of(
     is_adapter: bool,
     rescalings: Sequence[Mapping[str, Any]],
     config: Any = None,
+    revision: str | None = None,
 ) -> CardFacts:
     """What is known of a model in memory.
 
@@ -95,10 +96,11 @@ def facts_of(
         is_adapter: whether its adapters are in the folder, and not the weights.
         rescalings: method and options of each that was applied since the base model.
         config: the text config that is saved, if it is another one than the model's.
+        revision: on the hub of a model that no training is recorded of, None for "main" or an adapter's.
     """
     causal_lm = find_causal_lm(model)
     of_adapters = base_revision(model)
-    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path, of_adapters)
+    base = base_of_runs(runs) or BaseModel.of(causal_lm.config._name_or_path, of_adapters or revision)
     recorded = of_adapters or ("" if base is None else base.revision)
     return CardFacts(
         base=base,

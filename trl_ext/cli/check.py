@@ -6,6 +6,7 @@ from typing import Any
 
 from ..checkpoint import require_checkpoint, require_no_adapter
 from .device import choose_device
+from .hub_revision import add_model_revision
 
 SHORTEST_ROW = 16
 
@@ -22,6 +23,7 @@ def add_commands(commands: Any) -> None:
     )
     check.set_defaults(run=run_check_command, output_dir=None)
     check.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
+    add_model_revision(check)
     check.add_argument(
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],
@@ -39,8 +41,11 @@ def run_check_command(args: argparse.Namespace) -> int:
     """Check a model; 1 if something is wrong with it."""
     if args.tokens < SHORTEST_ROW:
         raise ValueError(f"--tokens must be at least {SHORTEST_ROW}, got {args.tokens}.")
+    from rope_patch.hub_revision import require_revision
+
     require_no_adapter(args.model, "MODEL")
-    require_checkpoint(args.model, "MODEL")
+    require_revision(args.model_revision, args.model, "--model-revision")
+    require_checkpoint(args.model, "MODEL", args.model_revision)
     import torch
 
     from rope_patch import describe
@@ -75,5 +80,7 @@ def _loaded(args: argparse.Namespace, device: str) -> Any:
     hf_logging.set_verbosity_error()  # what a patch would tell of its own accord is no outcome of a check
     hf_logging.disable_progress_bar()
     logging.getLogger("rope_patch").setLevel(logging.ERROR)
-    model: Any = load_checkpoint(args.model, dtype=args.dtype, attn_implementation=args.attn)
+    model: Any = load_checkpoint(
+        args.model, dtype=args.dtype, revision=args.model_revision or "main", attn_implementation=args.attn
+    )
     return model.to(device).eval().requires_grad_(False)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .hub_revision import add_model_revision
 from .model_spec import ModelSpec
 
 TARGETS = ("transformers", "vllm", "sglang", "llama.cpp", "mlx")  # those of rope_patch.export, whose import is slow
@@ -24,6 +25,7 @@ def add_commands(commands: Any) -> None:
         help="hub id or folder of a checkpoint, folder of an adapter; behind @ a rescaling to apply first, e.g. "
         "my-model@ntk:factor=8",
     )
+    add_model_revision(export)
     export.add_argument("--output", type=Path, required=True, help="folder to write, new or empty")
     export.add_argument("--target", choices=TARGETS, default="transformers", help="default: %(default)s")
     export.add_argument(
@@ -75,24 +77,26 @@ def run_export(args: argparse.Namespace) -> int:
     from rope_patch.eval.report import require_writable
     from rope_patch.export.sources import base_of, revision_of_base
     from rope_patch.files_beside import tokenizer_files
+    from rope_patch.hub_revision import require_revision
     from rope_patch.weights_in_parts import require_whole_weights
 
     from ..checkpoint import ADAPTER_CONFIG, require_checkpoint
 
     spec = _rescaled(args.model)
     path = args.model if spec is None else spec.path
+    require_revision(args.model_revision, path, "--model-revision")
     require_whole_weights(path, "MODEL_OR_ADAPTER")
     is_adapter = (Path(path) / ADAPTER_CONFIG).is_file()
     if is_adapter:
         require_checkpoint(base_of(Path(path)), f"MODEL_OR_ADAPTER {path}", revision_of_base(Path(path)))
     else:
-        require_checkpoint(path, "MODEL_OR_ADAPTER")
+        require_checkpoint(path, "MODEL_OR_ADAPTER", args.model_revision)
     require_writable(next(path for path in (args.output, *args.output.absolute().parents) if path.exists()))
     tokenizer = args.tokenizer
     if tokenizer is None and spec is not None and is_adapter and tokenizer_files(path):
         tokenizer = path  # the loaded model says what its base is, and not that an adapter lies here
     done = export(
-        args.model if spec is None else spec.load("cpu", "auto"),
+        args.model if spec is None else spec.of_revision(args.model_revision).load("cpu", "auto"),
         args.output,
         target=args.target,
         converter=args.converter,
@@ -100,6 +104,7 @@ def run_export(args: argparse.Namespace) -> int:
         check=args.check,
         report=args.report,
         tokenizer=tokenizer,
+        revision=args.model_revision,
     )
     print(done)
     return 0

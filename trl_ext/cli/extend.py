@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .export import TARGETS
+from .hub_revision import add_model_revision
 from .rows import _shares
 
 
@@ -21,7 +22,7 @@ def add_commands(commands: Any) -> None:
     )
     extend.set_defaults(run=run_extend)
     extend.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint")
-    extend.add_argument("--model-revision", metavar="NAME", help="branch, tag or commit on the hub; default: main")
+    add_model_revision(extend)
     extend.add_argument("--to", type=int, required=True, metavar="N", help="the window that you want, in tokens")
     extend.add_argument(
         "--data",

@@ -1,11 +1,13 @@
 """The two commands that measure: what they take from the command line, and what they print."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .device import choose_device
+from .hub_revision import add_model_revision
 from .model_spec import NATIVE, ModelSpec
 from .parsing import unread
 
@@ -77,6 +79,14 @@ def add_commands(commands: Any) -> None:
         metavar="[LABEL=]PATH[@METHOD:OPTION=VALUE,...]",
         help="hub id, checkpoint or adapter, rescaled or not; may be repeated. The others are compared with the one "
         "labelled native, or else with the first",
+    )
+    evaluate.add_argument(
+        "--model-revision",
+        action="append",
+        default=[],
+        metavar="[LABEL=]NAME",
+        help="branch, tag or commit on the hub of the model with that label, or of the only one on the hub; may be "
+        "repeated; default: main",
     )
     evaluate.add_argument(
         "--report", type=Path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
@@ -155,6 +165,7 @@ def add_commands(commands: Any) -> None:
     )
     probe.set_defaults(run=run_probe, output_dir=None)
     probe.add_argument("--model", required=True, help="hub id, checkpoint or adapter")
+    add_model_revision(probe)
     probe.add_argument("--plot", type=Path, help="also draw loss by position as PLOT.png and PLOT.svg")
     _add_data(probe, rows=2)
 
@@ -181,6 +192,7 @@ def run_eval(args: argparse.Namespace) -> int:
     labels = [spec.label for spec in specs]
     if len(set(labels)) < len(labels):
         raise ValueError(f"labels must differ, got {', '.join(labels)}: name models as LABEL=PATH.")
+    specs = asked = _of_revisions(specs, args.model_revision)
     for spec in specs:
         spec.check()
     device, dtype = _device(args)
@@ -213,10 +225,10 @@ def run_eval(args: argparse.Namespace) -> int:
         _texts(args, length),
         plan,
         args.output_dir / "cache",
-        checkpoints={spec.label: spec.path for spec in specs if spec.is_checkpoint},
+        checkpoints={spec.label: spec.for_others for spec in specs if spec.is_checkpoint},
     )
     settings = {
-        **{f"model {label}": text for label, text in zip(labels, args.model, strict=True)},
+        **{f"model {spec.label}": _said(spec, text) for spec, text in zip(asked, args.model, strict=True)},
         "text": ", ".join(args.text) if args.text else "Python's standard library",
         "dtype": str(dtype).removeprefix("torch."),
         "held-out rows": f"{args.rows} of {length} tokens",
@@ -239,6 +251,35 @@ def run_eval(args: argparse.Namespace) -> int:
         print(sentence)
     print(f"\nReport: {page}")
     return 0
+
+
+def _said(spec: ModelSpec, text: str) -> str:
+    """A model as the command line names it, with its revision."""
+    return text if spec.model_revision is None else f"{text} at revision {spec.model_revision}"
+
+
+def _of_revisions(specs: list[ModelSpec], named: Sequence[str]) -> list[ModelSpec]:
+    """The models at the revisions of --model-revision, [LABEL=]NAME each.
+
+    Raises:
+        ValueError: a label of no model, one without a label where several models are on the hub, or a second one.
+    """
+    labels, found = [spec.label for spec in specs], {spec.label: spec for spec in specs}
+    of_hub = [spec.label for spec in specs if not Path(spec.path).is_dir()]
+    for text in named:
+        label, equals, revision = text.partition("=")
+        if not equals:
+            if len(of_hub) != 1 and len(specs) > 1:
+                raise ValueError(
+                    f"--model-revision {text}: of which model? Name it as LABEL=NAME, one of {', '.join(labels)}."
+                )
+            label, revision = (of_hub or labels)[0], text
+        if label not in found:
+            raise ValueError(f"--model-revision {text}: no model is labelled {label}, only {', '.join(labels)}.")
+        if found[label].model_revision is not None:
+            raise ValueError(f"--model-revision must name one revision of {label}, got a second one, {revision}.")
+        found[label] = found[label].of_revision(revision)
+    return [found[label] for label in labels]
 
 
 def _require_recomputable_attention(specs: list[ModelSpec]) -> None:
@@ -293,7 +334,7 @@ def _require_one_tokenizer(specs: list[ModelSpec], tokenizer: Any, *, chat: bool
 def run_probe(args: argparse.Namespace) -> int:
     """`rope-patch probe`."""
     _require_positive(args)
-    spec = ModelSpec.parse(args.model)
+    spec = ModelSpec.parse(args.model).of_revision(args.model_revision)
     if spec.method not in (None, NATIVE):
         raise ValueError(
             f"--model: probe looks at a model as it is, beside a YaRN of its own: leave out @{spec.method} and what "

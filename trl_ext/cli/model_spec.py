@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,25 @@ class ModelSpec:
         method: rescaling to apply after loading, on top of the one that an adapter was trained with; NATIVE for an
             adapter of unknown RoPE that was trained with the checkpoint's; or None.
         options: of the rescaling.
+        model_revision: branch, tag or commit of `path` on the hub; None is "main".
     """
 
     label: str
     path: str
     method: str | None
     options: dict[str, Any]
+    model_revision: str | None = None
+
+    def of_revision(self, revision: str | None) -> "ModelSpec":
+        """The same model at a revision on the hub, None for "main".
+
+        Raises:
+            ValueError: `path` is a folder, or the revision is empty.
+        """
+        from rope_patch.hub_revision import require_revision
+
+        require_revision(revision, self.path, "--model-revision")
+        return replace(self, model_revision=revision)
 
     @classmethod
     def parse(cls, text: str) -> "ModelSpec":
@@ -78,12 +91,21 @@ class ModelSpec:
         """Of `checkpoint` on the hub: the base model may have changed there since the adapter was trained."""
         from rope_patch.export.sources import revision_of_base
 
-        return revision_of_base(Path(self.path)) if self.is_adapter else "main"
+        return revision_of_base(Path(self.path)) if self.is_adapter else self.model_revision or "main"
 
     @property
     def is_checkpoint(self) -> bool:
         """Whether `path` alone is the model: no adapter, and no rescaling after loading."""
         return not self.is_adapter and self.method is None
+
+    @property
+    def for_others(self) -> str:
+        """What another program loads: `path` or, of a revision, where it is in the cache, at least its config."""
+        if self.model_revision is None:
+            return self.path
+        from transformers.utils import cached_file
+
+        return str(Path(str(cached_file(self.path, "config.json", revision=self.model_revision))).parent)
 
     def config(self) -> Any:
         """Of the checkpoint; that of its text model where there are several.

@@ -8,6 +8,7 @@ from typing import Any
 from ..rows.row import KINDS, Kind
 from ..rows.row_file import contents, require_row_file, write_rows
 from .device import choose_device
+from .hub_revision import add_model_revision
 from .parsing import unread
 
 _OF_KINDS: dict[str, tuple[Kind, ...]] = {
@@ -43,6 +44,7 @@ def add_commands(commands: Any) -> None:
     )
     rows.set_defaults(run=run_rows, output_dir=None)
     rows.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint or an adapter, not extended")
+    add_model_revision(rows)
     rows.add_argument("--output", type=Path, required=True, help="file to write, .jsonl or .jsonl.xz")
     rows.add_argument(
         "--text",
@@ -116,7 +118,7 @@ def run_rows(args: argparse.Namespace) -> int:
             setattr(args, name, default)
     if {"text", "questions"} & counts.keys() and not args.text:
         raise ValueError("--text must name files, as --shares asks for text or questions.")
-    spec = ModelSpec(Path(args.model).name, args.model, None, {})
+    spec = ModelSpec(Path(args.model).name, args.model, None, {}).of_revision(args.model_revision)
     spec.check()
     length = args.length or spec.trained_window()
     if length is None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from rope_patch import describe
 from rope_patch.attention.windowed import BLOCK
 from rope_patch.checkpoints import load_checkpoint
+from rope_patch.hub_revision import require_revision
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
@@ -59,13 +60,7 @@ class ModelFacts:
             ValueError: no such model or revision, a revision of a folder, a model without RoPE, window or tokenizer, an
                 adapter, or a model that is rescaled already.
         """
-        if revision is not None and Path(name).is_dir():
-            raise ValueError(
-                f"--model-revision {revision} is of a model on the hub, and {name} is a folder: leave it out, or name "
-                "the model by its hub id."
-            )
-        if revision == "":
-            raise ValueError("--model-revision must name a branch, tag or commit on the hub, got an empty name.")
+        require_revision(revision, name, "--model-revision")
         if (Path(name) / "adapter_config.json").is_file():
             raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
         require_folder_or_id(name, "MODEL")

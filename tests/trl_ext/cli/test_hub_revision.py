@@ -1,0 +1,180 @@
+"""Every command that takes a model takes a revision of it on the hub: weights, config, tokenizer and what is said."""
+
+import json
+
+import pytest
+import torch
+from support.characters import CHARACTERS, character_tokenizer
+from support.hub import publish, use_cache
+from support.tiny import tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_patch import export
+from trl_ext import cli
+from trl_ext.cli.model_spec import ModelSpec
+
+WINDOWS = {"v1": 96, "main": 160}
+
+
+def written_by(name):
+    """A function that writes a model whose window, norm and tokenizer tell its revision."""
+
+    def write(folder):
+        model = tiny(vocab_size=CHARACTERS, max_position_embeddings=WINDOWS[name])
+        model.model.norm.weight.data.fill_(WINDOWS[name] / 64)
+        model.save_pretrained(folder)
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = f"{{# {name} #}}{{{{ messages[0]['content'] }}}}"
+        tokenizer.save_pretrained(folder)
+
+    return write
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where one is, beside a hub with owner/base and owner/other, each with v1 and main."""
+    use_cache(monkeypatch, tmp_path / "hub")
+    for repository in ("owner/base", "owner/other"):
+        publish(tmp_path / "hub", repository, **{name: written_by(name) for name in WINDOWS})
+    written_by("main")(tmp_path / "local")
+    (tmp_path / "text.txt").write_text("It was a dark night. Who was there? " * 90)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def revision_in(folder):
+    """Which one a checkpoint is of, in all of its files."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    (name,) = (name for name in WINDOWS if f"# {name} #" in tokenizer.chat_template)
+    assert torch.all(model.model.norm.weight == WINDOWS[name] / 64)
+    return name, model.config.max_position_embeddings
+
+
+@pytest.mark.parametrize("revision", ["v1", "0" * 40])
+@pytest.mark.parametrize(
+    "rescaled", ["", pytest.param("@yarn:factor=2", marks=pytest.mark.slow)], ids=["as it is", "rescaled"]
+)
+def test_an_export(rescaled, revision, folder):
+    command = ["export", f"owner/base{rescaled}", "--model-revision", revision, "--output", "out"]
+    assert cli.main(command) == 0
+    assert revision_in("out") == ("v1", 192 if rescaled else 96)
+    said = f"[owner/base](https://huggingface.co/owner/base) at revision `{revision}`"
+    assert said in (folder / "out/README.md").read_text()
+
+
+def test_an_export_without_a_revision_is_of_the_newest(folder):
+    assert cli.main(["export", "owner/base", "--output", "out", "--no-check"]) == 0
+    assert revision_in("out") == ("main", 160)
+    assert "at revision" not in (folder / "out/README.md").read_text()
+
+
+def test_a_loaded_model_goes_with_the_tokenizer_of_the_commit_that_it_is_of(folder):
+    model = AutoModelForCausalLM.from_pretrained("owner/base", revision="v1")
+    if not hasattr(model.config, "_commit_hash"):  # newer versions of Transformers record none
+        model.config._commit_hash = "0" * 40
+    export(model, "out", check=False)
+    assert revision_in("out") == ("v1", 96)
+    model.config._commit_hash = None
+    export(model, "said", check=False, revision="v1")
+    assert revision_in("said") == ("v1", 96) and "at revision `v1`" in (folder / "said/README.md").read_text()
+
+
+def test_a_check(folder, monkeypatch, capsys):
+    monkeypatch.setattr("rope_patch.model_checks.CHECKS", {})
+    for revision, window in (("v1", 96), ("main", 160)):
+        assert cli.main(["check", "owner/base", "--model-revision", revision, "--tokens", "16"]) == 0
+        assert f"trained window {window} positions" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_probe(folder, capsys):
+    arguments = ["--length", "400", "--rows", "1", "--text", "text.txt", "--device", "cpu"]
+    assert cli.main(["probe", "--model", "owner/base", "--model-revision", "v1", *arguments]) == 0
+    assert "within the 96 positions that its config names" in capsys.readouterr().out
+
+
+def test_rows(folder):
+    arguments = ["--text", "text.txt", "--rows", "2", "--shares", "text=1", "--short", "0", "--output", "rows.jsonl"]
+    assert cli.main(["rows", "owner/base", "--model-revision", "v1", *arguments]) == 0
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [len(row["input_ids"]) for row in rows] == [96, 96]
+
+
+EVAL = ["--cliff", "--length", "300", "--rows", "1", "--text", "text.txt", "--device", "cpu", "--report", "report"]
+
+
+def evaluated(folder, *arguments):
+    """Settings of the report, and the loss of each model."""
+    assert cli.main(["eval", *arguments, *EVAL]) == 0
+    stored = json.loads((folder / "report/results.json").read_text())
+    losses = {label: sum(curve["loss"][1:]) for label, curve in stored["results"]["cliff"].items()}
+    return stored["settings"], losses
+
+
+def test_eval_of_one_model(folder):
+    settings, losses = evaluated(folder, "--model", "owner/base", "--model-revision", "v1")
+    assert settings["model base"] == "owner/base at revision v1" and settings["window"].startswith("96 positions")
+    assert losses != evaluated(folder, "--model", "owner/base")[1]
+
+
+def test_eval_of_two_revisions_and_a_folder(folder):
+    models = ["--model", "old=owner/base", "--model", "new=owner/base", "--model", "here=local"]
+    settings, losses = evaluated(folder, *models, "--model-revision", "old=v1")
+    assert [settings[f"model {label}"] for label in ("old", "new", "here")] == [
+        "old=owner/base at revision v1", "new=owner/base", "here=local",
+    ]  # fmt: skip
+    assert losses["old"] != losses["new"] == losses["here"]
+
+
+def test_what_vllm_loads_is_of_the_revision(folder):
+    spec = ModelSpec.parse("owner/base")
+    assert spec.for_others == "owner/base"
+    assert revision_in(spec.of_revision("v1").for_others) == ("v1", 96)
+
+
+def test_without_a_label_it_is_that_of_the_only_model_on_the_hub(folder):
+    settings, losses = evaluated(folder, "--model", "local", "--model", "owner/base", "--model-revision", "v1")
+    assert settings["model base"] == "owner/base at revision v1" and losses["local"] != losses["base"]
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["export", "local", "--output", "out"], "--model-revision v1 is of a model on the hub, and local is a folder"),
+        (["export", "local@pi:factor=2", "--output", "out"], "and local is a folder: leave it out"),
+        (["check", "local"], "and local is a folder"),
+        (["probe", "--model", "local"], "and local is a folder"),
+        (["rows", "local", "--output", "rows.jsonl", "--text", "text.txt"], "and local is a folder"),
+        (["eval", "--model", "local"], "and local is a folder"),
+        (["eval", "--model", "owner/base", "--model", "owner/other"], "of which model? Name it as LABEL=NAME, one of"),
+        (["eval", "--model", "owner/base", "--model-revision", "base=v1"], "one revision of base, got a second one"),
+        (["eval", "--model", "owner/base", "--model-revision", "bse=v1"], "no model is labelled bse, only base"),
+        (["export", "owner/base", "--output", "out", "--model-revision", ""], "must name a branch, tag or commit"),
+        (
+            ["export", "owner/base", "--output", "out", "--model-revision", "v3"],
+            "owner/base at revision v3 is no folder with a checkpoint, and",
+        ),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else "",
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(command, why, folder, monkeypatch, capsys):
+    def fail(*_, **__):
+        pytest.fail("loaded")
+
+    monkeypatch.setattr(ModelSpec, "load", fail)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    name, *rest = command
+    assert cli.main([name, *(["--model-revision", "v1", *rest] if "bse=v1" not in rest else rest)]) == 2
+    assert why in capsys.readouterr().err
+    assert not (folder / "out").exists() and not (folder / "rows.jsonl").exists()
+
+
+def test_a_revision_of_a_model_that_is_not_of_the_hub_is_refused(folder):
+    with pytest.raises(ValueError, match="revision v1 is of a model on the hub, and local is a folder: leave it out"):
+        export("local", "out", revision="v1")
+    for model, why in (
+        (AutoModelForCausalLM.from_pretrained("local"), "local is a folder"),
+        (tiny(), "this one was loaded from nowhere"),
+    ):
+        with pytest.raises(ValueError, match=f"revision v1 is of a model on the hub, and {why}"):
+            export(model, "out", revision="v1")
+    assert not (folder / "out").exists()
