@@ -44,6 +44,8 @@ def require_folder_or_id(name: str, argument: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    if not name:  # Path("") is the folder that one is in
+        raise ValueError(f"{argument} must be a hub id or the folder of a checkpoint, got an empty name.")
     folder = Path(name)
     if folder.is_dir():
         return

@@ -333,7 +333,7 @@ def _write(causal_lm: Any, config: Any, edits: dict[str, Edit], folder: Path, sh
     writer = ShardWriter(folder, shard_bytes)
     with logging.tqdm(total=config.get_text_config(decoder=True).num_hidden_layers, desc="Writing layers") as bar:
         for group in by_layer(final_weights(causal_lm, _compute_dtype(causal_lm), _tied_names(causal_lm))):
-            edited = {name: edits.get(name, _as_is)(tensor) for name, tensor in group.items()}
+            edited = {name: _no_nan(edits.get(name, _as_is)(tensor), name) for name, tensor in group.items()}
             for name, tensor in revert_weight_conversion(causal_lm, edited).items():
                 writer.add(name, tensor)
             bar.update(len(group) > 1)
@@ -362,6 +362,12 @@ def _trained_from(sources: list[Source]) -> list[Source]:
     """The model on the hub that training began with, where the record beside a source names one."""
     bases = [base for source, _ in sources if (base := base_of_runs(read_runs(source))) is not None]
     return [(base.name, base.revision or None) for base in bases if base.is_on_hub]
+
+
+def _no_nan(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if tensor.is_floating_point() and tensor.isnan().any():
+        raise ValueError(f"{name} has values that are no numbers (NaN): training has diverged, or a file is damaged.")
+    return tensor
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:

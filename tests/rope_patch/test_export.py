@@ -84,6 +84,9 @@ def test_a_model_that_computes_no_finite_logits_is_refused(tmp_path):
     with pytest.raises(ValueError, match="own logits .* are not finite: .* overflow in torch.float32.*--no-check"):
         export(model, tmp_path / "out", check=True)
     assert left_behind(tmp_path) == []
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.down_proj.weight has values that are no numbers \(NaN\)"):
+        export(model, tmp_path / "out", check=False)
+    assert left_behind(tmp_path) == []
 
 
 def test_a_model_that_nobody_rescaled_gets_both_forms_too(tmp_path):

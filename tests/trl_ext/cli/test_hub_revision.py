@@ -168,6 +168,22 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(command, why, folde
     assert not (folder / "out").exists() and not (folder / "rows.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["export", "", "--output", "out"],
+        ["check", ""],
+        ["rows", "", "--output", "rows.jsonl", "--text", "text.txt"],
+        ["extend", "", "--to", "512", "--data", "../text.txt", "--output", "out"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_empty_name_is_not_the_folder_that_one_is_in(command, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder / "local")
+    assert cli.main(command) == 2
+    assert "must be a hub id or the folder of a checkpoint, got an empty name" in capsys.readouterr().err
+
+
 def test_a_revision_of_a_model_that_is_not_of_the_hub_is_refused(folder):
     with pytest.raises(ValueError, match="revision v1 is of a model on the hub, and local is a folder: leave it out"):
         export("local", "out", revision="v1")
