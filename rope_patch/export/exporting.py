@@ -48,7 +48,8 @@ class Exported:
         target: the program that it is for.
         command: that serves it.
         largest_difference: of the logits to those of the model, in a process without this package; None if not checked.
-        checked_tokens: in the row of that comparison.
+        checked_tokens: in the rows of that comparison.
+        checked_to: position that they reach, where the model takes positions the last one of the window.
         folded: whether an attention factor was folded into the weights.
     """
 
@@ -57,6 +58,7 @@ class Exported:
     command: str
     largest_difference: float | None
     checked_tokens: int
+    checked_to: int
     folded: bool
 
     def __str__(self) -> str:
@@ -64,7 +66,7 @@ class Exported:
             "not checked"
             if self.largest_difference is None
             else f"loaded without this package, logits differ by {self.largest_difference:.2g} at most "
-            f"(a row of {self.checked_tokens} tokens)"
+            f"(rows of {self.checked_tokens} tokens, to position {self.checked_to})"
         )
         folded = ", the attention factor folded into the weights" if self.folded else ""
         return f"{self.folder}: for {self.target}{folded}; {checked}.\nServe it with: {self.command}"
@@ -176,7 +178,8 @@ def export(
         target,
         PROGRAMS[target](out, window),
         difference,
-        0 if reference is None else reference.ids.shape[1],
+        0 if reference is None else reference.n_tokens,
+        0 if reference is None else reference.last,
         bool(edits),
     )
 

@@ -1,4 +1,9 @@
-"""Loading an exported checkpoint in a process that has never seen this package, and comparing its logits."""
+"""Loading an exported checkpoint in a process that has never seen this package, and comparing its logits.
+
+A row of random tokens is read twice: where it begins a text, and with its second half at the end of the window, so that
+far distances are compared too, and what a rescaling does to long texts alone. A mask goes with these positions: without
+one Transformers takes a gap for the beginning of another text.
+"""
 
 import subprocess
 import sys
@@ -9,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 TOKENS = 512
 """Longest row that is compared."""
@@ -21,13 +29,16 @@ _TOLERANCE_HALF = 0.25
 _CODE = """
 import sys
 import torch, transformers
-folder, row, result, architecture, attention, device = sys.argv[1:]
+folder, rows, result, architecture, attention, device = sys.argv[1:]
 model = getattr(transformers, architecture).from_pretrained(folder, dtype="auto", attn_implementation=attention)
-ids = torch.load(row).to(device)
+model.eval().to(device)
 with torch.no_grad():
-    logits = model.eval().to(device)(input_ids=ids, use_cache=False).logits[0, -%d:]
+    logits = [
+        model(**{name: x.to(device) for name, x in row.items()}, use_cache=False).logits[0, -%d:].float().cpu()
+        for row in torch.load(rows)
+    ]
 assert "rope_patch" not in sys.modules
-torch.save(logits.float().cpu(), result)
+torch.save(logits, result)
 """
 
 
@@ -36,14 +47,21 @@ class Reference:
     """What a model says to a row of random tokens.
 
     Args:
-        ids: [1, n_tokens].
-        logits: of the last tokens, float32, [kept, vocabulary], on the CPU.
+        rows: inputs of the model, with `input_ids` [1, n_tokens]; a far row, if there is one, in front.
+        logits: of the last tokens of each, float32, [kept, vocabulary], on the CPU.
         device: that they were computed on.
+        last: position of the farthest token.
     """
 
-    ids: torch.Tensor
-    logits: torch.Tensor
+    rows: list[dict[str, torch.Tensor]]
+    logits: list[torch.Tensor]
     device: str
+    last: int
+
+    @property
+    def n_tokens(self) -> int:
+        """In a row."""
+        return self.rows[0]["input_ids"].shape[1]
 
 
 @torch.no_grad()
@@ -56,21 +74,43 @@ def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference
     n_tokens = TOKENS if window is None else min(TOKENS, window)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, n_tokens), generator=generator)
+    near = {"input_ids": torch.randint(config.vocab_size, (1, n_tokens), generator=generator)}
+
+    def logits_of(row: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {name: tensor.to(device) for name, tensor in row.items()}
+        logits: torch.Tensor = model(**inputs, use_cache=False).logits
+        return logits[0, -_KEPT:].float().cpu()
+
+    rows, logits = [near], []
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        logits = model(input_ids=ids.to(device), use_cache=False).logits[0, -_KEPT:].float().cpu()
+        if window is not None and window > n_tokens:
+            far = _at_both_ends(near, window)
+            try:
+                # before the near row, after which a table of frequencies that grows is what it was
+                logits, rows = [logits_of(far)], [far, near]
+            except (TypeError, ValueError, RuntimeError, IndexError):
+                logger.info("%s takes no positions: near ones alone are compared.", type(model).__name__)
+        logits.append(logits_of(near))
     finally:
         for module in training:
             module.training = True
-    if not logits.isfinite().all():
+    if not all(of_row.isfinite().all() for of_row in logits):
         raise ValueError(
             f"the model's own logits for a row of {n_tokens} random tokens are not finite: its weights are not finite, "
             f"as after a training that has diverged, or its numbers overflow in {next(model.parameters()).dtype}. "
             "Export an earlier checkpoint, or without the check (--no-check, or check=False in Python)."
         )
-    return Reference(ids, logits, str(device))
+    return Reference(rows, logits, str(device), (n_tokens if len(rows) == 1 else window) - 1)  # type: ignore[operator]
+
+
+def _at_both_ends(row: dict[str, torch.Tensor], window: int) -> dict[str, torch.Tensor]:
+    """The row with its first half at the beginning of the window, and its second half at the end."""
+    n_tokens = row["input_ids"].shape[1]
+    positions = torch.arange(n_tokens)
+    positions[n_tokens // 2 :] += window - n_tokens
+    return {**row, "position_ids": positions[None], "attention_mask": torch.ones(1, n_tokens, dtype=torch.int64)}
 
 
 def require_same_logits(folder: Path, causal_lm: Any, reference: Reference) -> float:
@@ -80,12 +120,12 @@ def require_same_logits(folder: Path, causal_lm: Any, reference: Reference) -> f
         RuntimeError: the checkpoint cannot be loaded, or is another model.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        row, result = Path(scratch) / "ids.pt", Path(scratch) / "logits.pt"
-        torch.save(reference.ids, row)
+        rows, result = Path(scratch) / "rows.pt", Path(scratch) / "logits.pt"
+        torch.save(reference.rows, rows)
         # the other process runs in a folder of its own
         arguments = [
             folder.resolve(),
-            row,
+            rows,
             result,
             type(causal_lm).__name__,
             causal_lm.config._attn_implementation,
@@ -97,8 +137,9 @@ def require_same_logits(folder: Path, causal_lm: Any, reference: Reference) -> f
         if done.returncode:
             raise RuntimeError(f"the exported checkpoint could not be loaded in another process: {done.stderr[-2000:]}")
         logits = torch.load(result)
-    difference = (logits - reference.logits).abs().max().item()
-    spread = reference.logits.std().item()
+    pairs = zip(logits, reference.logits, strict=True)
+    difference = torch.stack([(found - expected).abs().max() for found, expected in pairs]).max().item()
+    spread = min(expected.std().item() for expected in reference.logits)
     is_exact = causal_lm.dtype == torch.float32 and getattr(causal_lm, "hf_quantizer", None) is None
     tolerance = _TOLERANCE if is_exact else _TOLERANCE_HALF
     if not difference <= tolerance * spread:  # also where it is NaN
