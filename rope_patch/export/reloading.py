@@ -90,6 +90,8 @@ def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference
             try:
                 # before the near row, after which a table of frequencies that grows is what it was
                 logits, rows = [logits_of(far)], [far, near]
+            except torch.OutOfMemoryError:
+                raise
             except (TypeError, ValueError, RuntimeError, IndexError):
                 logger.info("%s takes no positions: near ones alone are compared.", type(model).__name__)
         logits.append(logits_of(near))
