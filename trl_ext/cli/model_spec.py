@@ -24,6 +24,7 @@ class ModelSpec:
             adapter of unknown RoPE that was trained with the checkpoint's; or None.
         options: of the rescaling.
         model_revision: branch, tag or commit of `path` on the hub; None is "main".
+        argument: what the user gave it as, for messages.
     """
 
     label: str
@@ -31,6 +32,7 @@ class ModelSpec:
     method: str | None
     options: dict[str, Any]
     model_revision: str | None = None
+    argument: str = "--model"
 
     def of_revision(self, revision: str | None) -> "ModelSpec":
         """The same model at a revision on the hub, None for "main".
@@ -117,13 +119,13 @@ class ModelSpec:
 
         if self.method == NATIVE and (Path(self.path) / SIDECAR_NAME).is_file():
             raise ValueError(
-                f"--model {self.path}@{NATIVE}: {SIDECAR_NAME} in it says what RoPE the adapter was trained with. "
-                f"Leave @{NATIVE} out."
+                f"{self.argument} {self.path}@{NATIVE}: {SIDECAR_NAME} in it says what RoPE the adapter was trained "
+                f"with. Leave @{NATIVE} out."
             )
         return self._whole_config().get_text_config(decoder=True)
 
     def _whole_config(self) -> Any:
-        argument = f"--model {self.path}" if self.is_adapter else "--model"
+        argument = f"{self.argument} {self.path}" if self.is_adapter else self.argument
         return require_checkpoint(self.checkpoint, argument, self.revision)
 
     def twin(self) -> Any:
@@ -158,7 +160,7 @@ class ModelSpec:
         try:
             import peft  # noqa: F401
         except ImportError as error:
-            raise ImportError(f"--model {self.path} is an adapter: pip install 'rope-patch[peft]'.") from error
+            raise ImportError(f"{self.argument} {self.path} is an adapter: pip install 'rope-patch[peft]'.") from error
 
     def _require_known_rope(self) -> None:
         from rope_patch.sidecar import SIDECAR_NAME
@@ -204,7 +206,7 @@ class ModelSpec:
         from transformers import AutoTokenizer
 
         source, revision = self.tokenizer_source
-        require_tokenizer(source, "--model")
+        require_tokenizer(source, self.argument)
         return AutoTokenizer.from_pretrained(source, revision=revision)
 
 

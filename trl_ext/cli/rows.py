@@ -118,7 +118,7 @@ def run_rows(args: argparse.Namespace) -> int:
             setattr(args, name, default)
     if {"text", "questions"} & counts.keys() and not args.text:
         raise ValueError("--text must name files, as --shares asks for text or questions.")
-    spec = ModelSpec(Path(args.model).name, args.model, None, {}).of_revision(args.model_revision)
+    spec = ModelSpec(Path(args.model).name, args.model, None, {}, argument="MODEL").of_revision(args.model_revision)
     spec.check()
     length = args.length or spec.trained_window()
     if length is None:

@@ -132,7 +132,7 @@ TEXT = ["--text", "books.jsonl"]
         (["instruct", *TEXT, "--batch-size", "0"], "--batch-size must be at least 1, got 0."),
         (["instruct", *TEXT, "--max-reply-tokens", "0"], "--max-reply-tokens must be at least 1, got 0."),
         (["instruct", "--text", "none.txt"], "there is no text file none.txt."),
-        (["nothing", *TEXT], "there is no folder nothing, and a hub id has"),
+        (["nothing", *TEXT], "MODEL: there is no folder nothing, and a hub id has"),
     ],
 )
 def test_what_cannot_be_made_is_told_before_a_model_is_loaded(arguments, message, folder, monkeypatch, capsys):
