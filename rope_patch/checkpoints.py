@@ -17,20 +17,21 @@ from .sidecar import SIDECAR_NAME
 _SHOWN = 3  # names of weights in a message
 
 
-def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str = "main", **options: Any) -> Any:
+def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str | None = None, **options: Any) -> Any:
     """The model of a checkpoint, every weight of which is from its files: Transformers draws others at random.
 
     Args:
         name: folder or hub id.
         dtype: of the weights, as `from_pretrained` takes it.
-        revision: on the hub.
+        revision: on the hub, None for "main".
         **options: of `from_pretrained`.
 
     Raises:
         OSError: there is none.
         ValueError: a weight is missing, or of another shape than the config says, or a file is damaged.
     """
-    from_pretrained = partial(AutoModelForCausalLM.from_pretrained, name, dtype=dtype, revision=revision, **options)
+    options["revision"] = revision or "main"
+    from_pretrained = partial(AutoModelForCausalLM.from_pretrained, name, dtype=dtype, **options)
     return require_whole(name, from_pretrained)
 
 

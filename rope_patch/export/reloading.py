@@ -81,7 +81,7 @@ def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference
         logits: torch.Tensor = model(**inputs, use_cache=False).logits
         return logits[0, -_KEPT:].float().cpu()
 
-    rows, logits = [near], []
+    rows, logits, last = [near], [], n_tokens - 1
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -89,7 +89,7 @@ def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference
             far = _at_both_ends(near, window)
             try:
                 # before the near row, after which a table of frequencies that grows is what it was
-                logits, rows = [logits_of(far)], [far, near]
+                logits, rows, last = [logits_of(far)], [far, near], window - 1
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, RuntimeError, IndexError):
@@ -104,7 +104,7 @@ def reference_of(model: nn.Module, config: Any, window: int | None) -> Reference
             f"as after a training that has diverged, or its numbers overflow in {next(model.parameters()).dtype}. "
             "Export an earlier checkpoint, or without the check (--no-check, or check=False in Python)."
         )
-    return Reference(rows, logits, str(device), (n_tokens if len(rows) == 1 else window) - 1)  # type: ignore[operator]
+    return Reference(rows, logits, str(device), last)
 
 
 def _at_both_ends(row: dict[str, torch.Tensor], window: int) -> dict[str, torch.Tensor]:

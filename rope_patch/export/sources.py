@@ -29,7 +29,7 @@ def load(source: str | Path, revision: str | None = None) -> nn.Module:
             _require_no_adapter(str(source), revision)
         elif not (folder / "config.json").is_file():
             require_no_named_adapters(folder)
-        return load_checkpoint(source, revision=revision or "main")
+        return load_checkpoint(source, revision=revision)
     if not (folder / SIDECAR_NAME).is_file():
         require_no_lost_sidecar(folder)
     base = load_checkpoint(base_of(folder), revision=revision_of_base(folder))

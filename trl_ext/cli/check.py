@@ -81,6 +81,6 @@ def _loaded(args: argparse.Namespace, device: str) -> Any:
     hf_logging.disable_progress_bar()
     logging.getLogger("rope_patch").setLevel(logging.ERROR)
     model: Any = load_checkpoint(
-        args.model, dtype=args.dtype, revision=args.model_revision or "main", attn_implementation=args.attn
+        args.model, dtype=args.dtype, revision=args.model_revision, attn_implementation=args.attn
     )
     return model.to(device).eval().requires_grad_(False)

@@ -101,7 +101,7 @@ class ModelFacts:
         Raises:
             ValueError: weights are missing, of another shape, or damaged.
         """
-        return load_checkpoint(self.name, dtype=dtype, revision=self.commit or self.revision or "main")
+        return load_checkpoint(self.name, dtype=dtype, revision=self.base_revision)
 
     def twin(self) -> PreTrainedModel:
         """The model without weights: tensors on the device "meta", RoPE and all modules as they are."""
