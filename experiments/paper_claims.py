@@ -2,76 +2,26 @@
 
 Run: python experiments/paper_claims.py
 
-A claim is an order of two arms by one figure. Of the arms here it gives the means over the seeds that both have, and in
-how many of these seeds the order is the paper's. The papers' figures are of larger models and other measures: orders
-are compared, not figures.
+The papers' figures are of larger models and other measures: orders are compared, not figures (`claims.Claim`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from claims import Claim, Run, by_arm, table
 from paired_results import cell_scores
 from posaug_results import penalties
 from restoration_results import ruler_scores
-from result_lines import held, mean_of, read_lines
+from result_lines import mean_of, read_lines
 from rpsd_far_results import by_exam
 from rpsd_far_results import by_place as place_shares
 from rpsd_small_scale import score
 
 from rope_patch.eval import recovery_ratio
 
-Run = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-HEAD = "| the paper's claim | its figures | here | in its order | what limits it |"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A row: that one arm is below another.
-
-    Args:
-        says: the claim, in words.
-        paper: its figures, the lower arm's first where both are known.
-        lower: arm that is below.
-        higher: arm that is above.
-        value: of a run, by which they are compared.
-        digits: that are shown behind the point.
-        limits: what the comparison here leaves open.
-    """
-
-    says: str
-    paper: str
-    lower: str
-    higher: str
-    value: Callable[[Run], float]
-    digits: int
-    limits: str
-
-    def row(self, by_arm: dict[str, dict[int, Run]]) -> str:
-        """Its row of a table."""
-        low, high = by_arm[self.lower], by_arm[self.higher]
-        pairs = [(self.value(low[seed]), self.value(high[seed])) for seed in sorted(low.keys() & high.keys())]
-        means = " < ".join(f"{fmean(column):.{self.digits}f}" for column in zip(*pairs, strict=True))
-        if not fmean(a for a, _ in pairs) < fmean(b for _, b in pairs):
-            means = means.replace(" < ", ", ")
-        return f"| {self.says} | {self.paper} | {means} | {held([a < b for a, b in pairs])} | {self.limits} |"
-
-
-def by_arm(runs: Sequence[Run], name: str = "arm") -> dict[str, dict[int, Run]]:
-    """Runs by arm and seed; of those that several files have, the last."""
-    arms: dict[str, dict[int, Run]] = {}
-    for run in runs:
-        arms.setdefault(run[name], {})[run["seed"]] = run
-    return arms
-
-
-def table(title: str, claims: Sequence[Claim], arms: dict[str, dict[int, Run]]) -> str:
-    """A paper's table under its title."""
-    return "\n".join([f"## {title}", "", HEAD, "|---|---|---|---|---|", *(claim.row(arms) for claim in claims)])
 
 
 def rpsd() -> str:

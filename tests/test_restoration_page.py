@@ -4,8 +4,8 @@ from statistics import fmean, mean, stdev
 
 import pytest
 import restoration_results
+from claims import by_arm
 from paired_results import cell_scores, difference, seed_pairs
-from paper_claims import by_arm
 from result_lines import mean_of, runs_by_arm
 from support.pages import RESULTS, lines_of, share, text_of
 
