@@ -4,6 +4,9 @@ Transformers hands SDPA a mask of n x n in layers that look back no further than
 16 GiB, 32 GiB more where it is added to scores in 16 bits, and all pairs of tokens are multiplied.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,16 +39,25 @@ def require_plain(call: AttentionCall) -> None:
         raise NotPlainAttention
 
 
-def last_hidden_states(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
+def last_hidden_states(
+    causal_lm: Any, ids: torch.Tensor, watch: Callable[[AttentionCall], None] | None = None
+) -> torch.Tensor:
     """Last hidden states, [batch, n, hidden], of ids [batch, n] without padding, without gradients.
 
     Rows longer than a window of the model's layers are read without masks of n x n, where the model runs SDPA under no
     RoPE view and gives the same states without them, which is looked at once.
+
+    Args:
+        causal_lm: on one device or several.
+        ids: of whole rows.
+        watch: sees the attention of each layer before it runs. Where no mask is made, it has None for one and the
+            layer's window among its options.
     """
     window = _sliding_window_of(causal_lm)
     if window is not None and ids.shape[1] > window and _is_plain(causal_lm, window):
-        return _without_masks(causal_lm, ids)
-    return _plain_forward(causal_lm, ids)
+        return _without_masks(causal_lm, ids, watch)
+    with nullcontext() if watch is None else watched_attention(causal_lm, watch):
+        return _plain_forward(causal_lm, ids)
 
 
 def _plain_forward(causal_lm: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,7 +67,9 @@ def _plain_forward(causal_lm: Any, ids: torch.Tensor, mask: torch.Tensor | None 
     return states
 
 
-def _without_masks(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
+def _without_masks(
+    causal_lm: Any, ids: torch.Tensor, watch: Callable[[AttentionCall], None] | None = None
+) -> torch.Tensor:
     config = causal_lm.config.get_text_config(decoder=True)
     modules, windows = {id(module) for module in causal_lm.modules()}, Windows()
 
@@ -63,7 +77,10 @@ def _without_masks(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
         if id(call.module) not in modules:
             return None  # another model, in another thread
         require_plain(call)
-        return windows.attend(call, sliding_window(call, config))
+        window = sliding_window(call, config)
+        if watch is not None:
+            watch(replace(call, mask=None, options={**call.options, "sliding_window": window}))
+        return windows.attend(call, window)
 
     with watched_attention(causal_lm, attend):
         return _plain_forward(causal_lm, ids, finished_mask(1, ids.device))

@@ -1,7 +1,6 @@
 """Where the last tokens look, recomputed from queries and keys: never an n x n map."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -9,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ..attention.calls import AttentionCall, attention_name, watched_attention
+from ..attention.calls import AttentionCall, attention_name
+from ..attention.plain import last_hidden_states
 from ..capabilities import computes_own_attention
 from ..rotary import find_causal_lm, rotary_owners
 from .progress import token_bar
@@ -274,21 +274,20 @@ def _run_sums(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 def _read(
     subject: Subject, rows: torch.Tensor, queries: torch.Tensor, visit: Visit, title: str, progress: bool
 ) -> None:
+    """Call `visit` with the attention of `queries` in every layer, one group of heads at a time."""
+    require_recomputable_attention(subject.causal_lm)
     queries = queries.to(subject.device)
+
+    def watch(call: AttentionCall) -> None:
+        _visit_groups(call, queries, visit)
+
     with (
         subject.evaluating(),
-        _watched(subject.causal_lm, queries, visit),
         token_bar(subject.model, rows.numel(), title, show=progress) as done,
     ):
         for k, row in enumerate(rows, 1):
-            subject.hidden(row[None].to(subject.device))
+            last_hidden_states(subject.causal_lm, row[None].to(subject.device), watch)
             done(k * rows.shape[1])
-
-
-def _watched(causal_lm: Any, queries: torch.Tensor, visit: Visit) -> AbstractContextManager[None]:
-    """Call `visit` with the attention of `queries` in every layer, one group of heads at a time."""
-    require_recomputable_attention(causal_lm)
-    return watched_attention(causal_lm, lambda call: _visit_groups(call, queries, visit))
 
 
 def require_recomputable_attention(model: nn.Module) -> None:

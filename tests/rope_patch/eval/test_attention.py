@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rope_patch import patch_model
 from rope_patch.eval import attention_distance, entropy_ratio
-from rope_patch.eval.attention import require_recomputable_attention
+from rope_patch.eval.attention import _visit_groups, require_recomputable_attention
 
 
 def maps(family, rows):
@@ -37,6 +37,20 @@ def test_distances_are_those_of_the_attention_maps(family, attention):
         assert sum(result.mass[layer]) == pytest.approx(1, abs=1e-5)
     if family == "mistral-sliding":
         assert result.mean_mass(8) == 0 and SLIDING_WINDOW < 8
+
+
+def test_layers_with_a_window_make_no_mask_of_the_whole_row(monkeypatch):
+    """At 131072 tokens one is 16 GiB. What is then measured is compared with the maps above."""
+    masks = []
+
+    def visit(call, queries, of_group):
+        masks.append(call.mask)
+        _visit_groups(call, queries, of_group)
+
+    monkeypatch.setattr("rope_patch.eval.attention._visit_groups", visit)
+    rows = tokens(1, 5 * SLIDING_WINDOW)
+    attention_distance(tiny("mistral-sliding", "sdpa"), rows, last=4, progress=False)
+    assert masks and all(mask is None for mask in masks)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
