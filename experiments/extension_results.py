@@ -9,7 +9,18 @@ from typing import Any
 
 from exams import NEEDLES
 from keeping_questions import KEYS
-from paired_results import Scores, by_distance, cell_scores, cells_of, difference, head, macro, row, seed_pairs
+from paired_results import (
+    Scores,
+    by_distance,
+    cell_mean,
+    cell_scores,
+    cells_of,
+    difference,
+    head,
+    macro,
+    row,
+    seed_pairs,
+)
 from result_lines import mean_of, spread
 
 from rope_patch.eval import recovery_ratio
@@ -111,7 +122,7 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
         pairs = seed_pairs(group, control) if rate else [(group[0], run) for run in control]
         if name != CONTROL and pairs:
             above.append(row([name, shown_rate, str(len(pairs)), *(difference(pairs, s) for s in by.values())]))
-        means = [f"{statistics.mean(s for run in group for s in cell_scores(run, *cell)):.2f}" for cell in cells]
+        means = [cell_mean(group, *cell) for cell in cells]
         distances = [by_distance(group, n, KEYS) for n in lengths]
         written.append(row([name, shown_rate, str(len(group)), *means, *distances]))
     counts = ", ".join(f"{name} {len(scores(scored[0]))}" for name, scores in by.items())

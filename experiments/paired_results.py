@@ -67,9 +67,17 @@ def cells_of(runs: Sequence[Line]) -> list[tuple[str, int]]:
     return list(dict.fromkeys((c["test"], c["length"]) for run in runs for c in run.get("asked", [])))
 
 
+def cell_mean(runs: Sequence[Line], test: str, length: int) -> str:
+    """Shares of right answers of one test and length, over those runs that were asked; a dash where none was."""
+    scores = [score for run in runs for score in cell_scores(run, test, length)]
+    return f"{fmean(scores):.2f}" if scores else "-"
+
+
 def by_distance(runs: Sequence[Line], length: int, keys: int) -> str:
     """Shares of right answers about keyed numbers, those of the sentence nearest to the question first."""
-    scores = [cell_scores(run, "keys", length) for run in runs]
+    scores = [scores for run in runs if (scores := cell_scores(run, "keys", length))]
+    if not scores:
+        return "-"
     return " / ".join(f"{fmean(s for of_run in scores for s in of_run[k::keys]):.2f}" for k in reversed(range(keys)))
 
 

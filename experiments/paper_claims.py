@@ -18,6 +18,7 @@ from result_lines import mean_of, read_lines
 from rpsd_far_results import by_exam
 from rpsd_far_results import by_place as place_shares
 from rpsd_small_scale import score
+from second_model_claims import second_model
 
 from rope_patch.eval import recovery_ratio
 
@@ -514,7 +515,7 @@ def endprompt_of_more() -> str:
 
 
 def tables() -> list[str]:
-    """The tables, those of every paper in two regimes."""
+    """The tables: those of every paper in two regimes, and one of a second model."""
     return [
         rpsd(),
         rpsd_far(),
@@ -524,6 +525,7 @@ def tables() -> list[str]:
         posaug_with_exams(),
         endprompt(),
         endprompt_of_more(),
+        second_model(),
     ]
 
 

@@ -12,7 +12,18 @@ from statistics import fmean
 
 from harness import Line
 from keeping_questions import KEYS
-from paired_results import Scores, by_distance, cell_scores, cells_of, difference, head, macro, row, seed_pairs
+from paired_results import (
+    Scores,
+    by_distance,
+    cell_mean,
+    cell_scores,
+    cells_of,
+    difference,
+    head,
+    macro,
+    row,
+    seed_pairs,
+)
 from rates import choices
 from restoration_arms import control_of
 from result_lines import mean_of, spread
@@ -58,9 +69,9 @@ def tables(runs: list[Line]) -> str:
 
 def table(runs: list[Line]) -> str:
     """Markdown: means over seeds, with the span of what is compared, and recovery of the model before its rescaling."""
-    native = next(r for r in runs if r["arm"] == "native")
-    ends = {b["end"] for b in native["loss_by_position"]}
-    window = native.get("window", WINDOW)
+    native = next((r for r in runs if r["arm"] == "native"), {})
+    ends = {b["end"] for b in runs[0]["loss_by_position"]}
+    window = runs[0].get("window", WINDOW)
     spans = [(a * window, b * window) for a, b in SPANS if b * window in ends]
     names = ["arm", "after", "seeds", *(f"loss {a // 1024}-{b // 1024}K" for a, b in spans), "short text", "recovery %"]
     lines = head(names)
@@ -180,7 +191,7 @@ def _distances(last: dict[str, list[Line]]) -> str:
     by_eighths = [f"keys {n} by distance, nearest eighth first" for n in lengths]
     lines = head(["as written", "seeds", *(f"{test} {n}" for test, n in cells), *by_eighths])
     for name, same in measured.items():
-        means = [f"{fmean(s for run in same for s in cell_scores(run, *cell)):.2f}" for cell in cells]
+        means = [cell_mean(same, *cell) for cell in cells]
         lines.append(row([name, str(len(same)), *means, *(by_distance(same, n, KEYS) for n in lengths)]))
     return "\n".join(lines)
 
