@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .hub_revision import add_model_revision
-from .model_spec import ModelSpec
+from .model_spec import ModelSpec, split_rescaling
 
 TARGETS = ("transformers", "vllm", "sglang", "llama.cpp", "mlx")  # those of rope_patch.export, whose import is slow
 
@@ -63,7 +63,7 @@ def _rescaled(text: str) -> ModelSpec | None:
     """
     if "@" not in text or Path(text).exists():
         return None
-    path = text.partition("@")[0]
+    path, _ = split_rescaling(text)
     # `eval` takes LABEL=PATH; a folder may have such a name, too
     spec = ModelSpec.parse("model=" + text if "=" in path else text)
     if "=" in path and not Path(path).exists():

@@ -49,7 +49,7 @@ class ModelSpec:
     def parse(cls, text: str) -> "ModelSpec":
         """Read [LABEL=]PATH[@METHOD:OPTION=VALUE,...], e.g. `yarn=my-model@yarn:factor=4`.
 
-        A folder that is there may have = and @ in its name, with a label before it or without.
+        A folder that is there may have = and @ in its name, with a label before it or without, also before a rescaling.
 
         Raises:
             ValueError: another form, or an unknown method or option.
@@ -61,9 +61,9 @@ class ModelSpec:
         label, _, path = text.partition("=")
         if label and "@" not in label and path and Path(path).is_dir():
             return cls(label, path, None, {})
-        named, _, rescaled = text.partition("@")
+        named, rescaled = split_rescaling(text)
         label, equals, path = named.partition("=")
-        if not equals:
+        if not equals or Path(named).is_dir():
             label, path = _folder_name(named), named
         method, _, rest = rescaled.partition(":")
         options: dict[str, Any] = {}
@@ -208,6 +208,17 @@ class ModelSpec:
         source, revision = self.tokenizer_source
         require_tokenizer(source, self.argument)
         return AutoTokenizer.from_pretrained(source, revision=revision)
+
+
+def split_rescaling(text: str) -> tuple[str, str]:
+    """What stands before and behind the @ of a rescaling, of several the last one behind the name of a folder."""
+    splits = [(text[:k], text[k + 1 :]) for k, letter in enumerate(text) if letter == "@"]
+    folders = [split for split in splits if any(map(_is_folder, (split[0], split[0].partition("=")[2])))]
+    return folders[-1] if folders else splits[0] if splits else (text, "")
+
+
+def _is_folder(path: str) -> bool:
+    return bool(path) and Path(path).is_dir()
 
 
 def _folder_name(path: str) -> str:
