@@ -5,12 +5,19 @@ Of both arms it gives the means over the seeds that both have, and in how many o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from paired_results import cell_scores
 from result_lines import held
+from rpsd_far_results import by_exam, by_place
+
+from rope_patch.eval import recovery_ratio
 
 Run = dict[str, Any]
+Value = Callable[[Run], float]
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 HEAD = "| the paper's claim | its figures | here | in its order | what limits it |"
 
 
@@ -32,7 +39,7 @@ class Claim:
     paper: str
     lower: str
     higher: str
-    value: Callable[[Run], float]
+    value: Value
     digits: int
     limits: str
 
@@ -46,14 +53,31 @@ class Claim:
         return f"| {self.says} | {self.paper} | {means} | {held([a < b for a, b in pairs])} | {self.limits} |"
 
 
-def by_arm(runs: Sequence[Run], name: str = "arm") -> dict[str, dict[int, Run]]:
-    """Runs by arm and seed; of those that several files have, the last."""
-    arms: dict[str, dict[int, Run]] = {}
-    for run in runs:
-        arms.setdefault(run[name], {})[run["seed"]] = run
-    return arms
-
-
 def table(title: str, claims: Sequence[Claim], arms: dict[str, dict[int, Run]]) -> str:
     """A paper's table under its title."""
     return "\n".join([f"## {title}", "", HEAD, "|---|---|---|---|---|", *(claim.row(arms) for claim in claims)])
+
+
+def found(kind: str, length: int) -> Value:
+    """Right answers in exams of a kind and length."""
+    return lambda run: fmean(by_exam([run], kind, length))
+
+
+def span_of_places(length: int) -> Value:
+    """Keys by fifths of a row, the largest share less the least."""
+
+    def span(run: Run) -> float:
+        shares = [share for share in by_place(run, "multikey", length) if share is not None]
+        return max(shares) - min(shares)
+
+    return span
+
+
+def written(test: str, length: int) -> Value:
+    """Right answers to prompts of a test and length, as the model writes them."""
+    return lambda run: fmean(cell_scores(run, test, length))
+
+
+def kept(native: Run) -> Value:
+    """% of the short text of the native model."""
+    return lambda run: recovery_ratio(run["short"], native["short"])

@@ -11,8 +11,6 @@ from exams import NEEDLES
 from keeping_questions import KEYS
 from paired_results import (
     Scores,
-    by_distance,
-    cell_mean,
     cell_scores,
     cells_of,
     difference,
@@ -20,6 +18,8 @@ from paired_results import (
     macro,
     row,
     seed_pairs,
+    written,
+    written_names,
 )
 from result_lines import mean_of, spread
 
@@ -109,12 +109,8 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
     by: dict[str, Scores] = {f"{test} {n}": partial(cell_scores, test=test, length=n) for test, n in cells}
     by["short text"] = lambda run: macro(run.get("short_scores", {}))
     controls = {rate: group for (name, rate), group in same.items() if name == CONTROL}
-    lengths = [n for test, n in cells if test == "keys"]
     above = head(["method", "rate", "seeds", *by])
-    written = head(
-        ["as written", "rate", "seeds", *(f"{test} {n}" for test, n in cells)]
-        + [f"keys {n} by distance, nearest eighth first" for n in lengths]
-    )
+    as_written = head(["as written", "rate", "seeds", *written_names(cells)])
     for (name, rate), group in same.items():
         shown_rate = f"{rate:g}" if rate else "-"
         control = next(iter(controls.values())) if len(controls) == 1 else controls.get(rate, [])
@@ -122,12 +118,10 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
         pairs = seed_pairs(group, control) if rate else [(group[0], run) for run in control]
         if name != CONTROL and pairs:
             above.append(row([name, shown_rate, str(len(pairs)), *(difference(pairs, s) for s in by.values())]))
-        means = [cell_mean(group, *cell) for cell in cells]
-        distances = [by_distance(group, n, KEYS) for n in lengths]
-        written.append(row([name, shown_rate, str(len(group)), *means, *distances]))
+        as_written.append(row([name, shown_rate, str(len(group)), *written(group, cells, KEYS)]))
     counts = ", ".join(f"{name} {len(scores(scored[0]))}" for name, scores in by.items())
     said = f'Scores above "{CONTROL}", of the same seeds. Prompts a cell and seed: {counts}.'
-    return ["\n".join([said, "", *above]), *(["\n".join(written)] if cells else [])]
+    return ["\n".join([said, "", *above]), *(["\n".join(as_written)] if cells else [])]
 
 
 def plot(lines: list[dict[str, Any]], path: Path, window: int) -> list[Path]:

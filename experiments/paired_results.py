@@ -67,10 +67,24 @@ def cells_of(runs: Sequence[Line]) -> list[tuple[str, int]]:
     return list(dict.fromkeys((c["test"], c["length"]) for run in runs for c in run.get("asked", [])))
 
 
-def cell_mean(runs: Sequence[Line], test: str, length: int) -> str:
-    """Shares of right answers of one test and length, over those runs that were asked; a dash where none was."""
-    scores = [score for run in runs for score in cell_scores(run, test, length)]
-    return f"{fmean(scores):.2f}" if scores else "-"
+def written_names(cells: Sequence[tuple[str, int]]) -> list[str]:
+    """Names of what `written` gives."""
+    by_eighths = [f"keys {n} by distance, nearest eighth first" for test, n in cells if test == "keys"]
+    return [*(f"{test} {n}" for test, n in cells), *by_eighths]
+
+
+def written(runs: Sequence[Line], cells: Sequence[tuple[str, int]], keys: int) -> list[str]:
+    """Shares of right answers as written of each test and length, then of keyed numbers by distance.
+
+    They are over those runs that were asked; a dash where none was.
+    """
+
+    def mean(test: str, length: int) -> str:
+        scores = [score for run in runs for score in cell_scores(run, test, length)]
+        return f"{fmean(scores):.2f}" if scores else "-"
+
+    distances = [by_distance(runs, n, keys) for test, n in cells if test == "keys"]
+    return [*(mean(*cell) for cell in cells), *distances]
 
 
 def by_distance(runs: Sequence[Line], length: int, keys: int) -> str:

@@ -5,29 +5,20 @@ Run: python experiments/paper_claims.py
 The papers' figures are of larger models and other measures: orders are compared, not figures (`claims.Claim`).
 """
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
-from claims import Claim, Run, by_arm, table
-from paired_results import cell_scores
+from claims import RESULTS, Claim, Run, Value, found, kept, span_of_places, table, written
 from posaug_results import penalties
 from restoration_results import ruler_scores
-from result_lines import mean_of, read_lines
-from rpsd_far_results import by_exam
-from rpsd_far_results import by_place as place_shares
+from result_lines import mean_of, read_lines, runs_by_seed
 from rpsd_small_scale import score
 from second_model_claims import second_model
-
-from rope_patch.eval import recovery_ratio
-
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
 def rpsd() -> str:
     """Self-distillation between views."""
-    arms = by_arm(read_lines(RESULTS / "rpsd-small-scale-h200.jsonl"))
+    arms = runs_by_seed(read_lines(RESULTS / "rpsd-small-scale-h200.jsonl"))
 
     def keys(run: Run) -> float:
         return score(run, "multikey")
@@ -80,22 +71,15 @@ def rpsd_far() -> str:
 
     Arms on models that were taught anew, three times, stand as "NAME, anew": they compare on the same models.
     """
-    arms = by_arm(read_lines(RESULTS / "rpsd-far-h200.jsonl"))
+    arms = runs_by_seed(read_lines(RESULTS / "rpsd-far-h200.jsonl"))
     for time, file in enumerate(("controls-h200", "weights-h200", "lambdas-h200", "noise-h100"), start=1):
-        for arm, seeds in by_arm(read_lines(RESULTS / f"rpsd-far-{file}.jsonl")).items():
+        for arm, seeds in runs_by_seed(read_lines(RESULTS / f"rpsd-far-{file}.jsonl")).items():
             arms.setdefault(f"{arm}, anew", {}).update({10 * time + seed: run for seed, run in seeds.items()})
-
-    def found(run: Run, kind: str) -> float:
-        return fmean(by_exam([run], kind, 131072))
-
-    def by_place(run: Run) -> float:
-        shares = [share for share in place_shares(run, "multikey", 32768) if share is not None]
-        return max(shares) - min(shares)
 
     def within(run: Run) -> float:
         return mean_of(run["loss x1"], 64, 32768)
 
-    keys, mentions = (partial(found, kind=kind) for kind in ("multikey", "ordinal"))
+    keys, mentions, by_place = found("multikey", 131072), found("ordinal", 131072), span_of_places(32768)
     few, models = "2.1M tokens", "on models taught anew, each with its own skip of lambda 1 and Y = L"
     claims = [
         Claim("the skip finds more keys than next-token training", "57.3 < 69.3", "next-token", "skip", keys, 3, few),
@@ -167,40 +151,38 @@ def rpsd_far() -> str:
 def linear_ard() -> str:
     """Restoring by relations; each arm by what it has after its last stage, and after the first as NAME, stage 1."""
     runs = read_lines(RESULTS / "restoration-h200.jsonl")
-    arms = by_arm([run for run in runs if run["after"] != "distil"])
-    arms |= {f"{arm}, stage 1": seeds for arm, seeds in by_arm([r for r in runs if r["after"] == "distil"]).items()}
-    native = arms["native"][0]["short"]
+    arms = runs_by_seed([run for run in runs if run["after"] != "distil"])
+    first = runs_by_seed([run for run in runs if run["after"] == "distil"])
+    arms |= {f"{arm}, stage 1": seeds for arm, seeds in first.items()}
+    short = kept(arms["native"][0])
     for untrained in ("pi4", "pi8"):  # the same beside each seed of what is trained
         arms[untrained] = dict.fromkeys(arms["pi4 ard+cpt"], arms[untrained][0])
-
-    def kept(run: Run) -> float:
-        return recovery_ratio(run["short"], native)
 
     ard, qkv = "pi4 ard+cpt", "pi4 clm qkv 0.001+cpt"
     claims = [
         Claim(
-            "of short text, 4.25M tokens bring back most of what PI 4x lost", "54.9 < 94.2", "pi4", ard, kept, 1,
+            "of short text, 4.25M tokens bring back most of what PI 4x lost", "54.9 < 94.2", "pi4", ard, short, 1,
             "a rate 50 times the paper's: at its own 2e-5 without its adapter of rank 1024 most of the damage is left",
         ),
-        Claim("and of what PI 8x lost", "62.6 < 94.8", "pi8", "pi8 ard+cpt", kept, 1, "the same"),
+        Claim("and of what PI 8x lost", "62.6 < 94.8", "pi8", "pi8 ard+cpt", short, 1, "the same"),
         Claim(
-            "at equal tokens more than next-token training", "not in the paper", qkv, ard, kept, 1,
+            "at equal tokens more than next-token training", "not in the paper", qkv, ard, short, 1,
             "of the same weights: by less than the standard error over benchmarks; rates tuned unevenly",
         ),
         Claim(
-            "more than next-token training of all weights", "not in the paper", "pi4 clm 0.0005+cpt", ard, kept, 1,
+            "more than next-token training of all weights", "not in the paper", "pi4 clm 0.0005+cpt", ard, short, 1,
             "its loss on books is the lower one",
         ),
         Claim(
             "LongReD's hidden states are ahead by little", "94.8 < 96.4, at 60 times the tokens", ard,
-            "pi4 hidden+cpt", kept, 1, "at equal tokens; LAMBADA alone makes the difference",
+            "pi4 hidden+cpt", short, 1, "at equal tokens; LAMBADA alone makes the difference",
         ),
         Claim(
             "relations of q, k and v are better than the attention map with v", "43.2 < 43.7, points",
-            "pi4 ard attn+v +logit+cpt", ard, kept, 1, "here with predictions besides",
+            "pi4 ard attn+v +logit+cpt", ard, short, 1, "here with predictions besides",
         ),
         Claim(
-            "v matters", "43.4 < 43.7, points", "pi4 ard w/o v, stage 1", "pi4 ard+cpt, stage 1", kept, 1,
+            "v matters", "43.4 < 43.7, points", "pi4 ard w/o v, stage 1", "pi4 ard+cpt, stage 1", short, 1,
             "after stage 1",
         ),
     ]  # fmt: skip
@@ -213,29 +195,23 @@ def linear_ard_qkv() -> str:
     What was asked for passkeys stands as "NAME, as written", and what for RULER's answers as "NAME, RULER".
     """
     runs = read_lines(RESULTS / "restoration-qkv-h200.jsonl")
-    arms = by_arm(runs)
-    native = arms["native"][0]["short"]
+    arms = runs_by_seed(runs)
+    short, passkeys = kept(arms["native"][0]), written("passkey", 8192)
     ard, control, hidden = "pi4 qkv", "pi4 qkv clm", "pi4 qkv hidden"
     asked = [
         run
         for file in ("restoration-written-h100.jsonl", "restoration-ruler-h100.jsonl", "restoration-ruler-h200.jsonl")
         for run in read_lines(RESULTS / file)
     ]
-    written = by_arm([run for run in (*runs, *asked) if run.get("asked")])
-    arms |= {f"{arm}, as written": seeds for arm, seeds in written.items()}
+    with_prompts = runs_by_seed([run for run in (*runs, *asked) if run.get("asked")])
+    arms |= {f"{arm}, as written": seeds for arm, seeds in with_prompts.items()}
     with_ruler = [run for run in asked if "ruler" in run]
-    arms |= {f"{arm}, RULER": seeds for arm, seeds in by_arm(with_ruler).items()}
+    arms |= {f"{arm}, RULER": seeds for arm, seeds in runs_by_seed(with_ruler).items()}
     of_all = set.intersection(*(set(run["ruler"]["scores"]) for run in with_ruler))  # the second file has more tasks
     arms["pi4"] = dict.fromkeys(arms[ard], arms["pi4"][0])  # the same beside each seed of what is trained
 
-    def kept(run: Run) -> float:
-        return recovery_ratio(run["short"], native)
-
     def within(run: Run) -> float:
         return mean_of(run["loss_by_position"], 64, 8192)
-
-    def passkeys(run: Run) -> float:
-        return fmean(cell_scores(run, "passkey", 8192))
 
     def of_ruler(run: Run) -> float:
         return fmean(score for task in sorted(of_all) for score in ruler_scores(run, 8192, task))
@@ -246,26 +222,26 @@ def linear_ard_qkv() -> str:
     chance = "not beyond chance over questions"
     of_native = " and ".join(share(of_ruler(run)) for run in with_ruler if run["arm"] == "native")
     few = f"nine tasks within the window, 12 prompts each, where the native model, asked twice, has {of_native}"
-    of_seeds = [passkeys(run) for run in written[control].values()]
+    of_seeds = [passkeys(run) for run in with_prompts[control].values()]
     span = share(max(of_seeds) - min(of_seeds))
     by_seed = f"shares at 8192 tokens; the control differs by {span} among seeds"
     claims = [
         Claim(
-            "of short text, 4.25M tokens bring back most of what PI 4x lost", "54.9 < 94.2", "pi4", ard, kept, 1,
+            "of short text, 4.25M tokens bring back most of what PI 4x lost", "54.9 < 94.2", "pi4", ard, short, 1,
             "a rate 50 times the paper's, without its adapters",
         ),
-        Claim("at equal tokens more than next-token training", "not in the paper", control, ard, kept, 1, chance),
+        Claim("at equal tokens more than next-token training", "not in the paper", control, ard, short, 1, chance),
         Claim(
-            "LongReD's hidden states are ahead by little", "94.8 < 96.4, at 60 times the tokens", ard, hidden, kept, 1,
+            "LongReD's hidden states are ahead by little", "94.8 < 96.4, at 60 times the tokens", ard, hidden, short, 1,
             "at equal tokens",
         ),
         Claim(
-            "hidden states bring back more than next-token training", "not in the paper", control, hidden, kept, 1,
+            "hidden states bring back more than next-token training", "not in the paper", control, hidden, short, 1,
             chance,
         ),
         Claim(
             "relations of q, k and v are better than the attention map with v", "43.2 < 43.7, points",
-            "pi4 qkv attn+v +logit", ard, kept, 1, "here with predictions besides",
+            "pi4 qkv attn+v +logit", ard, short, 1, "here with predictions besides",
         ),
         Claim(
             "loss on books is lower than that of next-token training", "not in the paper", ard, control, within, 3,
@@ -294,7 +270,7 @@ def linear_ard_qkv() -> str:
 def posaug() -> str:
     """Augmented positions, from scratch."""
     runs = read_lines(RESULTS / "posaug-from-scratch-h200.jsonl")
-    arms, penalty = by_arm(runs), penalties(runs)
+    arms, penalty = runs_by_seed(runs), penalties(runs)
 
     def cliff(run: Run) -> float:
         return run["cliff"]
@@ -337,7 +313,7 @@ def posaug() -> str:
 def posaug_with_exams() -> str:
     """Augmented positions, from scratch, where half of the rows ask for what is far."""
     files = ("posaug-exams-h200.jsonl", "posaug-exams-h100.jsonl")
-    arms = by_arm([run for file in files for run in read_lines(RESULTS / file)])
+    arms = runs_by_seed([run for file in files for run in read_lines(RESULTS / file)])
 
     def cliff(run: Run) -> float:
         return run["cliff"]
@@ -349,10 +325,9 @@ def posaug_with_exams() -> str:
         (of_chunks,) = (gain for gain in run["gains"] if gain["chunk"] == 512)
         return fmean(of_chunks["paper"])
 
-    def keys(run: Run, length: int) -> float:
-        return fmean(by_exam([run], "multikey", length))
+    keys = partial(found, "multikey")
 
-    def over_seeds(arm: str, value: Callable[[Run], float]) -> float:
+    def over_seeds(arm: str, value: Value) -> float:
         return fmean(value(run) for run in arms[arm].values())
 
     half = "half of the rows are exams"
@@ -360,7 +335,7 @@ def posaug_with_exams() -> str:
     def rise_of(arm: str) -> float:
         return 100 * (over_seeds(arm, within) / over_seeds("baseline", within) - 1)
 
-    kept = over_seeds("retrofit", partial(keys, length=2048))
+    left = over_seeds("retrofit", keys(2048))
     claims = [
         Claim("the cliff beyond the window goes", "0.060 < 1.915", "uniform", "baseline", cliff, 3, half),
         Claim(
@@ -369,23 +344,23 @@ def posaug_with_exams() -> str:
         ),
         Claim(
             "it finds more beyond the window", "48.4 < 67.6, passkeys at 8K", "baseline", "uniform",
-            partial(keys, length=4096), 2, "keys at 4096 tokens",
+            keys(4096), 2, "keys at 4096 tokens",
         ),
         Claim(
-            "and fewer within it", "not in the paper", "uniform", "baseline", partial(keys, length=2048), 2,
+            "and fewer within it", "not in the paper", "uniform", "baseline", keys(2048), 2,
             "keys at 2048 tokens; how many any arm finds differs much with the seed",
         ),
         Claim(
             "its step curriculum finds more within it", "not in the paper", "uniform", "step",
-            partial(keys, length=2048), 2, f"keys at 2048 tokens; {rise_of('step'):.1f} % of the loss within it",
+            keys(2048), 2, f"keys at 2048 tokens; {rise_of('step'):.1f} % of the loss within it",
         ),
         Claim(
-            "and beyond it", "not in the paper", "uniform", "step", partial(keys, length=4096), 2,
+            "and beyond it", "not in the paper", "uniform", "step", keys(4096), 2,
             "keys at 4096 tokens",
         ),
         Claim(
             "over a wider range it finds more", "not in the paper", "step", "step 1/16..16",
-            partial(keys, length=2048), 2, "keys at 2048 tokens",
+            keys(2048), 2, "keys at 2048 tokens",
         ),
         Claim(
             "and leaves less of the cliff", "0.24 < 0.72", "step 1/16..16", "step", cliff, 3,
@@ -393,7 +368,7 @@ def posaug_with_exams() -> str:
         ),
         Claim(
             "an alpha a row (ours) finds more within it than one for all", "not in the paper", "uniform",
-            "uniform, rows", partial(keys, length=2048), 2,
+            "uniform, rows", keys(2048), 2,
             f"keys at 2048 tokens; {rise_of('uniform, rows'):.1f} % of the loss within it",
         ),
         Claim("YaRN adds to it", "2.72 < 2.99", "uniform", "uniform, YaRN", gain, 2, "gain by the paper's form"),
@@ -402,20 +377,20 @@ def posaug_with_exams() -> str:
             "gain by the paper's form",
         ),
         Claim(
-            "and finds more", "not in the paper", "baseline, YaRN", "uniform, YaRN", partial(keys, length=16384), 2,
+            "and finds more", "not in the paper", "baseline, YaRN", "uniform, YaRN", keys(16384), 2,
             "keys at 16384 tokens: **the control does better**",
         ),
         Claim(
             "with an alpha a row (ours) it does", "not in the paper", "baseline, YaRN", "uniform, rows, YaRN",
-            partial(keys, length=16384), 2,
+            keys(16384), 2,
             "keys at 16384 tokens: **as many as the control** but in the seed in which that learned half of them",
         ),
         Claim(
             "a finished model loses its cliff in a tenth of the steps", "0.45 < 2.84", "retrofit", "continued", cliff,
-            3, f"it finds {kept:.2f} of the keys within the window then",
+            3, f"it finds {left:.2f} of the keys within the window then",
         ),
         Claim(
-            "a skip finds more than it", "not in the paper", "uniform", "skip", partial(keys, length=8192), 2,
+            "a skip finds more than it", "not in the paper", "uniform", "skip", keys(8192), 2,
             "keys at 8192 tokens",
         ),
     ]  # fmt: skip
@@ -431,11 +406,11 @@ def endprompt() -> str:
     """Cues at the end of far windows, to 65536 tokens under YaRN."""
     runs = [run for run in read_lines(RESULTS / "extension-h200.jsonl") if run["schedule"] == "yarn"]
     nearer, arms = (
-        by_arm([run for run in runs if run["target"] == target and not run["override"]], "method")
+        runs_by_seed([run for run in runs if run["target"] == target and not run["override"]], "method")
         for target in (32768, 65536)
     )
 
-    def written(run: Run) -> float:
+    def passkeys(run: Run) -> float:
         return run["passkey"]["65536"]
 
     def near(method: str) -> float:
@@ -443,21 +418,21 @@ def endprompt() -> str:
         return fmean(run["passkey"]["32768"] for run in nearer[method].values())
 
     few = "10 prompts a seed, as written; 2.1M tokens, the paper's 1B"
-    untrained = f"**YaRN without training finds {written(arms['none'][0]):.2f}**"
+    untrained = f"**YaRN without training finds {passkeys(arms['none'][0]):.2f}**"
     to_32k = f"to 32768 tokens {near('b=0'):.2f} < {near('endprompt'):.2f}"
     claims = [
         Claim(
             "short rows with a cue do more than rows of full length", "69.2 < 76.0; at 64K 49.7, 43.7",
-            "full length", "endprompt", written, 2, f"{few}; {untrained}",
+            "full length", "endprompt", passkeys, 2, f"{few}; {untrained}",
         ),
         Claim("their loss is lower", "not in the paper", "endprompt", "full length", far_loss, 3, "2.1M tokens"),
         Claim(
-            "the cue is what teaches: without one less is found", "not in the paper", "b=0", "endprompt", written, 2,
+            "the cue is what teaches: without one less is found", "not in the paper", "b=0", "endprompt", passkeys, 2,
             f"{few}: **the control does as well**; {to_32k}, so that there is no order",
         ),
         Claim("loss without a cue is higher", "not in the paper", "endprompt", "b=0", far_loss, 3, "2.1M tokens"),
-        Claim("cues at random places do more", "76.0 < 79.4", "endprompt", "et(pose)", written, 2, few),
-        Claim("PoSE does more", "76.0 < 78.9", "endprompt", "pose", written, 2, few),
+        Claim("cues at random places do more", "76.0 < 79.4", "endprompt", "et(pose)", passkeys, 2, few),
+        Claim("PoSE does more", "76.0 < 78.9", "endprompt", "pose", passkeys, 2, few),
     ]  # fmt: skip
     return table("EndPrompt", claims, arms)
 
@@ -465,18 +440,12 @@ def endprompt() -> str:
 def endprompt_of_more() -> str:
     """EndPrompt, its control and PoSE on 16 times the tokens."""
     files = [RESULTS / f"endprompt-33m-{gpu}.jsonl" for gpu in ("h200", "h100")]
-    arms = by_arm(read_lines(*files), "method")
+    arms = runs_by_seed(read_lines(*files), "method")
 
-    def passkeys(run: Run, length: int = 65536) -> float:
-        return fmean(cell_scores(run, "passkey", length))
-
-    def keys(run: Run) -> float:
-        return fmean(cell_scores(run, "keys", 65536))
-
+    passkeys, halfway, keys = written("passkey", 65536), written("passkey", 32768), written("keys", 65536)
     untrained = arms["none"][0]
     without = "104 prompts, as written; YaRN without training finds"
     far = f"{without} {passkeys(untrained):.2f}"
-    halfway = partial(passkeys, length=32768)
     half = f"{without} {halfway(untrained):.2f}"
     claims = [
         Claim(

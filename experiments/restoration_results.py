@@ -14,8 +14,6 @@ from harness import Line
 from keeping_questions import KEYS
 from paired_results import (
     Scores,
-    by_distance,
-    cell_mean,
     cell_scores,
     cells_of,
     difference,
@@ -23,6 +21,8 @@ from paired_results import (
     macro,
     row,
     seed_pairs,
+    written,
+    written_names,
 )
 from rates import choices
 from restoration_arms import control_of
@@ -187,12 +187,8 @@ def _distances(last: dict[str, list[Line]]) -> str:
     cells = cells_of([run for same in measured.values() for run in same])
     if not cells:
         return ""
-    lengths = list(dict.fromkeys(n for _, n in cells))
-    by_eighths = [f"keys {n} by distance, nearest eighth first" for n in lengths]
-    lines = head(["as written", "seeds", *(f"{test} {n}" for test, n in cells), *by_eighths])
-    for name, same in measured.items():
-        means = [cell_mean(same, *cell) for cell in cells]
-        lines.append(row([name, str(len(same)), *means, *(by_distance(same, n, KEYS) for n in lengths)]))
+    lines = head(["as written", "seeds", *written_names(cells)])
+    lines += [row([name, str(len(same)), *written(same, cells, KEYS)]) for name, same in measured.items()]
     return "\n".join(lines)
 
 

@@ -45,12 +45,17 @@ def share(runs: Sequence[T], part: str) -> list[T]:
     return list(runs[int(number) :: int(total)])
 
 
-def runs_by_arm(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs of each arm, in their order."""
+def runs_by_arm(runs: Sequence[dict[str, Any]], name: str = "arm") -> dict[str, list[dict[str, Any]]]:
+    """Runs of each arm, in their order; `name` is the field that has it."""
     arms: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
-        arms.setdefault(run["arm"], []).append(run)
+        arms.setdefault(run[name], []).append(run)
     return arms
+
+
+def runs_by_seed(runs: Sequence[dict[str, Any]], name: str = "arm") -> dict[str, dict[int, dict[str, Any]]]:
+    """Runs of each arm by their seed; of several of one seed the last."""
+    return {arm: {run["seed"]: run for run in same} for arm, same in runs_by_arm(runs, name).items()}
 
 
 def mean_of(bins: list[dict[str, float]], first: int, end: int) -> float:
@@ -83,9 +88,7 @@ def orderings(
         value: of a run's metric, None where it has none.
     """
     lines = ["| the paper's ordering | its figures | holds in |", "|---|---|---|"]
-    by_arm: dict[str, dict[int, dict[str, Any]]] = {}
-    for run in runs:
-        by_arm.setdefault(run["arm"], {})[run["seed"]] = run
+    by_arm = runs_by_seed(runs)
     for metric, lower, higher, paper in claims:
         low, high = by_arm.get(lower, {}), by_arm.get(higher, {})
         pairs = [(value(low[seed], metric), value(high[seed], metric)) for seed in sorted(low.keys() & high.keys())]

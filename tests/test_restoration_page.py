@@ -4,9 +4,8 @@ from statistics import fmean, mean, stdev
 
 import pytest
 import restoration_results
-from claims import by_arm
 from paired_results import cell_scores, difference, seed_pairs
-from result_lines import mean_of, runs_by_arm
+from result_lines import mean_of, runs_by_arm, runs_by_seed
 from support.pages import RESULTS, lines_of, share, text_of
 
 from rope_patch.eval import recovery_ratio
@@ -174,7 +173,7 @@ def asked(first_asked, then_asked):
 def written(arms, asked):
     """Runs by arm and seed, of which those of `asked` come first."""
     runs = [run for same in (*arms.values(), asked) for run in same if run.get("asked")]
-    return {arm: dict(sorted(by_seed.items())) for arm, by_seed in by_arm(runs).items()}
+    return {arm: dict(sorted(by_seed.items())) for arm, by_seed in runs_by_seed(runs).items()}
 
 
 LENGTHS = (8192, 16384, 32768)

@@ -8,7 +8,7 @@ from extension_results import compared
 from paired_results import cell_scores, difference, macro, seed_pairs
 from rates import choices
 from restoration_results import tables as restoration_tables
-from result_lines import mean_of
+from result_lines import mean_of, runs_by_arm
 from rpsd_far_results import by_exam, differences, far_attention
 from rpsd_far_results import tables as rpsd_tables
 from support.pages import RESULTS, lines_of, share, text_of
@@ -19,26 +19,19 @@ from rope_patch.eval.paired import paired_interval
 PAGE = "docs/results/second_model.md"
 
 
-def by_arm(file, name="arm"):
-    arms = {}
-    for run in lines_of(file):
-        arms.setdefault(run[name], []).append(run)
-    return arms
-
-
 @pytest.fixture(scope="module")
 def rpsd():
-    return by_arm("rpsd-gemma-h200.jsonl")
+    return runs_by_arm(lines_of("rpsd-gemma-h200.jsonl"))
 
 
 @pytest.fixture(scope="module")
 def endprompt():
-    return by_arm("extension-gemma-h200.jsonl", "method")
+    return runs_by_arm(lines_of("extension-gemma-h200.jsonl"), "method")
 
 
 @pytest.fixture(scope="module")
 def restoration():
-    return by_arm("restoration-gemma-h200.jsonl")
+    return runs_by_arm(lines_of("restoration-gemma-h200.jsonl"))
 
 
 def test_the_tables_are_those_of_the_files():
