@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rope_patch.attention.plain import last_hidden_states
 from rope_patch.eval.needles import make_prompt
 from rope_patch.eval.subject import Subject
 
@@ -176,7 +175,7 @@ def predicted(model: Any, ids: torch.Tensor, places: torch.Tensor) -> torch.Tens
     """The most probable token at each of `places` [k] given all before it in `ids` [n]; layers with a window get no
     mask of n x n."""
     subject = Subject(model)
-    states = last_hidden_states(subject.causal_lm, ids[None])[0, places - 1]
+    states = subject.hidden(ids[None])[0, places - 1]
     return subject.log_probabilities(states).argmax(-1)
 
 

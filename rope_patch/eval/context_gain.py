@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..attention.plain import last_hidden_states
 from .progress import token_bar
 from .result import Result
 from .subject import Subject
@@ -154,8 +153,7 @@ def context_gain(
     ):
         for k, row in enumerate(rows, 1):
             ids = row.to(subject.device)
-            states = last_hidden_states(subject.causal_lm, ids[None])
-            full = subject.losses(states[:, :-1], ids[None, 1:])[0, short - 1 :]
+            full = subject.losses(subject.hidden(ids[None])[:, :-1], ids[None, 1:])[0, short - 1 :]
             for name, gain in gains.items():
                 cut = (
                     _reencoded(subject, ids, begin, short, stride, batch_size)

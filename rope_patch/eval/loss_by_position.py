@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from ..attention.plain import last_hidden_states
 from .cache import data_hash
 from .json_values import json_values, with_nan
 from .progress import token_bar
@@ -218,9 +217,7 @@ def loss_by_position(
     with subject.evaluating(), token_bar(model, rows.numel(), title, show=progress) as done:
         for k, batch in enumerate(rows.split(batch_size), 1):
             ids = batch.to(subject.device)
-            losses = F.pad(
-                subject.losses(last_hidden_states(subject.causal_lm, ids)[:, :-1], ids[:, 1:]).double().cpu(), (1, 0)
-            )
+            losses = F.pad(subject.losses(subject.hidden(ids)[:, :-1], ids[:, 1:]).double().cpu(), (1, 0))
             total += losses[:, 1:].sum(0)
             whole = losses[:, : losses.shape[1] // BLOCK * BLOCK]
             blocks += map(tuple, whole.unflatten(1, (-1, BLOCK)).mean(-1).tolist())

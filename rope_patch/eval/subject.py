@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_kernels import linear_ce_rows
 
+from ..attention.plain import last_hidden_states
 from ..cache_arguments import cache_argument
 from ..capabilities import why_no_head
 from ..describe import describe
@@ -94,7 +95,12 @@ class Subject:
             self.model.train(was_training)
 
     def hidden(self, ids: torch.Tensor, cache: Any = None, **inputs: Any) -> torch.Tensor:
-        """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len], behind what is in `cache`."""
+        """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len], behind what is in `cache`.
+
+        Whole rows are read by `last_hidden_states`, which makes no masks of n x n that it can do without.
+        """
+        if cache is None and not inputs:
+            return last_hidden_states(self.causal_lm, ids)
         decoder = self._base_model
         behind = {} if cache is None else cache_argument(decoder, cache)
         return decoder(input_ids=ids, use_cache=cache is not None, **behind, **inputs).last_hidden_state
