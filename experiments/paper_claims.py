@@ -468,11 +468,15 @@ def endprompt_of_more() -> str:
             2, far,
         ),
         Claim("and at half the target", "not in the paper", "last 20", "endprompt", halfway, 2, half),
-        Claim(
-            "cues at random places do more", "76.0 < 79.4", "endprompt", "et(pose)", passkeys, 2,
-            f"{far}; two seeds do not settle it",
-        ),
+        Claim("a word as the cue does less", "74.6 < 76.0", "cue word", "endprompt", passkeys, 2, far),
+        Claim("and at half the target", "74.6 < 76.0", "cue word", "endprompt", halfway, 2, half),
+        Claim("cues at random places do more", "76.0 < 79.4", "endprompt", "et(pose)", passkeys, 2, far),
         Claim("and at half the target", "76.0 < 79.4", "endprompt", "et(pose)", halfway, 2, half),
+        Claim("they do more than no cue", "not in the paper", "b=0", "et(pose)", passkeys, 2, far),
+        Claim(
+            "and at half the target", "not in the paper", "b=0", "et(pose)", halfway, 2,
+            f"{half}; one seed finds 0.75",
+        ),
         Claim("PoSE does more", "76.0 < 78.9", "endprompt", "pose", passkeys, 2, far),
         Claim("and at half the target", "76.0 < 78.9", "endprompt", "pose", halfway, 2, half),
         Claim(

@@ -151,7 +151,13 @@ def of_ten(same):
 
 
 # first words of a row
-TRAINED_ON_MORE = {"EndPrompt": "endprompt", "last 20": "last 20", "random places": "et(pose)", "PoSE": "pose"}
+TRAINED_ON_MORE = {
+    "EndPrompt": "endprompt",
+    "a word": "cue word",
+    "last 20": "last 20",
+    "random places": "et(pose)",
+    "PoSE": "pose",
+}
 
 
 def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
@@ -160,6 +166,7 @@ def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
         "rescaled, untrained": "none",
         "EndPrompt without a cue, b = 0": "b=0",
         "EndPrompt": "endprompt",
+        "EndPrompt, a word as its cue": "cue word",
         "EndPrompt, the last 20 tokens in place of a cue": "last 20",
         "EndPrompt, its cue at random places": "et(pose)",
         "PoSE": "pose",
@@ -168,7 +175,7 @@ def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     lengths = (8192, 16384, 32768, 65536)
     assert [row[0] for row in rows[1:]] == [*names, *(f"{name} above b = 0, paired" for name in TRAINED_ON_MORE)]
-    for name, *cells in rows[1:-4]:
+    for name, *cells in rows[1 : -len(TRAINED_ON_MORE)]:
         same = of_more[names[name]].values()
         wanted = [str(len(same)), *(f"{fmean(loss(run, span) for run in same):.3f}" for span in range(4))]
         for test in ("passkey", "keys"):
@@ -176,7 +183,7 @@ def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
                 scores = [score for run in same for score in cell_scores(run, test, length)]
                 wanted.append(share(fmean(scores)) if scores else "-")
         assert cells == [*wanted, share(fmean(run["short_mean"] for run in same), 3)]
-    for row, method in zip(rows[-4:], TRAINED_ON_MORE.values(), strict=True):
+    for row, method in zip(rows[-len(TRAINED_ON_MORE) :], TRAINED_ON_MORE.values(), strict=True):
         tests = [("passkey", n) for n in lengths] + [("keys", n) for n in lengths]
         paired = [above(of_more, method, "b=0", partial(cell_scores, test=t, length=n)) for t, n in tests]
         paired.append(above(of_more, method, "b=0", lambda run: macro(run["short_scores"])))
@@ -207,8 +214,7 @@ def lower_by(of_more, method, span):
 def test_what_is_said_of_more_tokens_holds(of_more):
     page = text_of(PAGE)
     control = of_more["b=0"]
-    seeds_of = {method: set(of_more[method]) for method in ("b=0", *TRAINED_ON_MORE.values())}
-    assert seeds_of == {**dict.fromkeys(seeds_of, {0, 1, 2}), "et(pose)": {0, 2}}
+    assert all(set(of_more[method]) == {0, 1, 2} for method in ("b=0", *TRAINED_ON_MORE.values()))
     cue = above(of_more, "endprompt", "b=0", passkeys(65536))
     assert f"With it {figure(cue)} more passkeys are found at 65536 tokens, in two seeds of three" in page
     assert [seeds_above(of_more, "endprompt", "b=0", n) for n in (65536, 32768, 16384)] == [2, 1, 2]
@@ -236,17 +242,40 @@ def test_what_is_said_of_the_last_tokens_on_more_tokens_holds(of_more):
     assert [seeds_above(of_more, "last 20", "endprompt", n) for n in lengths] == [0, 1, 1]
 
 
+def interval(difference_with_interval):
+    """Its bounds, as sentences have them."""
+    return difference_with_interval.replace("0.", ".").replace("+", "").split(maxsplit=1)[1]
+
+
 def test_what_is_said_of_random_places_on_more_tokens_holds(of_more):
     page, same = text_of(PAGE), of_more["et(pose)"]
-    control = figure(above(of_more, "et(pose)", "b=0", passkeys(65536)))
-    cue = above(of_more, "et(pose)", "endprompt", passkeys(65536)).replace("+", "").replace("0.", ".")
-    said = f"in two seeds: {control} more passkeys at 65536 tokens than the control and {cue[:4]} more than"
-    assert said in page and f"at its one place {cue[5:]}, and no fewer at shorter ones." in page
-    for other in ("b=0", "endprompt"):
-        assert all(float(above(of_more, "et(pose)", other, passkeys(n)).split()[0]) >= 0 for n in (8192, 16384, 32768))
-        for seed, run in same.items():
-            assert fmean(passkeys(65536)(run)) > fmean(passkeys(65536)(of_more[other][seed]))
-    assert numbers(same, "written", "65536") == [0.7, 0.7] and "these two found seven each" in page
+    control, cue = (above(of_more, "et(pose)", other, passkeys(65536)) for other in ("b=0", "endprompt"))
+    assert (
+        f"{figure(control)} more at 65536 tokens than the control, in every seed, and {figure(cue)} more than" in page
+    )
+    assert f"the cue at its one place {interval(cue)}, in two of three." in page
+    assert [seeds_above(of_more, "et(pose)", other, 65536) for other in ("b=0", "endprompt")] == [3, 2]
+    fewer = figure(above(of_more, "et(pose)", "b=0", passkeys(32768)))
+    assert f"At 32768 it finds {fewer} fewer than the control, all of it in one seed" in page
+    found = {
+        m: [fmean(passkeys(32768)(of_more[m][seed])) for seed in range(3)] for m in ("et(pose)", "b=0", "endprompt")
+    }
+    assert [a > b for a, b in zip(found["et(pose)"], found["b=0"], strict=True)] == [True, False, True]
+    lost = found["b=0"][1] - found["endprompt"][1]
+    assert f"which finds {share(fmean(passkeys(32768)(same[1])), 3)} there; the cue at its one place has lost" in page
+    assert f"has lost {share(lost, 3)} in the same seed." in page
+
+
+def test_what_is_said_of_a_word_on_more_tokens_holds(of_more):
+    page = text_of(PAGE)
+    control = figure(above(of_more, "cue word", "b=0", passkeys(65536)))
+    assert f"at the target: {control} more passkeys at 65536 tokens than the control, in two seeds of three." in page
+    assert figure(above(of_more, "endprompt", "b=0", passkeys(65536))) == control
+    assert [seeds_above(of_more, "cue word", "b=0", n) for n in (65536, 32768)] == [2, 1]
+    assert above(of_more, "cue word", "b=0", passkeys(32768)).startswith("+0.000")
+    sentence = above(of_more, "cue word", "endprompt", passkeys(32768))
+    said = f"where the sentence finds {figure(sentence)} fewer than the word {interval(sentence)}, in two of three."
+    assert said in page and seeds_above(of_more, "cue word", "endprompt", 32768) == 2
 
 
 def test_what_is_said_of_pose_on_more_tokens_holds(of_more):
@@ -274,12 +303,10 @@ def test_what_is_said_of_keys_among_look_alikes_on_more_tokens_holds(of_more):
         return difference(runs, partial(cell_scores, test="keys", length=length))
 
     for method in ("b=0", *TRAINED_ON_MORE.values()):
-        assert all("(-" in gain(method, n) for n in (32768, 65536) if (method, n) != ("et(pose)", 65536)), method
-    edge = gain("et(pose)", 65536).replace("+", "").replace("0.", ".")
-    assert f"at its edge at 65536, {edge[:4]} {edge[5:]}." in page
+        assert all("(-" in gain(method, n) for n in (32768, 65536)), method
     cue, pose = (gain(method, 16384).replace("+", "").replace("0.", ".") for method in ("endprompt", "pose"))
     assert f"At 16384 EndPrompt finds {cue[:4]} more {cue[5:]} and PoSE {pose}, still one in five." in page
-    assert all("(-" in gain(method, 16384) for method in ("b=0", "last 20"))
+    assert all("(-" in gain(method, 16384) for method in ("b=0", "last 20", "cue word", "et(pose)"))
 
 
 def test_what_more_tokens_bring_back_within_the_window(of_more):
@@ -306,6 +333,13 @@ def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
     assert said.format(*shares) in page
     pose = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["pose"].values())) for n in (65536, 32768)]
     assert "PoSE finds more at 65536, {}, and fewer at 32768, {}, each in every seed, and loses".format(*pose) in page
+    places = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["et(pose)"].values())) for n in (65536, 32768)]
+    said = "At random places it finds {} at 65536, more than the control in every seed and, the paper's order,"
+    assert said.format(places[0]) in page
+    assert (
+        f"order, than at its one place in two, and {places[1]} at 32768; a word in place of the sentence does no less."
+        in page
+    )
 
 
 def test_what_the_page_of_choices_says_of_more_books_holds(of_more):
