@@ -4,16 +4,19 @@ from claims import RESULTS, Claim, Run, found, kept, span_of_places, table, writ
 from result_lines import mean_of, read_lines, runs_by_seed
 
 WINDOW, TARGET = 32768, 131072
+AS_WRITTEN = "104 prompts, as written; 2.1M tokens"
+RATE = 2e-5  # of LinearARD and its control: the best of four for both, restoration-gemma-rates-h200.jsonl
 
 
 def second_model() -> str:
-    """The best arm of three papers, each with its control."""
+    """The best arm of each paper, each with its control."""
     arms = runs_by_seed(read_lines(RESULTS / "rpsd-gemma-h200.jsonl"))
     arms |= runs_by_seed(read_lines(RESULTS / "extension-gemma-h200.jsonl"), "method")
-    arms |= runs_by_seed(read_lines(RESULTS / "restoration-gemma-h200.jsonl"))
-    claims = [*_rpsd(), *_endprompt(), *_linear_ard(arms["native"][0])]
-    # the same beside each seed of what is trained
-    arms["pi4"] = dict.fromkeys(arms["pi4 qkv"], arms["pi4"][0])
+    restored = read_lines(RESULTS / "restoration-gemma-h200.jsonl")
+    arms |= runs_by_seed([run for run in restored if run["rate"] in (None, RATE)])
+    claims = [*_rpsd(), *_posaug(), *_endprompt(), *_linear_ard(arms["native"][0])]
+    for untrained in ("pi4", "none"):  # the same beside each seed of what is trained
+        arms[untrained] = dict.fromkeys(arms["b=0"], arms[untrained][0])
     return table("The papers on Gemma-3-270M", claims, arms)
 
 
@@ -42,13 +45,14 @@ def _rpsd() -> list[Claim]:
     ]  # fmt: skip
 
 
-def _endprompt() -> list[Claim]:
-    def far(run: Run) -> float:
-        return mean_of(run["loss_by_position"], 65536, TARGET)
+def _far(run: Run) -> float:
+    """Loss on the second half of the target."""
+    return mean_of(run["loss_by_position"], TARGET // 2, TARGET)
 
-    as_written = "104 prompts, as written; 2.1M tokens"
-    better = f"{as_written}: **the control does better**"
-    ahead = f"{as_written}: **the control is ahead**, at the edge of chance over prompts"
+
+def _endprompt() -> list[Claim]:
+    better = f"{AS_WRITTEN}: **the control does better**"
+    ahead = f"{AS_WRITTEN}: **the control is ahead**, at the edge of chance over prompts"
     return [
         Claim(
             "EndPrompt: the cue is what teaches: without one less is found", "not in the paper", "b=0", "endprompt",
@@ -62,7 +66,38 @@ def _endprompt() -> list[Claim]:
             "and more keys among look-alikes", "not in the paper", "b=0", "endprompt", written("keys", TARGET), 2,
             ahead,
         ),
-        Claim("loss without a cue is higher", "not in the paper", "endprompt", "b=0", far, 3, "2.1M tokens"),
+        Claim("loss without a cue is higher", "not in the paper", "endprompt", "b=0", _far, 3, "2.1M tokens"),
+    ]  # fmt: skip
+
+
+def _posaug() -> list[Claim]:
+    def within(run: Run) -> float:
+        return mean_of(run["loss_by_position"], 64, WINDOW)
+
+    return [
+        Claim(
+            "PosAug, an alpha a row (ours): it finds more beyond the window", "48.4 < 67.6, passkeys at 8K", "b=0",
+            "posaug, rows", written("passkey", TARGET), 2, f"{AS_WRITTEN}: **within chance over prompts**",
+        ),
+        Claim(
+            "and more keys among look-alikes", "not in the paper", "b=0", "posaug, rows", written("keys", TARGET), 2,
+            f"{AS_WRITTEN}: **the control does as well**",
+        ),
+        Claim(
+            "and more passkeys within it", "not in the paper", "b=0", "posaug, rows", written("passkey", 8192), 2,
+            f"{AS_WRITTEN}, at 8192 tokens; beyond chance over prompts",
+        ),
+        Claim(
+            "for 1.8 % of the loss within it", "4.087 < 4.160", "b=0", "posaug, rows", within, 3, "0.1 % here",
+        ),
+        Claim(
+            "training under YaRN finds more keys than YaRN alone", "not in the paper", "none", "b=0",
+            written("keys", TARGET), 2, "104 prompts, as written",
+        ),
+        Claim(
+            "and more passkeys", "not in the paper", "none", "b=0", written("passkey", TARGET), 2,
+            f"{AS_WRITTEN}: **YaRN alone does as well**",
+        ),
     ]  # fmt: skip
 
 
@@ -71,10 +106,14 @@ def _linear_ard(native: Run) -> list[Claim]:
     return [
         Claim(
             "LinearARD: of short text, it brings back most of what PI 4x lost", "54.9 < 94.2", "pi4", "pi4 qkv", short,
-            1, "**PI 4x has lost next to nothing here**; at a rate that is too high",
+            1, "**PI 4x has lost next to nothing here**, within chance over questions",
         ),
         Claim(
             "at equal tokens more than next-token training", "not in the paper", "pi4 qkv clm", "pi4 qkv", short, 1,
-            "the same rate, which harms the control more; two seeds",
+            "each at the best of four rates, the paper's; within chance over questions",
+        ),
+        Claim(
+            "it finds more keys among look-alikes", "not in the paper", "pi4 qkv clm", "pi4 qkv",
+            written("keys", WINDOW), 2, "104 prompts, as written, at 32768 tokens: **the control does better**",
         ),
     ]  # fmt: skip
