@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from .adapters import load_adapter
+from .own_code import own_code_refused
 from .sidecar import SIDECAR_NAME
 
 _SHOWN = 3  # names of weights in a message
@@ -24,15 +25,17 @@ def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str | No
         name: folder or hub id.
         dtype: of the weights, as `from_pretrained` takes it.
         revision: on the hub, None for "main".
-        **options: of `from_pretrained`.
+        **options: of `from_pretrained`. Without trust_remote_code no code of a checkpoint runs, and nothing is asked.
 
     Raises:
         OSError: there is none.
-        ValueError: a weight is missing, or of another shape than the config says, or a file is damaged.
+        ValueError: a weight is missing, or of another shape than the config says, a file is damaged, or the model has
+            code of its own.
     """
-    options["revision"] = revision or "main"
+    options = {"trust_remote_code": False, **options, "revision": revision or "main"}
     from_pretrained = partial(AutoModelForCausalLM.from_pretrained, name, dtype=dtype, **options)
-    return require_whole(name, from_pretrained)
+    with own_code_refused(name):
+        return require_whole(name, from_pretrained)
 
 
 def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:

@@ -64,21 +64,23 @@ def require_folder_or_id(name: str, argument: str) -> None:
         )
 
 
-def require_checkpoint(name: str, argument: str, revision: str | None = None) -> Any:
+def require_checkpoint(name: str, argument: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The config of a checkpoint on the hub or in a folder.
 
     Args:
         name: hub id or folder.
         argument: what the user gave it as, for messages.
         revision: of the hub; None is the newest.
+        trust_remote_code: run code that the checkpoint brings.
 
     Raises:
-        ValueError: there is no such checkpoint, its weights are in parts, or it is no model that this version of
-            Transformers knows.
+        ValueError: there is no such checkpoint, its weights are in parts, it is no model that this version of
+            Transformers knows, or it has code of its own that is not to run.
     """
     require_folder_or_id(name, argument)
     from transformers import AutoConfig
 
+    from rope_patch.own_code import own_code_refused
     from rope_patch.weights_in_parts import require_whole_weights
 
     folder = Path(name)
@@ -86,7 +88,8 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None) ->
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{argument}: {name} is a folder without config.json: it holds no checkpoint.")
     try:
-        return AutoConfig.from_pretrained(name, revision=revision or "main")
+        with own_code_refused(name, argument):
+            return AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust_remote_code)
     except OSError as error:
         said = name if revision in (None, "main") else f"{name} at revision {revision}"
         raise ValueError(f"{argument}: {said} is no folder with a checkpoint, and from the hub: {error}") from error

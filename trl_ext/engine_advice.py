@@ -95,7 +95,7 @@ def engine_advice(
     """
     if training.max_length is None:
         raise ValueError("a plan needs the length of rows: give max_length.")
-    model = model_on_meta(model_config, peft_config, dtype)
+    model = model_on_meta(model_config, peft_config, dtype, training.trust_remote_code)
     if attention is not None:  # the plan asks its name alone, and the package of its kernels may be elsewhere
         find_causal_lm(model).config._attn_implementation = attention
     if training.trainable == "qkv":
@@ -149,14 +149,16 @@ def _table(needs: Sequence[EngineNeed], tokens: int, capacity: int | None, most:
     return "\n".join(lines)
 
 
-def model_on_meta(model_config: Any, peft_config: Any, dtype: Any) -> nn.Module:
+def model_on_meta(model_config: Any, peft_config: Any, dtype: Any, trust_remote_code: bool = False) -> nn.Module:
     """The model without memory for its weights."""
-    config = AutoConfig.from_pretrained(model_config) if isinstance(model_config, str) else model_config
+    config = model_config
+    if isinstance(model_config, str):
+        config = AutoConfig.from_pretrained(model_config, trust_remote_code=trust_remote_code)
     kind = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
     if kind in (None, "auto"):
         kind = torch.float32 if kind is None else config.dtype
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=kind)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=trust_remote_code)
         if peft_config is None:
             return model
         from peft import get_peft_model  # an extra, which not every training needs

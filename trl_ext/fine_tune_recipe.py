@@ -156,7 +156,7 @@ def _hub_model(training: RopeSFTConfig, model: ModelConfig) -> dict[str, Any] | 
     runs = read_runs(training.resume_from_checkpoint or "")
     begun = runs[-1].get("run", {}).get("hub_model", {}) if runs else {}
     commit = recorded_commit(begun, name, revision)
-    require_model(model, commit or revision)
+    require_model(model, commit or revision, loading.get("trust_remote_code", training.trust_remote_code))
     commits: list[str | None] = broadcast_object_list([commit or commit_of(name, revision)])  # of the first rank
     commit = commits[0]
     if commit is None:
@@ -187,12 +187,15 @@ def plan_recipe(
     """
     on_cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # where bf16 would be refused
     _, training, model, _ = _parsed([*arguments, *on_cpu])
-    require_model(model)
+    loading: Any = training.model_init_kwargs or {}  # parsed from JSON by now
+    trusted = loading.get("trust_remote_code", training.trust_remote_code)
+    require_model(model, trust_remote_code=trusted)
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out.")
-    loading = training.model_init_kwargs or {}
     config = AutoConfig.from_pretrained(
-        model.model_name_or_path, revision=loading.get("revision", model.model_revision) or "main"
+        model.model_name_or_path,
+        revision=loading.get("revision", model.model_revision) or "main",
+        trust_remote_code=trusted,
     )
     return engine_advice(
         config,
@@ -241,19 +244,22 @@ def require_other_folder(output_dir: str | Path, model: ModelConfig) -> None:
         )
 
 
-def require_model(model: ModelConfig, revision: str | None = None) -> None:
+def require_model(model: ModelConfig, revision: str | None = None, trust_remote_code: bool = False) -> None:
     """Raise ValueError unless the model is one, and all that is said of adapters has a use.
 
     Args:
         model: as the recipe says.
         revision: on the hub that is looked at; None is the one that the recipe says.
+        trust_remote_code: run code that the model brings.
     """
     if model.model_name_or_path is None:
         raise ValueError("model_name_or_path must name the model, a hub id or the folder of a checkpoint.")
     require_no_adapter(model.model_name_or_path, "model_name_or_path")
     if model.model_revision != "main":  # TRL's default
         require_revision(model.model_revision, model.model_name_or_path, "model_revision")
-    require_checkpoint(model.model_name_or_path, "model_name_or_path", revision or model.model_revision)
+    require_checkpoint(
+        model.model_name_or_path, "model_name_or_path", revision or model.model_revision, trust_remote_code
+    )
     require_tokenizer(model.model_name_or_path, "model_name_or_path")
     if model.use_peft:
         return

@@ -28,6 +28,7 @@ from rope_patch.files_beside import copy_license
 from rope_patch.methods import resolve_rescaling
 from rope_patch.model_card import facts_of, has_card_of_user, read_runs, render, write_card, write_runs
 from rope_patch.one_config import text_config
+from rope_patch.own_code import own_code_refused
 from rope_patch.registry import unknown
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens, cut_document
@@ -172,7 +173,8 @@ def restore(
     Raises:
         ValueError: options that do not fit, 16-bit weights without adapters, rows beyond the window of a stage's
             teacher, a teacher in stage 2 without adapters, ZeRO-3, too little text for one row, a model whose
-            weights are not whole, or a folder with another run, or in which another process runs.
+            weights are not whole or that has code of its own, or a folder with another run, or in which another
+            process runs.
 
     Source: LinearARD, arXiv:2604.00004.
     """
@@ -188,6 +190,12 @@ def restore(
     for name in ("dtype", "torch_dtype", "quantization_config"):
         if name in init_kwargs:
             raise ValueError(f"{name} is an argument of restore: take it out of model_init_kwargs.")
+    if init_kwargs.pop("trust_remote_code", False):
+        raise ValueError(
+            "restore exports what it has trained, which no other program would run with code of a repository: take "
+            "trust_remote_code out of model_init_kwargs, or use a RopeSFTTrainer for each stage "
+            "(objective='relation-distill', then 'clm' on what it saved)."
+        )
     dtype = _training_dtype(dtype, peft_config)
     root = Path(output_dir)
     stage_options = {"distil": _stage(DISTIL, "distil", distil, peft_config)}
@@ -218,11 +226,13 @@ def restore(
     if commit is not None:
         init_kwargs["revision"] = commit
     of_hub = {name: value for name, value in init_kwargs.items() if name in _OF_HUB}
-    pretrained = AutoConfig.from_pretrained(model, **of_hub)
+    with own_code_refused(model):
+        pretrained = AutoConfig.from_pretrained(model, trust_remote_code=False, **of_hub)
     native = getattr(pretrained.get_text_config(), "max_position_embeddings", None)
     for name, config in configs.items():
         _require_teacher(name, config, native, adapters=peft_config is not None)
-    tokenizer = AutoTokenizer.from_pretrained(model, **of_hub)
+    with own_code_refused(model):
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **of_hub)
     rows = {}
     for name, config in configs.items():
         rows[name], coverage = cut_into_rows(documents, tokenizer, config.max_length or 0)
@@ -336,7 +346,7 @@ def _require_fields(stage: str, settings: Mapping[str, Any]) -> None:
 
 
 # arguments of `from_pretrained` that say where a checkpoint is: its config and tokenizer come from there too
-_OF_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
+_OF_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only")
 
 
 def _commit(model: str, init_kwargs: Mapping[str, Any], record: Path) -> str | None:
@@ -345,7 +355,8 @@ def _commit(model: str, init_kwargs: Mapping[str, Any], record: Path) -> str | N
     revision = of_hub.get("revision")
     commit = recorded_commit(begun_with(record), model, revision)
     if commit is None and not Path(model).is_dir():
-        AutoConfig.from_pretrained(model, **of_hub)  # into the cache
+        with own_code_refused(model):
+            AutoConfig.from_pretrained(model, trust_remote_code=False, **of_hub)  # into the cache
         commit = commit_of(model, revision, cache_dir=of_hub.get("cache_dir"), subfolder=of_hub.get("subfolder") or "")
     commits: list[str | None] = broadcast_object_list([commit])  # a branch may move while ranks start
     return commits[0]

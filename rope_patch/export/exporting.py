@@ -263,7 +263,10 @@ def _require_plain(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None
     if string_in_force(decoder) is not None:
         raise ValueError("export was called inside string_positions, and no checkpoint can say so: leave the block.")
     if causal_lm.is_remote_code():
-        raise ValueError(f"{type(causal_lm).__name__} is code of a repository, which other programs do not run.")
+        raise ValueError(
+            f"{type(causal_lm).__name__} is code of a repository, which other programs do not run: save_pretrained "
+            "writes the model with it."
+        )
 
 
 def _promised(window: int | None, config: Any) -> int | None:

@@ -205,9 +205,12 @@ class ModelSpec:
         """
         from transformers import AutoTokenizer
 
+        from rope_patch.own_code import own_code_refused
+
         source, revision = self.tokenizer_source
         require_tokenizer(source, self.argument)
-        return AutoTokenizer.from_pretrained(source, revision=revision)
+        with own_code_refused(source, self.argument):
+            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
 
 
 def split_rescaling(text: str) -> tuple[str, str]:

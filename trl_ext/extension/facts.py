@@ -14,6 +14,7 @@ from rope_patch import describe
 from rope_patch.attention.windowed import BLOCK
 from rope_patch.checkpoints import load_checkpoint
 from rope_patch.hub_revision import require_revision
+from rope_patch.own_code import own_code_refused
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
@@ -57,18 +58,23 @@ class ModelFacts:
             commit: that a run was begun with which goes on; None is what the revision is now.
 
         Raises:
-            ValueError: no such model or revision, a revision of a folder, a model without RoPE, window or tokenizer, an
-                adapter, or a model that is rescaled already.
+            ValueError: no such model or revision, a revision of a folder, a model without RoPE, window or tokenizer,
+                with code of its own, an adapter, or a model that is rescaled already.
         """
         require_revision(revision, name, "--model-revision")
         if (Path(name) / "adapter_config.json").is_file():
             raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
         require_folder_or_id(name, "MODEL")
         try:
-            config = AutoConfig.from_pretrained(name, revision=commit or revision or "main")
-            commit = commit or commit_of(name, revision)
-            require_tokenizer(name, "MODEL")
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=commit or revision or "main")
+            with own_code_refused(name, "MODEL"):
+                config = AutoConfig.from_pretrained(
+                    name, revision=commit or revision or "main", trust_remote_code=False
+                )
+                commit = commit or commit_of(name, revision)
+                require_tokenizer(name, "MODEL")
+                tokenizer = AutoTokenizer.from_pretrained(
+                    name, revision=commit or revision or "main", trust_remote_code=False
+                )
         except OSError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(

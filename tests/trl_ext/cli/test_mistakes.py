@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.characters import CHARACTERS, character_tokenizer
+from support.own_code import save_with_own_code
 from support.tiny import tiny
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -31,7 +32,8 @@ def models(tmp_path_factory):
     base = tiny(vocab_size=CHARACTERS)
     base.name_or_path = "model"
     get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(folder / "adapter")
-    for name in ("model", "gpt2"):
+    save_with_own_code(folder / "own", vocab_size=CHARACTERS)
+    for name in ("model", "gpt2", "own"):
         character_tokenizer().save_pretrained(folder / name)
     return folder
 
@@ -42,7 +44,7 @@ def folder(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
-    for name in ("model", "bare", "gpt2", "adapter"):
+    for name in ("model", "bare", "gpt2", "own", "adapter"):
         (tmp_path / name).symlink_to(models / name)
     (tmp_path / "empty").mkdir()
     for name, column in (("books", "text"), ("pages", "content")):
