@@ -95,6 +95,16 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None, tr
         raise ValueError(f"{argument}: {said} is no folder with a checkpoint, and from the hub: {error}") from error
 
 
+def trusts_code(training: Any) -> bool:
+    """Whether the settings of a training let a model run its own code: as in TRL an argument of loading wins.
+
+    Args:
+        training: a `RopeSFTConfig`.
+    """
+    trusted: bool = (training.model_init_kwargs or {}).get("trust_remote_code", training.trust_remote_code)
+    return trusted
+
+
 def require_tokenizer(name: str, argument: str) -> None:
     """Raise ValueError if `name` is a folder without a tokenizer, as `save_pretrained` of a model alone makes it.
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.rotary import find_causal_lm
 
+from .checkpoint import trusts_code
 from .engines.sharding import Sharding
 from .memory_plan import GIB, device_memory, host_memory, plan_memory
 from .model_setup import train_qkv_only
@@ -95,7 +96,7 @@ def engine_advice(
     """
     if training.max_length is None:
         raise ValueError("a plan needs the length of rows: give max_length.")
-    model = model_on_meta(model_config, peft_config, dtype, training.trust_remote_code)
+    model = model_on_meta(model_config, peft_config, dtype, trusts_code(training))
     if attention is not None:  # the plan asks its name alone, and the package of its kernels may be elsewhere
         find_causal_lm(model).config._attn_implementation = attention
     if training.trainable == "qkv":

@@ -29,7 +29,7 @@ from rope_patch.eval.report import require_writable
 from rope_patch.hub_revision import require_revision
 from rope_patch.model_card import read_runs
 
-from .checkpoint import require_checkpoint, require_no_adapter, require_tokenizer
+from .checkpoint import require_checkpoint, require_no_adapter, require_tokenizer, trusts_code
 from .config import RopeSFTConfig
 from .engine_advice import engine_advice
 from .model_files import commit_of, recorded_commit
@@ -156,7 +156,7 @@ def _hub_model(training: RopeSFTConfig, model: ModelConfig) -> dict[str, Any] | 
     runs = read_runs(training.resume_from_checkpoint or "")
     begun = runs[-1].get("run", {}).get("hub_model", {}) if runs else {}
     commit = recorded_commit(begun, name, revision)
-    require_model(model, commit or revision, loading.get("trust_remote_code", training.trust_remote_code))
+    require_model(model, commit or revision, trusts_code(training))
     commits: list[str | None] = broadcast_object_list([commit or commit_of(name, revision)])  # of the first rank
     commit = commits[0]
     if commit is None:
@@ -187,15 +187,14 @@ def plan_recipe(
     """
     on_cpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]  # where bf16 would be refused
     _, training, model, _ = _parsed([*arguments, *on_cpu])
-    loading: Any = training.model_init_kwargs or {}  # parsed from JSON by now
-    trusted = loading.get("trust_remote_code", training.trust_remote_code)
-    require_model(model, trust_remote_code=trusted)
+    require_model(model, trust_remote_code=trusts_code(training))
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("--dry_run counts weights of 16 and 32 bits alone: leave load_in_4bit and load_in_8bit out.")
+    loading: Any = training.model_init_kwargs or {}  # parsed from JSON by now
     config = AutoConfig.from_pretrained(
         model.model_name_or_path,
         revision=loading.get("revision", model.model_revision) or "main",
-        trust_remote_code=trusted,
+        trust_remote_code=trusts_code(training),
     )
     return engine_advice(
         config,

@@ -34,17 +34,19 @@ def arguments(tmp_path):
     return ["--config", str(tmp_path / "recipe.yaml")]
 
 
-@pytest.mark.parametrize(
-    "allowed", [["--trust_remote_code", "true"], ["--model_init_kwargs", '{"trust_remote_code": true}']]
-)
+ALLOWED = [["--trust_remote_code", "true"], ["--model_init_kwargs", '{"trust_remote_code": true}']]
+
+
+@pytest.mark.parametrize("allowed", ALLOWED)
 def test_a_recipe_that_allows_it_trains_and_keeps_the_code(arguments, allowed, tmp_path):
     fine_tune_recipe([*arguments, *allowed])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == MODEL_TYPE and (tmp_path / "out" / "modeling.py").is_file()
 
 
-def test_its_memory_is_planned(arguments):
-    assert "GPU" in plan_recipe([*arguments, "--trust_remote_code", "true"], [1])
+@pytest.mark.parametrize("allowed", ALLOWED)
+def test_its_memory_is_planned(arguments, allowed):
+    assert "GPU" in plan_recipe([*arguments, *allowed], [1])
 
 
 @pytest.mark.parametrize("run", [fine_tune_recipe, lambda given: plan_recipe(given, [1])], ids=["train", "plan"])
