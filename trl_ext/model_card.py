@@ -134,7 +134,7 @@ def card_of(
     facts = facts_of(model, runs, is_adapter=causal_lm is not model, rescalings=runs[-1]["run"]["rescalings"])
     name = title or trainer.hub_model_id or Path(str(trainer.args.output_dir)).resolve().name
     serving = None
-    if facts.context and not facts.always_view:
+    if facts.context and not facts.always_view and not facts.has_own_code:  # which `export` refuses
         config = text_config(causal_lm, find_decoder(model))
         serving = serving_of(config, getattr(config, "max_position_embeddings", None), None)
     given = [tags] if isinstance(tags, str) else tags or []

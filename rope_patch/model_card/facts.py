@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from ..adapter_watch import base_revision
 from ..methods import resolve_rescaling
@@ -60,6 +63,7 @@ class CardFacts:
         links: (name, address) of where a run is logged.
         has_tokenizer: whether the folder holds the tokenizer.
         has_chat_template: whether that has a chat template.
+        has_own_code: whether the model comes with Python code of its own.
     """
 
     base: BaseModel | None
@@ -77,6 +81,7 @@ class CardFacts:
     links: Rows = ()
     has_tokenizer: bool = True
     has_chat_template: bool = False
+    has_own_code: bool = False
 
 
 def facts_of(
@@ -113,6 +118,7 @@ def facts_of(
         datasets=tuple(dict.fromkeys(name for run in runs if (name := run.get("run", {}).get("dataset")))),
         citations=_citations(runs, rescalings),
         tags=("rope-patch", "long-context"),
+        has_own_code=causal_lm.is_remote_code(),
     )
 
 
@@ -124,7 +130,8 @@ def base_of_runs(runs: Sequence[Mapping[str, Any]]) -> BaseModel | None:
 
 def _loader_of(architecture: str) -> str:
     is_plain = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return "AutoModelForCausalLM" if is_plain else "AutoModelForImageTextToText"
+    sees = architecture in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values() and not is_plain
+    return "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
 
 
 def _context(

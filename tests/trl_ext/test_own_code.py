@@ -42,6 +42,18 @@ def test_a_recipe_that_allows_it_trains_and_keeps_the_code(arguments, allowed, t
     fine_tune_recipe([*arguments, *allowed])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == MODEL_TYPE and (tmp_path / "out" / "modeling.py").is_file()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'AutoModelForCausalLM.from_pretrained(".", dtype="auto", trust_remote_code=True)' in card
+    assert "The model comes with Python code of its own: read it" in card and "pipeline_tag: text-generation" in card
+    assert "rope-patch export" not in card
+
+
+def test_the_card_of_its_adapter_loads_the_base_with_its_code(arguments, tmp_path):
+    adapters = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
+    fine_tune_recipe([*arguments, *ALLOWED[0], *adapters])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'base_model_name_or_path, dtype="auto", trust_remote_code=True)' in card
+    assert "The base model comes with Python code of its own" in card
 
 
 @pytest.mark.parametrize("allowed", ALLOWED)
