@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from .adapters import load_adapter
-from .own_code import own_code_refused
+from .own_code import load_pretrained
 from .sidecar import SIDECAR_NAME
 
 _SHOWN = 3  # names of weights in a message
@@ -25,17 +25,15 @@ def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str | No
         name: folder or hub id.
         dtype: of the weights, as `from_pretrained` takes it.
         revision: on the hub, None for "main".
-        **options: of `from_pretrained`. Without trust_remote_code no code of a checkpoint runs, and nothing is asked.
+        **options: of `load_pretrained`.
 
     Raises:
         OSError: there is none.
         ValueError: a weight is missing, or of another shape than the config says, a file is damaged, or the model has
             code of its own.
     """
-    options = {"trust_remote_code": False, **options, "revision": revision or "main"}
-    from_pretrained = partial(AutoModelForCausalLM.from_pretrained, name, dtype=dtype, **options)
-    with own_code_refused(name):
-        return require_whole(name, from_pretrained)
+    options["revision"] = revision or "main"
+    return require_whole(name, partial(load_pretrained, AutoModelForCausalLM, name, dtype=dtype, **options))
 
 
 def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:

@@ -1,25 +1,25 @@
 """Checkpoints that come with Python code of their own, which Transformers runs where a user says so alone."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _OPTION = "trust_remote_code"  # Transformers names it in its refusal, and in no other
 
 
-@contextmanager
-def own_code_refused(name: str | Path, argument: str = "") -> Iterator[None]:
-    """Say what to do where Transformers, called with `trust_remote_code=False`, refuses a checkpoint for its code.
+def load_pretrained(auto_class: Any, name: str | Path, argument: str = "", **options: Any) -> Any:
+    """What `auto_class.from_pretrained` gives: without trust_remote_code no code of a checkpoint runs or is asked for.
 
     Args:
+        auto_class: of Transformers, as AutoConfig.
         name: folder or hub id.
         argument: what the user gave it as; empty where that is plain.
+        **options: of `from_pretrained`.
 
     Raises:
-        ValueError: it was refused.
+        ValueError: the checkpoint has code of its own that is not to run, or what `from_pretrained` raises.
     """
     try:
-        yield
+        return auto_class.from_pretrained(name, **{_OPTION: False, **options})
     except ValueError as error:
         if _OPTION not in str(error):
             raise

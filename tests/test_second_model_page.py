@@ -12,6 +12,7 @@ from restoration_results import tables as restoration_tables
 from result_lines import mean_of, runs_by_arm
 from rpsd_far_results import by_exam, differences, far_attention
 from rpsd_far_results import tables as rpsd_tables
+from second_model_claims import RATE
 from support.pages import RESULTS, lines_of, share, text_of
 
 from rope_patch.eval import recovery_ratio
@@ -257,5 +258,6 @@ def test_rates_of_the_second_model_are_those_of_their_file():
     by_rate = [choices(lines, {"arm": arm, "after": "extend"}) for arm in ("pi4 qkv", "pi4 qkv clm")]
     assert all(list(of_arm) == [2e-5, 1e-4, 3e-4, 1e-3] for of_arm in by_rate)
     assert all(list(of_arm.values()) == sorted(of_arm.values()) for of_arm in by_rate)
+    assert all(min(of_arm, key=of_arm.get) == RATE for of_arm in by_rate), "the rate of the table of claims is the best"
     kls = [share(of_arm[rate], 3) for rate in by_rate[0] for of_arm in by_rate]
     assert "{} and {} nats, then {} and {}, {} and {}, {} and {}.".format(*kls) in page

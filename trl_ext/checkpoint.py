@@ -80,7 +80,7 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None, tr
     require_folder_or_id(name, argument)
     from transformers import AutoConfig
 
-    from rope_patch.own_code import own_code_refused
+    from rope_patch.own_code import load_pretrained
     from rope_patch.weights_in_parts import require_whole_weights
 
     folder = Path(name)
@@ -88,8 +88,8 @@ def require_checkpoint(name: str, argument: str, revision: str | None = None, tr
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"{argument}: {name} is a folder without config.json: it holds no checkpoint.")
     try:
-        with own_code_refused(name, argument):
-            return AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust_remote_code)
+        options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+        return load_pretrained(AutoConfig, name, argument, **options)
     except OSError as error:
         said = name if revision in (None, "main") else f"{name} at revision {revision}"
         raise ValueError(f"{argument}: {said} is no folder with a checkpoint, and from the hub: {error}") from error

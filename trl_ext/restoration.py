@@ -28,7 +28,7 @@ from rope_patch.files_beside import copy_license
 from rope_patch.methods import resolve_rescaling
 from rope_patch.model_card import facts_of, has_card_of_user, read_runs, render, write_card, write_runs
 from rope_patch.one_config import text_config
-from rope_patch.own_code import own_code_refused
+from rope_patch.own_code import load_pretrained
 from rope_patch.registry import unknown
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens, cut_document
@@ -192,7 +192,7 @@ def restore(
             raise ValueError(f"{name} is an argument of restore: take it out of model_init_kwargs.")
     if init_kwargs.pop("trust_remote_code", False):
         raise ValueError(
-            "restore exports what it has trained, which no other program would run with code of a repository: take "
+            "restore exports what it has trained, and other programs do not run a model's own Python code: take "
             "trust_remote_code out of model_init_kwargs, or use a RopeSFTTrainer for each stage "
             "(objective='relation-distill', then 'clm' on what it saved)."
         )
@@ -226,13 +226,11 @@ def restore(
     if commit is not None:
         init_kwargs["revision"] = commit
     of_hub = {name: value for name, value in init_kwargs.items() if name in _OF_HUB}
-    with own_code_refused(model):
-        pretrained = AutoConfig.from_pretrained(model, trust_remote_code=False, **of_hub)
+    pretrained = load_pretrained(AutoConfig, model, **of_hub)
     native = getattr(pretrained.get_text_config(), "max_position_embeddings", None)
     for name, config in configs.items():
         _require_teacher(name, config, native, adapters=peft_config is not None)
-    with own_code_refused(model):
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **of_hub)
+    tokenizer = load_pretrained(AutoTokenizer, model, **of_hub)
     rows = {}
     for name, config in configs.items():
         rows[name], coverage = cut_into_rows(documents, tokenizer, config.max_length or 0)
@@ -355,8 +353,7 @@ def _commit(model: str, init_kwargs: Mapping[str, Any], record: Path) -> str | N
     revision = of_hub.get("revision")
     commit = recorded_commit(begun_with(record), model, revision)
     if commit is None and not Path(model).is_dir():
-        with own_code_refused(model):
-            AutoConfig.from_pretrained(model, trust_remote_code=False, **of_hub)  # into the cache
+        load_pretrained(AutoConfig, model, **of_hub)  # into the cache
         commit = commit_of(model, revision, cache_dir=of_hub.get("cache_dir"), subfolder=of_hub.get("subfolder") or "")
     commits: list[str | None] = broadcast_object_list([commit])  # a branch may move while ranks start
     return commits[0]

@@ -205,12 +205,11 @@ class ModelSpec:
         """
         from transformers import AutoTokenizer
 
-        from rope_patch.own_code import own_code_refused
+        from rope_patch.own_code import load_pretrained
 
         source, revision = self.tokenizer_source
         require_tokenizer(source, self.argument)
-        with own_code_refused(source, self.argument):
-            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        return load_pretrained(AutoTokenizer, source, self.argument, revision=revision)
 
 
 def split_rescaling(text: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from rope_patch import describe
 from rope_patch.attention.windowed import BLOCK
 from rope_patch.checkpoints import load_checkpoint
 from rope_patch.hub_revision import require_revision
-from rope_patch.own_code import own_code_refused
+from rope_patch.own_code import load_pretrained
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 
@@ -66,15 +66,10 @@ class ModelFacts:
             raise ValueError(f"{name} is an adapter: merge it first, with rope-patch export {name} --output FOLDER.")
         require_folder_or_id(name, "MODEL")
         try:
-            with own_code_refused(name, "MODEL"):
-                config = AutoConfig.from_pretrained(
-                    name, revision=commit or revision or "main", trust_remote_code=False
-                )
-                commit = commit or commit_of(name, revision)
-                require_tokenizer(name, "MODEL")
-                tokenizer = AutoTokenizer.from_pretrained(
-                    name, revision=commit or revision or "main", trust_remote_code=False
-                )
+            config = load_pretrained(AutoConfig, name, "MODEL", revision=commit or revision or "main")
+            commit = commit or commit_of(name, revision)
+            require_tokenizer(name, "MODEL")
+            tokenizer = load_pretrained(AutoTokenizer, name, "MODEL", revision=commit or revision or "main")
         except OSError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
