@@ -155,6 +155,8 @@ TRAINED_ON_MORE = {
     "EndPrompt": "endprompt",
     "a word": "cue word",
     "last 20": "last 20",
+    "last 64": "last 64",
+    "last 512": "last 512",
     "random places": "et(pose)",
     "PoSE": "pose",
 }
@@ -168,6 +170,8 @@ def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
         "EndPrompt": "endprompt",
         "EndPrompt, a word as its cue": "cue word",
         "EndPrompt, the last 20 tokens in place of a cue": "last 20",
+        "EndPrompt, the last 64 tokens in place of a cue": "last 64",
+        "EndPrompt, the last 512 tokens in place of a cue": "last 512",
         "EndPrompt, its cue at random places": "et(pose)",
         "PoSE": "pose",
     }
@@ -242,6 +246,48 @@ def test_what_is_said_of_the_last_tokens_on_more_tokens_holds(of_more):
     assert [seeds_above(of_more, "last 20", "endprompt", n) for n in lengths] == [0, 1, 1]
 
 
+def test_what_is_said_of_more_of_the_end_on_more_tokens_holds(of_more):
+    page = text_of(PAGE)
+    arms, lengths = ("last 20", "last 64", "last 512"), (8192, 16384, 32768)
+    found = [
+        ["{}, {} and {}".format(*(share(fmean(s for r in of_more[m].values() for s in passkeys(n)(r))) for m in arms))]
+        for n in lengths
+    ]
+    said = "with 20, 64 and 512 tokens {} at 8192 tokens, {} at 16384, and {} at 32768, each fewer than the control"
+    assert said.format(*(shares for (shares,) in found)) in page
+    assert all(seeds_above(of_more, arm, "b=0", n) == 0 for arm in arms for n in lengths)
+    steps = [[above(of_more, b, a, passkeys(n)) for n in lengths] for a, b in zip(arms, arms[1:], strict=False)]
+    assert all(step.startswith("-") for of_lengths in steps for step in of_lengths)
+    first, second = (sorted(figure(step) for step in of_lengths) for of_lengths in steps)
+    assert f"From 20 to 64 it is {first[0]} to {first[-1]}, not in every seed; from 64 to 512 {second[0]} to" in page
+    assert f"to {second[-1]}, in two seeds of three or in all." in page
+    assert [seeds_above(of_more, "last 64", "last 20", n) for n in lengths] == [1, 0, 1]
+    assert [seeds_above(of_more, "last 512", "last 64", n) for n in lengths] == [0, 1, 1]
+
+
+def test_what_is_said_of_more_of_the_end_at_the_target_holds(of_more):
+    page, far = text_of(PAGE), passkeys(65536)
+    trained = ("b=0", *TRAINED_ON_MORE.values())
+    shares = {m: fmean(score for run in of_more[m].values() for score in far(run)) for m in trained}
+    assert max(shares, key=shares.get) == "last 64"
+    control, cue = (above(of_more, "last 64", other, far) for other in ("b=0", "endprompt"))
+    assert (
+        f"the last 64 tokens find most, {share(shares['last 64'])}: {figure(control)} more than the control "
+        f"{interval(control)} and {figure(cue)} more than the cue {interval(cue)}, each in every seed"
+    ) in page
+    assert [seeds_above(of_more, "last 64", other, 65536) for other in ("b=0", "endprompt")] == [3, 3]
+    assert "(-" in above(of_more, "last 64", "pose", far)
+    assert [seeds_above(of_more, "last 64", "pose", n) for n in (16384, 32768)] == [3, 3]
+    control = above(of_more, "last 512", "b=0", far)
+    said = f"The last 512 find {share(shares['last 512'])}, {figure(control)} more than the control {interval(control)}"
+    assert said in page and seeds_above(of_more, "last 512", "b=0", 65536) == 2
+    higher = [sorted(-nats for nats in lower_by(of_more, arm, 3)) for arm in ("last 64", "last 512")]
+    said = (
+        "the loss is {:.3f} to {:.3f} above the control's with 64 tokens and {:.3f} to {:.3f} with 512, in every seed"
+    )
+    assert said.format(higher[0][0], higher[0][-1], higher[1][0], higher[1][-1]) in page
+
+
 def interval(difference_with_interval):
     """Its bounds, as sentences have them."""
     return difference_with_interval.replace("0.", ".").replace("+", "").split(maxsplit=1)[1]
@@ -304,9 +350,11 @@ def test_what_is_said_of_keys_among_look_alikes_on_more_tokens_holds(of_more):
 
     for method in ("b=0", *TRAINED_ON_MORE.values()):
         assert all("(-" in gain(method, n) for n in (32768, 65536)), method
-    cue, pose = (gain(method, 16384).replace("+", "").replace("0.", ".") for method in ("endprompt", "pose"))
-    assert f"At 16384 EndPrompt finds {cue[:4]} more {cue[5:]} and PoSE {pose}, still one in five." in page
-    assert all("(-" in gain(method, 16384) for method in ("b=0", "last 20", "cue word", "et(pose)"))
+    arms = "endprompt", "last 512", "pose"
+    cue, end, pose = (gain(method, 16384).replace("+", "").replace("0.", ".") for method in arms)
+    said = f"At 16384 EndPrompt finds {cue[:4]} more {cue[5:]}, the last 512 tokens {end} and PoSE {pose}, still one in"
+    assert said in page
+    assert all("(-" in gain(m, 16384) for m in ("b=0", *TRAINED_ON_MORE.values()) if m not in arms)
 
 
 def test_what_more_tokens_bring_back_within_the_window(of_more):
@@ -332,7 +380,11 @@ def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
     )
     assert said.format(*shares) in page
     pose = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["pose"].values())) for n in (65536, 32768)]
-    assert "PoSE finds more at 65536, {}, and fewer at 32768, {}, each in every seed, and loses".format(*pose) in page
+    assert "PoSE finds more at 65536, {}, and fewer at 32768, {}, each in every seed. Both lose".format(*pose) in page
+    end = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["last 64"].values())) for n in (65536, 32768)]
+    said = "The last 64 tokens of the body in place of a cue find most at 65536, {}, more than the cue in every seed,"
+    assert f"{said.format(end[0])} and {end[1]} at 32768." in page
+    assert [seeds_above(of_more, arm, "b=0", 8192) for arm in ("last 64", "pose")] == [0, 0]
     places = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["et(pose)"].values())) for n in (65536, 32768)]
     said = "At random places it finds {} at 65536, more than the control in every seed and, the paper's order,"
     assert said.format(places[0]) in page
@@ -353,3 +405,8 @@ def test_what_the_page_of_choices_says_of_more_books_holds(of_more):
     said = "PoSE on as many tokens writes {} there and {} at 65536, where the other writes {}, at a loss at 32K to 64K"
     assert said.format(found_within(of_more["pose"]), *far) in page
     assert f"that is {fmean(lower_by(of_more, 'pose', 3)):.3f} nats lower." in page
+    end = [
+        share(fmean(score for run in of_more["last 64"].values() for score in passkeys(n)(run))) for n in (8192, 65536)
+    ]
+    higher = f"{-fmean(lower_by(of_more, 'last 64', 3)):.3f} nats above the other's."
+    assert "without a cue, writes {} and {}, at a loss that is {}".format(*end, higher) in page
