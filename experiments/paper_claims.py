@@ -462,7 +462,7 @@ def endprompt_of_more() -> str:
         ),
         Claim(
             "and more keys among look-alikes", "not in the paper", "b=0", "endprompt", keys, 2,
-            f"{without} {keys(untrained):.2f}: **the control does as well**",
+            f"{without} {keys(untrained):.2f}, one number for all eight questions 0.12: **the control does as well**",
         ),
         Claim(
             "loss without a cue is higher", "not in the paper", "endprompt", "b=0", far_loss, 3, "seeds differ by more",

@@ -4,7 +4,8 @@ from functools import partial
 from statistics import fmean, stdev
 
 import pytest
-from paired_results import cell_scores, difference, macro
+from keeping_questions import KEYS
+from paired_results import by_distance, cell_scores, difference, macro
 from support.pages import ROOT, lines_of, share, text_of
 
 PAGE = "docs/results/extension.md"
@@ -161,26 +162,33 @@ TRAINED_ON_MORE = {
     "PoSE": "pose",
 }
 
+BY_DISTANCE = "| keys by eighths of the text, the nearest first |"
+
+# whole rows
+NAMES_ON_MORE = {
+    "as it came": "native",
+    "rescaled, untrained": "none",
+    "EndPrompt without a cue, b = 0": "b=0",
+    "EndPrompt": "endprompt",
+    "EndPrompt, a word as its cue": "cue word",
+    "EndPrompt, the last 20 tokens in place of a cue": "last 20",
+    "EndPrompt, the last 64 tokens in place of a cue": "last 64",
+    "EndPrompt, the last 512 tokens in place of a cue": "last 512",
+    "EndPrompt, its cue at random places": "et(pose)",
+    "PoSE": "pose",
+}
+
 
 def test_the_table_of_more_tokens_is_what_its_file_holds(of_more):
-    names = {
-        "as it came": "native",
-        "rescaled, untrained": "none",
-        "EndPrompt without a cue, b = 0": "b=0",
-        "EndPrompt": "endprompt",
-        "EndPrompt, a word as its cue": "cue word",
-        "EndPrompt, the last 20 tokens in place of a cue": "last 20",
-        "EndPrompt, the last 64 tokens in place of a cue": "last 64",
-        "EndPrompt, the last 512 tokens in place of a cue": "last 512",
-        "EndPrompt, its cue at random places": "et(pose)",
-        "PoSE": "pose",
-    }
-    page = (ROOT / PAGE).read_text().split("## EndPrompt on 33.6M tokens\n")[1].split("\n## ")[0]
+    page = (ROOT / PAGE).read_text().split("## EndPrompt on 33.6M tokens\n")[1].split(BY_DISTANCE)[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     lengths = (8192, 16384, 32768, 65536)
-    assert [row[0] for row in rows[1:]] == [*names, *(f"{name} above b = 0, paired" for name in TRAINED_ON_MORE)]
+    assert [row[0] for row in rows[1:]] == [
+        *NAMES_ON_MORE,
+        *(f"{name} above b = 0, paired" for name in TRAINED_ON_MORE),
+    ]
     for name, *cells in rows[1 : -len(TRAINED_ON_MORE)]:
-        same = of_more[names[name]].values()
+        same = of_more[NAMES_ON_MORE[name]].values()
         wanted = [str(len(same)), *(f"{fmean(loss(run, span) for run in same):.3f}" for span in range(4))]
         for test in ("passkey", "keys"):
             for length in lengths:
@@ -355,6 +363,19 @@ def test_what_is_said_of_keys_among_look_alikes_on_more_tokens_holds(of_more):
     said = f"At 16384 EndPrompt finds {cue[:4]} more {cue[5:]}, the last 512 tokens {end} and PoSE {pose}, still one in"
     assert said in page
     assert all("(-" in gain(m, 16384) for m in ("b=0", *TRAINED_ON_MORE.values()) if m not in arms)
+    scores = [score for run in of_more["b=0"].values() for score in cell_scores(run, "keys", 65536)]
+    of_texts = [sum(scores[first : first + KEYS]) for first in range(0, len(scores), KEYS)]
+    said = f"of the control's {len(of_texts)} texts {of_texts.count(1)} get exactly one of eight right."
+    assert said in page and "Each of 13 texts a length has eight keys" in page and len(of_texts) == 3 * 13
+
+
+def test_the_table_of_keys_by_distance_is_what_its_file_holds(of_more):
+    page = (ROOT / PAGE).read_text().split(BY_DISTANCE)[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:]]
+    lengths = (8192, 16384, 32768, 65536)
+    for (name, *cells), method in zip(rows, NAMES_ON_MORE.values(), strict=True):
+        assert NAMES_ON_MORE[name] == method
+        assert cells == [by_distance([*of_more[method].values()], n, KEYS).replace("0.", ".") for n in lengths]
 
 
 def test_what_more_tokens_bring_back_within_the_window(of_more):
