@@ -38,7 +38,8 @@ class EndPrompt(Targeted):
             than b stays as it is.
         placement: where the cue goes, "end" or "random".
 
-    When: Take it to reproduce EndPrompt; here its cue gave no more than the control without one.
+    When: Take it to reproduce EndPrompt; here its cue gave no more than the control without one, and the last 64 tokens
+        in place of one more at the target and less before it.
 
     Source: EndPrompt, arXiv:2605.14589, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of
         whatever arrives.
