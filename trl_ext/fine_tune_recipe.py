@@ -20,7 +20,6 @@ from trl import (
     ModelConfig,
     ScriptArguments,
     get_dataset,
-    get_peft_config,
     get_quantization_config,
 )
 
@@ -29,6 +28,7 @@ from rope_patch.eval.report import require_writable
 from rope_patch.hub_revision import require_revision
 from rope_patch.model_card import read_runs
 
+from .adapter_config import adapter_config
 from .checkpoint import require_checkpoint, require_no_adapter, require_tokenizer, trusts_code
 from .config import RopeSFTConfig
 from .engine_advice import engine_advice
@@ -100,7 +100,7 @@ def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dic
         train_dataset=dataset[script.dataset_train_split],
         eval_dataset=dataset[script.dataset_test_split] if evaluates else None,
         quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
+        peft_config=adapter_config(model),
     )
     trainer.hub_model = hub_model
     trainer.accelerator.print(describe(trainer.model))
@@ -199,7 +199,7 @@ def plan_recipe(
     return engine_advice(
         config,
         training,
-        get_peft_config(model),
+        adapter_config(model),
         loading.get("dtype", model.dtype),
         n_gpus,
         attention=loading.get("attn_implementation", model.attn_implementation),

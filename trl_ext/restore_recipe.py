@@ -8,11 +8,12 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_quantization_config
 
 from rope_patch.eval.report import require_writable
 from rope_patch.export import PROGRAMS
 
+from .adapter_config import adapter_config
 from .fine_tune_recipe import READ_ERRORS, require_model, require_other_folder, require_utf8, unreadable
 from .model_files import begun_with, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
@@ -80,7 +81,7 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
             restoration.output_dir,
             rescale=restoration.rescale,
             rescale_args=restoration.rescale_args,
-            peft_config=get_peft_config(model),
+            peft_config=adapter_config(model),
             quantization_config=get_quantization_config(model),
             dtype=model.dtype,
             model_init_kwargs={"attn_implementation": model.attn_implementation, "revision": model.model_revision},
