@@ -9,6 +9,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from ..adapter_watch import base_revision
@@ -22,6 +23,13 @@ from .eval_report import EvalFigures
 
 Rows = tuple[tuple[str, str], ...]
 """Name and value of each line of a table."""
+
+LOADERS = {
+    "AutoModelForCausalLM": (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "text-generation"),
+    "AutoModelForImageTextToText": (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "image-text-to-text"),
+    "AutoModelForMultimodalLM": (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "any-to-any"),
+}
+"""Classes of Transformers that load a model, with the architectures that each knows and the hub's name of its task."""
 
 _LONGEST_LIST = 8  # numbers: LongRoPE has one for each frequency
 _TOLD_APART = ("format", "rope_patch_version", "objective", "view", "view_args", "trainable", "run")
@@ -129,9 +137,9 @@ def base_of_runs(runs: Sequence[Mapping[str, Any]]) -> BaseModel | None:
 
 
 def _loader_of(architecture: str) -> str:
-    is_plain = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    sees = architecture in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values() and not is_plain
-    return "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+    """The first class that knows the model; of one that Transformers does not know, the class of language models."""
+    known = (name for name, (architectures, _) in LOADERS.items() if architecture in architectures.values())
+    return next(known, "AutoModelForCausalLM")
 
 
 def _context(

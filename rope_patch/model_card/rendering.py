@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .facts import CardFacts
+from .facts import LOADERS, CardFacts
 
 _TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
@@ -12,7 +12,6 @@ def render(facts: CardFacts, title: str) -> str:
     from huggingface_hub import ModelCardData
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    is_plain = facts.loader == "AutoModelForCausalLM"
     base = facts.base if facts.base is not None and facts.base.is_on_hub else None
     data = ModelCardData(
         base_model=None if base is None else base.name,
@@ -20,7 +19,7 @@ def render(facts: CardFacts, title: str) -> str:
         datasets=list(facts.datasets) or None,
         library_name="peft" if facts.is_adapter else "transformers",
         license=(facts.base.license or None) if facts.base is not None else None,
-        pipeline_tag="text-generation" if is_plain else "image-text-to-text",
+        pipeline_tag=LOADERS[facts.loader][1],
         tags=list(facts.tags),
     )
     # a page of Markdown, not of HTML: nothing is escaped
