@@ -9,6 +9,7 @@ from functools import partial
 from statistics import fmean
 
 from claims import RESULTS, Claim, Run, Value, found, kept, span_of_places, table, written
+from keeping_questions import KEYS
 from posaug_results import penalties
 from restoration_results import ruler_scores
 from result_lines import mean_of, read_lines, runs_by_seed
@@ -462,7 +463,8 @@ def endprompt_of_more() -> str:
         ),
         Claim(
             "and more keys among look-alikes", "not in the paper", "b=0", "endprompt", keys, 2,
-            f"{without} {keys(untrained):.2f}, one number for all eight questions 0.12: **the control does as well**",
+            f"{without} {keys(untrained):.2f}, one number for all eight questions {1 / KEYS:.2f}: "
+            "**the control does as well**",
         ),
         Claim(
             "loss without a cue is higher", "not in the paper", "endprompt", "b=0", far_loss, 3, "seeds differ by more",

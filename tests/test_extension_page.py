@@ -141,9 +141,9 @@ def passkeys(length):
     return partial(cell_scores, test="passkey", length=length)
 
 
-def found_within(same):
-    """Share of the passkeys at the window's length that all seeds find, as a page has it."""
-    return share(fmean(score for run in same.values() for score in passkeys(8192)(run)))
+def share_found(same, length=8192):
+    """Share of the passkeys that all seeds find, at the window's length unless it is said, as a page has it."""
+    return share(fmean(score for run in same.values() for score in passkeys(length)(run)))
 
 
 def of_ten(same):
@@ -257,12 +257,9 @@ def test_what_is_said_of_the_last_tokens_on_more_tokens_holds(of_more):
 def test_what_is_said_of_more_of_the_end_on_more_tokens_holds(of_more):
     page = text_of(PAGE)
     arms, lengths = ("last 20", "last 64", "last 512"), (8192, 16384, 32768)
-    found = [
-        ["{}, {} and {}".format(*(share(fmean(s for r in of_more[m].values() for s in passkeys(n)(r))) for m in arms))]
-        for n in lengths
-    ]
+    shares = ["{}, {} and {}".format(*(share_found(of_more[arm], n) for arm in arms)) for n in lengths]
     said = "with 20, 64 and 512 tokens {} at 8192 tokens, {} at 16384, and {} at 32768, each fewer than the control"
-    assert said.format(*(shares for (shares,) in found)) in page
+    assert said.format(*shares) in page
     assert all(seeds_above(of_more, arm, "b=0", n) == 0 for arm in arms for n in lengths)
     steps = [[above(of_more, b, a, passkeys(n)) for n in lengths] for a, b in zip(arms, arms[1:], strict=False)]
     assert all(step.startswith("-") for of_lengths in steps for step in of_lengths)
@@ -276,18 +273,18 @@ def test_what_is_said_of_more_of_the_end_on_more_tokens_holds(of_more):
 def test_what_is_said_of_more_of_the_end_at_the_target_holds(of_more):
     page, far = text_of(PAGE), passkeys(65536)
     trained = ("b=0", *TRAINED_ON_MORE.values())
-    shares = {m: fmean(score for run in of_more[m].values() for score in far(run)) for m in trained}
+    shares = {method: share_found(of_more[method], 65536) for method in trained}
     assert max(shares, key=shares.get) == "last 64"
     control, cue = (above(of_more, "last 64", other, far) for other in ("b=0", "endprompt"))
     assert (
-        f"the last 64 tokens find most, {share(shares['last 64'])}: {figure(control)} more than the control "
+        f"the last 64 tokens find most, {shares['last 64']}: {figure(control)} more than the control "
         f"{interval(control)} and {figure(cue)} more than the cue {interval(cue)}, each in every seed"
     ) in page
     assert [seeds_above(of_more, "last 64", other, 65536) for other in ("b=0", "endprompt")] == [3, 3]
     assert "(-" in above(of_more, "last 64", "pose", far)
     assert [seeds_above(of_more, "last 64", "pose", n) for n in (16384, 32768)] == [3, 3]
     control = above(of_more, "last 512", "b=0", far)
-    said = f"The last 512 find {share(shares['last 512'])}, {figure(control)} more than the control {interval(control)}"
+    said = f"The last 512 find {shares['last 512']}, {figure(control)} more than the control {interval(control)}"
     assert said in page and seeds_above(of_more, "last 512", "b=0", 65536) == 2
     higher = [sorted(-nats for nats in lower_by(of_more, arm, 3)) for arm in ("last 64", "last 512")]
     said = (
@@ -344,7 +341,7 @@ def test_what_is_said_of_pose_on_more_tokens_holds(of_more):
     assert min(far) > 0 and min(half) > 0 and max(near) < 0
     said = "loss at 32-64K is {:.3f} lower than the control's, at 16-32K {:.3f}, and within the window {:.3f} higher"
     assert said.format(fmean(far), fmean(half), -fmean(near)) in page
-    assert f"PoSE does not bring them back: {found_within(of_more['pose'])}, and none of the ten" in page
+    assert f"PoSE does not bring them back: {share_found(of_more['pose'])}, and none of the ten" in page
     assert of_ten(of_more["pose"]) == 0
 
 
@@ -382,7 +379,7 @@ def test_what_more_tokens_bring_back_within_the_window(of_more):
     page = text_of(PAGE)
     native, control = of_more["native"][0], of_more["b=0"]
     gain = difference([(run, native) for run in control.values()], passkeys(8192)).replace("+", "").replace("0.", ".")
-    shares = found_within(control), found_within(of_more["native"])
+    shares = share_found(control), share_found(of_more["native"])
     assert "{} at 8192 tokens without a cue, as it came {}, by {} more over".format(*shares, gain) in page
     short = [share(fmean(r["short_mean"] for r in same), 3) for same in (control.values(), [native])]
     assert "no short text is lost, {} and {}.".format(*short) in page
@@ -395,18 +392,21 @@ def test_what_more_tokens_bring_back_within_the_window(of_more):
 def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
     page = text_of("docs/results/papers.md")
     arms = of_more["endprompt"], of_more["b=0"]
-    shares = [share(fmean(fmean(passkeys(n)(run)) for run in arm.values())) for n in (65536, 32768) for arm in arms]
+    shares = [share_found(arm, n) for n in (65536, 32768) for arm in arms]
     said = (
         "the cue finds more passkeys at 65536 tokens, {} and {}, in two of three seeds, and fewer at 32768, {} and {};"
     )
     assert said.format(*shares) in page
-    pose = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["pose"].values())) for n in (65536, 32768)]
+    pose, end, places = (
+        [share_found(of_more[arm], n) for n in (65536, 32768)] for arm in ("pose", "last 64", "et(pose)")
+    )
     assert "PoSE finds more at 65536, {}, and fewer at 32768, {}, each in every seed. Both lose".format(*pose) in page
-    end = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["last 64"].values())) for n in (65536, 32768)]
-    said = "The last 64 tokens of the body in place of a cue find most at 65536, {}, more than the cue in every seed,"
-    assert f"{said.format(end[0])} and {end[1]} at 32768." in page
+    said = (
+        "The last 64 tokens of the body in place of a cue find most at 65536, {}, more than the cue in every seed and"
+    )
+    assert f"{said.format(end[0])} as many as PoSE within chance, and {end[1]} at 32768." in page
+    assert "(-" in above(of_more, "last 64", "pose", passkeys(65536))
     assert [seeds_above(of_more, arm, "b=0", 8192) for arm in ("last 64", "pose")] == [0, 0]
-    places = [share(fmean(fmean(passkeys(n)(run)) for run in of_more["et(pose)"].values())) for n in (65536, 32768)]
     said = "At random places it finds {} at 65536, more than the control in every seed and, the paper's order,"
     assert said.format(places[0]) in page
     assert (
@@ -417,17 +417,15 @@ def test_what_the_page_of_papers_says_of_more_tokens_holds(of_more):
 
 def test_what_the_page_of_choices_says_of_more_books_holds(of_more):
     page = text_of("docs/choosing.md")
-    found = [found_within(of_more[method]) for method in ("b=0", "native", "none")]
+    within = [share_found(of_more[method]) for method in ("b=0", "native", "none")]
     said = "writes {} of 104 passkeys at 8192 tokens, raw, in four wordings, where the model as it came has {} and YaRN"
-    assert said.format(*found[:2]) in page and f"YaRN 8x untrained {found[2]} (" in page
+    assert said.format(*within[:2]) in page and f"YaRN 8x untrained {within[2]} (" in page
     ten = [of_ten(of_more[method]) for method in ("b=0", "native")]
     assert f"By ten prompts in the wording of the table above it has {share(ten[0])} of {ten[1]:.2f}" in page
-    far = [share(fmean(fmean(passkeys(65536)(r)) for r in of_more[m].values())) for m in ("pose", "b=0")]
+    far = [share_found(of_more[method], 65536) for method in ("pose", "b=0")]
     said = "PoSE on as many tokens writes {} there and {} at 65536, where the other writes {}, at a loss at 32K to 64K"
-    assert said.format(found_within(of_more["pose"]), *far) in page
+    assert said.format(share_found(of_more["pose"]), *far) in page
     assert f"that is {fmean(lower_by(of_more, 'pose', 3)):.3f} nats lower." in page
-    end = [
-        share(fmean(score for run in of_more["last 64"].values() for score in passkeys(n)(run))) for n in (8192, 65536)
-    ]
+    end = [share_found(of_more["last 64"], n) for n in (8192, 65536)]
     higher = f"{-fmean(lower_by(of_more, 'last 64', 3)):.3f} nats above the other's."
     assert "without a cue, writes {} and {}, at a loss that is {}".format(*end, higher) in page
