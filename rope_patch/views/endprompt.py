@@ -38,8 +38,8 @@ class EndPrompt(Targeted):
             than b stays as it is.
         placement: where the cue goes, "end" or "random".
 
-    When: Take it to reproduce EndPrompt; here its cue gave no more than the control without one. The last 64 tokens of
-        each row, moved without a cue, found more passkeys at the target than the control and fewer before it.
+    When: Take it to reproduce EndPrompt; here its cue gave no more than the control without one, while the last 64
+        tokens of each row, moved without a cue, found more passkeys at the target than that control and fewer before.
 
     Source: EndPrompt, arXiv:2605.14589, Eq. 10 for the set; its code moves the last `pose_chunk2_length` tokens of
         whatever arrives.
