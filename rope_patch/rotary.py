@@ -242,6 +242,34 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
             module.rope_type = rope_type
 
 
+def forget_rows(model: nn.Module) -> None:
+    """Put back the frequencies that a 'dynamic' RoPE type begins with.
+
+    Transformers keeps those of the longest row so far for all later ones that are longer than the window: what a model
+    gives for a text would depend on what it has read before.
+    """
+    for _, module in named_rotary_modules(model):
+        rope_type = getattr(module, "rope_type", "default")
+        of_prefix = {f"{name}_": t for name, t in rope_type.items()} if isinstance(rope_type, dict) else {"": rope_type}
+        for prefix in (p for p, t in of_prefix.items() if t is not None and grows_with_rows(t)):
+            original = getattr(module, f"{prefix}original_inv_freq")
+            device = getattr(module, f"{prefix}inv_freq").device
+            module.register_buffer(f"{prefix}inv_freq", original.to(device), persistent=False)
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+@contextmanager
+def rows_forgotten(model: nn.Module) -> Iterator[None]:
+    """Leave modules of a 'dynamic' RoPE type with the frequencies that they have now."""
+    growing = [m for _, m in named_rotary_modules(model) if any(map(grows_with_rows, rope_types(m)))]
+    before = [(module, RotaryState.of(module)) for module in growing]
+    try:
+        yield
+    finally:
+        for module, state in before:
+            state.write(module)
+
+
 def rotary_states(decoder: nn.Module) -> "dict[str, RotaryState]":
     """What every rotary module has of its RoPE parameters, by `own_name`."""
     return {name: RotaryState.of(module) for name, module in rotary_by_name(decoder).items()}

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from rope_kernels.common.autocast import as_multiplied, multiplied_dtype
 
 from ..cache_arguments import cache_argument, returned_cache
-from ..rotary import find_base_model, find_decoder
+from ..rotary import find_base_model, find_decoder, forget_rows
 from ..state import has_view
 from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from .masks import finished_mask
@@ -61,6 +61,7 @@ def last_hidden_states(
 
 
 def _plain_forward(causal_lm: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    forget_rows(causal_lm)
     states: torch.Tensor = find_base_model(causal_lm)(
         input_ids=ids, attention_mask=mask, use_cache=False
     ).last_hidden_state

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerB
 from rope_kernels.common.autocast import multiplied_dtype
 
 from ..attention.calls import attention_kernel, attention_name
-from ..rotary import find_decoder, frequencies_go_by_row, named_rotary_modules
+from ..rotary import find_decoder, forget_rows, frequencies_go_by_row, named_rotary_modules
 from ..state import has_view
 from .reading import Question, Reader, Reply
 from .rows_check import bytes_if_alike
@@ -228,6 +228,7 @@ def _generated(
             pad_token_id=pad_token,
         )
         try:
+            forget_rows(causal_lm)
             with bare_generation_config(causal_lm):
                 out = causal_lm.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
         except torch.OutOfMemoryError:

@@ -17,7 +17,7 @@ from ..cache_arguments import cache_argument
 from ..capabilities import why_no_head
 from ..describe import describe
 from ..rescale import pretrained_window
-from ..rotary import base_model_name, find_causal_lm
+from ..rotary import base_model_name, find_causal_lm, rows_forgotten
 
 _CHUNK_BYTES = 2**28  # of float32 logits
 
@@ -85,14 +85,18 @@ class Subject:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """No gradients and eval mode, so that views which are sampled in training are not in force."""
-        was_training = self.model.training
+        """No gradients and eval mode, so that views which are sampled in training are not in force.
+
+        Afterwards every module is in the mode that it was in, and dynamic NTK has the frequencies that it had.
+        """
+        was_training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), rows_forgotten(self.model):
                 yield
         finally:
-            self.model.train(was_training)
+            for module, training in was_training.items():  # a part may be in another mode than the whole
+                module.training = training
 
     def hidden(self, ids: torch.Tensor, cache: Any = None, **inputs: Any) -> torch.Tensor:
         """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len], behind what is in `cache`.

@@ -20,7 +20,7 @@ from rope_patch import patch_model, rope_view
 from rope_patch.eval.generation import ask_greedily, greedy_answers
 from rope_patch.eval.kv_rows import KVRows
 from rope_patch.eval.reading import Question
-from rope_patch.rotary import named_rotary_modules
+from rope_patch.rotary import forget_rows, named_rotary_modules
 from rope_patch.views import Cyclic, PosAug, Skip
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -81,6 +81,7 @@ def alone(model, prompts, n):
     replies = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
+        forget_rows(model)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n)
         replies.append(cut(out[0, len(prompt) :].tolist(), ends_of(model)))
     return replies
@@ -155,6 +156,7 @@ def test_choices_behind_the_right_answer_are_those_of_a_plain_forward(name, batc
     for question, reply, longest in zip(questions, replies, written, strict=True):
         assert cut(reply.written, ends_of(model)) == cut(longest[: question.max_new_tokens], ends_of(model))
         if question.answer:
+            forget_rows(model)
             with torch.no_grad():
                 logits = model(torch.tensor([[*question.prompt, *question.answer[:-1]]]), use_cache=False).logits[0]
             assert reply.forced == logits[-len(question.answer) :].argmax(-1).tolist()

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from support.families import families, tiny_family
+from support.tiny import WINDOW, tiny, tokens
 from torch.nn import functional as F  # noqa: N812
 
+from rope_patch import patch_model
 from rope_patch.eval import loss_by_position
+from rope_patch.eval.cache import model_hash
 
 REFUSED = {
     "blt": "several transformers",
@@ -30,3 +33,28 @@ def test_losses_are_those_of_the_logits(family):
         logits = model(input_ids=ids, use_cache=False).logits.double()
     known = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none").mean(0)
     torch.testing.assert_close(found[1:], known, atol=1e-4, rtol=0)
+
+
+def test_every_part_is_in_its_own_mode_again():
+    model = tiny().train()
+    model.model.layers[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    loss_by_position(model, tokens(1, 80), progress=False)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def test_what_was_read_before_changes_nothing_under_dynamic_ntk():
+    """Transformers keeps the frequencies of the longest row for later ones that are longer than the window."""
+    model, short, long = patch_model(tiny(), "dynamic-ntk", factor=4.0), tokens(1, 2 * WINDOW), tokens(1, 4 * WINDOW)
+    first = loss_by_position(model, short, progress=False).loss[1:]
+    known, state = model_hash(model), {n: b.clone() for n, b in model.named_buffers()}
+    longer = loss_by_position(model, long, progress=False).loss[1:]
+    torch.testing.assert_close(loss_by_position(model, short, progress=False).loss[1:], first, atol=0, rtol=0)
+    assert model_hash(model) == known
+    assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
+    with torch.no_grad():
+        model(long)
+        assert model_hash(model) == known, "frequencies of the last row count for no model"
+    torch.testing.assert_close(loss_by_position(model, short, progress=False).loss[1:], first, atol=0, rtol=0)
+    fresh = loss_by_position(patch_model(tiny(), "dynamic-ntk", factor=4.0), long, progress=False).loss[1:]
+    torch.testing.assert_close(longer, fresh, atol=0, rtol=0)
