@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ..rotary import forget_rows
 from .progress import token_bar
 from .result import Result
 from .subject import Subject
@@ -19,6 +20,7 @@ Kind = Literal["exact", "paper"]
 
 SHORT = 512
 """Tokens of the short context where none are named."""
+_STRIDE = 512
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def context_gain(
     kind: Kind = "exact",
     begin: Sequence[int] = (),
     short: int = SHORT,
-    stride: int = 512,
+    stride: int | None = None,
     batch_size: int = 8,
     n_bins: int = 32,
     progress: bool = True,
@@ -109,7 +111,8 @@ def context_gain(
     """G(C) = mean over targets i in short..C-1 of ce_short(i) - ce_full(i), with C the length of `rows`.
 
     "exact" scores each target from its last short..short+stride-1 tokens, read anew with positions from 0: a fair short
-    context. It begins as a text does: its first tokens give way to `begin`. "paper" cuts the KV cache to `short`
+    context. It begins as a text does: its first tokens give way to `begin`. The first `stride` targets have no token
+    further back, and gain 0 by definition. "paper" cuts the KV cache to `short`
     entries that keep their old rotations, while each block of `stride` queries restarts at position `short`; distances
     to old keys are then wrong, often negative, which makes ce_short far too large and G with it. It is there to compare
     with published figures only, and comes beside the exact gain.
@@ -120,7 +123,9 @@ def context_gain(
         kind: "exact" or "paper".
         begin: token ids that the tokenizer puts before a text: `SpecialTokens.of(tokenizer).begin`, fewer than `short`.
         short: tokens of the short context, `begin` included.
-        stride: targets that share a window; "exact" contexts are up to this much longer than `short`.
+        stride: targets that share a window; "exact" contexts are up to this much longer than `short`. None means 512,
+            or an eighth of the targets of a row if that is less: fewer windows would compare much of a short row with
+            itself.
         batch_size: short windows in a forward; the whole row is read one at a time.
         n_bins: points of the curve.
         progress: whether to show a bar.
@@ -133,10 +138,12 @@ def context_gain(
     """
     if kind not in ("exact", "paper"):
         raise ValueError(f"kind must be 'exact' or 'paper', got {kind!r}.")
-    if short < 1 or stride < 1 or n_bins < 1:
+    if short < 1 or n_bins < 1 or (stride is not None and stride < 1):
         raise ValueError(f"short, stride and n_bins must be at least 1, got {short}, {stride} and {n_bins}.")
     subject = Subject(model)
     subject.check_rows(rows, at_least=short + 1)
+    if stride is None:
+        stride = min(_STRIDE, max((rows.shape[1] - short) // 8, 1))
     if len(begin) >= short or rows[:, : len(begin)].tolist() != [list(begin)] * len(rows):
         raise ValueError(
             f"begin must be fewer than short={short} tokens that every row begins with, got {list(begin)}."
@@ -188,6 +195,7 @@ def _reencoded(
 
 def _cut_cache(subject: Subject, ids: torch.Tensor, short: int, stride: int) -> torch.Tensor:
     """ce_short of targets short..C-1 from a cache that is cut to its last `short` entries before each block."""
+    forget_rows(subject.causal_lm)
     cache = DynamicCache()
     losses = []
     first = 0

@@ -90,11 +90,19 @@ def test_a_model_without_positions_or_memory_gains_nothing():
     assert gain.total == pytest.approx(0, abs=1e-6)
 
 
+def test_a_short_row_is_not_compared_with_itself():
+    """The first `stride` targets have the same tokens in both contexts: of a short row they would be most."""
+    model, row = tiny(), tokens(1, 40)
+    gain = context_gain(model, row, short=8, progress=False)
+    assert gain.gain == context_gain(model, row, short=8, stride=4, progress=False).gain
+    assert gain.total != 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"kind": "fair"}, "kind must be 'exact' or 'paper', got 'fair'"),
-        ({"short": 0}, "must be at least 1, got 0, 512 and 32"),
+        ({"short": 0}, "must be at least 1, got 0, None and 32"),
         ({"short": 30}, "seq_len >= 31"),
     ],
 )
