@@ -27,6 +27,23 @@ def uses_chat_template(tokenizer: PreTrainedTokenizerBase, choice: ChatTemplate)
     return has_one and choice != "off"
 
 
+def tokens_behind(tokenizer: PreTrainedTokenizerBase, text: str, before: str = ".") -> list[int]:
+    """Token ids of a text that goes on another one.
+
+    Tokenizers of Llama 2's kind put a space before all that they are given. Alone, " 7" would have two spaces, which no
+    text has there.
+
+    Args:
+        tokenizer: of the model.
+        text: what goes on.
+        before: the text before it, or its end. Where its tokens are other ones together with `text`, that one is
+            tokenized alone.
+    """
+    begun, both, alone = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (before, before + text, text))
+    goes_on: list[int] = both[len(begun) :] if both[: len(begun)] == begun else alone
+    return goes_on
+
+
 @dataclass(frozen=True)
 class Frame:
     """What stands around a text that a model is asked about.

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from .asking import Frame
+from .asking import Frame, tokens_behind
 from .wordings import N_WORDINGS, NEEDLE_WORDINGS, PASSKEY_WORDINGS
 
 Kind = Literal["passkey", "single", "multikey", "multivalue", "multiquery", "ordinal"]
@@ -138,7 +138,7 @@ def make_prompt(
     frame = Frame.of(tokenizer, chat)
     hidden = _hidden(kind, n_needles, rng, wording)
     depths = _depths(hidden, depth, rng)
-    pieces = [tokenizer(" " + needle, add_special_tokens=False)["input_ids"] for needle in hidden.needles]
+    pieces = [tokens_behind(tokenizer, " " + needle) for needle in hidden.needles]
     asked = {k: _asked(k, hidden, wording) for k in about_the_same(kind, n_needles)}
     tails = {k: _tail(tokenizer, frame, chat, of_kind) for k, of_kind in asked.items()}
     taken = len(frame.begin) + len(tails[kind]) + sum(map(len, pieces))
@@ -164,10 +164,12 @@ def make_prompt(
         ids += pieces[i]
     ids += [*haystack[used:budget], *tails[kind]]
     question, beginning, answers = asked[kind]
-    answer_ids = [
-        tokenizer(f" {answer}" if k == 0 else f", {answer}", add_special_tokens=False)["input_ids"]
-        for k, answer in enumerate(answers)
-    ]
+    answer_ids: list[list[int]] = []
+    before = beginning
+    for answer in answers:
+        goes_on = f", {answer}" if answer_ids else f" {answer}"
+        answer_ids.append(tokens_behind(tokenizer, goes_on, before))
+        before += goes_on
     graded = [[any(c.isdigit() for c in str(tokenizer.decode([i]))) for i in answer] for answer in answer_ids]
     shown = f"{question} {beginning}".strip()
     return RetrievalPrompt(ids, answers, position, kind == "ordinal", answer_ids, graded, wording, shown)
@@ -253,7 +255,7 @@ def _tail(tokenizer: PreTrainedTokenizerBase, frame: Frame, chat: bool, asked: _
     """Token ids of what stands behind the haystack."""
     question, beginning, _ = asked
     endings = [question, frame.turn + beginning] if chat else [f"{question} {beginning}"]
-    return [i for ending in endings for i in tokenizer(ending, add_special_tokens=False)["input_ids"]]
+    return [i for ending in endings for i in tokens_behind(tokenizer, ending)]
 
 
 def _sentence_end(tokenizer: PreTrainedTokenizerBase, haystack: Sequence[int], place: int, at_least: int) -> int:

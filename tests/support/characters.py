@@ -1,6 +1,6 @@
 """A tokenizer of one token a character, so that any text works and lengths can be counted by eye."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = 130
@@ -11,6 +11,19 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """The same of Llama 2's kind: it puts a space before all that it is given, and writes spaces as "▁"."""
+    words = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3, "▁": 32}
+    words |= {chr(c): c for c in range(4, 127) if chr(c) != " "}
+    core = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
     )

@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from support.characters import spaced_tokenizer
 from support.retrieval import TEXT, TOKENIZER, prompt
 
 from rope_patch.eval.needles import KINDS, make_prompt
@@ -93,3 +94,24 @@ def test_teacher_forced_asks_for_every_digit_behind_the_right_ones():
     assert sample.forced_score([*right[:digit], right[digit] + 1, *right[digit + 1 :]]) == 0.75
     # a space or a comma is no answer
     assert sample.forced_score([i if TOKENIZER.decode([i]).isdigit() else 0 for i in right]) == 1
+
+
+def test_answers_and_needles_have_the_tokens_that_a_text_has_there():
+    """Of a tokenizer of Llama 2's kind, which puts a space before all that it is given."""
+    tokenizer = spaced_tokenizer()
+    sample = make_prompt(
+        "multiquery",
+        tokenizer,
+        tokenizer("It rained. " * 100, add_special_tokens=False)["input_ids"],
+        n_tokens=600,
+        depth=0.5,
+        n_needles=2,
+        rng=random.Random(0),
+    )
+    text = f"are {', '.join(sample.answers)}"
+    begun = tokenizer("are", add_special_tokens=False)["input_ids"]
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert sample.right_reply == whole[len(begun) :]
+    shown = tokenizer.convert_ids_to_tokens(sample.ids)
+    assert all(pair != ("▁", "▁") for pair in zip(shown, shown[1:], strict=False)), "no text has two spaces"
+    assert tokenizer.convert_ids_to_tokens(tokenizer(" 7")["input_ids"]) == ["▁", "▁", "7"]
