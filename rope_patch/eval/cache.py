@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import __version__
 from ..attention.string_positions import string_in_force
-from ..rotary import find_causal_lm
+from ..environment import installed_versions
+from ..rotary import find_causal_lm, is_recomputed, named_rotary_modules
 
 _CHUNK = 1 << 24  # values hashed at once
-_LAYOUT = 5  # of what measures keep; another number where an earlier value could not be read, or is another figure
+_LAYOUT = 6  # of what measures keep; another number where an earlier value could not be read, or is another figure
 
 
 def model_hash(model: nn.Module) -> str:
@@ -22,11 +22,18 @@ def model_hash(model: nn.Module) -> str:
 
     What is not in these: scales of adapters and which are active, tokens that end an answer, and STRING's positions.
 
-    Each tensor is reduced on its own device to two sums of its bits times odd numbers, modulo 2**64, so that a model on
-    a GPU is hashed at the speed of its memory and never copied.
+    Each tensor is reduced on its own device to two sums of its mixed bits times odd numbers, modulo 2**64, so that a
+    model on a GPU is hashed at the speed of its memory and never copied. RoPE frequencies that a forward picks by the
+    length of its row are left out: those that it picks from count.
     """
     digest = hashlib.sha256(json.dumps(find_causal_lm(model).config.to_dict(), sort_keys=True, default=str).encode())
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    picked = {
+        id(buffer)
+        for _, module in named_rotary_modules(model)
+        for name, buffer in module.named_buffers(recurse=False)
+        if is_recomputed(module, name)
+    }
+    tensors = {name: t for name, t in (*model.named_parameters(), *model.named_buffers()) if id(t) not in picked}
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -107,7 +114,7 @@ class ResultCache:
         """The value stored for `key`, or that of `make()`, which is stored.
 
         Args:
-            key: everything that the value depends on; the version of rope-patch is added.
+            key: everything that the value depends on; versions of rope-patch, Transformers and lm-eval are added.
             make: measures it.
         """
         key = _whole(key)
@@ -130,7 +137,15 @@ class ResultCache:
 
 
 def _whole(key: dict[str, Any]) -> dict[str, Any]:
-    return {**key, "rope_patch": __version__, "layout": _LAYOUT}
+    return {**key, "layout": _LAYOUT, **installed_versions("transformers", "lm_eval")}
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Other words for other words: the highest bit of one, a sign, would count 2**63 in any sum, twice nothing."""
+    for odd in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
+        words = words * odd
+        words = words ^ (words >> 32)
+    return words
 
 
 def _bit_sums(tensor: torch.Tensor) -> list[int]:
@@ -139,10 +154,10 @@ def _bit_sums(tensor: torch.Tensor) -> list[int]:
     words = flat.view(torch.int64) if width == 8 else flat
     sums = [0, 0]
     for first in range(0, words.numel(), _CHUNK):
-        part = words[first : first + _CHUNK].to(torch.int64)
+        part = _mixed(words[first : first + _CHUNK].to(torch.int64))
         index = torch.arange(first, first + part.numel(), device=part.device)
         for k, odd in enumerate((0x9E3779B97F4A7C15 - (1 << 64), 0x27D4EB2F165667C5)):
-            # wraps modulo 2**64; the weight of every place is odd, so one changed bit always changes the sum
+            # wraps modulo 2**64; the weight of every place is odd, so one changed word always changes the sum
             weight = (index * odd) | 1
             sums[k] = (sums[k] + int((part * weight).sum().item())) & ((1 << 64) - 1)
     return sums

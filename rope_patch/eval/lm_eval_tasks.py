@@ -173,7 +173,9 @@ def lm_eval_tasks(
             def measure(leaf: str = leaf, source: "_Source" = source) -> dict[str, Any]:
                 return _measure(model, tokenizer, leaf, source, length, limit, batch_size, chat, progress)
 
-            value = remember({"task": leaf}, measure)
+            # rows of one task may be in two files: its own and its group's
+            rows = None if source.file is None else source.file.name
+            value = remember({"task": leaf, "rows": rows}, measure)
             left_out[name] += value["left_out"]
             if not value["scores"]:
                 continue

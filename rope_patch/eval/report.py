@@ -80,7 +80,7 @@ def write_report(
                 "files": [f"figures/{png.name}", f"figures/{svg.name}", f"tables/{name}.csv"],
             }
         )
-    labels = list(next(iter(results.values())))
+    labels = [label for label in (compared.baseline, *compared.labels) if label]
     packages = installed_versions("torch", "transformers", "peft", "lm_eval")
     facts = {**settings, **packages, "device": device_name(torch.cuda.is_available())}
     figures = summary(results)

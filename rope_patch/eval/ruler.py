@@ -60,7 +60,8 @@ SHORTEST_LENGTH = 4096  # tokens that RULER begins at; its generators do not fil
 _VT_EXAMPLE = 500  # tokens of the example that lm-eval shows before a prompt of variable tracking
 _FWE_SHORTEST = 200  # tokens: lm-eval draws a word for 50, and asks for the second to fourth by frequency
 _SHOWN = 200  # characters of a prompt that are kept with its reply: its question
-TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")
+_OF_QUESTIONS = ("ruler_qa_squad", "ruler_qa_hotpot")
+TASKS = (*_NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe", *_OF_QUESTIONS)
 RulerPrompts = dict[tuple[int, str], list[dict[str, Any]]]
 _NEEDS_TEXT = tuple(name for name, options in _NEEDLES.items() if options["type_haystack"] == "essay")
 
@@ -72,7 +73,7 @@ class Ruler(Result):
     Args:
         lengths: tokens of a prompt and its answer together.
         scores: task -> score at each length, 0 to 1.
-        samples: prompts of each task and length.
+        samples: prompts of each task and length that were asked for.
         answer_positions: length -> accuracy of multi-key tasks by where the answer stands.
         prompt_scores: task -> at each length the score of each prompt; empty where it was not kept.
         replies: one of each task and length, as {task, length, question, expected, reply, score}.
@@ -93,6 +94,11 @@ class Ruler(Result):
         k = self.lengths.index(length)
         return sum(values[k] for values in self.scores.values()) / len(self.scores)
 
+    def n_prompts(self, task: str, length: int) -> int:
+        """Prompts of a task and length that were scored: a file with few questions gives fewer than were asked for."""
+        of_lengths = self.prompt_scores.get(task)
+        return len(of_lengths[self.lengths.index(length)]) if of_lengths else self.samples
+
     def by_answer_position(self, length: int) -> AnswerPositionAccuracy:
         """Accuracy of niah_multikey_2 at one length by where the answer stands."""
         return AnswerPositionAccuracy.from_dict(self.answer_positions[str(length)])
@@ -102,12 +108,17 @@ class Ruler(Result):
 
     def table(self) -> list[dict[str, Any]]:
         rows = [
-            {"task": task, "length": n, "score": value, "samples": self.samples}
+            {"task": task, "length": n, "score": value, "samples": self.n_prompts(task, n)}
             for task, values in self.scores.items()
             for n, value in zip(self.lengths, values, strict=True)
         ]
         means = [
-            {"task": "mean", "length": n, "score": self.mean(n), "samples": self.samples * len(self.scores)}
+            {
+                "task": "mean",
+                "length": n,
+                "score": self.mean(n),
+                "samples": sum(self.n_prompts(task, n) for task in self.scores),
+            }
             for n in self.lengths
         ]
         return rows + means
@@ -233,8 +244,10 @@ def _require_fitting(prompts: RulerPrompts, lengths: Sequence[int], samples: int
     if beside:
         raise ValueError(f"prompts are made already: give {', '.join(beside)} to ruler_prompts and not to ruler.")
     made = {length for length, _ in prompts}
-    numbers = {len(documents) for documents in prompts.values()}
-    if made != set(lengths) or numbers != {samples}:
+    # a file of questions may have fewer than were asked for
+    numbers = {len(documents) for (_, task), documents in prompts.items() if task not in _OF_QUESTIONS} or {samples}
+    fewer = all(0 < len(documents) <= samples for documents in prompts.values())
+    if made != set(lengths) or numbers != {samples} or not fewer:
         raise ValueError(
             f"prompts must be {samples} of each task for the lengths {list(lengths)}, "
             f"got {sorted(numbers)} for {sorted(made)}: make them by ruler_prompts with the same lengths and samples."

@@ -118,7 +118,8 @@ def view_kl(
     ):
         for n, row in enumerate(rows):
             ids = row[None].to(subject.device)
-            standard = subject.hidden(ids)[0, split:]
+            with rope_view(model, "standard"):  # also of a model whose view is always in force
+                standard = subject.hidden(ids)[0, split:]
             for k, skip in enumerate(skips):
                 with rope_view(model, Skip(split=split, skip=skip) if skip else "standard"):
                     moved = subject.hidden(ids)[0, split:]

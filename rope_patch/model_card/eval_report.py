@@ -10,7 +10,7 @@ from typing import Any, Self
 _STORED = "results.json"
 _REPORT_FOLDER = "rope-patch-report"
 # conditions of the figures; the others name models and texts by their paths
-_CONDITIONS = ("held-out rows", "prompt lengths", "prompts a cell", "dtype", "device", "rope-patch", "transformers")
+_CONDITIONS = ("held-out rows", "prompt lengths", "prompts", "dtype", "device", "rope-patch", "transformers")
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,22 @@ def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
     assert type(always).from_dict(json.loads(json.dumps(always.to_dict()))) == always
 
 
+def test_a_file_with_few_questions_gives_fewer_prompts_than_were_asked_for(tmp_path):
+    rows = [
+        {"title": f"t{k}", "context": f"It rained in town {k}.", "qas": [["Where?", [f"town {k}"]]]} for k in range(3)
+    ]
+    file = tmp_path / "squad.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = ["ruler_qa_squad", "niah_single_1"]
+    made = ruler_prompts(TOKENIZER, [1500], tasks=tasks, samples=5, squad=file, haystack=TEXT, progress=False)
+    options = {"samples": 5, "progress": False, "batch_size": 2, "prompts": made}
+    found = ruler(lookup(tiny(vocab_size=CHARACTERS), []), TOKENIZER, [1500], **options)
+    n_questions = len(made[1500, "ruler_qa_squad"])
+    assert 0 < n_questions < 5
+    samples = {row["task"]: row["samples"] for row in found.table()}
+    assert samples == {"ruler_qa_squad": n_questions, "niah_single_1": 5, "mean": n_questions + 5}
+
+
 @pytest.mark.parametrize("length", [5, 200])
 @pytest.mark.parametrize("task", ["ruler_vt", "ruler_cwe", "ruler_fwe", "niah_single_2", "niah_multikey_2"])
 def test_lengths_that_ruler_has_no_room_in_are_told_before_a_model_is_loaded(task, length, tmp_path):

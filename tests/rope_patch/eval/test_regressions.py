@@ -308,7 +308,7 @@ def test_fewer_pairs_than_have_to_differ_are_told_as_such():
 
 
 def test_a_suite_is_compared_and_its_cells_appear_as_they_come(tmp_path, capsys):
-    texts = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
+    texts = [("It was a dark night. The wind blew! Who was there? " * 41)[k : k + 2040] for k in range(5)]
     plan = EvalPlan(("cliff", "passkey"), length=600, n_rows=2, lengths=(400, 600), trials=1)
     models = {
         "pi": lambda: patch_model(tiny(vocab_size=CHARACTERS), "pi", factor=4.0),

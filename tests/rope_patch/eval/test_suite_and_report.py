@@ -22,6 +22,7 @@ from rope_patch.eval import (
     LossByPosition,
     ShortText,
     in_distribution_penalty,
+    loss_by_position,
     probe,
     read_texts,
     recovery_ratio,
@@ -34,7 +35,7 @@ from rope_patch.eval.figures import drawn_label
 from rope_patch.eval.report import summary
 from trl_ext.cli.measure import FLAGS, HELP
 
-TEXTS = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]
+TEXTS = [("It was a dark night. The wind blew! Who was there? " * 41)[k : k + 2040] for k in range(5)]
 MEASURES = ("cliff", "gain", "passkey", "niah-single", "position", "attention", "entropy", "view-kl")
 # each tested by itself: kinds of retrieval, and what needs lm-eval and its data
 ELSEWHERE = {"niah-multikey", "niah-multivalue", "niah-multiquery", "niah-ordinal", "ruler", "short", "lm-eval"}
@@ -281,6 +282,44 @@ def test_labels_are_drawn_as_they_are_written(tmp_path):
     assert curve.plot(tmp_path / "one", label=r"$\frac$")
 
 
+def test_signs_count_in_a_hash():
+    """The highest bits of two words are worth twice 2**63 in a sum modulo 2**64, which is nothing."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        changed = model().to(dtype)
+        known = model_hash(changed)
+        with torch.no_grad():
+            weight = changed.model.layers[0].self_attn.o_proj.weight
+            weight[:, 1::2] *= -1
+            assert model_hash(changed) != known
+            weight[:, 1::2] *= -1
+            assert model_hash(changed) == known
+            weight[0, 1] *= -1
+            weight[5, 7] *= -1
+            assert model_hash(changed) != known
+
+
+def test_a_row_that_is_there_already_is_left_out():
+    tokenizer = character_tokenizer()
+    rows = text_rows(tokenizer, ["a" * 10, "a" * 10, "b" * 10], seq_len=10, n_rows=2)
+    assert [tokenizer.decode(r) for r in rows] == ["a" * 10, "b" * 10]
+    with pytest.raises(ValueError, match="1 rows of 10 tokens beside 2 that are the same as others; 2 are needed"):
+        text_rows(tokenizer, ["a" * 10] * 3, seq_len=10, n_rows=2)
+
+
+def test_positions_of_answers_need_answers():
+    for measures in (("position",), ("position", "passkey"), ("cliff", "position")):
+        with pytest.raises(ValueError, match="position is read off the answers to retrieval prompts"):
+            EvalPlan(measures, length=200)
+    EvalPlan(("passkey", "position"), length=200)
+
+
+def test_a_model_that_the_first_measure_lacks_is_in_the_report(tmp_path):
+    curve = loss_by_position(model(), torch.arange(3, 83)[None], progress=False)
+    write_report({"gain": {}, "cliff": {"a": curve, "b": curve}}, tmp_path, title="t", settings={})
+    page = (tmp_path / "report.html").read_text()
+    assert '<th class="n">a</th><th class="n">b</th>' in page
+
+
 def test_rows_of_text(tmp_path):
     tokenizer = character_tokenizer()
     rows = text_rows(tokenizer, ["a" * 25, "b" * 4, "c" * 7], seq_len=10, n_rows=2)
@@ -411,6 +450,7 @@ def test_results_put_together_by_hand_are_compared_over_one_window():
         ({"measures": ("cliff", "attention")}, ValueError, "attention needs rows of at least 256 tokens"),
         ({"measures": ("cliff", "entropy"), "window": 199}, ValueError, "entropy needs rows of at least 201 tokens"),
         ({"measures": ("cliff",), "chat_template": "on"}, ValueError, "needs a tokenizer with a chat template"),
+        ({"measures": ("cliff",), "window": 63}, ValueError, "cliff needs a window of at least 64 positions"),
     ],
 )
 def test_what_cannot_be_measured_shows_before_a_model_is_loaded(plan, error, message, tmp_path, monkeypatch):

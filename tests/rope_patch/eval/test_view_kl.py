@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.tiny import tiny, tokens
 
-from rope_patch import rope_view
+from rope_patch import patch_model, rope_view
 from rope_patch.eval import view_kl
 from rope_patch.views import Skip
 
@@ -36,3 +36,10 @@ def test_it_is_the_kl_of_the_logits(family, direction):
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         view_kl(tiny(), tokens(1, 24), progress=False, **arguments)
+
+
+def test_a_view_that_is_always_in_force_is_no_standard():
+    model, rows = tiny(dtype=torch.float64), tokens(2, 24)
+    plain = view_kl(model, rows, [0, 5], split=10, progress=False).kl
+    patch_model(model, "dilation", low=2, high=2, when="always")
+    assert view_kl(model, rows, [0, 5], split=10, progress=False).kl == pytest.approx(plain, abs=1e-9)

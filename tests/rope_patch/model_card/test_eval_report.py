@@ -12,9 +12,10 @@ SUMMARY = [
 ]
 
 
-def stored(folder, **settings):
+def stored(folder, **more):
     folder.mkdir(parents=True)
-    settings = {"text": "/home/somebody/books.jsonl", "dtype": "bfloat16", "seed": 0, **settings}
+    settings = {"text": "/home/somebody/books.jsonl", "prompts": "20 of each length", "dtype": "bfloat16", "seed": 0}
+    settings |= more
     (folder / "results.json").write_text(json.dumps({"settings": settings, "summary": SUMMARY}))
     return folder
 
@@ -24,7 +25,7 @@ def test_figures_of_all_models_are_read(tmp_path):
     assert figures.labels == ("native", "mine") and figures.own is None
     assert figures.rows[0] == ("cliff", (3.25, 0.125))
     assert figures.rows[1] == ("recovery ratio, short text (%)", (None, 98.5))
-    assert figures.conditions == (("dtype", "bfloat16"),)  # and no path
+    assert figures.conditions == (("prompts", "20 of each length"), ("dtype", "bfloat16"))  # and no path
     assert EvalFigures.read(tmp_path / "report" / "results.json", None) == figures
 
 
