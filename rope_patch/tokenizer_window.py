@@ -5,6 +5,7 @@ Tokenizers truncate at `model_max_length`, and vLLM serves no longer texts. `gen
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,21 @@ def widen_tokenizer(folder: Path, native: int | None, window: int | None) -> Non
     if native is None or window is None:
         return
     for name, key in (_TOKENIZER, _GENERATION):
-        file = folder / name
-        config = _read(file)
-        named = config.get(key)
-        if isinstance(named, int | float) and native <= named < window:
-            config[key] = window
-            file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write(folder / name, key, window, lambda named: native <= named < window)
+
+
+def narrow_tokenizer(folder: Path, declared: int | None, window: int | None) -> None:
+    """Let tokenizer and generation config in `folder` name `window` where they name `declared`, which is more.
+
+    Args:
+        folder: with a tokenizer or without, and with a generation config or without.
+        declared: window of the checkpoint whose tokenizer it is, None if its config names none.
+        window: that is promised in its place, None for the same.
+    """
+    if declared is None or window is None or window >= declared:
+        return
+    for name, key in (_TOKENIZER, _GENERATION):
+        _write(folder / name, key, window, lambda named: named == declared)
 
 
 def warn_of_short_tokenizer(folder: Path, window: int | None) -> None:
@@ -72,6 +82,15 @@ def warn_of_short_tokenizer(folder: Path, window: int | None) -> None:
             f"The tokenizer names {named} positions ({key} in {name}) and the config {window}: vLLM serves no longer "
             f"texts than both allow. If the model was rescaled, write {window} there."
         )
+
+
+def _write(file: Path, key: str, window: int, is_meant: Callable[[float], bool]) -> None:
+    """Put `window` in place of a number in a JSON file that is meant."""
+    config = _read(file)
+    named = config.get(key)
+    if isinstance(named, int | float) and is_meant(named):
+        config[key] = window
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -220,6 +220,11 @@ class RopeSFTConfig(SFTConfig):
     def __post_init__(self) -> None:
         for name in self._OWN_DICT_FIELDS:
             self._require_json(name)  # before Transformers parses it, whose error names no field
+        if self.max_steps == 0:
+            raise ValueError(
+                "max_steps must be at least 1, or below 0 to train for num_train_epochs, got 0: Transformers trains no "
+                "step then, and the result would be the model as it came."
+            )
         says_which_is_better = self.greater_is_better is not None
         super().__post_init__()
         if not says_which_is_better and _PART_OF_LOSS.fullmatch(self.metric_for_best_model or ""):

@@ -168,7 +168,7 @@ class RopeSFTTrainer(SFTTrainer):
             require_text(train_dataset, "train_dataset", config)  # before a view reads the texts
         config, train_dataset = prepare_text(model, config, train_dataset, processing_class, formatting_func)
         if formatting_func is None:
-            config = with_masked_loss(config, train_dataset)
+            config = with_masked_loss(config, train_dataset, eval_dataset)
             require_text(eval_dataset, "eval_dataset", config)
         checkpointing: Any = config.gradient_checkpointing_kwargs or {}  # parsed from JSON by now
         self._asked_reentrant = bool(checkpointing.get("use_reentrant"))

@@ -102,13 +102,18 @@ def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
         )
 
 
-def with_masked_loss(args: RopeSFTConfig, dataset: Any) -> RopeSFTConfig:
-    """`args`, or a copy in which the loss is of completions, where the rows of `dataset` say what those are.
+def with_masked_loss(args: RopeSFTConfig, *datasets: Any) -> RopeSFTConfig:
+    """`args`, or a copy in which the loss is of completions, where the rows of one of `datasets` say what those are.
 
-    TRL decides so by itself for prompts and completions, and would not read the mask of rows of token ids.
+    TRL decides so by itself for prompts and completions, and would not read the mask of rows of token ids. It counts
+    every token of rows without a mask either way.
+
+    Args:
+        args: of the trainer.
+        datasets: to train on and to evaluate on, each one, several by name or None.
     """
-    columns = getattr(dataset, "column_names", None) or ()
-    if args.completion_only_loss is None and {"input_ids", "completion_mask"} <= set(columns):
+    sets = [part for dataset in datasets for _, part in named_sets(dataset, "")]
+    if args.completion_only_loss is None and any({"input_ids", "completion_mask"} <= _first_columns(p) for p in sets):
         args = copy.copy(args)
         args.completion_only_loss = True
     return args
@@ -405,6 +410,14 @@ def _begin(tokenizer: Any) -> tuple[int, ...] | None:
         return SpecialTokens.of(tokenizer).begin
     except ValueError:
         return None  # an error only where a text has to be cut
+
+
+def _first_columns(dataset: Any) -> set[str]:
+    """Columns of a dataset, or of the first row of a stream, which does not name them once rows are computed."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and isinstance(dataset, IterableDataset):
+        names = next(iter(dataset), ())
+    return set(names or ())
 
 
 def _column_names(dataset: Any) -> list[str]:

@@ -25,7 +25,7 @@ from ..registry import unknown
 from ..rescale import RopeParameters
 from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
 from ..state import state_of
-from ..tokenizer_window import warn_of_short_tokenizer, widen_tokenizer_of
+from ..tokenizer_window import narrow_tokenizer, warn_of_short_tokenizer, widen_tokenizer_of
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
 from .gguf import convert, find_converter, require_known_tokenizer
@@ -145,6 +145,7 @@ def export(
         loaded = model if isinstance(model, nn.Module) else load(model, revision)
         causal_lm, decoder = find_causal_lm(loaded), find_decoder(loaded)
         edits = _require_right(target, loaded, causal_lm, decoder)
+        declared = getattr(text_config(causal_lm, decoder), "max_position_embeddings", None)
         window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
@@ -155,6 +156,8 @@ def export(
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
         _write(causal_lm, config, edits, unfinished, round(max_shard_gb * 1e9))
         widen_tokenizer_of(unfinished, causal_lm, window)
+        # the tokenizer of a checkpoint names the reach of its rescaling, of which less may be promised
+        narrow_tokenizer(unfinished, declared, window)
         warn_of_short_tokenizer(unfinished, window)
         difference = None
         if reference is not None:

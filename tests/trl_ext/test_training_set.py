@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.text import BOS, EOS, framing
@@ -310,3 +310,36 @@ def test_each_token_is_in_one_row_or_counted_as_left_out(lengths, max_length, wa
         repeated = 0
         counted -= sum(len(row) == 1 for row in rows)  # they are in the rows, and told to teach nothing
     assert sum(map(len, rows)) - repeated + counted == tokens, line
+
+
+MASKED = [{"input_ids": list(range(5, 15)), "completion_mask": [0] * 7 + [1] * 3}] * 4
+STREAMS = {
+    "dataset": lambda: Dataset.from_list(MASKED),
+    "stream": lambda: Dataset.from_list(MASKED).to_iterable_dataset(),
+    "mapped": lambda: Dataset.from_list(MASKED).to_iterable_dataset().map(lambda row: row),
+    "generator": lambda: IterableDataset.from_generator(lambda: iter(MASKED)),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_masked_rows_are_masked_in_a_stream_that_names_no_columns(kind, tmp_path):
+    made = trainer(tmp_path, train_dataset=STREAMS[kind](), max_steps=1)
+    assert made.args.completion_only_loss is True
+    batch = next(iter(made.get_train_dataloader()))
+    assert (batch["labels"][0] != -100).sum() == 3
+
+
+def test_masked_rows_of_an_evaluation_are_masked_where_none_are_trained_on(tmp_path):
+    rows = [{"input_ids": row["input_ids"]} for row in MASKED]
+    sets = {"text": Dataset.from_list(rows), "questions": Dataset.from_list(MASKED)}
+    made = trainer(tmp_path, train_dataset=Dataset.from_list(rows), eval_dataset=sets, max_steps=1)
+    counted = {}
+    for name, data in (("train", None), *sets.items()):
+        batch = next(iter(made.get_train_dataloader() if data is None else made.get_eval_dataloader(name)))
+        counted[name] = int((batch["labels"][0] != -100).sum())
+    assert counted == {"train": 10, "text": 10, "questions": 3}
+
+
+def test_no_steps_are_refused():
+    with pytest.raises(ValueError, match="max_steps must be at least 1, or below 0 to .*, got 0"):
+        RopeSFTConfig(output_dir="unused", max_steps=0)

@@ -91,6 +91,8 @@ def run_export(args: argparse.Namespace) -> int:
         require_checkpoint(base_of(Path(path)), f"MODEL_OR_ADAPTER {path}", revision_of_base(Path(path)))
     else:
         require_checkpoint(path, "MODEL_OR_ADAPTER", args.model_revision)
+    if spec is not None:
+        spec.check()
     require_writable(next(path for path in (args.output, *args.output.absolute().parents) if path.exists()))
     tokenizer = args.tokenizer
     if tokenizer is None and spec is not None and is_adapter and tokenizer_files(path):

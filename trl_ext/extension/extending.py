@@ -20,6 +20,7 @@ from rope_patch.export.writing import unfinished_folders
 from rope_patch.methods import resolve_view
 from rope_patch.registry import unknown
 
+from ..checkpoint import ADAPTER_CONFIG
 from ..cli.device import choose_device, require_one_process
 from ..config import RopeSFTConfig
 from ..model_files import begun_with, model_files, recorded_commit, recorded_files, require_same_model
@@ -203,11 +204,13 @@ class _Run:
         before = run("before", lambda: self._measure("Measuring the model as it is", measuring.BEFORE, None))
         run("rows", lambda: self._rows(root / "rows.jsonl"))
         run("train", lambda: self._train(root / "rows.jsonl", trained))
+        self._require_exported("model", model, trained)
         served = {"transformers": run("model", lambda: self._export(trained, model, "transformers"))}
         after = run("after", lambda: self._measure("Measuring it again, as it is served", measuring.AFTER, model))
         for target in options.targets:
             if target != "transformers":
                 folder = root / f"model-{target}"
+                self._require_exported(f"model-{target}", folder, model)
                 served[target] = run(f"model-{target}", lambda f=folder, t=target: self._export(model, f, t))  # type: ignore[misc]
         results = measuring.together(before, after)
         settings = {"model": self.facts.said, "data": ", ".join(options.data), "measured on": self.texts.said}
@@ -251,6 +254,21 @@ class _Run:
         made = training.train(self.facts, self.options, self.choices, rows.read(file), folder, result, self.tell)
         self.tell(f"  {made['steps']} steps, {made['tokens']:,} tokens, loss {made['loss']:.3f} at the end.")
         return made
+
+    def _require_exported(self, stage: str, folder: Path, source: Path) -> None:
+        """Have a model exported again that is no longer where an earlier run left it.
+
+        Raises:
+            ValueError: what it is exported from is gone, too.
+        """
+        if not self.stages.is_done(stage) or (folder / "config.json").is_file():
+            return
+        if not (source / "config.json").is_file() and not (source / ADAPTER_CONFIG).is_file():
+            raise ValueError(
+                f"{folder} is no longer there, nor is {source}, from which it would be exported again: put one of them "
+                "back, or name a new --output."
+            )
+        self.stages.forget(stage)
 
     def _export(self, source: Path, folder: Path, target: str) -> dict[str, Any]:
         self.tell(f"\nExporting for {target}.")

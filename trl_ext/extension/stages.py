@@ -25,6 +25,10 @@ class Stages:
         """Whether an earlier run, or this one, has finished the stage."""
         return self.file(name).is_file()
 
+    def forget(self, name: str) -> None:
+        """Let a stage be done again."""
+        self.file(name).unlink(missing_ok=True)
+
     def run(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The figures of a stage: those of an earlier run, or those of `make()`, which are kept."""
         file = self.file(name)

@@ -213,11 +213,13 @@ def test_ruler_of_a_model_that_always_or_never_finds(tmp_path):
 
 
 def test_a_file_with_few_questions_gives_fewer_prompts_than_were_asked_for(tmp_path):
-    rows = [
-        {"title": f"t{k}", "context": f"It rained in town {k}.", "qas": [["Where?", [f"town {k}"]]]} for k in range(3)
-    ]
-    file = tmp_path / "squad.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    towns = [
+        {"title": f"t{k}", "paragraphs": [
+            {"context": f"Rain in {k}.", "qas": [{"question": "Where?", "answers": [{"text": f"in {k}"}]}]}
+        ]} for k in range(3)
+    ]  # fmt: skip
+    file = tmp_path / "squad.json"
+    file.write_text(json.dumps({"data": towns}))
     tasks = ["ruler_qa_squad", "niah_single_1"]
     made = ruler_prompts(TOKENIZER, [1500], tasks=tasks, samples=5, squad=file, haystack=TEXT, progress=False)
     options = {"samples": 5, "progress": False, "batch_size": 2, "prompts": made}

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
 from rope_patch.export import PROGRAMS
+from rope_patch.sidecar import SIDECAR_NAME
 from trl_ext.cli import main
 from trl_ext.cli.export import TARGETS
 
@@ -66,6 +67,17 @@ def test_an_adapter_that_is_rescaled_takes_the_tokenizer_beside_it(tmp_path):
         rescaled = f"{tmp_path / 'adapter'}@ntk:factor=8"
         assert main(["export", rescaled, "--output", str(out), "--no-check", *named]) == 0
         assert ("<added>" in AutoTokenizer.from_pretrained(out).get_vocab()) is added
+
+
+def test_native_is_refused_where_the_adapter_says_its_rope(tmp_path, capsys):
+    """As in `eval` and `probe`: it was given, and would have no effect."""
+    tiny().save_pretrained(tmp_path / "base")
+    base = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "yarn", factor=4.0)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / SIDECAR_NAME).is_file()
+    assert main(["export", f"{tmp_path / 'adapter'}@native", "--output", str(tmp_path / "out"), "--no-check"]) == 2
+    assert "Leave @native out" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

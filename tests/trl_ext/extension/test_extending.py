@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.byte_tokenizer import as_transformers_5_17_reads_it
 from support.hub import move, publish, use_cache
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import trl_ext.extension.training as training_module
 from rope_patch import export
@@ -419,3 +419,24 @@ def test_what_is_exported_promises_the_window_that_was_trained(folder, quick):
     assert AutoConfig.from_pretrained(folder / "copy").max_position_embeddings == 1200
     with pytest.raises(ValueError, match="window must be at most the 1600 positions"):
         export(done.model, folder / "more", window=4000)
+
+
+def test_the_tokenizer_of_an_export_promises_no_more_than_its_config(folder, quick):
+    done = run()
+    config = json.loads((done.model / "tokenizer_config.json").read_text())
+    assert config.get("model_max_length") != 1600
+    (done.model / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 1600}))
+    for window, named in ((1200, 1200), (None, 1600)):
+        export(done.model, folder / f"copy-{named}", window=window, check=False)
+        assert AutoTokenizer.from_pretrained(folder / f"copy-{named}").model_max_length == named
+
+
+def test_a_finished_run_whose_model_is_gone_exports_it_again(folder, quick):
+    first = run()
+    shutil.rmtree(first.model)
+    run()
+    assert (first.model / "config.json").is_file()
+    shutil.rmtree(first.model)
+    shutil.rmtree(folder / "out" / "trained")
+    with pytest.raises(ValueError, match="model is no longer there, nor is .*trained"):
+        run()
