@@ -127,6 +127,8 @@ def _require_no_evaluation(training: RopeSFTConfig, data: DatasetMixtureConfig) 
     of_evaluation = ("eval_steps", "eval_delay", "eval_on_start", "eval_packing", "eval_accumulation_steps")
     default = {field.name: field.default for field in fields(training)}
     without_effect = [name for name in of_evaluation if getattr(training, name) != default[name]]
+    if training.load_best_model_at_end:
+        without_effect.append("load_best_model_at_end")
     if data.test_split_size:
         without_effect.append("test_split_size")
     if without_effect:

@@ -141,15 +141,30 @@ def recipe_of(arguments: Sequence[str]) -> tuple[str, dict[Any, Any]] | None:
     return str(path), recipe
 
 
+class _OnceEach(yaml.SafeLoader):
+    """Reads YAML as `yaml.safe_load`, which takes the last of two values of a key without a word; this one refuses."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    problem = f"{key.value!r} stands twice: leave one of them out"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+
 def read_yaml(path: Path, called: str) -> Any:
     """What a YAML file holds; errors name it as it is `called`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no YAML.
+        ValueError: it is no YAML, or has a key twice.
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # noqa: S506
     except OSError as error:
         raise OSError(f"{called} cannot be read: {error.strerror or error}.") from error
     except yaml.MarkedYAMLError as error:

@@ -90,6 +90,11 @@ def test_a_data_set_of_the_hub_is_named_alone(recipe, trained, monkeypatch):
             "eval_steps and eval_packing and test_split_size would have no effect: add eval_strategy: steps or epoch",
         ),
         (
+            "load_best_model_at_end: true\nsave_strategy: 'no'",
+            None,
+            "load_best_model_at_end would have no effect: add eval_strategy: steps",
+        ),
+        (
             "",
             "datasets: [{path: json, data_files: empty.jsonl}]",
             "the text in empty.jsonl cannot be read: a file of it is empty",

@@ -60,6 +60,7 @@ def parse(tmp_path):
             "the recipe {file} is no YAML: expected ',' or '}}', but got '<strea",
         ),
         ("view: \x07", "the recipe {file} is no YAML: "),
+        ("seed: 1\nview: skip\nseed: 2", "the recipe {file} is no YAML: 'seed' stands twice: leave one of them out in"),
     ],
 )
 def test_what_no_field_takes_is_told_with_the_file(recipe, message, parse):
