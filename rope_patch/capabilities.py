@@ -132,6 +132,8 @@ def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
     if causal_lm is decoder:
         return None
     head = causal_lm.get_output_embeddings()
+    if head is None:
+        return _without_head(causal_lm)
     for name, child in causal_lm.named_children():
         beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
         if beside and name in _read_by(causal_lm):
@@ -142,11 +144,18 @@ def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
     return None
 
 
+def _without_head(causal_lm: nn.Module) -> str:
+    """What a classifier, say, is told, whose own head gives no logits of tokens."""
+    return f"{type(causal_lm).__name__} has no output head over the vocabulary, whose logits losses of tokens need."
+
+
 def why_no_losses(causal_lm: Any, decoder: nn.Module) -> str | None:
     """Why a loss through the weight of the output head would be of other logits than the model's."""
     if causal_lm is decoder:
         return None
     head = causal_lm.get_output_embeddings()
+    if head is None:
+        return _without_head(causal_lm)
     if hasattr(head, "base_layer"):
         return (
             "the output head has an adapter, which a loss through its weight would leave out without an error: take "

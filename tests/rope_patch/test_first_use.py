@@ -6,9 +6,18 @@ import logging
 import pytest
 import torch
 from support.tiny import WINDOW, gemma3, tiny, tokens
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 from rope_patch import describe, load_adapter, patch_model, unpatch_model
+from rope_patch.distillation import SelfDistiller, ViewConsistency
 from rope_patch.methods import resolve_rescaling
 
 
@@ -46,6 +55,23 @@ def test_a_model_without_rope_is_told_what_to_use_instead():
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11))
     with pytest.raises(ValueError, match="no RoPE that can be patched: .* Use a model whose decoder has a rotary"):
         patch_model(gpt2, "pi", factor=2.0)
+
+
+@pytest.mark.parametrize(
+    "model_class", [LlamaForSequenceClassification, LlamaForTokenClassification, LlamaForQuestionAnswering]
+)
+def test_a_model_without_a_head_over_the_vocabulary_is_described(model_class):
+    """They can be patched, as reward models are, and are told why nothing distils them."""
+    model = model_class(tiny().config).eval()
+    for patch in (False, True):
+        if patch:
+            patch_model(model, "yarn", factor=4.0)
+        missing = describe(model).missing_capabilities
+        assert set(missing) == {"self-distillation"}
+        assert missing["self-distillation"].startswith(f"{model_class.__name__} has no output head over the vocabulary")
+    patch_model(model, "skip")
+    with pytest.raises(ValueError, match="has no output head over the vocabulary"):
+        SelfDistiller(model, ViewConsistency())
 
 
 @pytest.mark.parametrize("wrap", [False, True], ids=["bare", "peft"])
