@@ -313,6 +313,7 @@ def _scales_of_twin(decoder: PreTrainedModel, config: Any) -> dict[tuple[str, st
     """Softmax scales of a decoder built from `config`, without its weights."""
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # the twin attends to nothing: no kernel has to be there for it
+    config.dtype = decoder.dtype  # save_pretrained leaves its name there, which Apertus hands to torch
     with torch.device("meta"):
         twin = type(decoder)(config)
     present = attention_scales(decoder)

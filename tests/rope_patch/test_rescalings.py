@@ -9,8 +9,10 @@ import torch
 from support import oracle
 from support.gathered import gathered
 from support.rescalings import FACTOR, THETA, L, require_refused
-from support.tiny import WINDOW, tiny, tokens
+from support.tiny import VOCAB, WINDOW, tiny, tokens
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -167,6 +169,22 @@ def test_a_second_rescaling_starts_from_the_native_schedule():
     assert torch.equal(once(ids).logits, again(ids).logits)
     assert again.config.rope_parameters == once.config.rope_parameters
     assert describe(again).trained_window == WINDOW and describe(again).target_window == WINDOW * 4
+
+
+@torch.no_grad()
+def test_a_model_that_was_saved_takes_another_rescaling(tmp_path):
+    """Saving leaves the name of a dtype in the config, of which Apertus builds its activation."""
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": WINDOW, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model, ids = ApertusForCausalLM(ApertusConfig(**shape, rope_parameters=rope)).eval(), tokens(1, L)
+    for factor in (2.0, FACTOR):
+        patch_model(model, "yarn", factor=factor).save_pretrained(tmp_path)
+        reloaded = ApertusForCausalLM.from_pretrained(tmp_path).eval()
+        assert torch.equal(reloaded(ids).logits, model(ids).logits)
 
 
 def test_a_second_rescaling_that_names_no_window_declares_the_native_one():
