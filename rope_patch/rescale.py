@@ -314,7 +314,8 @@ def _scales_of_twin(decoder: PreTrainedModel, config: Any) -> dict[tuple[str, st
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # the twin attends to nothing: no kernel has to be there for it
     config.dtype = decoder.dtype  # save_pretrained leaves its name there, which Apertus hands to torch
-    with torch.device("meta"):
+    # DiffLlama's constructor draws from torch's global generator, also for tensors on meta
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
         twin = type(decoder)(config)
     present = attention_scales(decoder)
     return {place: scale for place, scale in attention_scales(twin).items() if place in present}

@@ -14,6 +14,8 @@ from transformers import (
     ApertusConfig,
     ApertusForCausalLM,
     AutoModelForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -26,6 +28,13 @@ from rope_patch import describe, native_rope, patch_model, unpatch_model
 from rope_patch.rescalings import RESCALINGS as REGISTRY
 
 CASES = gathered(REGISTRY, "CASES")
+
+# of families that support.tiny does not make
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": WINDOW, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
 
 
 def test_every_rescaling_is_here():
@@ -174,17 +183,20 @@ def test_a_second_rescaling_starts_from_the_native_schedule():
 @torch.no_grad()
 def test_a_model_that_was_saved_takes_another_rescaling(tmp_path):
     """Saving leaves the name of a dtype in the config, of which Apertus builds its activation."""
-    shape = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": WINDOW, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    model, ids = ApertusForCausalLM(ApertusConfig(**shape, rope_parameters=rope)).eval(), tokens(1, L)
+    model, ids = ApertusForCausalLM(ApertusConfig(**SHAPE, rope_parameters=rope)).eval(), tokens(1, L)
     for factor in (2.0, FACTOR):
         patch_model(model, "yarn", factor=factor).save_pretrained(tmp_path)
         reloaded = ApertusForCausalLM.from_pretrained(tmp_path).eval()
         assert torch.equal(reloaded(ids).logits, model(ids).logits)
+
+
+def test_a_rescaling_leaves_the_generator_of_torch_alone():
+    """DiffLlama's constructor draws, and softmax scales are read off a model that is constructed."""
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**SHAPE))
+    before = torch.get_rng_state()
+    patch_model(model, "yarn", factor=FACTOR)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_second_rescaling_that_names_no_window_declares_the_native_one():
