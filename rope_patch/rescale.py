@@ -286,7 +286,7 @@ def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
     """What Transformers raises for RoPE parameters that a family does not take, as a refusal that says so."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise ValueError(
             f"rescaling {rescaling.name!r}: Transformers takes no such RoPE parameters for model type "
             f"{config.model_type!r}: "

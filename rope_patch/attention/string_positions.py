@@ -11,6 +11,7 @@ from torch import nn
 
 from ..cache_arguments import cache_of
 from ..capabilities import keeps_from_attention
+from ..checked_numbers import require_integer
 from ..layout.documents import locate_documents
 from ..rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
 from ..state import has_view
@@ -83,11 +84,11 @@ class _StringPositions:
         config = self.decoder.config
         if offset is None:
             offset = int(config.max_position_embeddings) // 3
-        for name, value, least in (("local", local, 0), ("offset", offset, local + 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{name} must be an integer of at least {least}, got {value!r}; offset is above local."
-                )
+        require_integer("local", local, least=0)
+        if isinstance(offset, bool) or not isinstance(offset, int) or offset <= local:
+            raise ValueError(
+                f"offset must be an integer of at least {local + 1}, got {offset!r}; offset is above local."
+            )
         self.offset, self.local = offset, local
         self.kind = attention_name(self.causal_lm)
         if self.kind not in ("sdpa", "eager"):

@@ -1,12 +1,15 @@
 """What a rescaling is: how the frequencies of a model are stretched to a longer window."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..registry import RESCALINGS as RESCALINGS
 from ..views.base import MAX_INDEX
+
+_LARGEST = sys.float_info.max  # integers may be larger, which no float then holds
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def require_positive(owner: Rescaling, **values: float | None) -> None:
     for name, value in values.items():
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
             raise ValueError(f"rescaling {owner.name!r}: {name} must be a finite number above 0, got {value!r}.")
 
 
@@ -121,7 +124,7 @@ def require_base(owner: Rescaling, name: str, base: float | None) -> None:
     """Raise unless `base` is None or a finite number above 1, of which frequencies B^(-2j/d) fall with j."""
     if base is None:
         return
-    if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base < float("inf"):
+    if isinstance(base, bool) or not isinstance(base, int | float) or not 1 < base <= _LARGEST:
         raise ValueError(f"rescaling {owner.name!r}: {name} must be a finite number above 1, got {base!r}.")
 
 

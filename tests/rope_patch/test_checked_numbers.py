@@ -7,6 +7,7 @@ from support.tiny import tiny
 from rope_patch import patch_model, rope_view
 
 INF = float("inf")
+HUGE = 10**400  # an integer that no float holds
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,11 @@ INF = float("inf")
         ("llama3", {"factor": 2.0, "rope_theta": 1}, "rope_theta must be a finite number above 1"),
         ("longrope", {"factor": 2.0, "long_factor": [1.0] * 4, "rope_theta": -5}, "rope_theta must be a finite"),
         ("dynamic-ntk", {"factor": 2.0, "rope_theta": 1.0}, "rope_theta must be a finite number above 1"),
+        ("abf", {"theta": HUGE}, "theta must be a finite number above 1, got 1000"),
+        ("pi", {"factor": 2.0, "rope_theta": HUGE}, "rope_theta must be a finite number above 1, got 1000"),
+        ("llama3", {"factor": 2.0, "high_freq_factor": HUGE}, "high_freq_factor must be a finite number above 0"),
+        ("yarn", {"factor": 2.0, "attention_factor": HUGE}, "attention_factor must be a finite number above 0"),
+        ("yarn", {"factor": 2.0, "beta_fast": HUGE}, "beta_fast must be a finite number above 0, got 1000"),
     ],
 )
 def test_a_rescaling_refuses(method, options, message):

@@ -139,7 +139,11 @@ def smollm3():
         (lambda: tiny(attention="flex_attention"), {}, "runs with sdpa and eager attention, got 'flex_attention'"),
         (lambda: patch_model(tiny(), "dynamic-ntk", factor=2.0), {}, "do not depend on length"),
         (tiny, {"offset": 3, "local": 3}, "offset must be an integer of at least 4, got 3"),
+        (tiny, {"offset": "7"}, "offset must be an integer of at least 4, got '7'"),
         (tiny, {"local": -1}, "local must be an integer of at least 0"),
+        (tiny, {"local": "3"}, "local must be an integer of at least 0, got '3'"),
+        (tiny, {"local": None}, "local must be an integer of at least 0, got None"),
+        (tiny, {"local": [1]}, r"local must be an integer of at least 0, got \[1\]"),
         (smollm3, {"offset": 30, "local": 3}, "has keys that RoPE does not rotate as a whole"),
     ],
 )
