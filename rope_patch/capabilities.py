@@ -215,6 +215,11 @@ def _aligns_masks_at_the_top() -> bool:
     return flash_attention._use_top_left_mask
 
 
+def has_sinks(decoder: nn.Module) -> bool:
+    """Whether a layer's softmax has one more score, of each head, which attends to nothing."""
+    return any(getattr(module, "sinks", None) is not None for _, module in text_modules(decoder))
+
+
 def keeps_from_attention(decoder: nn.Module) -> str | None:
     """What keeps keyword arguments of a forward from the attention functions of Transformers, None if nothing does."""
     places = [name for name, module in text_modules(decoder) if _asks_for_attention(module)]

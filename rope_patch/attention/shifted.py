@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ..cache_arguments import cache_of
-from ..capabilities import keeps_from_attention
+from ..capabilities import has_sinks, keeps_from_attention
+from ..layout.documents import real_tokens_of
 from ..layout.labelled import Labelled
-from ..rotary import find_causal_lm, find_decoder
+from ..rotary import find_causal_lm, find_decoder, parameter_names
 from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from .masks import additive_mask, block_mask, causal_band, finished_mask
 from .sequences import Sequences, by_token, put_back
@@ -37,7 +38,7 @@ class ShiftedAttention:
 
     Raises:
         ValueError: another attention, one that keyword arguments do not reach, layers of other types, a single
-            key-value head, or a group that is too short.
+            key-value head, attention sinks but under flex attention, or a group that is too short.
 
     Source: LongLoRA, arXiv:2309.12307, section 3.2, and the borders of its FlashAttention code.
     """
@@ -63,7 +64,14 @@ class ShiftedAttention:
             )
         if getattr(config, "num_key_value_heads", config.num_attention_heads) < 2:
             raise ValueError("shifted attention needs two or more key-value heads, of which it shifts a half.")
+        if has_sinks(self.decoder) and attention_kernel(self.causal_lm) != "flex":  # which runs all heads in one call
+            raise ValueError(
+                f"shifted attention runs each half of the heads alone, and {type(self.decoder).__name__} has attention "
+                "sinks, of which every call takes those of all heads: train it without shifted attention, or on a GPU "
+                "with attn_implementation='flex_attention'."
+            )
         self.group = group
+        self.parameters = parameter_names(self.decoder)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -78,25 +86,34 @@ class ShiftedAttention:
     def _send_groups(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not decoder.training:
             return None
-        if args or cache_of(kwargs) is not None:
-            raise ValueError(
-                "shifted attention trains on whole rows: call the model with keyword arguments and no cache."
-            )
-        positions: Any = kwargs.get("position_ids")
+        call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}  # GPT-NeoX gives ids by place
+        if cache_of(call) is not None:
+            raise ValueError("shifted attention trains on whole rows: call the model without a cache.")
+        positions: Any = call.get("position_ids")
         if positions is not None and positions.ndim != 2:
             raise ValueError(
                 "shifted attention needs position_ids of shape [batch, seq_len] or None, got "
                 f"{tuple(positions.shape)}: with several axes (mRoPE) they do not say where documents begin."
             )
-        ids: Any = kwargs.get("input_ids")
+        mask: Any = call.get("attention_mask")
+        if isinstance(mask, dict):  # one a layer type, finished by the model around the decoder
+            if _sees_ahead(mask):
+                raise ValueError(
+                    f"shifted attention is causal, and {type(self.causal_lm).__name__} shows tokens of this batch "
+                    "later ones, as those of an image: train without shifted attention, or on text alone."
+                )
+            mask = real_tokens_of(mask)
+        elif mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+            raise ValueError("shifted attention needs an attention_mask [batch, seq_len] or None, not a finished one.")
+        ids: Any = call.get("input_ids")
         if ids is None:
-            embeds: Any = kwargs["inputs_embeds"]
+            embeds: Any = call["inputs_embeds"]
             ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
         batch = {"input_ids": ids, "position_ids": positions}
-        labelled = Labelled.of({**batch, "attention_mask": kwargs.get("attention_mask")})
+        labelled = Labelled.of({**batch, "attention_mask": mask})
         groups = _Groups(labelled, self.group, eager=attention_kernel(self.causal_lm) == "eager")
         unused = finished_mask(len(ids), ids.device)
-        return args, {**kwargs, "attention_mask": unused, "use_cache": False, GROUPS: groups}
+        return (), {**call, "attention_mask": unused, "use_cache": False, GROUPS: groups}
 
     def _attend(self, call: AttentionCall) -> torch.Tensor | None:
         groups: _Groups | None = call.options.pop(GROUPS, None)
@@ -116,6 +133,26 @@ class ShiftedAttention:
             queries = slice(0, n_plain * group_size) if not shifted else slice(n_plain * group_size, None)
             halves.append(run(call, shifted, queries, heads, window))
         return torch.cat(halves, 2)
+
+
+def _sees_ahead(mask: Any) -> bool:
+    """Whether a finished mask, or one of those of several layer types, shows a token later ones."""
+    if isinstance(mask, dict):
+        return any(map(_sees_ahead, mask.values()))
+    if mask is None or len(mask.shape) == 2:  # FlashAttention's tell padding alone
+        return False
+    if isinstance(mask, torch.Tensor):
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        return bool(seen.triu(1).any())
+    n_rows, _, n_queries, n_keys = mask.shape  # FlexAttention's
+    device = mask.kv_num_blocks.device
+    row = torch.arange(n_rows, device=device)[:, None, None]
+    key = torch.arange(n_keys, device=device)
+    for queries in torch.arange(n_queries, device=device)[:, None].split(512):  # all at once is n x n numbers
+        seen = mask.mask_mod(row, torch.zeros_like(row), queries, key) & (key > queries)
+        if seen.any():
+            return True
+    return False
 
 
 class _Groups:

@@ -7,13 +7,29 @@ import torch
 from support import oracle
 from support.batches import batch, documents_of
 from support.flash import as_flash, emulate
-from support.tiny import SLIDING_WINDOW, deaf, tiny, tokens
+from support.tiny import SLIDING_WINDOW, VOCAB, WINDOW, deaf, tiny, tokens
 from torch.nn.attention.flex_attention import create_mask
+from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
 
 from rope_patch import patch_model, rope_view
 from rope_patch.attention.shifted import ShiftedAttention, _Groups
 from rope_patch.layout.labelled import Labelled
 from rope_patch.views import Skip
+
+# of families that support.tiny does not make
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": WINDOW, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
 
 
 def visible_by_hand(data, group, n_heads, n_kv_heads, window=None):
@@ -159,6 +175,80 @@ def test_evaluation_and_what_follows_attend_to_all():
         assert torch.equal(model(ids).logits, before)
         assert not torch.allclose(model.train()(input_ids=ids, use_cache=False).logits, before)
     assert torch.equal(model(ids).logits, before) and not model.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_ids_may_come_by_place(attention):
+    """As GPT-NeoX's causal LM hands them to its decoder."""
+    config = GPTNeoXConfig(**SHAPE, attention_dropout=0.0, hidden_dropout=0.0)
+    model = GPTNeoXForCausalLM._from_config(config, attn_implementation=attention).train()
+    data = batch("packed")
+    inputs = {name: value for name, value in data.items() if name != "labels"}
+    with ShiftedAttention(model, 5).active(), torch.no_grad():
+        packed = model(**inputs, use_cache=False).logits
+        for row, start, length in documents_of(data):
+            alone = model(data["input_ids"][row : row + 1, start : start + length], use_cache=False).logits[0]
+            torch.testing.assert_close(packed[row, start : start + length], alone, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(packed, model(**inputs, use_cache=False).logits, atol=1e-3)
+
+
+def gemma3_with_vision(attention="sdpa"):
+    text = {**SHAPE, "head_dim": 16, "sliding_window": SLIDING_WINDOW}
+    text["layer_types"] = ["sliding_attention", "full_attention"]
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    return Gemma3ForConditionalGeneration._from_config(config, attn_implementation=attention).train()
+
+
+@pytest.mark.usefixtures("flex_runs_eagerly")
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", "flash"])
+@pytest.mark.parametrize("kind", ["plain", "left", "right", "packed"])
+@torch.no_grad()
+def test_masks_that_the_model_around_the_decoder_has_finished(kind, attention, monkeypatch):
+    calls = emulate(monkeypatch)
+    first = "sdpa" if attention == "flash" else attention
+    model, data = gemma3_with_vision(first), batch(kind)
+    text = Gemma3ForCausalLM._from_config(model.config.text_config, attn_implementation=first).train()
+    text.model.load_state_dict(model.model.language_model.state_dict())
+    text.lm_head.weight = model.lm_head.weight
+    inputs = {name: value for name, value in data.items() if name != "labels"}
+    logits = []
+    for reader in (model, text):
+        if attention == "flash":
+            as_flash(reader)
+        with ShiftedAttention(reader, 5).active():
+            logits.append(reader(**inputs, use_cache=False).logits[real(data)])
+    assert torch.equal(*logits) and bool(calls) == (attention == "flash")
+    assert not torch.allclose(logits[0], model(**inputs, use_cache=False).logits[real(data)], atol=1e-3)
+
+
+@pytest.mark.usefixtures("flex_runs_eagerly")
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_tokens_of_an_image_that_see_later_ones_are_refused(attention):
+    model, ids = gemma3_with_vision(attention), tokens(1, 12)
+    of_image = torch.zeros_like(ids)
+    of_image[:, 3:7] = 1
+    with (
+        pytest.raises(ValueError, match="Gemma3ForConditionalGeneration shows tokens of this batch later ones"),
+        ShiftedAttention(model, 5).active(),
+    ):
+        model(ids, token_type_ids=of_image)
+
+
+def test_a_finished_mask_from_elsewhere_is_refused():
+    model, ids = tiny().train(), tokens(1, 6)
+    with (
+        pytest.raises(ValueError, match=r"needs an attention_mask \[batch, seq_len\] or None"),
+        ShiftedAttention(model, 4).active(),
+    ):
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).tril())
+
+
+def test_attention_sinks_are_refused_where_heads_are_run_apart():
+    config = GptOssConfig(**SHAPE, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(ValueError, match="GptOssModel has attention sinks, .* train it without shifted attention"):
+        ShiftedAttention(GptOssForCausalLM._from_config(config, attn_implementation="eager"), 4)
+    ShiftedAttention(GptOssForCausalLM._from_config(config, attn_implementation="flex_attention"), 4)
 
 
 def test_what_it_cannot_do_is_refused():
