@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..cache_arguments import cache_of
-from ..capabilities import keeps_from_attention
+from ..capabilities import keeps_from_attention, why_not_relative
 from ..checked_numbers import require_integer
 from ..layout.documents import locate_documents
 from ..rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
@@ -40,7 +40,8 @@ def string_positions(model: nn.Module, *, offset: int | None = None, local: int 
 
     Raises:
         ValueError: a model in training mode or in a view, another attention, RoPE parameters that depend on length or
-            layer, keys that RoPE does not rotate as a whole, caches of a fixed size, or sliding windows above S.
+            layer, keys that RoPE does not rotate as a whole or that get weights after it, caches of a fixed size, or
+            sliding windows above S.
 
     Source: STRING, arXiv:2410.18745; S = L / 3 and W = 128 are the defaults of its code.
     """
@@ -96,6 +97,11 @@ class _StringPositions:
         keeps = keeps_from_attention(self.decoder)
         if keeps is not None:  # nothing would change
             raise ValueError(f"string_positions needs attention that takes keyword arguments, and {keeps}.")
+        absolute = why_not_relative(self.decoder)
+        if absolute is not None:  # with such weights close to 1, keys turn nearly as `_require_keys_that_turn` asks
+            raise ValueError(
+                f"{type(self.decoder).__name__} has {absolute}: string_positions cannot turn its keys further."
+            )
         self._require_inference()
         modules = [module for _, module in named_rotary_modules(self.decoder)]
         types = {kind for module in modules for kind in rope_types(module)}

@@ -5,7 +5,7 @@ import torch
 from support import oracle
 from support.batches import batch, documents_of
 from support.tiny import deaf, tiny, tokens
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from transformers import HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from rope_patch import native_rope, patch_model, rope_view, string_positions
 from rope_patch.views import Skip
@@ -131,6 +131,14 @@ def smollm3():
     return SmolLM3ForCausalLM(SmolLM3Config(**shape, no_rope_layer_interval=2)).eval()
 
 
+def hunyuan():
+    shape = {
+        "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    return HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**shape)).eval()
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
@@ -144,6 +152,7 @@ def smollm3():
         (tiny, {"local": "3"}, "local must be an integer of at least 0, got '3'"),
         (tiny, {"local": None}, "local must be an integer of at least 0, got None"),
         (tiny, {"local": [1]}, r"local must be an integer of at least 0, got \[1\]"),
+        (hunyuan, {}, "HunYuanDenseV1Model has weights on queries and keys after RoPE"),
         (smollm3, {"offset": 30, "local": 3}, "has keys that RoPE does not rotate as a whole"),
     ],
 )
