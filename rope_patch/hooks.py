@@ -154,8 +154,9 @@ class RotaryEntry:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.restore(module)  # after a forward that an interrupt threw out, of which no hook is told
         current = self.state.current.rotary[self.name]
-        # `model.to(bfloat16)` casts buffers too, and frequencies of 8 bits turn far positions by whole radians
-        if current.was_rounded_in(module):
+        # `model.to(bfloat16)` casts buffers too, and frequencies of 8 bits turn far positions by whole radians;
+        # `.float()` after it hides that from their dtype
+        if current.was_rounded_in(module) or current.was_replaced_in(module):
             current.write(module)
         bound = self.state.bound
         self.by_layer = {}

@@ -6,15 +6,11 @@ keeps them together when one of the objects is replaced or edited.
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from .rescale import RopeParameters
-from .rotary import fresh_state, is_recomputed, rotary_by_name
+from .rotary import fresh_state, is_but_rounded, is_recomputed, rotary_by_name
 from .state import RopeState
-
-# a cast to bfloat16 rounds to 8 bits; RoPE parameters that are worth telling apart differ by more
-_ROUNDING = 2**-7
 
 
 def require_one_config(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None:
@@ -58,10 +54,7 @@ def require_frequencies_of_config(parameters: RopeParameters, decoder: PreTraine
         for buffer_name, (buffer, _) in live.items():
             if buffer_name not in fresh or is_recomputed(module, buffer_name):
                 continue
-            expected = fresh[buffer_name][0].double()
-            if buffer.shape == expected.shape and torch.allclose(
-                buffer.detach().cpu().double(), expected, rtol=_ROUNDING, atol=1e-6
-            ):
+            if is_but_rounded(buffer, fresh[buffer_name][0]):
                 continue
             raise ValueError(
                 f"frequencies of this {type(decoder).__name__} ({name}.{buffer_name}) are not those of its config, "

@@ -297,9 +297,9 @@ def _normal_tensors() -> AbstractContextManager[None]:
 
 def _new_state(decoder: PreTrainedModel) -> RopeState:
     original = RopeParameters.of(decoder)
-    if any(rotary.is_degraded() for rotary in original.rotary.values()):  # which the config is to heal
-        require_frequencies_of_config(original, decoder)
     native = healed(original, decoder)
+    if any(native.rotary[name] is not rotary for name, rotary in original.rotary.items()):  # the config has healed it
+        require_frequencies_of_config(original, decoder)
     return RopeState(
         original,
         native,

@@ -115,12 +115,9 @@ def own_config(model: nn.Module, decoder: PreTrainedModel) -> None:
 
 
 def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParameters:
-    """The same with frequencies in float32 where a cast of the model had rounded them."""
+    """The same with the frequencies of the config where a cast of the model had rounded them."""
     modules = rotary_by_name(decoder)
-    rotary = {
-        name: fresh_state(modules[name], modules[name].config) if state.is_degraded() else state
-        for name, state in parameters.rotary.items()
-    }
+    rotary = {name: state.healed(modules[name]) for name, state in parameters.rotary.items()}
     return RopeParameters(
         parameters.rope_parameters,
         parameters.own_rope_parameters,

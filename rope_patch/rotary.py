@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,11 @@ _OF_DEEPSPEED = re.compile(r"ds_|(pre|post)_bwd_fn$|applied_pre_backward_ref_cnt
 _OF_OTHERS = ("training", "config", "forward")
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OTHER_MODALITIES = ("vision", "visual", "image", "audio")
+
+# of frequencies, relative: a cast to bfloat16 rounds to 8 bits; RoPE parameters worth telling apart differ by more
+_ROUNDING = 2**-7
+# one formula gives other last bits of float32 on another device; no cast to 16 bits rounds all frequencies so little
+_LAST_BITS = 1e-6
 
 _NO_ROTARY_MODULE = {
     "gptj": "it gathers sines from a table of n_positions rows inside attention, which holds no other index",
@@ -287,10 +292,15 @@ class RotaryState:
     Args:
         attributes: plain attributes such as `rope_type`, `attention_scaling`, `max_seq_len_cached`.
         buffers: `inv_freq` and its relatives, float32, radians per position, and whether each is persistent.
+        held: tensors with the values of `buffers` that a module was last known to hold, on its device.
     """
 
     attributes: dict[str, Any]
     buffers: dict[str, tuple[torch.Tensor, bool]]
+    held: dict[str, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> "tuple[type[RotaryState], tuple[Any, ...]]":
+        return RotaryState, (self.attributes, self.buffers)  # what is held may be on a device that a reader lacks
 
     @classmethod
     def of(cls, module: nn.Module) -> "RotaryState":
@@ -313,19 +323,61 @@ class RotaryState:
         for name, value in self.attributes.items():
             setattr(module, name, value)
         for name, (buffer, persistent) in self.buffers.items():
-            module.register_buffer(name, buffer.to(device), persistent=persistent)
-
-    def is_degraded(self) -> bool:
-        """Whether a frequency was rounded: `model.to(torch.bfloat16)` casts buffers, cos errors reach 1.8."""
-        return any(_is_rounded(buffer) for buffer, _ in self.buffers.values())
+            self.held[name] = buffer.to(device)
+            module.register_buffer(name, self.held[name], persistent=persistent)
 
     def was_rounded_in(self, module: nn.Module) -> bool:
         """Whether `module`, which should hold this state, was cast since. Cheap, and torch.compile can trace it."""
         return any(_is_rounded(getattr(module, name)) for name in self.buffers)
 
+    def was_replaced_in(self, module: nn.Module) -> bool:
+        """Whether `module`, which should hold this state, has other frequencies, as after a cast down and up again.
+
+        Values are read where a tensor is a new one alone, once: a move between devices makes new ones, too. A graph of
+        torch.compile cannot branch on values, and takes any new tensor for another.
+        """
+        for name, (buffer, _) in self.buffers.items():
+            in_module = getattr(module, name)
+            if in_module is buffer or in_module is self.held.get(name):
+                continue
+            if in_module.is_meta or buffer.is_meta or is_recomputed(module, name):
+                continue
+            if torch.compiler.is_compiling() or not torch.equal(in_module.cpu(), buffer.cpu()):
+                return True
+            self.held[name] = in_module
+        return False
+
+    def healed(self, module: Any) -> "RotaryState":
+        """What Transformers builds from the config of `module`, where a cast has rounded it to this; else this."""
+        if any(_is_rounded(buffer) for buffer, _ in self.buffers.values()):
+            return fresh_state(module, module.config)
+        if any(buffer.is_meta for buffer, _ in self.buffers.values()):
+            return self
+        # a cast up again leaves nothing but the values to go by
+        fresh = fresh_state(module, module.config)
+        compared = [
+            (buffer, fresh.buffers[name][0])
+            for name, (buffer, _) in self.buffers.items()
+            if name in fresh.buffers and not is_recomputed(module, name)
+        ]
+        if all(_is_close(*pair, rtol=_LAST_BITS, atol=0.0) for pair in compared):
+            return self
+        return fresh if all(is_but_rounded(*pair) for pair in compared) else self
+
 
 def _is_rounded(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() and buffer.dtype != torch.float32
+
+
+def _is_close(buffer: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float) -> bool:
+    return buffer.shape == expected.shape and torch.allclose(
+        buffer.detach().cpu().double(), expected.cpu().double(), rtol=rtol, atol=atol
+    )
+
+
+def is_but_rounded(buffer: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether frequencies are the expected ones, but for what a cast to 16 bits may have rounded."""
+    return _is_close(buffer, expected, rtol=_ROUNDING, atol=1e-6)  # float16 has steps of 6e-8 next to 0
 
 
 def fresh_state(module: nn.Module, config: Any) -> RotaryState:

@@ -1,8 +1,10 @@
 """Every rescaling: frequencies against their formulas, reload against what ran, and exact undo."""
 
+import copy
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from transformers import (
     Phi3ForCausalLM,
 )
 
-from rope_patch import describe, native_rope, patch_model, unpatch_model
+from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.rescalings import RESCALINGS as REGISTRY
 
 CASES = gathered(REGISTRY, "CASES")
@@ -253,6 +255,80 @@ def test_a_patch_heals_a_model_that_was_cast_before():
     assert torch.equal(
         unpatch_model(model).model.rotary_emb.inv_freq, tiny().to(torch.bfloat16).model.rotary_emb.inv_freq
     )
+
+
+def exact_in_bfloat16():
+    """A model whose weights a cast down and up again does not move, so that its frequencies alone may differ."""
+    model = tiny()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("method", "compiled"),
+    [("yarn", False), ("yarn", True), ("dynamic-ntk", False), ("longrope", False), ("skip", False)],
+)
+@torch.no_grad()
+def test_a_cast_down_and_up_again_does_not_touch_frequencies(method, compiled):
+    torch._dynamo.reset()
+    options = {"skip": {}, "longrope": {"factor": FACTOR, "long_factor": [1.0, 2.0, 3.0, 4.0]}}
+    model = patch_model(exact_in_bfloat16(), method, **options.get(method, {"factor": FACTOR}))
+    run = torch.compile(model, backend="eager") if compiled else model
+    ids = tokens(1, L)
+    expected, frequencies = run(ids).logits, model.model.rotary_emb.inv_freq.clone()
+    for _ in range(2):
+        model.bfloat16()
+        model.float()
+        assert not torch.equal(model.model.rotary_emb.inv_freq, frequencies)  # and nothing in their dtype says so
+        assert torch.equal(run(ids).logits, expected)
+        assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
+@torch.no_grad()
+def test_a_model_cast_down_and_up_again_is_the_one_that_it_saves(tmp_path):
+    model = patch_model(exact_in_bfloat16(), "yarn", factor=FACTOR)
+    model.bfloat16().save_pretrained(tmp_path)
+    model.float()
+    ids = tokens(1, L)
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(ids).logits, model(ids).logits
+    )
+
+
+@torch.no_grad()
+def test_new_tensors_with_the_same_frequencies_are_kept():
+    """As `model.to(device)` makes them."""
+    model = patch_model(tiny(), "dynamic-ntk", factor=FACTOR)
+    rotary, ids = model.model.rotary_emb, tokens(1, L)
+    model(ids)
+    grown = rotary.inv_freq.clone()  # by a row beyond the window, and kept for the next one
+    moved = rotary._buffers["original_inv_freq"] = rotary.original_inv_freq.clone()
+    model(ids[:, : WINDOW + 1])
+    assert rotary.original_inv_freq is moved and torch.equal(rotary.inv_freq, grown)
+    copied = copy.deepcopy(patch_model(tiny(), "yarn", factor=FACTOR))
+    frequencies = copied.model.rotary_emb.inv_freq
+    copied(ids)
+    assert copied.model.rotary_emb.inv_freq is frequencies
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_patch_heals_a_model_that_was_cast_down_and_up_before(in_block, dtype):
+    model, exact = tiny().to(dtype).float(), tiny().model.rotary_emb.inv_freq
+    rounded = model.model.rotary_emb.inv_freq
+    assert not torch.equal(rounded, exact)
+    with rope_view(model, "standard") if in_block else nullcontext(patch_model(model, "standard")):
+        assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    assert torch.equal(unpatch_model(model).model.rotary_emb.inv_freq, rounded)
+
+
+def test_last_bits_of_another_device_are_left_as_they_are():
+    model = tiny()
+    other = model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * (1 + 2**-23)
+    assert not torch.equal(other, tiny().model.rotary_emb.inv_freq)
+    patch_model(model, "standard")
+    assert model.model.rotary_emb.inv_freq is other
 
 
 @torch.no_grad()
