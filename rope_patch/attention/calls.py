@@ -1,9 +1,11 @@
 """Looking at every attention call of a model: queries, keys and values as the attention function gets them."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,18 +88,20 @@ def sliding_window(call: AttentionCall, config: Any) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-@contextmanager
-def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
-    """Call `watch` before every attention of models that run the implementation of `causal_lm`.
+class _Watched:
+    """The entry of the table of attention functions while blocks of `watched_attention` are open.
 
-    Transformers keeps attention functions in one table for the process; the entry in use is wrapped under its own name,
-    as other names would change how masks are built, and put back. Blocks nest. A backward that recomputes checkpointed
-    layers has to run inside the block.
+    Args:
+        function: what was the entry before; None for eager attention, which is in no table.
+        was_local: whether that was in the table's own layer.
     """
-    name = attention_name(causal_lm)
-    before = ALL_ATTENTION_FUNCTIONS.get(name)
 
-    def watching(
+    def __init__(self, function: Callable[..., Any] | None, was_local: bool) -> None:
+        self.function, self.was_local = function, was_local
+        self.watches: tuple[Watch, ...] = ()  # of the open blocks, the last opened last
+
+    def __call__(
+        self,
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -105,19 +109,60 @@ def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        # eager attention is in no table: each family's module has a function of that name
-        function = before or sys.modules[type(module).__module__].eager_attention_forward
-        output = watch(AttentionCall(module, query, key, value, attention_mask, kwargs, function))
-        return function(module, query, key, value, attention_mask, **kwargs) if output is None else (output, None)
+        return self._attend(self.watches, module, query, key, value, attention_mask, **kwargs)
 
+    def _attend(
+        self,
+        watches: tuple[Watch, ...],
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Attention as the last of `watches` wants it, to which those before it are a part of the function."""
+        function: Callable[..., Any]
+        if len(watches) > 1:
+            function = partial(self._attend, watches[:-1])
+        else:  # each family's module has a function of eager attention
+            function = self.function or sys.modules[type(module).__module__].eager_attention_forward
+        if watches:
+            output = watches[-1](AttentionCall(module, query, key, value, attention_mask, kwargs, function))
+            if output is not None:
+                return output, None
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+
+_TABLE = threading.Lock()  # held while a block opens or ends
+
+
+@contextmanager
+def watched_attention(causal_lm: nn.Module, watch: Watch) -> Iterator[None]:
+    """Call `watch` before every attention of models that run the implementation of `causal_lm`.
+
+    Transformers keeps attention functions in one table for the process; the entry in use is wrapped under its own name,
+    as other names would change how masks are built, and put back. Blocks nest, the innermost sees a call first, and
+    they may end in any order, as those of two threads do. A backward that recomputes checkpointed layers has to run
+    inside the block.
+    """
+    name = attention_name(causal_lm)
     # the table's own layer, above what the process shares: what was not in it before must not stay behind
     local: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._local_mapping
-    had, old = name in local, local.get(name)
-    ALL_ATTENTION_FUNCTIONS[name] = watching
+    with _TABLE:
+        entry = local.get(name)
+        watched = entry if isinstance(entry, _Watched) else _Watched(ALL_ATTENTION_FUNCTIONS.get(name), name in local)
+        ALL_ATTENTION_FUNCTIONS[name] = watched
+        watched.watches = (*watched.watches, watch)
     try:
         yield
     finally:
-        if had:
-            ALL_ATTENTION_FUNCTIONS[name] = old
-        else:
-            del ALL_ATTENTION_FUNCTIONS[name]
+        with _TABLE:
+            last = max(i for i, other in enumerate(watched.watches) if other is watch)
+            watched.watches = watched.watches[:last] + watched.watches[last + 1 :]
+            # an entry that somebody else has written since is theirs
+            if not watched.watches and local.get(name) is watched:
+                if watched.was_local:
+                    ALL_ATTENTION_FUNCTIONS[name] = watched.function
+                else:
+                    del ALL_ATTENTION_FUNCTIONS[name]

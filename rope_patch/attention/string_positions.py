@@ -149,13 +149,15 @@ class _StringPositions:
     def _require_keys_that_turn(self) -> None:
         """Moving all positions moves nothing but keys and queries: see that all keys move as `turned` says."""
         ids = torch.arange(4, device=next(self.decoder.parameters()).device)[None]
+        modules = {id(module) for module in self.decoder.modules()}
         seen: list[list[torch.Tensor]] = []
         turn = self._turn()
         for shift in (0, self.offset - self.local):
             keys: list[torch.Tensor] = []
 
             def keep(call: AttentionCall, keys: list[torch.Tensor] = keys) -> None:
-                keys.append(call.key)
+                if id(call.module) in modules:  # else it is another model's, in another thread
+                    keys.append(call.key)
 
             with watched_attention(self.causal_lm, keep):
                 self.decoder(input_ids=ids, position_ids=ids + shift, use_cache=False)
