@@ -272,11 +272,16 @@ def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosit
         return []
     if first.rows_hash != second.rows_hash:
         raise ValueError(f"{label} read other rows: nothing can be paired.")
+    n_rows = [len(curve.blocks) for curve in (first, second)]
+    if n_rows[0] != n_rows[1]:
+        raise ValueError(f"{measure}: {label} has {n_rows[1]} rows, the first model {n_rows[0]}: nothing is paired.")
     cells: list[Cell] = []
     end_of_all = len(first.blocks[0])
     edges = _edges(window, end_of_all)
+    # the same text twice, whose losses are alike to the last bit, would count as two texts that agree
+    rows = list(dict.fromkeys((tuple(a), tuple(b)) for a, b in zip(first.blocks, second.blocks, strict=True)))
     for start, end in zip(edges, edges[1:], strict=False):
-        before, after = ([row[start:end] for row in curve.blocks] for curve in (first, second))
+        before, after = ([row[start:end] for row in of_model] for of_model in zip(*rows, strict=True))
         name = f"loss {BLOCK * start}..{BLOCK * end - 1}"
         if len(before) == 1:
             cells += _cell(label, measure, BLOCK * end, name, before[0], after[0], _ONE_ROW, interval_over_blocks)

@@ -123,8 +123,7 @@ def text_rows(
     """Tokenize `texts` until there are `n_rows` rows of `seq_len` tokens, none overlapping another.
 
     A row is one document where that is long enough; shorter ones are joined, in order. Each row begins as the tokenizer
-    begins a text: a model that has read a beginning-of-sequence token before every text predicts worse without it. A
-    row that is there already is left out: what is measured twice would count as two texts that agree.
+    begins a text: a model that has read a beginning-of-sequence token before every text predicts worse without it.
 
     Args:
         tokenizer: of the model.
@@ -146,23 +145,22 @@ def text_rows(
     special = SpecialTokens.of(tokenizer)
     rows: list[list[int]] = []
     rest: list[int] = []
-    n_left = n_alike = 0
+    n_left = 0
     for text in texts:
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         whole = cut_document(ids, seq_len, special, keep_rest=False)
         n_left += len(whole[max_per_text:])
+        whole = whole[:max_per_text]
+        rows += whole
         if not whole:
             rest += ids
-            whole = cut_document(rest, seq_len, special, keep_rest=False)[:1]
-            if whole:
+            joined = cut_document(rest, seq_len, special, keep_rest=False)[:1]
+            if joined:
+                rows += joined
                 rest = []
-        new = [row for row in whole[:max_per_text] if row not in rows]
-        n_alike += len(whole[:max_per_text]) - len(new)
-        rows += new
         if len(rows) >= n_rows:
             return torch.tensor(rows[:n_rows])
-    alike = f" beside {n_alike} that are the same as others" if n_alike else ""
-    few = f"the texts give {len(rows)} rows of {seq_len} tokens{alike}; {n_rows} are needed."
+    few = f"the texts give {len(rows)} rows of {seq_len} tokens; {n_rows} are needed."
     if len(rows) + n_left < n_rows:
         raise ValueError(f"{few} Give more or longer ones.")
     raise ValueError(

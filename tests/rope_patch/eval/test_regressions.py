@@ -210,6 +210,15 @@ def test_a_difference_of_losses_that_is_the_same_in_one_text_alone_is_none():
     assert {cell.outcome for cell in compared.cells} == {"same"}
 
 
+def test_a_text_that_was_read_twice_is_one_text():
+    """Two rows that are alike to the last bit have no spread: any difference would be beyond noise."""
+    base = torch.full((1, 32), 3.0, dtype=torch.float64) + torch.linspace(0, 0.3, 32, dtype=torch.float64)
+    other = base + 0.01 * torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    once = regressions({"cliff": {"native": curve(base.tolist()), "other": curve(other.tolist())}})
+    thrice = regressions({"cliff": {"native": curve(3 * base.tolist()), "other": curve(3 * other.tolist())}})
+    assert thrice.cells == once.cells and thrice.cells[0].is_of_one_text
+
+
 def test_losses_that_are_equal_say_nothing_of_what_would_not_show():
     """The figure has two digits, so that it is never 0.000."""
     base = torch.full((4, 32), 3.0, dtype=torch.float64)

@@ -298,14 +298,6 @@ def test_signs_count_in_a_hash():
             assert model_hash(changed) != known
 
 
-def test_a_row_that_is_there_already_is_left_out():
-    tokenizer = character_tokenizer()
-    rows = text_rows(tokenizer, ["a" * 10, "a" * 10, "b" * 10], seq_len=10, n_rows=2)
-    assert [tokenizer.decode(r) for r in rows] == ["a" * 10, "b" * 10]
-    with pytest.raises(ValueError, match="1 rows of 10 tokens beside 2 that are the same as others; 2 are needed"):
-        text_rows(tokenizer, ["a" * 10] * 3, seq_len=10, n_rows=2)
-
-
 def test_positions_of_answers_need_answers():
     for measures in (("position",), ("position", "passkey"), ("cliff", "position")):
         with pytest.raises(ValueError, match="position is read off the answers to retrieval prompts"):
