@@ -85,6 +85,15 @@ def test_rates_of_linear_ard_are_those_of_their_file():
     assert all(run["choice"] < without for run in least.values())
 
 
+def test_what_was_trained_on_is_what_the_epochs_say():
+    """Stage 2 reads 4 rows of 32768 tokens a step."""
+    said = text_of("docs/results/restoration.md")
+    for files, rows in ((("rates-h200", "qkv-h200", "written-h100"), 155), (("ruler-h100", "ruler-h200"), 384)):
+        logs = [run["log"][-1] for file in files for run in lines_of(f"restoration-{file}.jsonl") if run.get("log")]
+        assert logs and all(round(4 * entry["step"] / entry["epoch"]) == rows for entry in logs)
+        assert f"{rows} rows" in said
+
+
 @pytest.fixture(scope="module")
 def arms():
     """Seeds of each arm of the restorations whose rates were tuned alike."""
