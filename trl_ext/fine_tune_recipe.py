@@ -225,7 +225,9 @@ def _parsed(arguments: Sequence[str] | None) -> tuple[Any, ...]:
 
 
 def _require_counts(training: RopeSFTConfig) -> None:
-    """Raise ValueError for numbers with which nothing would be trained."""
+    """Raise ValueError for numbers with which nothing would be trained, and for a folder without a name."""
+    if not str(training.output_dir):
+        raise ValueError("output_dir must name a folder, got an empty name.")
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if getattr(training, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(training, name)}.")

@@ -141,6 +141,12 @@ def test_what_cannot_be_trained_is_refused_before_a_model_is_loaded(more, text, 
     assert not trained
 
 
+def test_a_folder_without_a_name_is_refused_before_the_text_is_read(recipe):
+    """The empty path is the folder that the user is in; a shell's variable without a value gives it."""
+    with pytest.raises(ValueError, match="output_dir must name a folder, got an empty name"):
+        fine_tune_recipe([*recipe("", "datasets: [{path: json, data_files: not_there.jsonl}]"), "--output_dir", ""])
+
+
 def test_fields_of_evaluations_without_one_are_refused_before_the_text_is_read_and_in_a_dry_run(recipe):
     arguments = recipe("eval_steps: 5", "datasets: [{path: json, data_files: not_there.jsonl}]")
     for run in (fine_tune_recipe, lambda given: plan_recipe(given, [1])):

@@ -6,6 +6,7 @@ from typing import Any
 
 from .hub_revision import add_model_revision
 from .model_spec import ModelSpec, split_rescaling
+from .parsing import named_path
 
 TARGETS = ("transformers", "vllm", "sglang", "llama.cpp", "mlx")  # those of rope_patch.export, whose import is slow
 
@@ -26,10 +27,12 @@ def add_commands(commands: Any) -> None:
         "my-model@ntk:factor=8",
     )
     add_model_revision(export)
-    export.add_argument("--output", type=Path, required=True, help="folder to write, new or empty")
+    export.add_argument("--output", type=named_path, required=True, help="folder to write, new or empty")
     export.add_argument("--target", choices=TARGETS, default="transformers", help="default: %(default)s")
     export.add_argument(
-        "--converter", type=Path, help="llama.cpp's convert_hf_to_gguf.py, for --target llama.cpp; default: on PATH"
+        "--converter",
+        type=named_path,
+        help="llama.cpp's convert_hf_to_gguf.py, for --target llama.cpp; default: on PATH",
     )
     export.add_argument(
         "--max-shard-gb",
@@ -39,7 +42,7 @@ def add_commands(commands: Any) -> None:
     )
     export.add_argument(
         "--report",
-        type=Path,
+        type=named_path,
         help="report of `rope-patch eval`, folder or results.json, for the model card; default: the folder "
         "rope-patch-report in the checkpoint, or beside it if it measured this one",
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from .export import TARGETS
 from .hub_revision import add_model_revision
+from .parsing import named
 from .rows import _shares
 
 
@@ -34,6 +35,7 @@ def add_commands(commands: Any) -> None:
     )
     extend.add_argument(
         "--output",
+        type=named,
         dest="output_dir",
         metavar="DIR",
         required=True,

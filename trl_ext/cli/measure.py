@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .device import choose_device
 from .hub_revision import add_model_revision
 from .model_spec import NATIVE, ModelSpec
-from .parsing import unread
+from .parsing import named_path, unread
 
 if TYPE_CHECKING:
     from rope_patch.eval import EvalPlan
@@ -89,7 +89,7 @@ def add_commands(commands: Any) -> None:
         "repeated; default: main",
     )
     evaluate.add_argument(
-        "--report", type=Path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
+        "--report", type=named_path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
     )
     measures = evaluate.add_argument_group(
         "measures", "without any: all but --ruler, --short and --lm-eval, and two of --niah"
@@ -166,7 +166,7 @@ def add_commands(commands: Any) -> None:
     probe.set_defaults(run=run_probe, output_dir=None)
     probe.add_argument("--model", required=True, help="hub id, checkpoint or adapter")
     add_model_revision(probe)
-    probe.add_argument("--plot", type=Path, help="also draw loss by position as PLOT.png and PLOT.svg")
+    probe.add_argument("--plot", type=named_path, help="also draw loss by position as PLOT.png and PLOT.svg")
     _add_data(probe, rows=2)
 
 

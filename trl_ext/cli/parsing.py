@@ -5,6 +5,7 @@ import difflib
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 USER_ERROR = 2
@@ -68,6 +69,22 @@ class CommandParser(argparse.ArgumentParser):
             if flag.startswith("--") and flag != "--" and flag not in self._option_string_actions:
                 known = [name for name in self._option_string_actions if name.startswith("--")]
                 self.error(f"there is no flag {flag}.{hint(flag, known)}")
+
+
+def named(text: str) -> str:
+    """The name of a file or folder; an empty one, as of a shell's variable without a value, would be where the user is.
+
+    Raises:
+        argparse.ArgumentTypeError: an empty name.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("it must name a file or a folder, got an empty name")
+    return text
+
+
+def named_path(text: str) -> Path:
+    """The same as a path."""
+    return Path(named(text))
 
 
 def hint(name: str, known: Collection[str]) -> str:

@@ -9,7 +9,7 @@ from ..rows.row import KINDS, Kind
 from ..rows.row_file import contents, require_row_file, write_rows
 from .device import choose_device
 from .hub_revision import add_model_revision
-from .parsing import unread
+from .parsing import named_path, unread
 
 _OF_KINDS: dict[str, tuple[Kind, ...]] = {
     "text": ("text", "questions"),
@@ -45,7 +45,7 @@ def add_commands(commands: Any) -> None:
     rows.set_defaults(run=run_rows, output_dir=None)
     rows.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint or an adapter, not extended")
     add_model_revision(rows)
-    rows.add_argument("--output", type=Path, required=True, help="file to write, .jsonl or .jsonl.xz")
+    rows.add_argument("--output", type=named_path, required=True, help="file to write, .jsonl or .jsonl.xz")
     rows.add_argument(
         "--text",
         nargs="+",
