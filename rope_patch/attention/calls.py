@@ -100,16 +100,8 @@ class _Watched:
         self.function, self.was_local = function, was_local
         self.watches: tuple[Watch, ...] = ()  # of the open blocks, the last opened last
 
-    def __call__(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        return self._attend(self.watches, module, query, key, value, attention_mask, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._attend(self.watches, *args, **kwargs)
 
     def _attend(
         self,
