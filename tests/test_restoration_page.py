@@ -88,7 +88,8 @@ def test_rates_of_linear_ard_are_those_of_their_file():
 def test_what_was_trained_on_is_what_the_epochs_say():
     """Stage 2 reads 4 rows of 32768 tokens a step."""
     said = text_of("docs/results/restoration.md")
-    for files, rows in ((("rates-h200", "qkv-h200", "written-h100"), 155), (("ruler-h100", "ruler-h200"), 384)):
+    first_50 = ("rates-h200", "qkv-h200", "written-h100", "asked-h200")
+    for files, rows in ((first_50, 155), (("ruler-h100", "ruler-h200"), 384)):
         logs = [run["log"][-1] for file in files for run in lines_of(f"restoration-{file}.jsonl") if run.get("log")]
         assert logs and all(round(4 * entry["step"] / entry["epoch"]) == rows for entry in logs)
         assert f"{rows} rows" in said
@@ -175,7 +176,7 @@ def then_asked():
 
 @pytest.fixture(scope="module")
 def asked(first_asked, then_asked):
-    return [*first_asked, *then_asked]
+    return [*first_asked, *then_asked, *lines_of("restoration-asked-h200.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +195,7 @@ def found(run, test, length):
 
 def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
     said = text_of("docs/results/restoration.md")
-    targets = {"pi4 qkv", "pi4 qkv attn+v +logit", "pi4 qkv hidden", "pi4 qkv hidden all"}
-    assert set(written) == {"native", "pi4", CONTROL} | targets
+    assert set(written) == {"native", "pi4", CONTROL, *TARGETS}
     for name, by_seed in written.items():
         cells = [
             ", ".join(share(found(run, test, n)) for run in by_seed.values())
@@ -206,7 +206,7 @@ def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
         assert f"| {' | '.join([seeds, *cells])} |".replace("|  |", "| |") in said, name
         assert {len(c["scores"]) for run in by_seed.values() for c in run["asked"]} == {104}
     assert {name: sorted(by_seed) for name, by_seed in written.items() if len(by_seed) > 1} == {
-        name: [0, 1, 2] for name in (CONTROL, "pi4 qkv", "pi4 qkv attn+v +logit", "pi4 qkv hidden")
+        name: [0, 1, 2] for name in (CONTROL, *TARGETS)
     }
     at_window = {
         name: [share(found(run, "passkey", 8192)) for run in by_seed.values()] for name, by_seed in written.items()
@@ -231,7 +231,7 @@ def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
 
 def test_no_order_of_passkeys_is_shown(written):
     """The sign of the difference from the control is another one in another seed."""
-    for name in ("pi4 qkv", "pi4 qkv attn+v +logit", "pi4 qkv hidden"):
+    for name in TARGETS:
         for seed, sign in {0: 1, 1: -1, 2: 1}.items():
             for n in LENGTHS:
                 above = found(written[name][seed], "passkey", n) - found(written[CONTROL][seed], "passkey", n)
