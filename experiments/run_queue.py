@@ -7,8 +7,9 @@ A line of QUEUE is a command, with conditions in front of it if it has any:
     needs=taught/config.json seconds=120 python experiments/rpsd_small_scale.py taught --arms skip --seeds 0
 
 `needs` names a file that must be there, which an earlier command may write; `seconds` is what the command takes, so
-that none begins that --minutes would cut off; one that takes three times as long hangs, and is ended by SIGABRT, upon
-which Python writes to the log where each thread stands. A worker takes the first line whose conditions hold. Lines
+that none begins that --minutes would cut off. One that runs for `limit` seconds hangs, and is ended by SIGABRT, upon
+which Python writes to the log where each thread stands; without a `limit` it has all the time that it takes, as what
+shares a GPU takes longer than alone. A worker takes the first line whose conditions hold. Lines
 that are added to QUEUE while it runs are taken too; with --stay workers wait for them, and for files of others, until
 --minutes are over. Each command of ours takes its worker's part of the GPU's memory at most, so that none is left
 without by what others hold unused. Where NVIDIA's MPS is running, kernels of several processes share a GPU, and a
@@ -30,7 +31,6 @@ from result_lines import Deadline
 
 GPU_SHARE = "GPU_SHARE"  # variable with the part of a GPU's memory that PyTorch may take in a command of ours
 CONTEXTS = 0.05  # of a GPU's memory, beside PyTorch's
-HANGS = 3  # times the seconds that a command takes, after which it is taken to hang
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ class Command:
         words: of the command.
         needs: a file without which it does not begin, or None.
         seconds: that it takes; 0 if that is not known.
+        limit: seconds after which it is taken to hang, or None.
     """
 
     words: tuple[str, ...]
     needs: Path | None = None
     seconds: float = 0.0
+    limit: float | None = None
 
     @property
     def may_begin(self) -> bool:
@@ -59,16 +61,14 @@ class Command:
         Raises:
             ValueError: it has conditions alone.
         """
-        words, needs, seconds = shlex.split(line), None, 0.0
-        while words and words[0].partition("=")[0] in ("needs", "seconds"):
-            name, _, value = words.pop(0).partition("=")
-            if name == "needs":
-                needs = Path(value)
-            else:
-                seconds = float(value)
+        words, conditions = shlex.split(line), {}
+        while words and words[0].partition("=")[0] in ("needs", "seconds", "limit"):
+            name, _, conditions[name] = words.pop(0).partition("=")
         if not words:
             raise ValueError(f"a line of the queue must have a command behind its conditions, got {line!r}.")
-        return cls(tuple(words), needs, seconds)
+        needs = Path(conditions["needs"]) if "needs" in conditions else None
+        limit = float(conditions["limit"]) if "limit" in conditions else None
+        return cls(tuple(words), needs, float(conditions.get("seconds", 0.0)), limit)
 
 
 class Queue:
@@ -133,7 +133,7 @@ class Queue:
         with (self.logs / f"{number:03}.log").open("wb") as log:
             with subprocess.Popen(command.words, stdout=log, stderr=subprocess.STDOUT, env=environment) as process:
                 try:
-                    code = process.wait(HANGS * command.seconds or None)
+                    code = process.wait(command.limit)
                 except subprocess.TimeoutExpired:
                     process.send_signal(signal.SIGABRT)
                     code = process.wait()

@@ -24,6 +24,7 @@ def test_a_line_has_conditions_and_a_command():
     line = "needs=a/b seconds=12.5 python run.py --arms 'fixed skip' needs=x"
     assert Command.of(line) == Command(("python", "run.py", "--arms", "fixed skip", "needs=x"), Path("a/b"), 12.5)
     assert Command.of("ls") == Command(("ls",))
+    assert Command.of("limit=2.5 seconds=2 ls") == Command(("ls",), None, 2.0, 2.5)
     with pytest.raises(ValueError, match="must have a command behind its conditions, got 'seconds=3'"):
         Command.of("seconds=3")
 
@@ -84,7 +85,14 @@ def test_a_queue_that_stays_takes_what_comes_later(tmp_path):
 
 def test_a_command_that_hangs_is_ended_and_tells_where_it_stands(tmp_path):
     (tmp_path / "waits.py").write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
-    queue = written(tmp_path / "queue", [f"seconds=0.5 {PYTHON} {tmp_path / 'waits.py'}", "echo next"])
+    queue = written(tmp_path / "queue", [f"limit=1.5 {PYTHON} {tmp_path / 'waits.py'}", "echo next"])
     assert queue.run(["0"], 1) == [0]
     assert "in stuck" in (tmp_path / "logs/000.log").read_text()
     assert (tmp_path / "logs/001.log").read_text() == "next\n"
+
+
+def test_one_that_takes_longer_than_was_said_goes_on(tmp_path):
+    takes = "import time; time.sleep(0.6); print('through')"
+    queue = written(tmp_path / "queue", [f'seconds=0.05 {PYTHON} -c "{takes}"'])
+    assert queue.run(["0"], 1) == []
+    assert (tmp_path / "logs/000.log").read_text() == "through\n"
