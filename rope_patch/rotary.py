@@ -247,6 +247,13 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
             module.rope_type = rope_type
 
 
+def _growing_prefixes(module: Any) -> list[str]:
+    """What names of buffers begin with, of each 'dynamic' RoPE type of a rotary module."""
+    rope_type = getattr(module, "rope_type", "default")
+    of_prefix = {f"{name}_": t for name, t in rope_type.items()} if isinstance(rope_type, dict) else {"": rope_type}
+    return [prefix for prefix, t in of_prefix.items() if t is not None and grows_with_rows(t)]
+
+
 def forget_rows(model: nn.Module) -> None:
     """Put back the frequencies that a 'dynamic' RoPE type begins with.
 
@@ -254,9 +261,7 @@ def forget_rows(model: nn.Module) -> None:
     gives for a text would depend on what it has read before.
     """
     for _, module in named_rotary_modules(model):
-        rope_type = getattr(module, "rope_type", "default")
-        of_prefix = {f"{name}_": t for name, t in rope_type.items()} if isinstance(rope_type, dict) else {"": rope_type}
-        for prefix in (p for p, t in of_prefix.items() if t is not None and grows_with_rows(t)):
+        for prefix in _growing_prefixes(module):
             original = getattr(module, f"{prefix}original_inv_freq")
             device = getattr(module, f"{prefix}inv_freq").device
             module.register_buffer(f"{prefix}inv_freq", original.to(device), persistent=False)
@@ -266,8 +271,7 @@ def forget_rows(model: nn.Module) -> None:
 @contextmanager
 def rows_forgotten(model: nn.Module) -> Iterator[None]:
     """Leave modules of a 'dynamic' RoPE type with the frequencies that they have now."""
-    growing = [m for _, m in named_rotary_modules(model) if any(map(grows_with_rows, rope_types(m)))]
-    before = [(module, RotaryState.of(module)) for module in growing]
+    before = [(m, RotaryState.of(m)) for _, m in named_rotary_modules(model) if _growing_prefixes(m)]
     try:
         yield
     finally:
