@@ -9,11 +9,11 @@ A line of QUEUE is a command, with conditions in front of it if it has any:
 `needs` names a file that must be there, which an earlier command may write; `seconds` is what the command takes, so
 that none begins that --minutes would cut off. One that runs for `limit` seconds hangs, and is ended by SIGABRT, upon
 which Python writes to the log where each thread stands; without a `limit` it has all the time that it takes, as what
-shares a GPU takes longer than alone. A worker takes the first line whose conditions hold. Lines
-that are added to QUEUE while it runs are taken too; with --stay workers wait for them, and for files of others, until
---minutes are over. Each command of ours takes its worker's part of the GPU's memory at most, so that none is left
-without by what others hold unused. Where NVIDIA's MPS is running, kernels of several processes share a GPU, and a
-process that is ended by a signal takes those beside it along.
+shares a GPU takes longer than alone. A worker takes the first line whose conditions hold. Lines that are added to QUEUE
+while it runs are taken too; with --stay workers wait for them, and for files of others, until --minutes are over. Each
+command of ours takes its worker's part of the GPU's memory at most, so that none is left without by what others hold
+unused. Where NVIDIA's MPS is running, kernels of several processes share a GPU, and a process that is ended by a signal
+takes those beside it along.
 """
 
 import argparse

@@ -187,9 +187,15 @@ def with_factors(rope_parameters: dict[str, Any], window: int | None) -> dict[st
 
 
 def rope_types(module: Any) -> set[str]:
-    """RoPE types of a rotary module; families with several layer types hold a dictionary."""
+    """RoPE types of a rotary module."""
+    return set(_types_by_prefix(module).values())
+
+
+def _types_by_prefix(module: Any) -> dict[str, str]:
+    """RoPE types of a rotary module by what its buffers' names begin with; several layer types have a prefix each."""
     rope_type = getattr(module, "rope_type", "default")
-    return set(rope_type.values() if isinstance(rope_type, dict) else [rope_type]) - {None}
+    of_prefix = {f"{name}_": t for name, t in rope_type.items()} if isinstance(rope_type, dict) else {"": rope_type}
+    return {prefix: t for prefix, t in of_prefix.items() if t is not None}
 
 
 def grows_with_rows(rope_type: str) -> bool:
@@ -249,9 +255,7 @@ def frequencies_kept(model: nn.Module) -> Iterator[None]:
 
 def _growing_prefixes(module: Any) -> list[str]:
     """What names of buffers begin with, of each 'dynamic' RoPE type of a rotary module."""
-    rope_type = getattr(module, "rope_type", "default")
-    of_prefix = {f"{name}_": t for name, t in rope_type.items()} if isinstance(rope_type, dict) else {"": rope_type}
-    return [prefix for prefix, t in of_prefix.items() if t is not None and grows_with_rows(t)]
+    return [prefix for prefix, t in _types_by_prefix(module).items() if grows_with_rows(t)]
 
 
 def forget_rows(model: nn.Module) -> None:
