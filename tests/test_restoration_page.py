@@ -12,6 +12,7 @@ from rope_patch.eval import recovery_ratio
 
 CONTROL = "pi4 qkv clm"
 TARGETS = ["pi4 qkv", "pi4 qkv attn+v +logit", "pi4 qkv hidden", "pi4 qkv hidden all"]
+ALONE = "pi4 qkv cpt"  # rows of 32768 without a first stage
 SPANS = [(0, 8192), (16384, 32768)]
 
 
@@ -98,7 +99,8 @@ def test_what_was_trained_on_is_what_the_epochs_say():
 @pytest.fixture(scope="module")
 def arms():
     """Seeds of each arm of the restorations whose rates were tuned alike."""
-    return runs_by_arm(lines_of("restoration-qkv-h200.jsonl"))
+    asked = [run for run in lines_of("restoration-asked-h200.jsonl") if run["arm"] == ALONE]
+    return runs_by_arm([*lines_of("restoration-qkv-h200.jsonl"), *asked])
 
 
 def bounds(pairs, scores, digits, scale=1):
@@ -128,7 +130,7 @@ def test_losses_and_short_text_of_three_seeds_are_those_of_their_file(arms):
             f"{mean(found):.3f}" + (f" ± {share((max(found) - min(found)) / 2, 3)}" if len(found) > 1 else "")
             for found in zip(*map(losses, same), strict=True)
         ]
-        control = points(seed_pairs(same, arms[CONTROL]), by["short text"]) if name in TARGETS else ""
+        control = points(seed_pairs(same, arms[CONTROL]), by["short text"]) if name in (*TARGETS, ALONE) else ""
         own = "" if name == "native" else points([(run, native) for run in same], by["short text"])
         return [*of_losses, share(mean(run["short_mean"] for run in same), 3), control, own]
 
@@ -139,6 +141,12 @@ def test_losses_and_short_text_of_three_seeds_are_those_of_their_file(arms):
     for name in TARGETS:
         for ours, control in seed_pairs(arms[name], arms[CONTROL]):
             assert all(a > b + 0.012 for a, b in zip(losses(ours), losses(control), strict=True)), name
+    higher = [
+        a - b
+        for ours, control in seed_pairs(arms[ALONE], arms[CONTROL])
+        for a, b in zip(losses(ours), losses(control), strict=True)
+    ]
+    assert f"ends {share(min(higher), 3)} to {share(max(higher), 3)} nats above it in every seed" in said
     without = [points(seed_pairs(arms[name], arms[CONTROL]), by["without LAMBADA"]) for name in TARGETS]
     assert f"the control are {', '.join(without[:-1])} and {without[-1]}." in said
     page = text_of("docs/distillation.md")
@@ -195,7 +203,7 @@ def found(run, test, length):
 
 def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
     said = text_of("docs/results/restoration.md")
-    assert set(written) == {"native", "pi4", CONTROL, *TARGETS}
+    assert set(written) == {"native", "pi4", CONTROL, *TARGETS, ALONE}
     for name, by_seed in written.items():
         cells = [
             ", ".join(share(found(run, test, n)) for run in by_seed.values())
@@ -206,8 +214,12 @@ def test_passkeys_of_the_tuned_restorations_are_those_of_their_files(written):
         assert f"| {' | '.join([seeds, *cells])} |".replace("|  |", "| |") in said, name
         assert {len(c["scores"]) for run in by_seed.values() for c in run["asked"]} == {104}
     assert {name: sorted(by_seed) for name, by_seed in written.items() if len(by_seed) > 1} == {
-        name: [0, 1, 2] for name in (CONTROL, *TARGETS)
+        name: [0, 1, 2] for name in (CONTROL, *TARGETS, ALONE)
     }
+    most = max(found(run, "passkey", n) for run in written[ALONE].values() for n in LENGTHS)
+    least, best = (f([found(run, "passkey", 8192) for run in written[CONTROL].values()]) for f in (min, max))
+    assert f"writes {share(most)} of the passkeys at most, at any length (below)" in said
+    assert f"where the control writes {share(least)} to {share(best)} within the window" in said
     at_window = {
         name: [share(found(run, "passkey", 8192)) for run in by_seed.values()] for name, by_seed in written.items()
     }

@@ -6,7 +6,7 @@ from paired_results import seed_pairs
 from result_lines import mean_of, runs_by_arm
 from rpsd_far_arms import arms as arms_of
 from rpsd_far_match import mean_kl
-from rpsd_far_results import by_exam, differences, kl, short_text, tables
+from rpsd_far_results import by_exam, by_place, differences, kl, short_text, tables
 from rpsd_small_scale import score
 from support.pages import RESULTS, lines_of, share, text_of
 
@@ -74,7 +74,7 @@ def test_what_is_said_of_dropout_holds():
     where = text_of("docs/self_distillation.md")
     figures = [share(found(same, kind)) for same in (dropout, skip, plain) for kind in KINDS]
     assert "find {} of the keys and {} of the mentions, where the skip finds {} and {} and".format(*figures) in where
-    assert "next-token training {} and {}. `kl_weight`".format(*figures[4:]) in where
+    assert "and next-token training {} and {}. ".format(*figures[4:]) in where
     said = "on other taught models dropout of the same KL {}, the skip {}; on others again".format(*figures[:3:2])
     assert said in text_of("docs/choosing.md")
 
@@ -221,10 +221,10 @@ def test_what_is_said_of_noise_holds():
         "at 128K as the skip, {} and {}, and {} of the mentions, the skip {}; it costs .02 nats".format(*figures)
         in where
     )
-    said = "noise on attention of the same KL {}, the skip {} |".format(*figures)
+    said = "noise on attention of the same KL {}, the skip {}. In rows".format(*figures)
     assert said in text_of("docs/choosing.md")
     assert "attention of about the same KL, its control, finds as many keys" in text_of("docs/results/papers.md")
-    assert "noise on attention, its control, finds as many keys as the skip |" in text_of("README.md")
+    assert "noise on attention, its control, finds as many keys as the skip, and rows of 65536" in text_of("README.md")
 
 
 def on_all_models(ours, theirs):
@@ -268,6 +268,107 @@ def test_what_is_said_of_the_weight_over_all_models_holds():
     assert costs == sorted(costs) and gains == sorted(gains) and costs[1] < 0 < costs[2] and gains[1] < 0 < gains[2]
     fifth = fmean(differences(on_all_models("skip, lambda .2", "skip"), ("multikey", 131072, 4)))
     assert round(100 * fifth) == -4 and "here it is four points of the keys" in page
+
+
+def eight_windows():
+    return runs_by_arm(sorted(lines_of("rpsd-far-65536-h200.jsonl"), key=lambda run: run["seed"]))
+
+
+def test_the_tables_of_rows_of_eight_windows_are_those_of_the_file():
+    arms, page = eight_windows(), (RESULTS / "self_distillation.md").read_text()
+    assert set(arms) == {"abf", "next-token", "next-token x1.6", "pose", "skip"}
+    assert {tuple(run["seed"] for run in same) for same in arms.values()} == {(1, 2, 3)}
+    runs = [run for same in arms.values() for run in same]
+    for table in tables(runs).split("\n\n"):
+        assert table in page
+    questions = {(cell["kind"], len(exam)) for run in runs for cell in run["exams"] for exam in cell["marks"]}
+    assert questions == {("multikey", 24), ("ordinal", 18)} and "24 questions of keys or 18 of mentions" in text_of(
+        "docs/results/self_distillation.md"
+    )
+    steps = {same[0]["log"][-1]["step"] for arm, same in arms.items() if arm in ("next-token", "pose", "skip")}
+    assert steps == {32} and round(32 * 65536 / 1e6, 1) == 2.1
+
+
+def more(ours, theirs, kind, length):
+    """Differences of exams in rows of 65536, of the seeds that both have."""
+    return differences(seed_pairs(ours, theirs), (kind, length, length // 65536))
+
+
+def within_chance(differences):
+    low, high = paired_interval(differences)
+    return low < 0 < high
+
+
+def test_what_is_said_of_keys_and_mentions_in_rows_of_eight_windows_holds():
+    arms, page = eight_windows(), text_of("docs/results/self_distillation.md")
+    plain, longer, pose, skip = (arms[name] for name in ("next-token", "next-token x1.6", "pose", "skip"))
+    keys, mentions = (in_words(more(skip, plain, kind, 131072)) for kind in KINDS)
+    assert within_chance(more(skip, plain, "multikey", 131072))
+    at_end = [f"{found(same, 'multikey'):.3f}".removeprefix("0") for same in (skip, plain)]
+    ends = keys[1].replace("-0.", "-.")
+    assert "{} and {} at 131072 tokens, {} more {} and fewer in".format(*at_end, keys[0], ends) in page
+    assert "it finds {} more there {}, and fewer in that seed".format(*mentions) in page
+    for kind, word in zip(KINDS, ("keys", "mentions"), strict=True):
+        behind = [found([a], kind) < found([b], kind) for a, b in seed_pairs(skip, plain)]
+        assert behind == [False, False, True]
+        of_row = more(skip, plain, kind, 65536)
+        assert within_chance(of_row) and fmean(of_row) < 0
+        assert within_chance(more(longer, skip, kind, 131072))
+        assert all(found([a], kind) > found([b], kind) for a, b in seed_pairs(skip, pose))
+        assert "{0} of the {2} {1}".format(*in_words(more(skip, pose, kind, 131072)), word) in page
+        for length in (65536, 131072):
+            of_pose = more(pose, plain, kind, length)
+            assert fmean(of_pose) < 0 or within_chance(of_pose)
+            assert min(fmean(more(same, arms["abf"], kind, length)) for same in (plain, longer, pose, skip)) > 0.1
+    of_row = [f"{fmean(by_exam(longer, kind, 65536)):.3f}".removeprefix("0") for kind in KINDS]
+    leads = [in_words(more(longer, skip, kind, 65536)) for kind in KINDS]
+    said = "length {} of the keys and {} of the mentions, {} {} and {} {} more than the skip"
+    assert said.format(*of_row, *leads[0], *leads[1]) in page
+    for same in arms.values():
+        fifths = [fmean(of_seeds) for of_seeds in zip(*(by_place(run, "multikey", 65536) for run in same), strict=True)]
+        assert fifths[0] == min(fifths)
+    shares = [share(found(same, kind)) for same in (skip, plain, longer) for kind in KINDS]
+    said = "{} of the keys and {} of the mentions, next-token training {} and {}, and 1.6 times its steps {} and {}"
+    assert f"the skip finds {said.format(*shares)}" in text_of("docs/self_distillation.md")
+    said = "the skip {}, next-token training {}, of 1.6 times the steps {}: no gain is shown"
+    assert said.format(*shares[::2]) in text_of("docs/choosing.md")
+
+
+def dearer(runs, others, field, first, end):
+    """Nats of loss that the first runs have more, in words."""
+    of_each = [mean_of(a[field], first, end) - mean_of(b[field], first, end) for a, b in seed_pairs(runs, others)]
+    return share(fmean(of_each), 3)
+
+
+def test_rows_of_eight_windows_are_set_against_those_of_four():
+    page, arms, nearer = (
+        text_of("docs/results/self_distillation.md"),
+        eight_windows(),
+        runs_by_arm(lines_of("rpsd-far-h200.jsonl")),
+    )
+    skip, plain = arms["skip"], arms["next-token"]
+    costs = (
+        dearer(skip, plain, "loss x1", 64, 65536),
+        dearer(nearer["skip"], nearer["next-token"], "loss x1", 64, 32768),
+        dearer(skip, plain, "loss x2", 65536, 131072),
+        dearer(nearer["next-token"], nearer["skip"], "loss x4", 32768, 131072),
+    )
+    said = "costs {} nats of loss within the row, in rows of four windows {}, and beyond it {}, where it was {} lower"
+    assert said.format(*costs) in page
+    pairs = seed_pairs(nearer["skip"], nearer["next-token"])
+    at_2x, at_4x = (in_words(differences(pairs, ("multikey", n, n // 32768)))[0] for n in (65536, 131072))
+    here = in_words(more(skip, plain, "multikey", 131072))[0]
+    said = f"is {at_2x} of the keys in rows of four windows and {here} here; YaRN 4x, under which it is {at_4x} there"
+    assert said in page
+    kl = [share(fmean(mean_kl(run["log"]) for run in same)) for same in (skip, nearer["skip"])]
+    assert "is {} nats over training, in rows of four windows {}.".format(*kl) in page
+
+
+def test_no_model_answers_lambada_through_the_chat_template():
+    files = ("h200", "controls-h200", "weights-h200", "lambdas-h200", "noise-h100", "65536-h200", "h100")
+    runs = [run for file in files for run in lines_of(f"rpsd-far-{file}.jsonl")]
+    assert {run["short_text"]["accuracy"]["lambada_openai"] for run in runs} == {0.0}
+    assert "where no model gets a question of LAMBADA right" in text_of("docs/results/self_distillation.md")
 
 
 SMALL_SCALE = {
