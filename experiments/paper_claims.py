@@ -161,7 +161,9 @@ def rpsd_farther() -> str:
     few, chance = "2.1M tokens, 32 steps", "2.1M tokens, 32 steps; not beyond chance over texts"
     of_row = "at the row's length, 65536 tokens"
     claims = [
-        Claim("the skip finds more keys than next-token training", "57.3 < 69.3", "next-token", "skip", keys, 3, chance),
+        Claim(
+            "the skip finds more keys than next-token training", "57.3 < 69.3", "next-token", "skip", keys, 3, chance,
+        ),
         Claim("and more of the n-th mentions", "44.0 < 59.4", "next-token", "skip", mentions, 3, few),
         Claim(
             "and more keys at the row's length", "57.3 < 69.3", "next-token", "skip", keys_of_row, 3,

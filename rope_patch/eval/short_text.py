@@ -32,6 +32,8 @@ class _Benchmark:
         convert: a row of the file -> a row with the hub's fields.
         metric: the figure that is quoted for it.
         overrides: fields of lm-eval's config that do not fit such rows.
+        continues: whether its answer is the next word of a text. Behind a chat template a model replies to the text
+            instead, and has none of them right.
     """
 
     file: str
@@ -40,6 +42,7 @@ class _Benchmark:
     convert: Callable[[Row], Row]
     metric: str = "acc"
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
 
 def _letters(row: Row, question: str) -> Row:
@@ -66,7 +69,9 @@ def _of_questions(file: str, question: str) -> _Benchmark:
 
 
 BENCHMARKS: dict[str, _Benchmark] = {
-    "lambada_openai": _Benchmark("lambada_openai_test", "test", ("text",), lambda r: {"text": r["text"]}),
+    "lambada_openai": _Benchmark(
+        "lambada_openai_test", "test", ("text",), lambda r: {"text": r["text"]}, continues=True
+    ),
     "hellaswag": _Benchmark(
         "hellaswag_val",
         "validation",
@@ -185,7 +190,7 @@ def short_text(
         batch_size: requests in a forward.
         max_length: tokens of the longest request.
         chat_template: whether questions are put through the tokenizer's chat template: "on", "off", or "auto", if there
-            is one.
+            is one, but for LAMBADA's: a chat's reply does not begin with the next word of a text.
         remember: keeps each benchmark as soon as it is done.
 
     Raises:
@@ -207,7 +212,13 @@ def short_text(
                 documents = [benchmark.convert(row) for row in islice(rows_of(name, files[name]), limit)]
                 task = local_task(name, documents, benchmark.split, **benchmark.overrides)
             measured, logged = evaluate(
-                model, tokenizer, task, batch_size=batch_size, max_length=max_length, limit=limit, chat=chat
+                model,
+                tokenizer,
+                task,
+                batch_size=batch_size,
+                max_length=max_length,
+                limit=limit,
+                chat=chat and not (benchmark.continues and chat_template == "auto"),
             )
             floats = {
                 k.removesuffix(",none"): v for k, v in measured.items() if isinstance(v, float) and "stderr" not in k

@@ -75,7 +75,7 @@ class EvalPlan:
             many prompts as memory holds, 4 of lm-eval's tasks, and 16 short requests.
         seed: of retrieval prompts.
         chat_template: whether retrieval, RULER, short text and lm-eval's tasks are asked through the tokenizer's chat
-            template: "on", "off", or "auto", if there is one.
+            template: "on", "off", or "auto", if there is one, as `short_text` has it.
         window: positions over which all models are compared, within and beyond; None means the trained window of the
             first model.
         backend: who answers retrieval prompts, "transformers" or "vllm"; all other measures are Transformers'.

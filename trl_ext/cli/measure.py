@@ -148,7 +148,7 @@ def add_commands(commands: Any) -> None:
         choices=["auto", "on", "off"],
         default="auto",
         help="whether retrieval, RULER, short text and lm-eval's tasks are asked through the tokenizer's chat "
-        "template; auto: if it has one. Loss by position reads raw text in any case",
+        "template; auto: if it has one, but for LAMBADA. Loss by position reads raw text in any case",
     )
     evaluate.add_argument(
         "--backend",

@@ -119,6 +119,22 @@ def test_short_text_measures_the_model_as_it_is_and_no_more_than_asked(model, tm
     model.eval()
 
 
+def test_the_next_word_of_a_text_is_asked_for_as_raw_text(model, tmp_path):
+    """Behind a chat template no model goes on with the text, so that LAMBADA was 0 for every model."""
+    write_lines(
+        tmp_path / "lambada_openai_test.jsonl", [{"text": f"A man walks {k} miles and sits down"} for k in (1, 2)]
+    )
+    write_lines(tmp_path / "winogrande_dev.jsonl", LOCAL["winogrande"])
+    instruct = character_tokenizer()
+    instruct.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    auto, on, off = (
+        short_text(model, instruct, data=tmp_path, chat_template=choice).metrics for choice in ("auto", "on", "off")
+    )
+    assert auto["lambada_openai"] == off["lambada_openai"] != on["lambada_openai"]
+    assert auto["winogrande"] == on["winogrande"]
+    assert short_text(model, TOKENIZER, data=tmp_path).metrics == off
+
+
 def test_benchmarks_that_are_not_there_are_refused(model, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         short_text(model, TOKENIZER, data=tmp_path / "none")
