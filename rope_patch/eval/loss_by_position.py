@@ -176,18 +176,26 @@ class LossByPosition(Result):
 
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        said = []
+        said, beyond = [], False
         for label, curve in results.items():
             if curve.window is None or curve.window + 1 >= curve.seq_len:
-                said.append(f"{label}: {curve.mean(FIRST_POSITION, curve.seq_len):.3f} nats per token.")
+                why = (
+                    "the trained window is not known"
+                    if curve.window is None
+                    else f"rows of {curve.seq_len} tokens end within the window of {curve.window} positions"
+                )
+                inside = curve.mean(FIRST_POSITION, curve.seq_len)
+                said.append(f"{label}: {inside:.3f} nats per token. It has no cliff here: {why}.")
                 continue
+            beyond = True
             inside, cliff, start = curve.in_window(), curve.cliff(), curve.cliff_start()
             said.append(
                 f"{label}: {inside:.3f} nats per token within the window of {curve.window} positions, "
                 f"{inside + cliff:.3f} beyond it, a cliff of {cliff:+.3f}"
                 + ("; no lasting rise beyond the window." if start is None else f"; it rises for good from {start} on.")
             )
-        return [*said, "Lower is better. Flat beyond the dashed line: far positions are read."]
+        flat = " Flat beyond the dashed line: far positions are read." if beyond else ""
+        return [*said, f"Lower is better.{flat}"]
 
 
 def loss_by_position(

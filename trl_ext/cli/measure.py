@@ -245,6 +245,8 @@ def run_eval(args: argparse.Namespace) -> int:
     )
     prompts = f" Prompts are {settings['prompts are']}." if plan.asks else ""
     print(f"\nAll models are compared over one window: {settings['window']}.{prompts}")
+    if "cliff" in plan.measures and plan.window is not None and plan.window + 1 >= plan.length:
+        print(f"Rows of {plan.length} tokens end within it, so that no cliff is measured: give a longer --length.")
     _print_summary(summary(results), [spec.label for spec in specs])
     print()
     for sentence in regressions(results, window=plan.window).verdict():

@@ -20,6 +20,21 @@ def test_it_is_the_cross_entropy_of_the_logits():
     assert math.isnan(curve.loss[0]) and curve.n_rows == 5 and curve.seq_len == 30
 
 
+def test_a_curve_without_a_cliff_says_why():
+    loss = torch.full((200,), 2.0, dtype=torch.float64)
+    reasons = {
+        None: "the trained window is not known",
+        199: "rows of 200 tokens end within the window of 199 positions",
+        400: "rows of 200 tokens end within the window of 400 positions",
+    }
+    for window, reason in reasons.items():
+        curve = LossByPosition(loss, 1, window)
+        assert "cliff" not in curve.headline()
+        assert curve.reading() == [f"model: 2.000 nats per token. It has no cliff here: {reason}.", "Lower is better."]
+    beyond = LossByPosition(loss, 1, 100).reading()
+    assert "a cliff of +0.000; no lasting rise" in beyond[0] and "Flat beyond the dashed line" in beyond[1]
+
+
 SLIDING = {
     "gemma3": gemma3,
     "gemma3 under ntk": lambda: patch_model(gemma3(), "ntk", factor=4.0),

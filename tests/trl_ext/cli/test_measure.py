@@ -246,7 +246,10 @@ def test_a_checkpoint_that_declares_a_longer_window_is_compared_over_the_first_o
     rows = [line for line in out.splitlines() if line.startswith(("loss", "cliff", "in-dist"))]
     assert len(rows) == 4 and not any(line.rstrip().endswith(" -") for line in rows), "a figure for each"
     assert run(folder, "eval", *models, *report, "--window", "100") == 0
-    assert "compared over one window: 100 positions." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "compared over one window: 100 positions." in out and "no cliff is measured" not in out
+    assert run(folder, "eval", *models, *report, "--window", "199") == 0
+    assert "Rows of 200 tokens end within it, so that no cliff is measured: give a longer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
