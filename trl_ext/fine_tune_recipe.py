@@ -34,7 +34,7 @@ from .config import RopeSFTConfig
 from .engine_advice import engine_advice
 from .model_files import commit_of, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
-from .run_folder import is_whole, last_checkpoint, only_run
+from .run_folder import is_whole, last_checkpoint, left_as_it_was, only_run
 from .trainer import RopeSFTTrainer
 
 FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
@@ -66,10 +66,12 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
         )
     hub_model = _hub_model(training, model)
     require_other_folder(training.output_dir, model)
-    require_writable(training.output_dir)
-    # of several ranks the first writes
-    with only_run(Path(str(training.output_dir)), "output_dir") if training.process_index == 0 else nullcontext():
-        _fine_tune(script, training, model, data, hub_model)
+    folder = Path(str(training.output_dir))
+    with left_as_it_was(folder):
+        require_writable(folder)
+        # of several ranks the first writes
+        with only_run(folder, "output_dir") if training.process_index == 0 else nullcontext():
+            _fine_tune(script, training, model, data, hub_model)
 
 
 def _fine_tune(script: Any, training: Any, model: Any, data: Any, hub_model: dict[str, Any] | None) -> None:

@@ -18,6 +18,7 @@ from .fine_tune_recipe import READ_ERRORS, require_model, require_other_folder, 
 from .model_files import begun_with, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
 from .restoration import RECORD, restore
+from .run_folder import left_as_it_was
 from .stopped import SAME_COMMAND_GOES_ON
 
 
@@ -73,22 +74,23 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
     begun = begun_with(Path(restoration.output_dir, RECORD))
     require_model(model, recorded_commit(begun, str(model.model_name_or_path), model.model_revision))
     require_other_folder(restoration.output_dir, model)
-    require_writable(restoration.output_dir)
     try:
-        result = restore(
-            model.model_name_or_path,
-            _documents(restoration.text),
-            restoration.output_dir,
-            rescale=restoration.rescale,
-            rescale_args=restoration.rescale_args,
-            peft_config=adapter_config(model),
-            quantization_config=get_quantization_config(model),
-            dtype=model.dtype,
-            model_init_kwargs={"attn_implementation": model.attn_implementation, "revision": model.model_revision},
-            distil=restoration.distil,
-            extend=restoration.extend,
-            skip_extension=restoration.skip_extension,
-        )
+        with left_as_it_was(Path(restoration.output_dir)):
+            require_writable(restoration.output_dir)
+            result = restore(
+                model.model_name_or_path,
+                _documents(restoration.text),
+                restoration.output_dir,
+                rescale=restoration.rescale,
+                rescale_args=restoration.rescale_args,
+                peft_config=adapter_config(model),
+                quantization_config=get_quantization_config(model),
+                dtype=model.dtype,
+                model_init_kwargs={"attn_implementation": model.attn_implementation, "revision": model.model_revision},
+                distil=restoration.distil,
+                extend=restoration.extend,
+                skip_extension=restoration.skip_extension,
+            )
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(f"{SAME_COMMAND_GOES_ON} {restoration.output_dir}.") from stopped
     if PartialState().is_main_process:

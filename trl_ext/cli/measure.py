@@ -187,6 +187,13 @@ def _add_data(parser: argparse.ArgumentParser, rows: int) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """`rope-patch eval`."""
+    from ..run_folder import left_as_it_was
+
+    with left_as_it_was(args.output_dir):
+        return _eval(args)
+
+
+def _eval(args: argparse.Namespace) -> int:
     _require_positive(args)
     specs = [ModelSpec.parse(text) for text in args.model]
     labels = [spec.label for spec in specs]

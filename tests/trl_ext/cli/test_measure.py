@@ -431,8 +431,9 @@ def test_what_rows_are_too_short_for_is_left_out_and_told_unless_it_is_named(fol
 )
 def test_bad_arguments_end_with_a_message(folder, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(folder)
-    assert run(folder, "eval", *arguments) == 2
+    assert run(folder, "eval", *arguments, "--report", "made") == 2
     assert message in capsys.readouterr().err
+    assert not (folder / "made").exists()
 
 
 def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):

@@ -258,6 +258,14 @@ def test_a_revision_of_a_folder_is_refused(recipe, output, folder, capsys):
     assert not (folder / output).exists()
 
 
+@pytest.mark.parametrize(("recipe", "output"), [("tune.yaml", "tuned"), ("restore.yaml", "restored")])
+def test_a_refused_recipe_leaves_no_folder(recipe, output, folder, capsys):
+    (folder / "books.jsonl").unlink()
+    assert cli.main(["train", recipe]) == 2
+    assert "books.jsonl cannot be read" in capsys.readouterr().err
+    assert not (folder / output).exists()
+
+
 def test_a_restoration_is_known_by_its_keys_and_flags(folder):
     assert is_restoration(["--config", "restore.yaml"])
     assert not is_restoration(["--config", "tune.yaml"])
