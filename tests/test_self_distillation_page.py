@@ -369,6 +369,9 @@ def test_no_model_answers_lambada_through_the_chat_template():
     runs = [run for file in files for run in lines_of(f"rpsd-far-{file}.jsonl")]
     assert {run["short_text"]["accuracy"]["lambada_openai"] for run in runs} == {0.0}
     assert "where no model gets a question of LAMBADA right" in text_of("docs/results/self_distillation.md")
+    of_cues = lines_of("endprompt-33m-h200.jsonl", "endprompt-33m-h100.jsonl")
+    assert {run["short"]["lambada_openai"] for run in of_cues if "short" in run} == {0.0}
+    assert "where LAMBADA is 0 for every model" in text_of("docs/results/extension.md")
 
 
 SMALL_SCALE = {
