@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from paired_results import cell_scores
-from result_lines import held
+from result_lines import held, mean_of
 from rpsd_far_results import by_exam, by_place
 
 from rope_patch.eval import recovery_ratio
@@ -71,6 +71,11 @@ def span_of_places(length: int) -> Value:
         return max(shares) - min(shares)
 
     return span
+
+
+def loss_within(row: int) -> Value:
+    """Mean loss of a row, behind its first tokens."""
+    return lambda run: mean_of(run["loss x1"], 64, row)
 
 
 def written(test: str, length: int) -> Value:

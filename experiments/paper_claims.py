@@ -63,11 +63,11 @@ def linear_ard_qkv() -> str:
 
     What was asked for passkeys stands as "NAME, as written", and what for RULER's answers as "NAME, RULER".
     """
-    alone = [run for run in read_lines(RESULTS / "restoration-asked-h200.jsonl") if run["arm"] == "pi4 qkv cpt"]
-    runs = [*read_lines(RESULTS / "restoration-qkv-h200.jsonl"), *alone]
+    ard, control, hidden, alone = "pi4 qkv", "pi4 qkv clm", "pi4 qkv hidden", "pi4 qkv cpt"
+    of_alone = [run for run in read_lines(RESULTS / "restoration-asked-h200.jsonl") if run["arm"] == alone]
+    runs = [*read_lines(RESULTS / "restoration-qkv-h200.jsonl"), *of_alone]
     arms = runs_by_seed(runs)
     short, passkeys = kept(arms["native"][0]), written("passkey", 8192)
-    ard, control, hidden = "pi4 qkv", "pi4 qkv clm", "pi4 qkv hidden"
     asked = [
         run
         for file in ("restoration-written-h100.jsonl", "restoration-ruler-h100.jsonl", "restoration-ruler-h200.jsonl")
@@ -126,11 +126,11 @@ def linear_ard_qkv() -> str:
             2, by_seed,
         ),
         Claim(
-            "of short text more than long rows without a first stage", "not in the paper", "pi4 qkv cpt", ard, short, 1,
+            "of short text more than long rows without a first stage", "not in the paper", alone, ard, short, 1,
             f"at equal tokens; {chance}",
         ),
         Claim(
-            "and more passkeys as written", "not in the paper", "pi4 qkv cpt, as written", f"{ard}, as written",
+            "and more passkeys as written", "not in the paper", f"{alone}, as written", f"{ard}, as written",
             passkeys, 2, "shares at 8192 tokens; the control of two stages finds more too",
         ),
         Claim(

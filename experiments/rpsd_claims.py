@@ -1,6 +1,6 @@
 """What RPSD claims, and what was found in rows of one window, four and eight: tables of paper_claims.py."""
 
-from claims import RESULTS, Claim, Run, found, span_of_places, table
+from claims import RESULTS, Claim, Run, Value, found, loss_within, span_of_places, table
 from result_lines import mean_of, read_lines, runs_by_seed
 from rpsd_small_scale import score
 
@@ -55,6 +55,36 @@ def rpsd() -> str:
     return table("RPSD, arXiv:2604.14339", claims, arms)
 
 
+def _beside_pose(keys: Value, mentions: Value, limits: str) -> list[Claim]:
+    at_equal = f"{limits}, at equal steps"
+    return [
+        Claim("more keys than PoSE", "67.5 < 69.3", "pose", "skip", keys, 3, at_equal),
+        Claim("and more of the n-th mentions", "48.2 < 59.4", "pose", "skip", mentions, 3, at_equal),
+    ]
+
+
+def _by_place(row: int) -> Claim:
+    return Claim(
+        "accuracy differs less with the place of the answer", "a figure", "skip", "next-token", span_of_places(row), 3,
+        f"keys by fifths of a row of {row}, the largest share less the least",
+    )  # fmt: skip
+
+
+def _more_than_untrained(mentions: Value) -> Claim:
+    return Claim(
+        "training finds more of the n-th mentions than none", "not in the paper", "abf", "next-token", mentions, 3,
+        "without the skip already",
+    )  # fmt: skip
+
+
+def cost_within(row: int) -> Claim:
+    """What the skip loses in rows of a length, beside next-token training."""
+    return Claim(
+        "the skip costs little within the row", "64.1 and 63.8 of short text", "next-token", "skip", loss_within(row),
+        3, "loss here, where less is better",
+    )  # fmt: skip
+
+
 def rpsd_far() -> str:
     """Self-distillation between views in rows of four windows, read at four times their length.
 
@@ -65,10 +95,7 @@ def rpsd_far() -> str:
         for arm, seeds in runs_by_seed(read_lines(RESULTS / f"rpsd-far-{file}.jsonl")).items():
             arms.setdefault(f"{arm}, anew", {}).update({10 * time + seed: run for seed, run in seeds.items()})
 
-    def within(run: Run) -> float:
-        return mean_of(run["loss x1"], 64, 32768)
-
-    keys, mentions, by_place = found("multikey", 131072), found("ordinal", 131072), span_of_places(32768)
+    keys, mentions = found("multikey", 131072), found("ordinal", 131072)
     few, models = "2.1M tokens", "on models taught anew, each with its own skip of lambda 1 and Y = L"
     claims = [
         Claim("the skip finds more keys than next-token training", "57.3 < 69.3", "next-token", "skip", keys, 3, few),
@@ -77,12 +104,8 @@ def rpsd_far() -> str:
             "more keys than next-token training of 1.6 times the steps", "not in the paper", "next-token x1.6", "skip",
             keys, 3, few,
         ),
-        Claim("more keys than PoSE", "67.5 < 69.3", "pose", "skip", keys, 3, f"{few}, at equal steps"),
-        Claim("and more of the n-th mentions", "48.2 < 59.4", "pose", "skip", mentions, 3, f"{few}, at equal steps"),
-        Claim(
-            "accuracy differs less with the place of the answer", "a figure", "skip", "next-token", by_place, 3,
-            "keys by fifths of a row of 32768, the largest share less the least",
-        ),
+        *_beside_pose(keys, mentions, few),
+        _by_place(32768),
         Claim(
             "it is the view: noise on attention does less", "49.6 < 59.2", "noise, anew", "skip, anew", keys, 3,
             "on models taught anew; of about the same KL: **the control does as well**",
@@ -120,19 +143,13 @@ def rpsd_far() -> str:
             "skips of up to half a row do as much or more", "59.2 < 59.6", "skip, anew", "skip, Y = L/2, anew", keys, 3,
             models,
         ),
-        Claim(
-            "training finds more of the n-th mentions than none", "not in the paper", "abf", "next-token", mentions, 3,
-            "without the skip already",
-        ),
+        _more_than_untrained(mentions),
         Claim("the cyclic view finds more keys than the skip", "69.3 < 71.3", "skip", "cyclic", keys, 3, few),
         Claim(
             "the cyclic view finds fewer n-th mentions than next-token training", "42.0 < 44.0", "cyclic", "next-token",
             mentions, 3, few,
         ),
-        Claim(
-            "the skip costs little within the row", "64.1 and 63.8 of short text", "next-token", "skip", within, 3,
-            "loss here, where less is better",
-        ),
+        cost_within(32768),
     ]  # fmt: skip
     return table("RPSD in rows of four windows", claims, arms)
 
@@ -141,10 +158,7 @@ def rpsd_farther() -> str:
     """Self-distillation between views in rows of eight windows, read at twice their length."""
     arms = runs_by_seed(read_lines(RESULTS / "rpsd-far-65536-h200.jsonl"))
 
-    def within(run: Run) -> float:
-        return mean_of(run["loss x1"], 64, 65536)
-
-    keys, mentions, by_place = found("multikey", 131072), found("ordinal", 131072), span_of_places(65536)
+    keys, mentions = found("multikey", 131072), found("ordinal", 131072)
     keys_of_row, mentions_of_row = found("multikey", 65536), found("ordinal", 65536)
     few, chance = "2.1M tokens, 32 steps", "2.1M tokens, 32 steps; not beyond chance over texts"
     of_row = "at the row's length, 65536 tokens"
@@ -169,19 +183,9 @@ def rpsd_farther() -> str:
             "and at the row's length", "not in the paper", "next-token x1.6", "skip", keys_of_row, 3,
             f"{of_row}: **the control does better**",
         ),
-        Claim("more keys than PoSE", "67.5 < 69.3", "pose", "skip", keys, 3, f"{few}, at equal steps"),
-        Claim("and more of the n-th mentions", "48.2 < 59.4", "pose", "skip", mentions, 3, f"{few}, at equal steps"),
-        Claim(
-            "accuracy differs less with the place of the answer", "a figure", "skip", "next-token", by_place, 3,
-            "keys by fifths of a row of 65536, the largest share less the least",
-        ),
-        Claim(
-            "training finds more of the n-th mentions than none", "not in the paper", "abf", "next-token", mentions, 3,
-            "without the skip already",
-        ),
-        Claim(
-            "the skip costs little within the row", "64.1 and 63.8 of short text", "next-token", "skip", within, 3,
-            "loss here, where less is better",
-        ),
+        *_beside_pose(keys, mentions, few),
+        _by_place(65536),
+        _more_than_untrained(mentions),
+        cost_within(65536),
     ]  # fmt: skip
     return table("RPSD in rows of eight windows", claims, arms)

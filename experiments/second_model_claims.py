@@ -2,6 +2,7 @@
 
 from claims import RESULTS, Claim, Run, found, kept, span_of_places, table, written
 from result_lines import mean_of, read_lines, runs_by_seed
+from rpsd_claims import cost_within
 
 WINDOW, TARGET = 32768, 131072
 AS_WRITTEN = "104 prompts, as written; 2.1M tokens"
@@ -21,9 +22,6 @@ def second_model() -> str:
 
 
 def _rpsd() -> list[Claim]:
-    def within(run: Run) -> float:
-        return mean_of(run["loss x1"], 64, TARGET)
-
     few = "rows of 131072, 16 steps; both find nearly all"
     return [
         Claim(
@@ -38,10 +36,7 @@ def _rpsd() -> list[Claim]:
             "accuracy differs less with the place of the answer", "a figure", "skip", "next-token",
             span_of_places(TARGET), 3, "keys by fifths of the row, the largest share less the least",
         ),
-        Claim(
-            "the skip costs little within the row", "64.1 and 63.8 of short text", "next-token", "skip", within, 3,
-            "loss here, where less is better",
-        ),
+        cost_within(TARGET),
     ]  # fmt: skip
 
 
