@@ -24,6 +24,7 @@ from trl import (
 )
 
 from rope_patch import describe
+from rope_patch.empty_folders import without_empty_folders
 from rope_patch.eval.report import require_writable
 from rope_patch.hub_revision import require_revision
 from rope_patch.model_card import read_runs
@@ -34,7 +35,7 @@ from .config import RopeSFTConfig
 from .engine_advice import engine_advice
 from .model_files import commit_of, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
-from .run_folder import is_whole, last_checkpoint, left_as_it_was, only_run
+from .run_folder import is_whole, last_checkpoint, only_run
 from .trainer import RopeSFTTrainer
 
 FIELDS = (ScriptArguments, RopeSFTConfig, ModelConfig, DatasetMixtureConfig)
@@ -67,7 +68,7 @@ def fine_tune_recipe(arguments: Sequence[str] | None = None) -> None:
     hub_model = _hub_model(training, model)
     require_other_folder(training.output_dir, model)
     folder = Path(str(training.output_dir))
-    with left_as_it_was(folder):
+    with without_empty_folders(folder):
         require_writable(folder)
         # of several ranks the first writes
         with only_run(folder, "output_dir") if training.process_index == 0 else nullcontext():

@@ -10,6 +10,7 @@ from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from trl import ModelConfig, get_quantization_config
 
+from rope_patch.empty_folders import without_empty_folders
 from rope_patch.eval.report import require_writable
 from rope_patch.export import PROGRAMS
 
@@ -18,7 +19,6 @@ from .fine_tune_recipe import READ_ERRORS, require_model, require_other_folder, 
 from .model_files import begun_with, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
 from .restoration import RECORD, restore
-from .run_folder import left_as_it_was
 from .stopped import SAME_COMMAND_GOES_ON
 
 
@@ -75,7 +75,7 @@ def restore_recipe(arguments: Sequence[str] | None = None) -> None:
     require_model(model, recorded_commit(begun, str(model.model_name_or_path), model.model_revision))
     require_other_folder(restoration.output_dir, model)
     try:
-        with left_as_it_was(Path(restoration.output_dir)):
+        with without_empty_folders(Path(restoration.output_dir)):
             require_writable(restoration.output_dir)
             result = restore(
                 model.model_name_or_path,

@@ -139,19 +139,6 @@ def only_run(path: Path, option: str) -> Iterator[None]:
 
 
 @contextmanager
-def left_as_it_was(folder: Path) -> Iterator[None]:
-    """Remove a folder that was not there before, where what is done inside fails before it writes anything."""
-    was_there = folder.exists()
-    try:
-        yield
-    except BaseException:
-        if not was_there:
-            with suppress(OSError):  # it is not there, or something is in it
-                folder.rmdir()
-        raise
-
-
-@contextmanager
 def forgotten_unless_begun(record: Path, *other: Path) -> Iterator[None]:
     """Remove the record of a run that fails before it saves anything: corrected, it would be another run in its folder.
 

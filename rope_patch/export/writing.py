@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ..empty_folders import without_empty_folders
 from ..full_disk import told_of_full_disk
 
 logger = logging.get_logger(__name__)
@@ -44,25 +45,22 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise FileExistsError(f"{folder} exists and is not an empty folder: name a new one to export to.")
     named, folder = folder, folder.resolve()
     around = folder if is_there else folder.parent
-    made = [path for path in (around, *around.parents) if not path.exists()]
-    around.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=around))
-    try:
-        written = unfinished / folder.name  # llama.cpp's converter names the model after the folder
-        written.mkdir()
-        with told_of_full_disk(named, lambda: "Free some space, and run the same again."):
-            yield written
-        if is_there:
-            # the config last, by which a checkpoint is known: this may be killed half-way
-            for file in sorted(written.iterdir(), key=lambda file: file.name == "config.json"):
-                file.rename(folder / file.name)
-        else:
-            written.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with suppress(OSError):  # the first that holds something, as `folder` when it is whole
-            for path in made:
-                path.rmdir()
+    with without_empty_folders(around):
+        around.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=around))
+        try:
+            written = unfinished / folder.name  # llama.cpp's converter names the model after the folder
+            written.mkdir()
+            with told_of_full_disk(named, lambda: "Free some space, and run the same again."):
+                yield written
+            if is_there:
+                # the config last, by which a checkpoint is known: this may be killed half-way
+                for file in sorted(written.iterdir(), key=lambda file: file.name == "config.json"):
+                    file.rename(folder / file.name)
+            else:
+                written.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def unfinished_folders(folder: Path) -> list[Path]:

@@ -5,34 +5,7 @@ import os
 
 import pytest
 
-from trl_ext.run_folder import (
-    Stopwatch,
-    last_checkpoint,
-    left_as_it_was,
-    only_run,
-    record_settings,
-    require_same_settings,
-)
-
-
-def test_a_folder_that_a_refused_run_made_goes_and_no_other(tmp_path):
-    new, old = tmp_path / "new", tmp_path / "old"
-    old.mkdir()
-    for folder in (new, old):
-        with pytest.raises(ValueError, match="refused"), left_as_it_was(folder):
-            folder.mkdir(exist_ok=True)
-            raise ValueError("refused")
-    assert old.is_dir() and not new.exists()
-    with pytest.raises(KeyboardInterrupt), left_as_it_was(new):
-        new.mkdir()
-        (new / "cache.json").write_text("measured")
-        raise KeyboardInterrupt
-    assert (new / "cache.json").is_file(), "what is there stays"
-    with left_as_it_was(tmp_path / "made"):
-        (tmp_path / "made").mkdir()
-    assert (tmp_path / "made").is_dir()
-    with pytest.raises(ValueError, match="refused"), left_as_it_was(tmp_path / "none"):
-        raise ValueError("refused")
+from trl_ext.run_folder import Stopwatch, last_checkpoint, only_run, record_settings, require_same_settings
 
 
 def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path):

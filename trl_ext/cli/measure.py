@@ -148,7 +148,7 @@ def add_commands(commands: Any) -> None:
         choices=["auto", "on", "off"],
         default="auto",
         help="whether retrieval, RULER, short text and lm-eval's tasks are asked through the tokenizer's chat "
-        "template; auto: if it has one, but for LAMBADA. Loss by position reads raw text in any case",
+        "template; auto: if it has one, and LAMBADA as raw text. Loss by position reads raw text in any case",
     )
     evaluate.add_argument(
         "--backend",
@@ -187,14 +187,15 @@ def _add_data(parser: argparse.ArgumentParser, rows: int) -> None:
 
 def run_eval(args: argparse.Namespace) -> int:
     """`rope-patch eval`."""
-    from ..run_folder import left_as_it_was
+    _require_positive(args)
 
-    with left_as_it_was(args.output_dir):
+    from rope_patch.empty_folders import without_empty_folders
+
+    with without_empty_folders(args.output_dir):
         return _eval(args)
 
 
 def _eval(args: argparse.Namespace) -> int:
-    _require_positive(args)
     specs = [ModelSpec.parse(text) for text in args.model]
     labels = [spec.label for spec in specs]
     if len(set(labels)) < len(labels):
