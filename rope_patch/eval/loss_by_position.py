@@ -138,8 +138,13 @@ class LossByPosition(Result):
         step = bin_size or max(self.seq_len // 64, 1)
         return self.bins([FIRST_POSITION, *range(FIRST_POSITION + step, self.seq_len, step), self.seq_len])
 
+    @property
+    def reaches_beyond(self) -> bool:
+        """Whether positions beyond the trained window were measured, so that there is a cliff."""
+        return self.window is not None and self.window + 1 < self.seq_len
+
     def headline(self) -> dict[str, float]:
-        if self.window is None or self.window + 1 >= self.seq_len:
+        if not self.reaches_beyond:
             return {"loss (nats per token)": self.mean(FIRST_POSITION, self.seq_len)}
         return {
             f"loss 64..{self.window} (nats per token)": self.in_window(),
@@ -176,9 +181,9 @@ class LossByPosition(Result):
 
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        said, beyond = [], False
+        said = []
         for label, curve in results.items():
-            if curve.window is None or curve.window + 1 >= curve.seq_len:
+            if not curve.reaches_beyond:
                 why = (
                     "the trained window is not known"
                     if curve.window is None
@@ -187,15 +192,14 @@ class LossByPosition(Result):
                 inside = curve.mean(FIRST_POSITION, curve.seq_len)
                 said.append(f"{label}: {inside:.3f} nats per token. It has no cliff here: {why}.")
                 continue
-            beyond = True
             inside, cliff, start = curve.in_window(), curve.cliff(), curve.cliff_start()
             said.append(
                 f"{label}: {inside:.3f} nats per token within the window of {curve.window} positions, "
                 f"{inside + cliff:.3f} beyond it, a cliff of {cliff:+.3f}"
                 + ("; no lasting rise beyond the window." if start is None else f"; it rises for good from {start} on.")
             )
-        flat = " Flat beyond the dashed line: far positions are read." if beyond else ""
-        return [*said, f"Lower is better.{flat}"]
+        beyond = any(curve.reaches_beyond for curve in results.values())
+        return [*said, "Lower is better." + (" Flat beyond the dashed line: far positions are read." if beyond else "")]
 
 
 def loss_by_position(
