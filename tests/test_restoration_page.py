@@ -76,13 +76,13 @@ def test_rates_of_linear_ard_are_those_of_their_file():
     page = (RESULTS / "restoration.md").read_text()
     least = {name: min(same, key=lambda run: run["choice"]) for name, same in arms.items()}
     assert {name: run["rate"] for name, run in least.items()} == {
-        name: 3e-3 if name == "pi4 qkv cpt" else 1e-3 for name in arms
+        name: 3e-3 if name == ALONE else 1e-3 for name in arms
     }
     assert all(f"**{share(run['choice'], 3)}**" in page for run in least.values())
     at_authors = {name: same[0]["choice"] for name, same in arms.items()}
     control = at_authors.pop("pi4 qkv clm")
     assert all(far > control - 0.0005 for far in at_authors.values())
-    without = least.pop("pi4 qkv cpt")["choice"]
+    without = least.pop(ALONE)["choice"]
     assert all(run["choice"] < without for run in least.values())
 
 
@@ -149,6 +149,7 @@ def test_losses_and_short_text_of_three_seeds_are_those_of_their_file(arms):
     assert f"ends {share(min(higher), 3)} to {share(max(higher), 3)} nats above it in every seed" in said
     without = [points(seed_pairs(arms[name], arms[CONTROL]), by["without LAMBADA"]) for name in TARGETS]
     assert f"the control are {', '.join(without[:-1])} and {without[-1]}." in said
+    assert f"within chance ({points(seed_pairs(arms[ALONE], arms[CONTROL]), by['without LAMBADA'])} without" in said
     page = text_of("docs/distillation.md")
     for name, sentence in (
         ("pi4 qkv", "LinearARD is {} points below the control ({} to {})"),
