@@ -1,6 +1,7 @@
 """Which optimizer step and which documents the draws of the next forward are for."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ class DrawClock:
     Args:
         seed: of all draws.
 
-    Without a trainer every forward that draws is a step of its own. `set` and `set_step` take over: draws then depend
-    on what the caller says alone, until `release`.
+    The trainer or the optimizer around a forward sets it (`training_step`), or a loop by `set` or `set_step`: draws
+    then depend on what was set alone, until `release`. Else every forward that draws is a step of its own.
     """
 
     def __init__(self, seed: int) -> None:
@@ -36,6 +37,11 @@ class DrawClock:
         self.by_content = False
         self.pairs = False
         self.driver: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # who sets the clock of a model does not set that of its copy
+        free = {"is_set": False, "by_content": False, "pairs": False, "driver": None}
+        return self.__dict__ if self.driver is None else {**self.__dict__, **free}
 
     def set(self, step: int, first_sample: int, progress: float = 1.0) -> None:
         """Let the next forward draw for documents first_sample, first_sample + 1, ... of optimizer step `step`.
@@ -63,7 +69,7 @@ class DrawClock:
             progress: of training, from 0 to 1.
             pairs: whether a batch holds the chosen rows and then the rejected ones: both rows of a pair draw by what
                 the chosen one holds.
-            driver: number of the callback that sets the clock, if one does.
+            driver: number of the callback or kind of loop that sets the clock; None for the user's own code.
 
         Raises:
             ValueError: one of them is no such number; the clock is as it was.
@@ -114,8 +120,8 @@ class DrawClock:
             return key
         if ids is None:
             raise ValueError(
-                "under RopeViewCallback a view draws for a document by its token ids, and this forward has "
-                "inputs_embeds instead, as prompt learning and images have: leave out the view, or prompt learning."
+                "a trainer's view draws for a document by its token ids, and this forward has inputs_embeds instead, "
+                "as prompt learning and images have: leave out the view, or prompt learning."
             )
         numbers = document_numbers(ids, t, documents)
         if self.pairs:

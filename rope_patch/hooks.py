@@ -4,6 +4,7 @@ All are picklable objects. Only what a rotary module receives changes: `position
 since Transformers reads a jump in them as the border of a packed document and masks across it.
 """
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -20,15 +21,17 @@ from .layout.documents import real_tokens_of
 from .rotary import parameter_names, picks_by_row, rope_types
 from .sources import ViewSource
 from .state import RopeState
-from .trainers import is_generating, require_driver
+from .trainers import is_generating
+from .training_step import learn_step
 from .views.base import TRUE_POSITIONS
 
 
 class DecoderEntry:
     """Forward pre-hook of the decoder: draws the view of this forward."""
 
-    def __init__(self, state: RopeState, decoder: nn.Module) -> None:
+    def __init__(self, state: RopeState, decoder: nn.Module, patch: Callable[..., Any]) -> None:
         self.state = state
+        self.patch = patch  # `patch_model`, for a trainer's reference model; it imports this module
         self.parameters = parameter_names(decoder)
 
     def __call__(
@@ -46,12 +49,15 @@ class DecoderEntry:
         # families and callers differ in what they give by place
         call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         cache = cache_of(call)
-        training = self.state.in_training(decoder) and not is_generating(cache)
+        in_training = self.state.in_training(decoder)
+        training = in_training and not is_generating(cache)
         source = self.state.active(training)
-        # a `rope_view` block draws for itself; for the view of the model, whoever trains it has to say which step it is
-        if training and source is self.state.source:
-            if not (torch.compiler.is_compiling() and self._is_driven()):
-                require_driver(self.state)
+        # a `rope_view` block draws for itself; for the view of the model, whoever trains it says which step it is
+        if source is None or source is self.state.source:
+            # replies are sampled before the reference reads them, which then has to have the view already
+            forward = {"training": in_training, "draws": training, "has_ids": call.get("input_ids") is not None}
+            if not (torch.compiler.is_compiling() and self._step_is_known(decoder, **forward)):
+                learn_step(self.state, decoder, patch=self.patch, **forward)
         position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
         axes = 2 if position_ids is None else position_ids.ndim
         if axes != 2 and isinstance(source, ViewSource) and not source.view.perturbs:
@@ -111,13 +117,13 @@ class DecoderEntry:
         )
 
     @torch.compiler.assume_constant_result
-    def _is_driven(self) -> bool:
-        """Whether `require_driver` passes. Dynamo calls it while it traces, inside the trainer's step.
+    def _step_is_known(self, decoder: nn.Module, **forward: bool) -> bool:
+        """Whether `learn_step` passes. Dynamo calls it while it traces, inside the trainer's step.
 
         Where it does not pass, the graph breaks and the error is raised outside of it, as what it is.
         """
         try:
-            require_driver(self.state)
+            learn_step(self.state, decoder, patch=self.patch, **forward)
         except ValueError:
             return False
         return True
@@ -254,10 +260,10 @@ def _let_graphs_see_hooks() -> None:
         torch._dynamo.reset()
 
 
-def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState) -> None:
-    """Register the hooks of a model that has none."""
+def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState, patch: Callable[..., Any]) -> None:
+    """Register the hooks of a model that has none; `patch` is `patch_model`."""
     _let_graphs_see_hooks()
-    decoder.register_forward_pre_hook(DecoderEntry(state, decoder), with_kwargs=True)
+    decoder.register_forward_pre_hook(DecoderEntry(state, decoder, patch), with_kwargs=True)
     # always_call: a forward that raises has to let go of its view, too, or the next one would run under it
     decoder.register_forward_hook(DecoderExit(state), always_call=True)
     for name, module in rotary.items():

@@ -315,7 +315,7 @@ def _install(model: nn.Module, decoder: PreTrainedModel, state: RopeState) -> No
     if state_of(decoder) is None:
         state.current.write_modules(decoder)
         setattr(decoder, STATE_ATTRIBUTE, state)
-        attach_hooks(decoder, rotary_by_name(decoder), state)
+        attach_hooks(decoder, rotary_by_name(decoder), state, patch_model)
     watch_adapters(model, find_causal_lm(model))
 
 

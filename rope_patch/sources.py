@@ -38,11 +38,10 @@ class ViewSource:
             documents = Documents(start, documents.length + before, documents.ordinal)
         if self.view.follows_progress and not self.clock.is_set:
             raise ValueError(
-                f"{self.view!r} has a curriculum, and nobody has told its clock how far training is. RopeSFTTrainer "
-                "does, and so does another trainer after trainer.add_callback(rope_patch.RopeViewCallback(trainer)); "
-                "in a loop of your own call rope_patch.patch.view_source(model).clock.set(step, first_sample, "
-                "progress) before each forward, with progress from 0 to 1, of a view that patch_model has put on; a "
-                "block of rope_view has no progress. Or leave out curriculum."
+                f"{self.view!r} has a curriculum, and nobody has told its clock how far training is. Transformers' "
+                "Trainer and TRL's do; in a loop of your own call rope_patch.patch.view_source(model).clock."
+                "set_step(step, progress) before each step, with progress from 0 to 1, of a view that patch_model has "
+                "put on; a block of rope_view has no progress. Or leave out curriculum."
             )
         # a fixed split may lie behind the end of all documents of one batch, if not behind those of every one
         self.view.check_length(max(_longest(documents, batch), self.checked_length))

@@ -1,6 +1,7 @@
-"""Whose forward it is: of `generate`, of a trainer that drives the view, or of one that does not know of it."""
+"""Whose forward it is: of `generate` or of a trainer; and the reference model that a trainer has."""
 
 import sys
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -12,7 +13,6 @@ from .rescale import RopeParameters
 from .rotary import find_decoder
 from .state import RopeState
 
-CLOCK_ATTRIBUTE = "_rope_patch_clock"  # on a trainer: number of the callback that sets the clock
 _VETTED = "_rope_patch_vetted"  # on a trainer: its ref_model has the RoPE of its model
 
 
@@ -22,19 +22,40 @@ def reference_of(trainer: Any) -> Any:
     return find_decoder(reference) if isinstance(reference, nn.Module) else None
 
 
-def require_same_rope_as_reference(trainer: Any, decoder: Any) -> None:
-    """Raise if a `ref_model` has other frequencies than the model: it is not the model that training began with."""
-    reference = reference_of(trainer)
-    if reference is None or reference is decoder:
+def give_rope_to_reference(trainer: Any, decoder: Any, state: RopeState, patch: Callable[..., Any]) -> None:
+    """Give a `ref_model` that a trainer loads by name the rescaling of its model, with which training begins; once.
+
+    Args:
+        trainer: in whose training or evaluation a forward of the model is in flight.
+        decoder: of the model.
+        state: of the decoder.
+        patch: `patch_model`.
+
+    Raises:
+        ValueError: the `ref_model` has other frequencies for another reason, was already read, or replies are sampled
+            by a program that loads the model by name.
+    """
+    if getattr(trainer, _VETTED, False) or find_decoder(trainer.model) is not decoder:
         return
-    of_model, of_reference = RopeParameters.of(decoder), RopeParameters.of(reference)
-    if not _alike(of_model, of_reference):
+    if state.rescalings and getattr(trainer.args, "use_vllm", False):
         raise ValueError(
-            "ref_model has other RoPE frequencies than model, as one that the trainer loads by name lacks the "
-            f"rescaling, and the loss would not begin where it should: model has {of_model.rope_parameters}, ref_model "
-            f"{of_reference.rope_parameters}. Rescale it, too, before training, as in patch_model(trainer.ref_model, "
-            "'yarn', factor=...), or train adapters, whose reference is the model itself."
+            "use_vllm=True samples replies from a model that vLLM loads by its name, without the rescaling that "
+            "this one has: save the rescaled model with save_pretrained, and train the saved one."
         )
+    reference = reference_of(trainer)
+    if reference is not None and reference is not decoder:
+        of_model, of_reference = RopeParameters.of(decoder), RopeParameters.of(reference)
+        if not _alike(of_model, of_reference):
+            was_read = getattr(trainer.args, "precompute_ref_log_probs", False)
+            if state.start_rescalings or was_read or not _alike(state.native, of_reference):
+                raise ValueError(
+                    "ref_model must have the RoPE frequencies that training begins with: model has "
+                    f"{of_model.rope_parameters}, ref_model {of_reference.rope_parameters}. Give it those of the model "
+                    "before training, as in patch_model(trainer.ref_model, 'yarn', factor=...), or train adapters, "
+                    "whose reference is the model itself."
+                )
+            patch(trainer.ref_model, state.rescaling)
+    setattr(trainer, _VETTED, True)
 
 
 def _alike(parameters: RopeParameters, other: RopeParameters) -> bool:
@@ -72,57 +93,10 @@ def _is_generate(code: CodeType) -> bool:
     return code.co_name == "generate" and path.endswith("transformers/generation/utils.py")
 
 
-def _driving_trainer() -> Any:
-    """The Trainer whose training step the forward in flight belongs to, None if there is none."""
+def running_trainer(*methods: str) -> Any:
+    """The Trainer whose method of one of these names the forward in flight belongs to, None if there is none."""
     module = sys.modules.get("transformers.trainer")
     if module is None:
         return None
-    code = module.Trainer.training_step.__code__  # whose frame holds on to nothing for long, once it is looked into
-    return next((frame.f_locals["self"] for frame in frames() if frame.f_code is code), None)
-
-
-@torch.compiler.disable
-def require_driver(state: RopeState) -> None:
-    """Raise if nobody tells a view in training what to draw for, or if a trainer's reference lacks the rescaling.
-
-    Raises:
-        ValueError: the forward is one of a trainer that does not set the view's clock, or of several ranks whose clocks
-            nobody sets, which would all draw alike; or `ref_model` has other frequencies.
-    """
-    if state.leader is not None:
-        return
-    source = state.source if state.source is not None and state.source.view.perturbs else None
-    if source is not None and source.clock.is_set and source.clock.driver is None:
-        return  # RopeSFTTrainer, or a loop that sets it
-    trainer = _driving_trainer()
-    if trainer is None:
-        if source is not None and not source.clock.is_set and _ranks() > 1:
-            raise ValueError(
-                f"all {_ranks()} ranks would draw alike from {source.view!r}, and nobody has set its clock: call "
-                "rope_patch.patch.view_source(model).clock.set_step(step) before each step, or clock.set(step, "
-                "first_sample) before each forward, where first_sample counts the documents of the step over all ranks."
-            )
-        return
-    if source is not None and (
-        not source.clock.is_set or getattr(trainer, CLOCK_ATTRIBUTE, None) != source.clock.driver
-    ):
-        raise ValueError(
-            f"{type(trainer).__name__} trains a model with {source.view!r} and does not tell the view which step it "
-            "is: ranks would draw alike, a resumed run would begin with the first draws again, and policy and "
-            "reference would draw apart. Call trainer.add_callback(rope_patch.RopeViewCallback(trainer)) before "
-            "trainer.train(), or use trl_ext.RopeSFTTrainer."
-        )
-    if not getattr(trainer, _VETTED, False):
-        if reference_of(trainer) is not None:
-            require_same_rope_as_reference(trainer, find_decoder(trainer.model))
-        if state.rescalings and getattr(trainer.args, "use_vllm", False):
-            raise ValueError(
-                "use_vllm=True samples replies from a model that vLLM loads by its name, without the rescaling that "
-                "this one has: save the rescaled model with save_pretrained, and train the saved one."
-            )
-        setattr(trainer, _VETTED, True)
-
-
-def _ranks() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    callers = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name in methods)
+    return next((caller for caller in callers if isinstance(caller, module.Trainer)), None)

@@ -1,6 +1,7 @@
-"""The callback with which Transformers' Trainer and TRL's trainers draw views, and what it refuses."""
+"""The callback by which Transformers' Trainer and TRL's trainers tell a view their step, and what they are refused."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -8,16 +9,15 @@ from transformers import TrainerCallback
 
 from .document_lengths import longest_document
 from .draw_clock import progress_at
-from .patch import patch_model
 from .rotary import find_decoder
 from .sources import ViewSource
-from .state import Leader, state_of
-from .trainers import CLOCK_ATTRIBUTE, reference_of, require_same_rope_as_reference
+from .state import Leader, RopeState, state_of
+from .trainers import reference_of
 from .views import View
 
 _NUMBERS = itertools.count()
 
-# how TRL's trainers batch: whether rows are the chosen ones and then the rejected ones
+# how TRL's and LLaMA-Factory's trainers batch: whether rows are the chosen ones and then the rejected ones
 _PAIRS = {
     "SFTTrainer": False,
     "DPOTrainer": True,
@@ -25,64 +25,88 @@ _PAIRS = {
     "KTOTrainer": False,
     "GRPOTrainer": False,
     "RLOOTrainer": False,
+    "CPOTrainer": True,
+    "ORPOTrainer": True,
+    "GKDTrainer": False,
+    "PairwiseTrainer": True,
 }
 _SAMPLE_REPLIES = ("GRPOTrainer", "RLOOTrainer")
 
+Patch = Callable[..., Any]  # `patch_model`, handed down as it imports what imports this
+
 
 class RopeViewCallback(TrainerCallback):
-    """Lets a trainer that is not ours draw views per (seed, optimizer step, document).
+    """Tells the view of a model which optimizer step its trainer is at, and for curricula how far training is.
 
-    `trainer.add_callback(RopeViewCallback(trainer))` after `patch_model(model, view)` and before `trainer.train()`. It
-    tells the view's clock the optimizer step and, for curricula, the progress of training. A document is known by its
-    tokens: policy and reference model draw alike for it, ranks draw apart because they read other documents, and
-    neither accumulation nor resuming changes a draw. Of preference pairs both rows draw by the chosen one.
-
-    A `ref_model` gets the view too, in forwards of training. When training ends, the view stays on and its clock is
-    released.
-
-    Args:
-        trainer: a `transformers.Trainer`, or TRL's SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer or
-            RLOOTrainer, or a subclass of your own.
+    A patched model adds it to the trainer that trains it, in the first forward of training, so nobody has to.
+    `callbacks=[RopeViewCallback()]` says it explicitly. A document is known by its tokens: policy and reference model
+    draw alike for it, ranks draw apart because they read other documents, and neither accumulation nor resuming changes
+    a draw. Of preference pairs both rows draw by the chosen one. A `ref_model` gets the rescaling and the view of the
+    model. When training ends, the view stays on and its clock is released.
 
     Raises:
-        ValueError: the trainer's model has no view, its `ref_model` other RoPE frequencies, or the trainer or one of
-            its arguments would let views draw apart.
+        ValueError: when training begins, the model has no view; in its first forward, the `ref_model` has other RoPE
+            frequencies, or the trainer or one of its arguments would let views draw apart.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        decoder = find_decoder(trainer.model)
-        self._decoder = decoder
-        self._pairs = _require_supported(trainer, _view_of(trainer, decoder).view)
-        require_same_rope_as_reference(trainer, decoder)
-        self._trainer = trainer
-        self._number = next(_NUMBERS)
-        setattr(trainer, CLOCK_ATTRIBUTE, self._number)
+    def __init__(self) -> None:
+        self.number = next(_NUMBERS)
+        self.trainer: Any = None  # known from the first forward on
+        self.pairs = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        source = _view_of(self._trainer, self._decoder)
-        _require_supported(self._trainer, source.view)
-        require_same_rope_as_reference(self._trainer, self._decoder)
-        _share_view(self._trainer, self._decoder)
-        source.checked_length = _checked_length(self._trainer, source.view)
-        self.on_step_begin(args, state, control)
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if view_of(model) is None and self.trainer is None:
+            raise ValueError(
+                "the model of this trainer has no view whose draws a callback could drive: call patch_model(model, "
+                "view) first, or leave RopeViewCallback out; a rescaling alone needs none."
+            )
+        self.trainer = None  # its arguments may have changed since the last run
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        progress = progress_at(state.global_step, state.max_steps)
-        clock = _view_of(self._trainer, self._decoder).clock
-        clock.set_step(state.global_step, progress, pairs=self._pairs, driver=self._number)
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.set_clock(view_of(model), state)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _view_of(self._trainer, self._decoder).clock.release()
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        source = view_of(model)
+        if source is not None:
+            source.clock.release()
+
+    def set_clock(self, source: ViewSource | None, state: Any) -> None:
+        """Let a view draw for the optimizer step that a trainer's `state` is at."""
+        if source is not None:
+            progress = progress_at(state.global_step, state.max_steps)
+            source.clock.set_step(state.global_step, progress, pairs=self.pairs, driver=self.number)
 
 
-def _view_of(trainer: Any, decoder: nn.Module) -> ViewSource:
-    state = state_of(decoder)
-    if state is None or state.source is None:
-        raise ValueError(
-            f"the model of this {type(trainer).__name__} has no view that a clock could drive: call patch_model(model, "
-            "view) first, or leave RopeViewCallback out; a rescaling alone needs none."
-        )
-    return state.source
+def view_of(model: nn.Module) -> ViewSource | None:
+    """The view that `patch_model` put on a model, if any."""
+    state = state_of(find_decoder(model))
+    return None if state is None else state.source
+
+
+def join(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch) -> None:
+    """Let the view of a model draw for the step of the trainer whose training forward is in flight.
+
+    Args:
+        trainer: it gets the callback if it has none.
+        decoder: of the model.
+        state: of the decoder.
+        patch: `patch_model`.
+    """
+    source = state.source
+    assert source is not None
+    callbacks = trainer.callback_handler.callbacks
+    callback = next((c for c in callbacks if isinstance(c, RopeViewCallback)), None)
+    if callback is None:
+        callback = RopeViewCallback()
+        trainer.add_callback(callback)
+    if callback.trainer is not trainer or source.clock.driver != callback.number:
+        callback.pairs = _require_supported(trainer, source.view)
+        _share_view(trainer, decoder, state, patch)
+        source.checked_length = _checked_length(trainer, source.view)
+        callback.trainer = trainer
+        callback.set_clock(source, trainer.state)
+    elif int(source.clock.step) != trainer.state.global_step:  # of a second model, which the callback is not told of
+        callback.set_clock(source, trainer.state)
 
 
 def _checked_length(trainer: Any, view: View) -> int:
@@ -103,15 +127,15 @@ def _require_supported(trainer: Any, view: View) -> bool:
     """Raise ValueError for what would let views draw apart; whether rows come in pairs."""
     classes = type(trainer).__mro__
     name = type(trainer).__name__
-    if any(c.__name__ == "RopeSFTTrainer" for c in classes):
-        raise ValueError("RopeSFTTrainer sets the clock of its view itself: leave RopeViewCallback out.")
     known = next(
-        (c.__name__ for c in classes if c.__module__.startswith("trl.") and c.__name__ != "_BaseTrainer"), None
+        (c.__name__ for c in classes if c.__module__.startswith(("trl.", "llamafactory.")) and c.__name__ in _PAIRS),
+        None,
     )
-    if known is not None and known not in _PAIRS:
+    of_trl = next((c.__name__ for c in classes if c.__module__.startswith("trl.")), None)
+    if of_trl not in (None, "_BaseTrainer", *_PAIRS):
         raise ValueError(
             f"views under {name} are not supported: which of its forwards have to draw alike is not known. Known are "
-            f"transformers.Trainer and TRL's {', '.join(_PAIRS)}. Use one of them or RopeSFTTrainer, or patch only a "
+            f"transformers.Trainer and {', '.join(_PAIRS)}. Use one of them or RopeSFTTrainer, or patch only a "
             "rescaling."
         )
     args = trainer.args
@@ -119,12 +143,12 @@ def _require_supported(trainer: Any, view: View) -> bool:
     for kind in ("cp", "sp"):
         if getattr(parallelism, f"{kind}_size", 1) > 1:
             raise ValueError(f"a view draws for whole documents, and {kind}_size > 1 gives each rank a part of them.")
-    if getattr(args, "precompute_ref_log_probs", False) and view.perturbs:
+    if getattr(args, "precompute_ref_log_probs", False):
         raise ValueError(
             "precompute_ref_log_probs=True reads the reference's log-probabilities before training, under other "
             "positions than the view will draw: set it to False."
         )
-    if known in _SAMPLE_REPLIES and view.perturbs:
+    if known in _SAMPLE_REPLIES:
         _require_one_draw_a_reply(name, args, view)
     return known is not None and _PAIRS[known]
 
@@ -151,20 +175,19 @@ def _require_one_draw_a_reply(name: str, args: Any, view: View) -> None:
         )
 
 
-def _share_view(trainer: Any, decoder: Any) -> None:
+def _share_view(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch) -> None:
     """Give a `ref_model` the view of the model, with its clock, in the forwards that belong to training."""
     reference = reference_of(trainer)
-    model_state = state_of(decoder)
-    assert model_state is not None and model_state.source is not None
-    if reference is None or not model_state.source.view.perturbs:
+    if reference is None or reference is decoder:
         return
+    assert state.source is not None
     before = state_of(reference)
-    if before is not None and before.source is not None and before.source.view != model_state.source.view:
+    if before is not None and before.source is not None and before.source.view != state.source.view:
         raise ValueError(
-            f"ref_model samples {before.source.view!r} and model {model_state.source.view!r}: leave the view of "
-            "ref_model out, RopeViewCallback gives it that of the model."
+            f"ref_model samples {before.source.view!r} and model {state.source.view!r}: leave the view of ref_model "
+            "out, it gets that of the model."
         )
-    patch_model(reference, model_state.source.view)
-    state = state_of(reference)
-    assert state is not None
-    state.source, state.when, state.leader = model_state.source, model_state.when, Leader(decoder)
+    patch(reference, state.source.view)
+    shared = state_of(reference)
+    assert shared is not None
+    shared.source, shared.when, shared.leader = state.source, state.when, Leader(decoder)

@@ -118,6 +118,7 @@ class RopeSFTTrainer(SFTTrainer):
 
     _tag_names = ["trl", "sft", "rope-patch"]
     _name = "RoPE-SFT"
+    sets_clock = True  # of its view: rope_patch does it for other trainers
 
     args: RopeSFTConfig
     model: Any  # TRL allows None for a while; here it is a model once __init__ is through

@@ -9,7 +9,6 @@ import torch
 from tiny_model import TEXT, load, parse_arguments
 
 from rope_patch import describe, patch_model, unpatch_model
-from rope_patch.patch import view_source
 from trl_ext.cli.user_errors import run_command
 
 
@@ -23,8 +22,6 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     input_ids = tokenizer([TEXT], return_tensors="pt")["input_ids"]
     for step in range(arguments.steps):
-        # positions are drawn by step and document, so the loop says which step it is
-        view_source(model).clock.set_step(step, progress=step / max(arguments.steps - 1, 1))
         model.train()
         loss = model(input_ids, labels=input_ids).loss
         loss.backward()

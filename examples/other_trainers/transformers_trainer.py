@@ -1,4 +1,4 @@
-"""One line patches a model for Transformers' Trainer, and one tells the view which step it is.
+"""One line patches a model for Transformers' Trainer.
 
 Run:  python examples/other_trainers/transformers_trainer.py --model HuggingFaceTB/SmolLM2-135M
 """
@@ -9,7 +9,7 @@ from datasets import Dataset
 from tiny_model import TEXT, load, parse_arguments
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-from rope_patch import RopeViewCallback, patch_model
+from rope_patch import patch_model
 from trl_ext.cli.user_errors import run_command
 
 
@@ -28,7 +28,6 @@ def main() -> None:
         train_dataset=rows,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
     )
-    trainer.add_callback(RopeViewCallback(trainer))
     trainer.train()
     trainer.save_model()
 

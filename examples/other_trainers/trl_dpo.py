@@ -13,7 +13,7 @@ from peft import LoraConfig
 from tiny_model import TEXT, load, parse_arguments
 from trl import DPOConfig, DPOTrainer
 
-from rope_patch import RopeViewCallback, patch_model
+from rope_patch import patch_model
 from trl_ext.cli.user_errors import run_command
 
 PAIR = {"prompt": TEXT, "chosen": " and was read all the same", "rejected": " a word a word a word"}
@@ -38,7 +38,6 @@ def main() -> None:
         processing_class=tokenizer,
         peft_config=LoraConfig(target_modules="all-linear"),
     )
-    trainer.add_callback(RopeViewCallback(trainer))
     trainer.train()
     trainer.save_model()
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from tiny_model import TEXT, load, parse_arguments
 from trl import GRPOConfig, GRPOTrainer
 
-from rope_patch import RopeViewCallback, patch_model
+from rope_patch import patch_model
 from trl_ext.cli.user_errors import run_command
 
 
@@ -39,7 +39,6 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"prompt": TEXT}] * 8),
         processing_class=tokenizer,
     )
-    trainer.add_callback(RopeViewCallback(trainer))
     trainer.train()
     trainer.save_model()
 

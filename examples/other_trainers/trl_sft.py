@@ -1,8 +1,8 @@
-"""One line patches a model for TRL's own SFTTrainer, and one tells the view which step it is.
+"""One line patches a model for TRL's own SFTTrainer.
 
 Run:  python examples/other_trainers/trl_sft.py --model HuggingFaceTB/SmolLM2-135M
 
-`trl_ext.RopeSFTTrainer` takes SFTTrainer's place and needs neither line; it also has the objectives of this package.
+`trl_ext.RopeSFTTrainer` takes SFTTrainer's place and also has the objectives of this package.
 """
 
 import sys
@@ -12,7 +12,7 @@ from datasets import Dataset
 from tiny_model import TEXT, load, parse_arguments
 from trl import SFTConfig, SFTTrainer
 
-from rope_patch import RopeViewCallback, patch_model
+from rope_patch import patch_model
 from trl_ext.cli.user_errors import run_command
 
 
@@ -34,7 +34,6 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"text": TEXT}] * 8),
         processing_class=tokenizer,
     )
-    trainer.add_callback(RopeViewCallback(trainer))
     trainer.train()
     trainer.save_model()
 

@@ -36,6 +36,8 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from rope_patch import RopeViewCallback, patch_model, rope_view, unpatch_model
 from rope_patch.patch import view_source
@@ -96,11 +98,6 @@ def made(trainer_class, config_class, model, tmp_path, data, peft=False, extra=(
     )  # fmt: skip
 
 
-def with_view(run):
-    run.add_callback(RopeViewCallback(run))
-    return run
-
-
 def preference_data(kind):
     if kind == "dpo":
         return pairs()
@@ -119,7 +116,7 @@ def test_policy_and_reference_draw_alike(kind, peft, saved, tmp_path):
     trainer_class, config_class, begins_at = PREFERENCES[kind]
     model = patch_model(load(saved), "skip", max_skip=64)
     data = preference_data(kind)
-    run = with_view(made(trainer_class, config_class, model, tmp_path, data, peft, {"eval_dataset": data}))
+    run = made(trainer_class, config_class, model, tmp_path, data, peft, {"eval_dataset": data})
     run.train()
     assert run.evaluate()["eval_loss"] == pytest.approx(begins_at, abs=1e-4)
     losses = [entry["loss"] for entry in logged(run, "loss")]
@@ -132,7 +129,7 @@ def test_a_view_is_in_force_under_the_callback(saved, tmp_path):
     seen = []
     for view in (Standard(), Skip(max_skip=64)):
         run = made(DPOTrainer, DPOConfig, patch_model(load(saved), view), tmp_path, pairs(), seed=3)
-        with_view(run).train()
+        run.train()
         seen.append(logged(run, "logps/chosen"))
     assert all(abs(a["logps/chosen"] - b["logps/chosen"]) > 1e-2 for a, b in zip(*seen, strict=True))
 
@@ -151,17 +148,18 @@ def reward_model(seed=0):
     return model
 
 
-@pytest.mark.parametrize("kind", ["dpo", "reward"])
+@pytest.mark.parametrize("kind", ["dpo", "reward", "cpo", "orpo"])
 def test_the_halves_of_a_batch_of_pairs_draw_alike(kind, saved, tmp_path):
-    if kind == "dpo":
-        run = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs())
+    if kind != "reward":
+        classes = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig)}
+        run = made(*classes[kind], patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs())
     else:
         rows = [{"chosen": words(12, i), "rejected": words(9, i + 40)} for i in range(8)]
         model = patch_model(reward_model(), "skip", max_skip=64)
         run = made(RewardTrainer, RewardConfig, model, tmp_path, Dataset.from_list(rows))
     seen, source = [], view_source(run.model)
     run.model.model.register_forward_hook(lambda *_: seen.append(source.last.parameters["skip"].flatten().tolist()))
-    with_view(run).train()
+    run.train()
     assert len(seen) == 2 and all(skips[:2] == skips[2:] and skips[0] != skips[1] for skips in seen)
 
 
@@ -170,7 +168,7 @@ def test_equal_rows_have_equal_rewards(tmp_path):
     run = made(
         RewardTrainer, RewardConfig, patch_model(reward_model(), "skip", max_skip=64), tmp_path, Dataset.from_list(rows)
     )
-    with_view(run).train()
+    run.train()
     assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-5)
 
 
@@ -212,8 +210,6 @@ def test_replies_and_losses_are_those_without_a_view(kind, saved, tmp_path):
         model = load(saved)
         torch.manual_seed(0)
         run = sampled(kind, model if view is None else patch_model(model, view), tmp_path)
-        if view is not None:
-            with_view(run)
         run.train()
         entries.append(logged(run, "loss", "kl", "reward", "entropy"))
     plain, viewed = entries
@@ -244,17 +240,17 @@ class Draws(TrainerCallback):
             self.found[self.step, tuple(ids.tolist())] = skip
 
 
-def plain_run(tmp_path, model=None, rows=16, **options):
+def plain_run(tmp_path, model=None, rows=16, callbacks=None, **options):
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in documents(rows, longest=12)]
     model = patch_model(tiny(), "skip", max_skip=64, seed=3) if model is None else model
     settings = {**COMMON, "max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2, **options}
     run = Trainer(
         model=model, args=TrainingArguments(output_dir=str(tmp_path / "plain"), **settings),
-        train_dataset=Dataset.from_list(data),
+        train_dataset=Dataset.from_list(data), callbacks=callbacks,
     )  # fmt: skip
     draws = Draws(model)
     run.add_callback(draws)
-    return with_view(run), draws
+    return run, draws
 
 
 def test_draws_are_per_step_and_document_and_come_back_on_resuming(tmp_path):
@@ -268,6 +264,29 @@ def test_draws_are_per_step_and_document_and_come_back_on_resuming(tmp_path):
     assert again.found == {key: skip for key, skip in draws.found.items() if key[0] >= 2}
 
 
+def test_the_callback_says_explicitly_what_the_trainer_is_found_for(tmp_path):
+    found, draws = plain_run(tmp_path)
+    found.train()
+    explicit, others = plain_run(tmp_path, callbacks=[RopeViewCallback()])
+    explicit.train()
+    assert others.found == draws.found
+    assert [
+        sum(isinstance(c, RopeViewCallback) for c in run.callback_handler.callbacks) for run in (found, explicit)
+    ] == [1, 1]
+
+
+def test_a_model_may_be_patched_after_its_trainer_was_made(tmp_path):
+    run, draws = plain_run(tmp_path)
+    run.train()
+    model = tiny()
+    data = run.train_dataset
+    late = Trainer(model=model, args=run.args, train_dataset=data)
+    patch_model(model, "skip", max_skip=64, seed=3)
+    late.add_callback(others := Draws(model))
+    late.train()
+    assert others.found == draws.found
+
+
 def test_the_same_document_draws_anew_in_another_step(tmp_path):
     run, draws = plain_run(tmp_path, rows=2)
     run.train()
@@ -279,12 +298,10 @@ def test_the_same_document_draws_anew_in_another_step(tmp_path):
 
 def test_a_curriculum_goes_by_the_progress_of_the_trainer(tmp_path):
     model = patch_model(tiny(), "posaug", curriculum="linear")
-    run = with_view(
-        Trainer(
-            model=model,
-            args=TrainingArguments(output_dir=str(tmp_path), **COMMON),
-            train_dataset=Dataset.from_list([{"input_ids": [5] * 9, "labels": [5] * 9}] * 4),
-        )  # fmt: skip
+    run = Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(tmp_path), **COMMON),
+        train_dataset=Dataset.from_list([{"input_ids": [5] * 9, "labels": [5] * 9}] * 4),
     )
     seen = []
     model.register_forward_hook(lambda *_: seen.append(view_source(model).clock.progress.item()))
@@ -302,7 +319,7 @@ def rows_of(*lengths):
 def fixed_run(tmp_path, data, model, **options):
     settings = {**COMMON, "per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", **options}
     args = TrainingArguments(output_dir=str(tmp_path), **settings)
-    return with_view(Trainer(model=model, args=args, train_dataset=data))
+    return Trainer(model=model, args=args, train_dataset=data)
 
 
 def test_a_batch_may_end_before_a_fixed_split_that_other_documents_reach(tmp_path):
@@ -346,7 +363,7 @@ def test_each_trainer_knows_how_long_its_documents_are(kind, saved, tmp_path):
     def run(**more):
         model = patch_model(reward_model() if kind == "reward" else load(saved), FIXED)
         data = Dataset.from_list(SHORT_FIRST[kind])
-        return with_view(made(trainer_class, config_class, model, tmp_path, data, **options, **more))
+        return made(trainer_class, config_class, model, tmp_path, data, **options, **more)
 
     run().train()
     if kind != "reward":  # which leaves out what is longer
@@ -354,41 +371,27 @@ def test_each_trainer_knows_how_long_its_documents_are(kind, saved, tmp_path):
             run(max_length=10).train()
 
 
-def test_a_trainer_without_the_callback_is_refused(saved, tmp_path):
-    for run in (
-        made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs()),
-        made(SFTTrainer, SFTConfig, patch_model(tiny(), "skip", max_skip=64), tmp_path, documents()),
-    ):
-        with pytest.raises(ValueError, match=r"does not tell the view which step.*add_callback\(rope_patch.RopeViewC"):
-            run.train()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_a_compiled_trainer_without_the_callback_is_refused(backend, tmp_path):
+def test_a_compiled_trainer_draws_as_an_eager_one(backend, tmp_path):
     """The hooks are traced there, and traced code cannot look for the trainer: Dynamo asks while it traces."""
     torch._dynamo.reset()
-    options = {"torch_compile": True, "torch_compile_backend": backend, "max_steps": 1, "save_strategy": "no"}
+    options = {"torch_compile": True, "torch_compile_backend": backend, "max_steps": 3, "save_strategy": "no"}
     seen = []
     for compiled in ({**options, "torch_compile": False, "torch_compile_backend": None}, options):
         run, _ = plain_run(tmp_path, **compiled)
         run.train()
         seen.append([entry["loss"] for entry in logged(run, "loss")])
     assert seen[1] == pytest.approx(seen[0], rel=1e-4)
-    model = patch_model(tiny(), "skip", max_skip=64)
-    run, _ = plain_run(tmp_path, model, **options)
-    run.pop_callback(RopeViewCallback)
-    with pytest.raises(ValueError, match="does not tell the view which step"):
-        run.train()
 
 
-def test_a_compiled_policy_whose_reference_lacks_the_rescaling_is_refused(saved, tmp_path):
+def test_the_reference_of_a_compiled_policy_gets_the_rescaling(saved, tmp_path):
     torch._dynamo.reset()
     model = patch_model(patch_model(load(saved), "yarn", factor=2.0), "standard")
     options = {"torch_compile": True, "torch_compile_backend": "eager"}
     run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), **options)
-    with pytest.raises(ValueError, match="ref_model has other RoPE frequencies"):
-        run.train()
+    run.train()
+    assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-4)
 
 
 def test_the_clock_of_a_run_that_broke_off_is_not_taken_for_that_of_the_next(tmp_path):
@@ -402,8 +405,10 @@ def test_the_clock_of_a_run_that_broke_off_is_not_taken_for_that_of_the_next(tmp
     with pytest.raises(InterruptedError):
         run.train()
     assert view_source(model).clock.is_set
-    with pytest.raises(ValueError, match="does not tell the view which step"):
-        made(SFTTrainer, SFTConfig, model, tmp_path, documents()).train()
+    again, draws = plain_run(tmp_path, model)
+    again.train()
+    assert {step for step, _ in draws.found} == {0, 1, 2, 3} and len(set(draws.found.values())) > 4
+    assert not view_source(model).clock.is_set
 
 
 def test_ranks_without_a_clock_are_refused(monkeypatch):
@@ -417,17 +422,19 @@ def test_ranks_without_a_clock_are_refused(monkeypatch):
     model(input_ids=tokens(1, 20))
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_a_reference_without_the_rescaling_is_refused(view, saved, tmp_path):
+def test_a_reference_of_other_frequencies_is_refused(saved, tmp_path):
     model = patch_model(load(saved), "yarn", factor=2.0)
-    if view:
-        patch_model(model, "skip", max_skip=32)
-    run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs())
-    with pytest.raises(ValueError, match=r"ref_model has other RoPE frequencies.*patch_model\(trainer.ref_model"):
-        with_view(run) if view else run.train()
-    patch_model(run.ref_model, "yarn", factor=2.0)
-    (with_view(run) if view else run).train()
-    assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-4)
+    other = patch_model(load(saved), "yarn", factor=4.0)
+    for reference, options in ((other, {}), (load(saved), {"precompute_ref_log_probs": True})):
+        run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), extra={"ref_model": reference}, **options)
+        with pytest.raises(ValueError, match=r"ref_model must have the RoPE.*patch_model\(trainer.ref_model"):
+            run.train()
+
+
+def test_a_reference_has_the_rescaling_in_an_evaluation_before_training_too(saved, tmp_path):
+    model = patch_model(load(saved), "yarn", factor=2.0)
+    run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), extra={"eval_dataset": pairs()})
+    assert run.evaluate()["eval_loss"] == pytest.approx(LN2, abs=1e-4)
 
 
 def test_what_would_draw_apart_is_refused(saved, tmp_path):
@@ -435,21 +442,21 @@ def test_what_would_draw_apart_is_refused(saved, tmp_path):
         return patch_model(load(saved), *args, **options)
 
     with pytest.raises(ValueError, match="has no view"):
-        RopeViewCallback(made(SFTTrainer, SFTConfig, load(saved), tmp_path, documents()))
-    with pytest.raises(ValueError, match="RopeSFTTrainer sets the clock of its view itself"):
-        RopeViewCallback(trainer(tmp_path, view="skip"))
+        made(
+            SFTTrainer, SFTConfig, load(saved), tmp_path, documents(), extra={"callbacks": [RopeViewCallback()]}
+        ).train()
     with pytest.raises(ValueError, match="precompute_ref_log_probs=True"):
-        with_view(made(DPOTrainer, DPOConfig, model("skip"), tmp_path, pairs(), precompute_ref_log_probs=True))
+        made(DPOTrainer, DPOConfig, model("skip"), tmp_path, pairs(), precompute_ref_log_probs=True).train()
     with pytest.raises(ValueError, match=r"steps_per_generation \* num_iterations, got 2 and 2 \* 2"):
-        with_view(sampled("grpo", model("skip"), tmp_path, num_iterations=2))
+        sampled("grpo", model("skip"), tmp_path, num_iterations=2).train()
     with pytest.raises(ValueError, match="choose granularity"):
-        with_view(sampled("rloo", model("posaug", granularity="micro-batch"), tmp_path))
+        sampled("rloo", model("posaug", granularity="micro-batch"), tmp_path).train()
 
-    class CPOTrainer(DPOTrainer):
-        __module__ = "trl.experimental.cpo"
+    class OnlineDPOTrainer(DPOTrainer):
+        __module__ = "trl.experimental.online_dpo"
 
-    with pytest.raises(ValueError, match="views under CPOTrainer are not supported"):
-        with_view(made(CPOTrainer, DPOConfig, model("skip"), tmp_path, pairs()))
+    with pytest.raises(ValueError, match="views under OnlineDPOTrainer are not supported"):
+        made(OnlineDPOTrainer, DPOConfig, model("skip"), tmp_path, pairs()).train()
 
 
 def test_compiled_forwards_draw_by_tokens_too():
@@ -651,11 +658,6 @@ def losses(kind, patches, peft, tmp_path):
             model=model, args=args, train_dataset=prompts, processing_class=tokenizer(), reward_funcs=mixed_rewards,
             peft_config=lora() if peft else None,
         )  # fmt: skip
-    reference = getattr(run, "ref_model", None)
-    if reference is not None and any(method == "yarn" for method, _ in PATCHES[patches]):
-        patch_model(reference, "yarn", factor=2.0)  # what the error says to do
-    if any(method == "skip" for method, _ in PATCHES[patches]):
-        with_view(run)
     run.train()
     return [(e["loss"], e.get("kl", 0.0)) for e in logged(run, "loss", "kl")]
 
