@@ -5,7 +5,6 @@ config is edited and every rotary module takes over the state of one that Transf
 """
 
 import copy
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -24,11 +23,11 @@ from .rotary import (
     attention_scales,
     find_causal_lm,
     fresh_state,
+    has_own_attention_factor,
     is_nested,
     own_name,
     rotary_by_name,
     rotary_states,
-    with_factor,
 )
 from .views.base import MAX_INDEX
 
@@ -276,9 +275,9 @@ def _require_softmax_kept(
     )
     if any(before) and not any(after) and scales != native.attention_scales:
         raise ValueError(
-            f"rescaling {rescaling.name!r} has no mscale_all_dim, by which the native RoPE parameters scale the softmax "
-            f"of model type {config.model_type!r} ({before}): the weights were trained with that scale. Use 'yarn', "
-            "which keeps mscale_all_dim, or 'abf'."
+            f"rescaling {rescaling.name!r} has no mscale_all_dim, by which the native RoPE parameters scale the "
+            f"softmax of model type {config.model_type!r} ({before}): the weights were trained with that scale. Use "
+            "'yarn', which keeps mscale_all_dim, or 'abf'."
         )
 
 
@@ -351,7 +350,7 @@ def _merged(
         new = {k: v for k, v in new.items() if k not in left_open or k not in parameters}
     kept.pop("attention_factor", None)
     reads_factor = is_same_type or "attention_factor" in left_open
-    if reads_factor and "mscale" not in asked and _has_own_factor(parameters, window):
+    if reads_factor and "mscale" not in asked and has_own_attention_factor(parameters, window):
         kept["attention_factor"] = parameters["attention_factor"]
     origin = parameters.get("original_max_position_embeddings")
     if _QUERY_SCALE in parameters:
@@ -365,21 +364,6 @@ def _merged(
             f"original_max_position_embeddings={origin} to a rescaling that has this option."
         )
     return merged
-
-
-def _has_own_factor(parameters: dict[str, Any], window: int) -> bool:
-    """Whether RoPE parameters name an attention factor other than the one that Transformers takes without it."""
-    own, rope_type = parameters.get("attention_factor"), parameters["rope_type"]
-    if own is None or rope_type not in ("yarn", "longrope"):
-        return False
-    stretch = math.log(max(1.0, with_factor(parameters, window)["factor"]))
-    if rope_type == "longrope":
-        formula = math.sqrt(1 + stretch / math.log(parameters["original_max_position_embeddings"]))
-    else:
-        over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")
-        over, under = (over, under) if over and under else (1.0, 0.0)
-        formula = (0.1 * over * stretch + 1) / (0.1 * under * stretch + 1)
-    return not math.isclose(own, formula, rel_tol=1e-6)
 
 
 def _scales_of_twin(decoder: PreTrainedModel, config: Any) -> dict[tuple[str, str], float]:

@@ -300,6 +300,8 @@ def _config_to_save(causal_lm: PreTrainedModel, decoder: PreTrainedModel, *, fol
     if window is not None and window != text.max_position_embeddings:
         text.rope_parameters = with_factors(text.rope_parameters, text.max_position_embeddings)
         text.max_position_embeddings = window
+    # of Qwen2.5-1M: Transformers ignores it, and vLLM and SGLang take it instead of any scaling
+    vars(text).pop("dual_chunk_attention_config", None)
     text.rope_parameters = as_transformers_reads(text, scales_softmax=softmax_reads_mscale(decoder, text))
     if folded:
         text.rope_parameters = without_attention_factor(text.rope_parameters)

@@ -13,8 +13,8 @@ from ..rotary import is_nested
 TESTED = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3")
 """Model types that the programs were run with."""
 
-# what a program reads in RoPE parameters and Transformers does not, by the model types for which it does, too. `type` is
-# read before `rope_type` (mlx-lm), `alpha` under 'dynamic', the mscales under 'longrope', the others under 'yarn'
+# keys of RoPE parameters that some program reads -> model types for which Transformers reads them, too. `type` comes
+# before `rope_type` in mlx-lm; `alpha` is read under 'dynamic', the mscales under 'longrope', the others under 'yarn'
 _READ_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "type": (),
     "alpha": ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"),

@@ -28,8 +28,8 @@ class Llama3(Rescaling):
 
     Args:
         factor: divisor of the slow frequencies, at least 1; target window / L0.
-        low_freq_factor: low, above 0; None means that of native RoPE parameters of this type, or 1.
-        high_freq_factor: high, above low; None means that of native RoPE parameters of this type, or 4.
+        low_freq_factor: low, above 0; None means 1, or what native RoPE parameters of this type say.
+        high_freq_factor: high, above low; None means 4, or what native RoPE parameters of this type say.
         original_max_position_embeddings: L0, in positions; None means the trained window.
         rope_theta: another base B; None keeps the model's.
 
