@@ -7,7 +7,7 @@ config is edited and every rotary module takes over the state of one that Transf
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .rotary import (
     attention_scales,
     find_causal_lm,
     fresh_state,
+    has_own_attention_factor,
     is_nested,
     own_name,
     rotary_by_name,
@@ -30,11 +31,14 @@ from .rotary import (
 )
 from .views.base import MAX_INDEX
 
-# what `rope_parameters` says about scaling; other keys (partial_rotary_factor, mrope_section) belong to the model
+# what `rope_parameters` says about scaling, for Transformers or for other programs; other keys (partial_rotary_factor,
+# mrope_section) belong to the model
 _SCALING_KEYS = frozenset(
     "rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
-    "truncate short_factor long_factor low_freq_factor high_freq_factor short_mscale long_mscale".split()
+    "truncate short_factor long_factor low_freq_factor high_freq_factor short_mscale long_mscale alpha attn_factor "
+    "extrapolation_factor apply_yarn_scaling".split()
 )
+_QUERY_SCALE = "llama_4_scaling_beta"  # Ministral 3 scales queries by 1 + beta ln(1 + floor(position / L0))
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,15 @@ def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParamete
 
 def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> int | None:
     """Positions that a checkpoint was pretrained on: a rescaled config declares more as its `window`."""
-    parameter_sets = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
     # 'drop-rope' names a window of 1, which is no window that anybody trained on
-    named = [s.get("original_max_position_embeddings") or 0 for s in parameter_sets if s]
+    named = [s.get("original_max_position_embeddings") or 0 for s in _parameter_sets(rope_parameters)]
     return min((original for original in named if original > 1), default=window)
+
+
+def _parameter_sets(rope_parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """The RoPE parameters of each layer type that has any, or the one dictionary for all."""
+    parameter_sets = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
+    return [parameters for parameters in parameter_sets if parameters]
 
 
 def names_no_window(rescaling: Rescaling, window: int | None) -> bool:
@@ -170,7 +179,14 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
             raise ValueError(f"rescaling {rescaling.name!r} would change nothing: {reason}")
         chosen = far_looking_types(native.rope_parameters, native.rotary)
         config.rope_parameters = {
-            layer_type: _merged(parameters, rescaling, native, window, f"{layer_type}_inv_freq")
+            # without `truncate`, which Transformers does not look for in a layer type
+            layer_type: _merged(
+                {k: v for k, v in parameters.items() if k != "truncate"},
+                rescaling,
+                native,
+                window,
+                f"{layer_type}_inv_freq",
+            )
             if layer_type in chosen
             else copy.deepcopy(parameters)
             for layer_type, parameters in native.rope_parameters.items()
@@ -199,7 +215,8 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
         if is_nested(config.rope_parameters):
             _require_all_read(rescaling, config, rotary[name])
     scales = _scales_of_twin(decoder, config) if native.attention_scales else {}
-    _require_softmax_scaled(rescaling, decoder, config, scales)
+    _require_softmax_scaled(rescaling, decoder, config)
+    _require_softmax_kept(rescaling, native, config, scales)
     return RopeParameters(
         config.rope_parameters, by_module, config.max_position_embeddings, rotary, scales, resumable_form(config)
     )
@@ -225,23 +242,42 @@ def _require_window_asked(rescaling: Rescaling, config: Any, asked: int | None) 
         )
 
 
-def _require_softmax_scaled(
-    rescaling: Rescaling, decoder: PreTrainedModel, config: Any, scales: dict[tuple[str, str], float]
-) -> None:
+def _require_softmax_scaled(rescaling: Rescaling, decoder: PreTrainedModel, config: Any) -> None:
     """Raise if `mscale_all_dim` is given to scale the softmax alone, and the family does not scale it by that."""
     options = rescaling.options()
     if "mscale_all_dim" not in options or "mscale" in options or options.get("factor") == 1:
         return
-    without = copy.deepcopy(config)
-    nested = is_nested(without.rope_parameters)
-    for parameters in without.rope_parameters.values() if nested else [without.rope_parameters]:
-        if parameters is not None:
-            parameters.pop("mscale_all_dim", None)
-    if _scales_of_twin(decoder, without) == scales:
+    if not softmax_reads_mscale(decoder, config):
         raise ValueError(
             f"rescaling {rescaling.name!r}: mscale_all_dim must come with mscale for model type {config.model_type!r}, "
             f"whose softmax it does not scale, so that it has no effect alone; got {options}. Pass mscale too, and no "
             "attention_factor, or leave mscale_all_dim out."
+        )
+
+
+def softmax_reads_mscale(decoder: PreTrainedModel, config: Any) -> bool:
+    """Whether `mscale_all_dim` in the RoPE parameters of a text config scales the softmax, as for DeepSeek."""
+    without = copy.deepcopy(config)
+    for parameters in _parameter_sets(without.rope_parameters):
+        parameters.pop("mscale_all_dim", None)
+    if without.rope_parameters == config.rope_parameters:
+        return False
+    return _scales_of_twin(decoder, without) != _scales_of_twin(decoder, config)
+
+
+def _require_softmax_kept(
+    rescaling: Rescaling, native: RopeParameters, config: Any, scales: dict[tuple[str, str], float]
+) -> None:
+    """Raise if the native RoPE parameters scale the softmax, as DeepSeek's do, and those of another type would not."""
+    before, after = (
+        [parameters.get("mscale_all_dim") for parameters in _parameter_sets(rope_parameters)]
+        for rope_parameters in (native.rope_parameters, config.rope_parameters)
+    )
+    if any(before) and not any(after) and scales != native.attention_scales:
+        raise ValueError(
+            f"rescaling {rescaling.name!r} has no mscale_all_dim, by which the native RoPE parameters scale the "
+            f"softmax of model type {config.model_type!r} ({before}): the weights were trained with that scale. Use "
+            "'yarn', which keeps mscale_all_dim, or 'abf'."
         )
 
 
@@ -294,16 +330,40 @@ def _as_refusal(rescaling: Rescaling, config: Any) -> Iterator[None]:
 def _merged(
     parameters: dict[str, Any], rescaling: Rescaling, native: RopeParameters, window: int, buffer: str
 ) -> dict[str, Any]:
-    """`parameters` with their scaling replaced by that of `rescaling`."""
+    """`parameters` with their scaling replaced by that of `rescaling`.
+
+    What the options leave open stays as it is in `parameters` of the same type. An attention factor stays, too, unless
+    it is the one that follows from the factor, which then follows from the new factor.
+    """
     frequencies = next(
         (state.buffers[buffer][0] for state in native.rotary.values() if buffer in state.buffers),
         None,
     )
     if frequencies is None:
         raise ValueError(f"rescaling {rescaling.name!r}: this model's rotary modules hold no {buffer!r} to rescale.")
-    start = NativeRope(parameters, window, 2 * frequencies.numel())
-    kept = {k: copy.deepcopy(v) for k, v in parameters.items() if k not in _SCALING_KEYS}
-    return {**kept, **copy.deepcopy(rescaling.rope_parameters(start))}
+    new = rescaling.rope_parameters(NativeRope(parameters, window, 2 * frequencies.numel()))
+    is_same_type = new["rope_type"] == parameters["rope_type"]
+    asked = rescaling.options()
+    left_open = {f.name for f in fields(rescaling)} - set(asked)  # type: ignore[arg-type]
+    kept = {k: v for k, v in parameters.items() if is_same_type or k not in _SCALING_KEYS}
+    if is_same_type:
+        new = {k: v for k, v in new.items() if k not in left_open or k not in parameters}
+    kept.pop("attention_factor", None)
+    reads_factor = is_same_type or "attention_factor" in left_open
+    if reads_factor and "mscale" not in asked and has_own_attention_factor(parameters, window):
+        kept["attention_factor"] = parameters["attention_factor"]
+    origin = parameters.get("original_max_position_embeddings")
+    if _QUERY_SCALE in parameters:
+        kept["original_max_position_embeddings"] = origin
+    merged = copy.deepcopy({**kept, **new})
+    if parameters.get(_QUERY_SCALE) and merged["original_max_position_embeddings"] != origin:
+        raise ValueError(
+            f"rescaling {rescaling.name!r} would set original_max_position_embeddings to "
+            f"{merged['original_max_position_embeddings']}, and this model scales its queries by how far a position "
+            f"lies beyond {origin}, which it reads there ({_QUERY_SCALE}). Use 'abf', which keeps it, or pass "
+            f"original_max_position_embeddings={origin} to a rescaling that has this option."
+        )
+    return merged
 
 
 def _scales_of_twin(decoder: PreTrainedModel, config: Any) -> dict[tuple[str, str], float]:

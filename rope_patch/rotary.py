@@ -1,6 +1,7 @@
 """Where RoPE lives in a Transformers model: its rotary modules, the decoder that calls them, and their state."""
 
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -184,6 +185,21 @@ def with_factors(rope_parameters: dict[str, Any], window: int | None) -> dict[st
     if is_nested(rope_parameters):
         return {layer_type: of_type and with_factor(of_type, window) for layer_type, of_type in rope_parameters.items()}
     return with_factor(rope_parameters, window)
+
+
+def has_own_attention_factor(parameters: dict[str, Any], window: int | None) -> bool:
+    """Whether RoPE parameters name an attention factor other than the one that Transformers takes without it."""
+    own, rope_type = parameters.get("attention_factor"), parameters["rope_type"]
+    if own is None or rope_type not in ("yarn", "longrope"):
+        return False
+    stretch = math.log(max(1.0, with_factor(parameters, window)["factor"]))
+    if rope_type == "longrope":
+        formula = math.sqrt(1 + stretch / math.log(parameters["original_max_position_embeddings"]))
+    else:
+        over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        over, under = (over, under) if over and under else (1.0, 0.0)
+        formula = (0.1 * over * stretch + 1) / (0.1 * under * stretch + 1)
+    return not math.isclose(own, formula, rel_tol=1e-6)
 
 
 def rope_types(module: Any) -> set[str]:

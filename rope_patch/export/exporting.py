@@ -22,14 +22,14 @@ from ..model_card import base_of_runs, read_runs
 from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
 from ..registry import unknown
-from ..rescale import RopeParameters
+from ..rescale import RopeParameters, softmax_reads_mscale
 from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
 from ..state import state_of
 from ..tokenizer_window import narrow_tokenizer, warn_of_short_tokenizer, widen_tokenizer_of
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
 from .gguf import convert, find_converter, require_known_tokenizer
-from .outcomes import TESTED, Wrong, wrong_outcomes
+from .outcomes import TESTED, Wrong, as_transformers_reads, wrong_outcomes
 from .programs import PROGRAMS
 from .reloading import reference_of, require_same_logits
 from .sources import base_of, load, revision_of_base
@@ -300,6 +300,9 @@ def _config_to_save(causal_lm: PreTrainedModel, decoder: PreTrainedModel, *, fol
     if window is not None and window != text.max_position_embeddings:
         text.rope_parameters = with_factors(text.rope_parameters, text.max_position_embeddings)
         text.max_position_embeddings = window
+    # of Qwen2.5-1M: Transformers ignores it, and vLLM and SGLang take it instead of any scaling
+    vars(text).pop("dual_chunk_attention_config", None)
+    text.rope_parameters = as_transformers_reads(text, scales_softmax=softmax_reads_mscale(decoder, text))
     if folded:
         text.rope_parameters = without_attention_factor(text.rope_parameters)
     write_older_keys(text, unscaled_keys(text))

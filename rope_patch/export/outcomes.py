@@ -4,6 +4,7 @@ docs/serving.md has the whole table with the versions. What is not listed here w
 `TESTED`.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,18 @@ from ..rotary import is_nested
 
 TESTED = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3")
 """Model types that the programs were run with."""
+
+# keys of RoPE parameters that some program reads -> model types for which Transformers reads them, too. `type` comes
+# before `rope_type` in mlx-lm; `alpha` is read under 'dynamic', the mscales under 'longrope', the others under 'yarn'
+_READ_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "type": (),
+    "alpha": ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"),
+    "short_mscale": ("phimoe",),
+    "long_mscale": ("phimoe",),
+    "attn_factor": (),
+    "extrapolation_factor": (),
+    "apply_yarn_scaling": (),
+}
 
 # options that are there in name only: what every program does without them
 _DEFAULTS = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None}
@@ -47,14 +60,6 @@ _TRANSFORMERS = "or serve it with Transformers"
 OUTCOMES = (
     Wrong("vllm", "longrope", "gives rows within the trained window the long factors", f"{_RESCALE}, {_TRANSFORMERS}."),
     Wrong("vllm", "dynamic", "ends its table at the trained window", f"{_RESCALE}, {_TRANSFORMERS}."),
-    Wrong(
-        "vllm",
-        "yarn",
-        "does not round the ends of the ramp, as Transformers goes on to do for the RoPE parameters of one layer type",
-        "Leave out truncate and train again, or serve it with Transformers.",
-        options=("truncate",),
-        families=("gemma3_text",),
-    ),
     *(
         Wrong(
             "sglang",
@@ -113,6 +118,34 @@ OUTCOMES = (
         f"{_RESCALE}, {_TRANSFORMERS}.",
     ),
 )
+
+
+def as_transformers_reads(config: Any, *, scales_softmax: bool) -> dict[str, Any]:
+    """The RoPE parameters of a text config without what programs would read there and Transformers does not.
+
+    Args:
+        config: of the text model.
+        scales_softmax: whether `mscale_all_dim` scales the softmax of its family.
+    """
+    parameters = config.rope_parameters
+    if not is_nested(parameters):
+        return _as_read(parameters, config.model_type, scales_softmax)
+    return {
+        # `truncate` Transformers looks for beside the layer types
+        layer_type: of_type
+        and {k: v for k, v in _as_read(of_type, config.model_type, scales_softmax).items() if k != "truncate"}
+        for layer_type, of_type in parameters.items()
+    }
+
+
+def _as_read(parameters: dict[str, Any], model_type: str, scales_softmax: bool) -> dict[str, Any]:
+    ignored = {key for key, families in _READ_ELSEWHERE.items() if model_type not in families}
+    # Transformers takes both or neither, and neither beside an attention factor; programs take one alone, too
+    if parameters.get("attention_factor") is not None or not (
+        parameters.get("mscale") and parameters.get("mscale_all_dim")
+    ):
+        ignored |= {"mscale"} if scales_softmax else {"mscale", "mscale_all_dim"}
+    return {key: copy.deepcopy(value) for key, value in parameters.items() if key not in ignored}
 
 
 def wrong_outcomes(program: str, config: Any) -> list[Wrong]:

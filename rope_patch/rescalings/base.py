@@ -152,7 +152,7 @@ def origin(owner: Rescaling, native: NativeRope, original_max_position_embedding
     """The window that new RoPE parameters stretch: the native one, or what the caller names.
 
     A model that was pretrained with a scaling (Llama 3.1, say) is only rescaled anew when the caller names the window,
-    since the new RoPE parameters replace the old ones.
+    since the new RoPE parameters replace the old ones. Of the same type, the old ones stay where options are left open.
     """
     if original_max_position_embeddings is not None:
         return original_max_position_embeddings

@@ -35,12 +35,6 @@ class DropRope(Rescaling):
         require_window(self, "max_position_embeddings", self.max_position_embeddings)
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
-        if native.rope_parameters.get("llama_4_scaling_beta"):
-            raise ValueError(
-                "rescaling 'drop-rope' names an original window of 1, and this model scales its queries by how far a "
-                "position lies beyond that window (llama_4_scaling_beta): take view 'nope' in training, which leaves "
-                "the scale as it is."
-            )
         return {
             "rope_type": "llama3",
             "factor": DROP_FACTOR,

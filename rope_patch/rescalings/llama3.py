@@ -28,8 +28,8 @@ class Llama3(Rescaling):
 
     Args:
         factor: divisor of the slow frequencies, at least 1; target window / L0.
-        low_freq_factor: low, above 0.
-        high_freq_factor: high, above low.
+        low_freq_factor: low, above 0; None means 1, or what native RoPE parameters of this type say.
+        high_freq_factor: high, above low; None means 4, or what native RoPE parameters of this type say.
         original_max_position_embeddings: L0, in positions; None means the trained window.
         rope_theta: another base B; None keeps the model's.
 
@@ -39,8 +39,8 @@ class Llama3(Rescaling):
     """
 
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     rope_theta: float | None = None
 
@@ -56,18 +56,25 @@ class Llama3(Rescaling):
             low_freq_factor=self.low_freq_factor,
             high_freq_factor=self.high_freq_factor,
         )
-        if self.low_freq_factor >= self.high_freq_factor:
+        low, high = self._ramp()
+        if low >= high:
             raise ValueError(
-                "rescaling 'llama3': low_freq_factor must be below high_freq_factor, "
-                f"got {self.low_freq_factor} and {self.high_freq_factor}."
+                "rescaling 'llama3': low_freq_factor must be below high_freq_factor (1 and 4 by default), "
+                f"got {low} and {high}."
             )
 
+    def _ramp(self) -> tuple[float, float]:
+        low = 1.0 if self.low_freq_factor is None else self.low_freq_factor
+        high = 4.0 if self.high_freq_factor is None else self.high_freq_factor
+        return float(low), float(high)
+
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
+        low, high = self._ramp()
         return {
             "rope_type": "llama3",
             "factor": float(self.factor),
-            "low_freq_factor": float(self.low_freq_factor),
-            "high_freq_factor": float(self.high_freq_factor),
+            "low_freq_factor": low,
+            "high_freq_factor": high,
             "original_max_position_embeddings": origin(self, native, self.original_max_position_embeddings),
             **without_none(rope_theta=self.rope_theta),
         }

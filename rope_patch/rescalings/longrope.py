@@ -24,7 +24,8 @@ from .base import (
 class LongRope(Rescaling):
     """theta'_j = theta_j / f_j, f = long_factor in forwards longer than L0 and short_factor in others.
 
-    cos and sin are multiplied by sqrt(1 + ln(factor) / ln(L0)).
+    cos and sin are multiplied by sqrt(1 + ln(factor) / ln(L0)). None means what native RoPE parameters of this type
+    say, if the model has such, or else the default below.
 
     Args:
         factor: target window / L0, at least 1.

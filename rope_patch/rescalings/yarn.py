@@ -26,6 +26,9 @@ class Yarn(Rescaling):
     g_j = 1 - clamp((j - lo) / (hi - lo), 0, 1) with lo = floor(c(beta_fast)), hi = ceil(c(beta_slow)), both clamped to
     [0, d-1], and c(b) = d ln(L0 / (2 pi b)) / (2 ln B) the index whose frequency turns b times within the window L0.
 
+    None means what native RoPE parameters of this type say, if the model has such, or else the default below. An
+    attention factor that follows from the native factor follows from the new one.
+
     Args:
         factor: s = target window / L0, at least 1.
         original_max_position_embeddings: L0, in positions; None means the trained window.

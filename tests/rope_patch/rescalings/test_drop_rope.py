@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from support.families import tiny_family
 from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import AutoModelForCausalLM
 
@@ -68,8 +67,3 @@ def test_the_view_and_the_rescaling_have_names_of_their_own():
         resolve_view("drop-rope")
     with pytest.raises(ValueError, match="drop-rope"):
         resolve_rescaling("drope")
-
-
-def test_a_model_whose_queries_grow_beyond_the_trained_window_is_refused():
-    with pytest.raises(ValueError, match="scales its queries .* beyond that window \\(llama_4_scaling_beta\\)"):
-        patch_model(tiny_family("ministral3"), "drop-rope")
