@@ -5,6 +5,8 @@ PYTHON ?= python3
 JOBS ?= 2
 # what pip installs without constraints.txt, which is what a user gets
 NEWER ?= transformers==5.24.0
+NEWER_TESTS := tests/families $(wildcard tests/rope_patch/test_*.py) tests/rope_patch/attention tests/rope_patch/rescalings \
+	tests/trl_ext/test_trainer_drop_in.py
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -39,10 +41,10 @@ test-slow: $(VENV)/.dev-installed  ## run the slow tests only
 
 test-all: test test-slow  ## run both
 
-test-newer:  ## run the tests, without the slow ones, with a newer Transformers, in an environment beside it
+test-newer:  ## run what goes by Transformers' own code with a newer version of it, in an environment beside it
 	$(MAKE) $(VENV)-newer/.dev-installed VENV=$(VENV)-newer
 	$(VENV)-newer/bin/python -m pip install "$(NEWER)"
-	$(MAKE) test VENV=$(VENV)-newer
+	$(MAKE) test VENV=$(VENV)-newer PYTEST_ARGS="$(PYTEST_ARGS) $(NEWER_TESTS)"
 
 # the hooks are programs of the environment, so they are looked up on PATH
 lint: $(VENV)/.dev-installed  ## run ruff and mypy, as in .pre-commit-config.yaml
