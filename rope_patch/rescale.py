@@ -132,7 +132,8 @@ def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> in
     """Positions that a checkpoint was pretrained on: a rescaled config declares more as its `window`."""
     parameter_sets = rope_parameters.values() if is_nested(rope_parameters) else [rope_parameters]
     # 'drop-rope' names a window of 1, which is no window that anybody trained on
-    named = [s.get("original_max_position_embeddings") or 0 for s in parameter_sets if s]
+    # a config may name it as 64.0, which Transformers takes
+    named = [int(s.get("original_max_position_embeddings") or 0) for s in parameter_sets if s]
     return min((original for original in named if original > 1), default=window)
 
 
