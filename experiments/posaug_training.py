@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rope_patch import patch_model
+from rope_patch.full_disk import whole_file
 from rope_patch.heads import head_losses
 from rope_patch.patch import view_source
 
@@ -257,9 +258,8 @@ class Training:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kept = {"plan": self.plan(), "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         counted = {"step": self.step, "seconds": self.seconds, "timed_steps": self.timed_steps, "log": self.log}
-        new = self.file.with_suffix(".new")
-        torch.save({**kept, **counted, "peak": self._peak()}, new)
-        new.replace(self.file)
+        with whole_file(self.file) as beside:
+            torch.save({**kept, **counted, "peak": self._peak()}, beside)
 
     def _load(self, file: Path) -> None:
         kept = torch.load(file, map_location=self.device, weights_only=True)

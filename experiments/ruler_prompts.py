@@ -3,12 +3,12 @@
 import argparse
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rope_patch.eval.ruler import TASKS, RulerPrompts, ruler_prompts
+from rope_patch.full_disk import whole_file
 
 RULER_TASKS = [task for task in TASKS if task != "ruler_qa_hotpot"]  # LinearARD's twelve
 
@@ -43,7 +43,6 @@ def kept_prompts(tokenizer: Any, texts: Sequence[str], args: argparse.Namespace)
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         cells = [[length, task, documents] for (length, task), documents in prompts.items()]
-        whole = file.with_suffix(f".{os.getpid()}")  # of several processes each writes its own, and none reads half
-        whole.write_text(json.dumps({"asked": asked, "prompts": cells}), encoding="utf-8")
-        whole.replace(file)
+        with whole_file(file) as beside:
+            beside.write_text(json.dumps({"asked": asked, "prompts": cells}), encoding="utf-8")
     return prompts

@@ -1,6 +1,8 @@
-"""A disk that is full while a model is written: each library says it in words of its own, and none says where."""
+"""Files and folders that are written whole, and a disk that is full meanwhile: no library says which one it was."""
 
 import errno
+import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,15 +14,33 @@ _WORDS = ("No space left on device", "quota exceeded", "PytorchStreamWriter", "u
 
 
 class FullDisk(OSError):
-    """A folder could not be written. Its message is whole, and blocks around that of the folder leave it as it is."""
+    """A file or folder could not be written. Its message is whole, and blocks around leave it as it is."""
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """A new file beside `file` to write in the block: it takes that name at the end, or is removed if the block fails.
+
+    Several threads or processes may write one `file`: each has its own beside it, and the last one stays.
+
+    Raises:
+        FullDisk: it cannot be written.
+    """
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with told_of_full_disk(file, lambda: "Free some space, and run the same again."):
+            yield beside
+        os.replace(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @contextmanager
 def told_of_full_disk(folder: Path, what_to_do: Callable[[], str]) -> Iterator[None]:
-    """Say of what cannot be written in the block which folder it belongs to, how much is free there, and what to do.
+    """Say of what cannot be written in the block where it belongs, how much is free there, and what to do.
 
     Args:
-        folder: that is written; it need not be there yet.
+        folder: or file that is written; it need not be there yet.
         what_to_do: sentences, asked for once it cannot be written.
 
     Raises:

@@ -135,7 +135,8 @@ def healed(parameters: RopeParameters, decoder: PreTrainedModel) -> RopeParamete
 def pretrained_window(rope_parameters: dict[str, Any], window: int | None) -> int | None:
     """Positions that a checkpoint was pretrained on: a rescaled config declares more as its `window`."""
     # 'drop-rope' names a window of 1, which is no window that anybody trained on
-    named = [s.get("original_max_position_embeddings") or 0 for s in _parameter_sets(rope_parameters)]
+    # a config may name it as 64.0, which Transformers takes
+    named = [int(s.get("original_max_position_embeddings") or 0) for s in _parameter_sets(rope_parameters)]
     return min((original for original in named if original > 1), default=window)
 
 

@@ -1,19 +1,15 @@
 """From a recipe of a fine-tuning to the trained model: what `rope-patch train` does."""
 
-import lzma
 import time
-import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import torch
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets import load_dataset
 from transformers import AutoConfig, TrainerState, set_seed
 from trl import (
     DatasetMixtureConfig,
@@ -32,6 +28,7 @@ from rope_patch.model_card import read_runs
 from .adapter_config import adapter_config
 from .checkpoint import require_checkpoint, require_no_adapter, require_tokenizer, trusts_code
 from .config import RopeSFTConfig
+from .data_files import READ_ERRORS, require_utf8, unreadable
 from .engine_advice import engine_advice
 from .model_files import commit_of, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
@@ -315,19 +312,3 @@ def _require_read(script: ScriptArguments, data: DatasetMixtureConfig) -> None:
             "test_split_size holds out a part of texts that are all at hand, and streaming=True reads them one by one: "
             "leave one of the two out."
         )
-
-
-READ_ERRORS = (DatasetsError, OSError, EOFError, UnicodeError, lzma.LZMAError, zlib.error, pa.ArrowInvalid)
-"""What `datasets` raises for files that are not there, cut, falsely compressed or no text."""
-
-
-def require_utf8(rows: Any) -> None:
-    """Raise `pyarrow.ArrowInvalid` if strings in a `Dataset` are no UTF-8: JSON is read without a look at that."""
-    if isinstance(rows, Dataset):
-        for part in rows.with_format("arrow").iter(1000):
-            part.validate(full=True)
-
-
-def unreadable(names: Sequence[Any], error: Exception) -> ValueError:
-    """The error for text that cannot be read; `names` are its files or data sets."""
-    return ValueError(f"the text in {', '.join(map(str, names))} cannot be read: {error.__cause__ or error}")

@@ -15,7 +15,8 @@ from rope_patch.eval.report import require_writable
 from rope_patch.export import PROGRAMS
 
 from .adapter_config import adapter_config
-from .fine_tune_recipe import READ_ERRORS, require_model, require_other_folder, require_utf8, unreadable
+from .data_files import READ_ERRORS, require_utf8, unreadable
+from .fine_tune_recipe import require_model, require_other_folder
 from .model_files import begun_with, recorded_commit
 from .recipe import RecipeParser, leave_precision_to_recipe
 from .restoration import RECORD, restore

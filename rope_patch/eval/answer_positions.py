@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .result import Result
@@ -13,89 +14,114 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnswerPositionAccuracy(Result):
-    """Accuracy by where in the prompt the answer stands.
+    """Accuracy by where in the prompt the answer stands, for each kind of prompt and each length.
 
     Args:
-        edges: bounds of the bins, as shares of the prompt, 0 to 1.
-        accuracy: mean score of each bin; None where no prompt fell into it.
-        count: prompts in each bin.
-        mid_third_gap: accuracy of answers in the middle third minus that in the outer thirds; None without either.
+        curves: one for each kind and length, as {kind, length, accuracy, count, mid_third_gap}. `accuracy` is the mean
+            score of each bin, None where no prompt fell into it; bins are equal parts of the prompt. `count` is the
+            number of prompts in each; `mid_third_gap` is the accuracy of answers in the middle third minus that in the
+            outer thirds, None without either.
     """
 
     title: ClassVar[str] = "Accuracy by answer position"
     column: ClassVar[str] = "accuracy"
 
-    edges: list[float]
-    accuracy: list[float | None]
-    count: list[int]
-    mid_third_gap: float | None
-
-    @property
-    def spread(self) -> float:
-        """Best bin minus worst."""
-        known = [a for a in self.accuracy if a is not None]
-        return max(known) - min(known)
+    curves: list[dict[str, Any]]
 
     def headline(self) -> dict[str, float]:
-        gap = {} if self.mid_third_gap is None else {"mid-third gap": self.mid_third_gap}
-        return {"spread over answer positions": self.spread, **gap}
+        return {
+            f"{c['kind']} at {c['length']}, mid-third gap": c["mid_third_gap"]
+            for c in self.curves
+            if c["mid_third_gap"] is not None
+        }
 
     def table(self) -> list[dict[str, Any]]:
         return [
-            {"first": a, "end": b, "accuracy": accuracy, "count": n}
-            for a, b, accuracy, n in zip(self.edges, self.edges[1:], self.accuracy, self.count, strict=False)
+            {
+                "kind": c["kind"],
+                "length": c["length"],
+                "first": k / len(c["count"]),
+                "end": (k + 1) / len(c["count"]),
+                "accuracy": accuracy,
+                "count": n,
+            }
+            for c in self.curves
+            for k, (accuracy, n) in enumerate(zip(c["accuracy"], c["count"], strict=True))
         ]
 
     @classmethod
     def figure(cls, results: Mapping[str, Self]) -> "Figure":
-        from .figures import add_legend, new_figure
+        from .figures import HEIGHT, add_legend, compact, new_figure
 
-        figure, (axes,) = new_figure()
+        places = [(c["kind"], c["length"]) for r in results.values() for c in r.curves]
+        kinds, lengths = list(dict.fromkeys(kind for kind, _ in places)), sorted({length for _, length in places})
+        figure, all_axes = new_figure(len(lengths), max(HEIGHT, 1 + 1.6 * len(kinds)), row_heights=[1] * len(kinds))
+        panels = dict(zip(product(kinds, lengths), all_axes, strict=True))
         for label, result in results.items():
-            middles = [(a + b) / 2 for a, b in zip(result.edges, result.edges[1:], strict=False)]
-            known = [(m, a) for m, a in zip(middles, result.accuracy, strict=True) if a is not None]
-            axes.plot(*zip(*known, strict=True), marker="o", markersize=4, label=label)
-        axes.set(
-            title="accuracy by place of the answer", xlabel="answer position over prompt length", ylabel="accuracy"
-        )
-        axes.set_ylim(0, 1.02)
-        axes.set_xlim(0, 1)
-        axes.grid(alpha=0.25)
-        add_legend(figure, axes)
+            for curve in result.curves:
+                draw_by_place(panels[curve["kind"], curve["length"]], curve, label)
+        for kind in kinds:
+            panels[kind, lengths[0]].set_ylabel(kind)
+        for length in lengths:
+            panels[kinds[0], length].set_title(f"{compact(length)} tokens")
+        figure.suptitle("accuracy by place of the answer: 0 is the start of the prompt, 1 its end")
+        add_legend(figure, all_axes[0])
         return figure
 
     @classmethod
     def readings(cls, results: Mapping[str, Self]) -> list[str]:
-        sentences = [
-            f"{label}: bins differ by up to {100 * r.spread:.0f} points"
-            + (
-                "."
-                if r.mid_third_gap is None
-                else f"; answers in the middle third score {100 * r.mid_third_gap:+.0f} points."
-            )
-            for label, r in results.items()
+        said = [sentence for label, result in results.items() for sentence in result.said(label)]
+        counts = [n for r in results.values() for c in r.curves for n in c["count"] if n]
+        n = "a single prompt" if max(counts) == 1 else f"at most {max(counts)} prompts"
+        return [
+            *said,
+            f"Each point is the mean of {n}. A curve is flat if the model finds the "
+            "answer equally often everywhere, and also if it finds none.",
         ]
-        return [*sentences, "A model that reads all positions alike is flat."]
+
+    def said(self, label: str) -> list[str]:
+        """The gap of the middle third at each length, in a sentence a kind."""
+        gaps: dict[str, list[str]] = {}
+        for c in self.curves:
+            if c["mid_third_gap"] is not None:
+                gaps.setdefault(c["kind"], []).append(f"{100 * c['mid_third_gap']:+.0f} at {c['length']} tokens")
+        return [
+            f"{label}, {kind}: the middle third of the prompt against the outer two, in points: {', '.join(of_kind)}."
+            for kind, of_kind in gaps.items()
+        ]
+
+
+def draw_by_place(axes: Any, curve: Mapping[str, Any], label: str) -> None:
+    """One of `AnswerPositionAccuracy.curves`; bins without a prompt are passed over."""
+    known = [((k + 0.5) / len(curve["count"]), y) for k, y in enumerate(curve["accuracy"]) if y is not None]
+    axes.plot([x for x, _ in known], [y for _, y in known], marker="o", markersize=4, label=label)
+    axes.set(xlim=(0, 1), ylim=(-0.02, 1.02), xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
+    axes.grid(alpha=0.25)
 
 
 def accuracy_by_answer_position(
     grids: RetrievalGrid | Iterable[RetrievalGrid], *, n_bins: int = 10
 ) -> AnswerPositionAccuracy:
-    """Pool prompts of one or several grids into `n_bins` equal bins of answer position over prompt length.
+    """Prompts of each kind and length in `n_bins` equal bins of answer position over prompt length.
 
     Source: RPSD, arXiv:2604.14339, accuracy by answer position.
     """
-    pooled = [grids] if isinstance(grids, RetrievalGrid) else list(grids)
-    pairs = [pair for g in pooled for pair in zip(g.places, g.scores, strict=True)]
-    bins: list[list[float]] = [[] for _ in range(n_bins)]
-    for place, score in pairs:
-        bins[min(int(place * n_bins), n_bins - 1)].append(score)
-    middle = [s for p, s in pairs if 1 / 3 <= p < 2 / 3]
-    outer = [s for p, s in pairs if not 1 / 3 <= p < 2 / 3]
-    gap = sum(middle) / len(middle) - sum(outer) / len(outer) if middle and outer else None
-    return AnswerPositionAccuracy(
-        [k / n_bins for k in range(n_bins + 1)],
-        [sum(b) / len(b) if b else None for b in bins],
-        [len(b) for b in bins],
-        gap,
-    )
+    curves = []
+    for grid in [grids] if isinstance(grids, RetrievalGrid) else grids:
+        for length in grid.lengths:
+            pairs = list(zip(grid.places_at(length), grid.at(length), strict=True))
+            bins: list[list[float]] = [[] for _ in range(n_bins)]
+            for place, score in pairs:
+                bins[min(int(place * n_bins), n_bins - 1)].append(score)
+            middle = [s for p, s in pairs if 1 / 3 <= p < 2 / 3]
+            outer = [s for p, s in pairs if not 1 / 3 <= p < 2 / 3]
+            curves.append(
+                {
+                    "kind": grid.kind,
+                    "length": length,
+                    "accuracy": [sum(b) / len(b) if b else None for b in bins],
+                    "count": [len(b) for b in bins],
+                    "mid_third_gap": sum(middle) / len(middle) - sum(outer) / len(outer) if middle and outer else None,
+                }
+            )
+    return AnswerPositionAccuracy(curves)

@@ -11,10 +11,12 @@ from torch import nn
 
 from ..attention.string_positions import string_in_force
 from ..environment import installed_versions
+from ..full_disk import whole_file
 from ..rotary import find_causal_lm, is_recomputed, named_rotary_modules
+from .progress import tell
 
 _CHUNK = 1 << 24  # values hashed at once
-_LAYOUT = 6  # of what measures keep; another number where an earlier value could not be read, or is another figure
+_LAYOUT = 7  # of what measures keep; another number where an earlier value could not be read, or is another figure
 
 
 def model_hash(model: nn.Module) -> str:
@@ -111,7 +113,7 @@ class ResultCache:
         self.folder = Path(folder)
 
     def get(self, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The value stored for `key`, or that of `make()`, which is stored.
+        """The value stored for `key`, or that of `make()`, which is stored; one that is damaged is measured again.
 
         Args:
             key: everything that the value depends on; versions of rope-patch, Transformers and lm-eval are added.
@@ -119,18 +121,28 @@ class ResultCache:
         """
         key = _whole(key)
         file = self._file(key)
+        kept = self._kept(key)
+        if kept is not None:
+            return kept
         if file.is_file():
-            return json.loads(file.read_text(encoding="utf-8"))["value"]
+            tell(f"{file} is damaged, and is measured again.")
         value = make()
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps({"key": key, "value": value}), encoding="utf-8")
-        partial.replace(file)
+        with whole_file(file) as beside:
+            beside.write_text(json.dumps({"key": key, "value": value}), encoding="utf-8")
         return value
 
     def has(self, key: dict[str, Any]) -> bool:
         """Whether a value is stored for `key`, as `get` takes it."""
-        return self._file(_whole(key)).is_file()
+        return self._kept(_whole(key)) is not None
+
+    def _kept(self, key: dict[str, Any]) -> dict[str, Any] | None:
+        """The value that is stored for exactly this key; None without one, or where its file is damaged."""
+        try:
+            kept = json.loads(self._file(key).read_text(encoding="utf-8"))
+            return kept["value"] if kept["key"] == json.loads(json.dumps(key)) else None
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            return None
 
     def _file(self, key: dict[str, Any]) -> Path:
         return self.folder / f"{data_hash(key)}.json"

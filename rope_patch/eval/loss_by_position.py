@@ -199,7 +199,10 @@ class LossByPosition(Result):
                 + ("; no lasting rise beyond the window." if start is None else f"; it rises for good from {start} on.")
             )
         beyond = any(curve.reaches_beyond for curve in results.values())
-        return [*said, "Lower is better." + (" Flat beyond the dashed line: far positions are read." if beyond else "")]
+        flat = (
+            "Flat beyond the dashed line: far text does no harm. Whether it is used, context gain and retrieval show."
+        )
+        return [*said, "Lower is better.", *([flat] if beyond else [])]
 
 
 def loss_by_position(

@@ -95,7 +95,10 @@ def probe(model: nn.Module, rows: torch.Tensor, *, progress: bool = True) -> Pro
         f"up to {rows.shape[1]}, it is {inside + cliff:.3f}."
     ]
     if start is None:
-        words.append(f"There is no cliff up to {rows.shape[1]} tokens: it needs no adaptation for that length.")
+        words.append(
+            f"There is no cliff up to {rows.shape[1]} tokens: far text does no harm. Whether the model uses it is not "
+            "told by loss, but by `rope-patch eval --gain --passkey`."
+        )
         return ProbeResult(native, None, None, {}, words)
     words.append(f"The cliff begins at position {start}.")
     if rope.rope_parameters.get("rope_type", "default") != "default":

@@ -67,6 +67,10 @@ class RetrievalGrid(Result):
         """The score teacher-forced of each prompt of one length."""
         return self._of_length(self.forced_scores, length)
 
+    def places_at(self, length: int) -> list[float]:
+        """The place of the answer in each prompt of one length."""
+        return self._of_length(self.places, length)
+
     def _of_length(self, values: list[float], length: int) -> list[float]:
         n = len(self.depths) * self.trials
         k = self.lengths.index(length)

@@ -1,6 +1,5 @@
 """RULER's 13 tasks through lm-eval, without the network: the user's text as haystack, QA data from files."""
 
-import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
+from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position, draw_by_place
 from .asking import ChatTemplate, Frame, uses_chat_template
 from .cache import Remember, afresh
 from .harness import evaluate, local_task, quiet, quiet_import, require_lm_eval, sample_scores
@@ -24,7 +23,7 @@ from .progress import token_bar
 from .result import Result
 from .retrieval_grid import RetrievalGrid
 from .squad import of_form, read_squad
-from .text import is_json_lines, read_json_lines
+from .text import is_json_lines, read_json, read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,7 +73,8 @@ class Ruler(Result):
         lengths: tokens of a prompt and its answer together.
         scores: task -> score at each length, 0 to 1.
         samples: prompts of each task and length that were asked for.
-        answer_positions: length -> accuracy of multi-key tasks by where the answer stands.
+        answer_positions: of niah_multikey_2 at each length the accuracy by where the answer stands, as the curves of
+            `AnswerPositionAccuracy`; empty without that task.
         prompt_scores: task -> at each length the score of each prompt; empty where it was not kept.
         replies: one of each task and length, as {task, length, question, expected, reply, score}.
     """
@@ -85,7 +85,7 @@ class Ruler(Result):
     lengths: list[int]
     scores: dict[str, list[float]]
     samples: int
-    answer_positions: dict[str, dict[str, Any]]
+    answer_positions: list[dict[str, Any]]
     prompt_scores: dict[str, list[list[float]]] = field(default_factory=dict)
     replies: list[dict[str, Any]] = field(default_factory=list)
 
@@ -99,9 +99,10 @@ class Ruler(Result):
         of_lengths = self.prompt_scores.get(task)
         return len(of_lengths[self.lengths.index(length)]) if of_lengths else self.samples
 
-    def by_answer_position(self, length: int) -> AnswerPositionAccuracy:
-        """Accuracy of niah_multikey_2 at one length by where the answer stands."""
-        return AnswerPositionAccuracy.from_dict(self.answer_positions[str(length)])
+    @property
+    def by_answer_position(self) -> AnswerPositionAccuracy:
+        """Accuracy of niah_multikey_2 by where the answer stands, a curve for each length."""
+        return AnswerPositionAccuracy(self.answer_positions)
 
     def headline(self) -> dict[str, float]:
         return {f"RULER at {n}": self.mean(n) for n in self.lengths}
@@ -128,8 +129,11 @@ class Ruler(Result):
         from .figures import add_legend, compact, draw_bars, new_figure
 
         first = next(iter(results.values()))
-        figure, all_axes = new_figure(len(first.lengths), height=5.0)
-        for axes, length in zip(all_axes, first.lengths, strict=True):
+        by_place = bool(first.answer_positions)
+        figure, all_axes = new_figure(
+            len(first.lengths), height=6.5 if by_place else 5.0, row_heights=(3, 1.5) if by_place else (1,)
+        )
+        for axes, length in zip(all_axes, first.lengths, strict=False):
             k = first.lengths.index(length)
             series = {label: [*(v[k] for v in r.scores.values()), r.mean(length)] for label, r in results.items()}
             draw_bars(axes, [*(t.removeprefix("ruler_").removeprefix("niah_") for t in first.scores), "mean"], series)
@@ -137,6 +141,12 @@ class Ruler(Result):
             axes.set_ylim(0, 1)
             axes.tick_params(axis="x", labelsize=6, rotation=90)
         all_axes[0].set_ylabel("score")
+        if by_place:
+            below = all_axes[len(first.lengths) :]
+            for label, result in results.items():
+                for axes, curve in zip(below, result.answer_positions, strict=False):
+                    draw_by_place(axes, curve, label)
+            below[0].set_ylabel("multikey_2 by place\nof the answer")
         add_legend(figure, all_axes[0])
         return figure
 
@@ -150,6 +160,7 @@ class Ruler(Result):
                 f"{label}: mean {means} tokens; weakest at {result.lengths[-1]} is {worst} "
                 f"({100 * result.scores[worst][-1]:.0f})."
             )
+            said += result.by_answer_position.said(label)
         return said
 
 
@@ -219,7 +230,7 @@ def ruler(
     scores: dict[str, list[float]] = {task: [] for task in chosen}
     prompt_scores: dict[str, list[list[float]]] = {task: [] for task in chosen}
     replies: list[dict[str, Any]] = []
-    positions: dict[str, dict[str, Any]] = {}
+    positions: list[dict[str, Any]] = []
     cells = [(length, task) for length in lengths for task in chosen]
     for n, task in tqdm(cells, desc="RULER", unit="task", disable=not progress):
 
@@ -227,16 +238,16 @@ def ruler(
             tokens = n * len(documents[n, task])
             with token_bar(model, tokens, f"{task} at {n}", show=progress):
                 mean, logged = _score(model, tokenizer, task, documents[n, task], n, batch_size, chat)
-            places = _by_position(logged).to_dict() if task == "niah_multikey_2" else None
+            curve = _by_position(logged, n) if task == "niah_multikey_2" else None
             of_each = sample_scores(logged, "score")
-            return {"score": mean, "answer_positions": places, "scores": of_each, "reply": _example(task, n, logged)}
+            return {"score": mean, "answer_positions": curve, "scores": of_each, "reply": _example(task, n, logged)}
 
         result = remember({"task": task, "length": n}, score)
         scores[task].append(result["score"])
         prompt_scores[task].append(result["scores"])
         replies.append(result["reply"])
         if result["answer_positions"] is not None:
-            positions[str(n)] = result["answer_positions"]
+            positions.append(result["answer_positions"])
     return Ruler(list(lengths), scores, samples, positions, prompt_scores, replies)
 
 
@@ -433,10 +444,11 @@ def _example(task: str, length: int, logged: list[dict[str, Any]]) -> dict[str, 
     }
 
 
-def _by_position(logged: list[dict[str, Any]], n_bins: int = 10) -> AnswerPositionAccuracy:
+def _by_position(logged: list[dict[str, Any]], length: int) -> dict[str, Any]:
     places = [s["doc"]["input"].index(s["doc"]["outputs"][0]) / len(s["doc"]["input"]) for s in logged]
-    grid = RetrievalGrid("niah_multikey_2", [], [], [], 0, places, [s["score"] for s in logged])
-    return accuracy_by_answer_position(grid, n_bins=n_bins)
+    scores = [s["score"] for s in logged]
+    grid = RetrievalGrid("niah_multikey_2", [length], [0.5], [scores], len(scores), places, scores)
+    return accuracy_by_answer_position(grid).curves[0]
 
 
 def _squad(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -466,7 +478,7 @@ def _hotpotqa(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
     with of_form(file, "HotpotQA's own JSON file, or JSON lines with question, answer and context"):
         items: list[Any] = (
-            list(read_json_lines(file)) if is_json_lines(file) else json.loads(file.read_text(encoding="utf-8"))
+            list(read_json_lines(file)) if is_json_lines(file) else read_json(file.read_text(encoding="utf-8"))
         )
         docs = sorted({text for item in items for text in texts(item)})
         place = {text: i for i, text in enumerate(docs)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .text import is_json_lines, read_json_lines
+from .text import is_json_lines, read_json, read_json_lines
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def read_squad(file: Path) -> list[Paragraph]:
         if is_json_lines(file):
             paragraphs: list[Any] = list(read_json_lines(file))
         else:
-            data = json.loads(file.read_text(encoding="utf-8"))["data"]
+            data = read_json(file.read_text(encoding="utf-8"))["data"]
             paragraphs = [{**p, "title": d["title"]} for d in data for p in d["paragraphs"]]
         return [Paragraph(p["title"], p["context"], _answered(p["qas"])) for p in paragraphs]
 

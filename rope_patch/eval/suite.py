@@ -57,7 +57,7 @@ class EvalPlan:
     Args:
         measures: names out of `MEASURES`, in this order.
         length: tokens in the longest row.
-        n_rows: held-out rows for loss by position.
+        n_rows: held-out rows for loss by position, context gain, attention and view KL.
         lengths: prompt lengths for retrieval.
         ruler_lengths: the same for RULER; None means `lengths`.
         trials: retrieval prompts a cell.
@@ -197,11 +197,6 @@ class _Data:
         """What the tokenizer puts around a text."""
         return SpecialTokens.of(self.tokenizer)
 
-    @property
-    def few_rows(self) -> torch.Tensor:
-        """For what takes several forwards a row."""
-        return self.rows[:2]
-
 
 @dataclass
 class _Job:
@@ -274,13 +269,13 @@ def _skips(job: _Job) -> list[int]:
 
 def _view_kl_rows(job: _Job) -> torch.Tensor:
     window = job.window or job.data.plan.length
-    return job.data.few_rows[:, : min(2048, window // 2, job.data.plan.length)]
+    return job.data.rows[:, : min(2048, window // 2, job.data.plan.length)]
 
 
 # measure -> how to run it, and the class that reads it back
 MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
     "cliff": (lambda j: loss_by_position(j.model, j.data.rows), LossByPosition),
-    "gain": (lambda j: context_gain(j.model, j.data.few_rows, begin=j.data.special.begin), ContextGain),
+    "gain": (lambda j: context_gain(j.model, j.data.rows, begin=j.data.special.begin), ContextGain),
     **{name: (_retrieval, RetrievalGrid) for name in ("passkey", *(f"niah-{k}" for k in KINDS if k != "passkey"))},
     "position": (
         lambda j: accuracy_by_answer_position([r for k, r in j.done.items() if isinstance(r, RetrievalGrid)]),
@@ -329,8 +324,8 @@ MEASURES: dict[str, tuple[Callable[[_Job], Result], type[Result]]] = {
         ),
         LmEval,
     ),
-    "attention": (lambda j: attention_distance(j.model, j.data.few_rows), AttentionDistance),
-    "entropy": (lambda j: entropy_ratio(j.model, j.data.few_rows, window=j.window), EntropyRatio),
+    "attention": (lambda j: attention_distance(j.model, j.data.rows), AttentionDistance),
+    "entropy": (lambda j: entropy_ratio(j.model, j.data.rows, window=j.window), EntropyRatio),
     "view-kl": (lambda j: view_kl(j.model, _view_kl_rows(j), _skips(j)), ViewKL),
 }
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
@@ -28,12 +29,13 @@ JSON_LINES = (".jsonl", ".ndjson", ".jsonl.xz", ".jsonl.gz")
 _NO_TEXT = (".json", ".gz", ".xz", ".zst", ".bz2", ".zip", ".parquet", ".arrow")
 _FORMS = f"Give text files in UTF-8, or files of one JSON object a line that end with {', '.join(JSON_LINES)}."
 _ODD = 64, 1e-3  # unreadable characters that a text may have: so many, or such a share
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # half of a character, as JSON escapes those beyond U+FFFF
 
 
 def read_texts(paths: Iterable[str | Path]) -> Iterator[str]:
     """The documents in `paths`: whole text files, or the field `text` of each line of .jsonl(.xz, .gz) files.
 
-    A few bytes of a text file that are no UTF-8 become U+FFFD.
+    A few bytes of a text file that are no UTF-8 become U+FFFD, and so does half of a character in JSON.
 
     Raises:
         FileNotFoundError: there is no such file, or it is a folder.
@@ -92,12 +94,19 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def numbered_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """As `read_json_lines`, each object with the number of its line, from 1."""
+    return ((number, _object(line, f"line {number} of {path}")) for number, line in numbered_lines(path))
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file of JSON lines that are not empty, as text, each with its number from 1.
+
+    Raises:
+        ValueError: the file is no UTF-8, or not compressed as its name says.
+    """
     ending = path.suffix.lower()
     try:
         with _OPEN.get(ending, open)(path, "rt", encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _object(line, f"line {number} of {path}")
+            yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error.reason}. Write it anew in UTF-8.") from error
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
@@ -107,9 +116,18 @@ def numbered_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 _OPEN: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
 
 
+def read_json(text: str) -> Any:
+    """The value of a JSON text; half of a character, which JSON can hold and no tokenizer takes, becomes U+FFFD."""
+    value = json.loads(text)
+    if not _SURROGATE.search(text):
+        return value
+    whole = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return json.loads(whole)
+
+
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = read_json(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is no JSON object: {error}.") from error
     if not isinstance(row, dict):

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from rope_patch.export.writing import whole_folder
-from rope_patch.full_disk import FullDisk, told_of_full_disk
+from rope_patch.full_disk import FullDisk, told_of_full_disk, whole_file
 
 FULL = Path("/dev/full")  # takes a file's place, and no byte
 ERRORS = [
@@ -80,3 +80,20 @@ def test_a_folder_that_is_not_whole_is_not_there(tmp_path):
         (written / "config.json").write_text("{}")
         raise ERRORS[2]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    file = tmp_path / "a.json"
+    with whole_file(file) as first, whole_file(file) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert not file.exists()
+    assert file.read_text() == "first", "which is done last"
+    message = rf"^{file} could not be written, .* Free some space, and run the same again\.$"
+    with pytest.raises(FullDisk, match=message), whole_file(file) as beside:
+        beside.write_text("half")
+        raise ERRORS[1]
+    with pytest.raises(KeyboardInterrupt), whole_file(file) as beside:
+        beside.write_text("half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [file] and file.read_text() == "first"

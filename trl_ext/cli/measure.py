@@ -211,6 +211,7 @@ def _eval(args: argparse.Namespace) -> int:
     from rope_patch.eval.prompt_grid import DEPTHS
     from rope_patch.eval.report import require_report, summary
     from rope_patch.eval.wordings import N_WORDINGS
+    from rope_patch.full_disk import told_of_full_disk
 
     require_report(args.output_dir)
     first = specs[labels.index(baseline_label(labels))]
@@ -248,9 +249,10 @@ def _eval(args: argparse.Namespace) -> int:
         "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {first.label}"),
         "seed": plan.seed,
     }
-    page = write_report(
-        results, args.output_dir, title="Long-context evaluation", settings=settings, window=plan.window
-    )
+    with told_of_full_disk(args.output_dir, lambda: "Free some space, and run the same again."):
+        page = write_report(
+            results, args.output_dir, title="Long-context evaluation", settings=settings, window=plan.window
+        )
     prompts = f" Prompts are {settings['prompts are']}." if plan.asks else ""
     print(f"\nAll models are compared over one window: {settings['window']}.{prompts}")
     if "cliff" in plan.measures and plan.window is not None and plan.window + 1 >= plan.length:

@@ -32,6 +32,18 @@ EXTRAS = {
 }
 """Package, as it is imported or called in messages -> the extra of this one that installs it."""
 
+FLAGS = {
+    "Seed must be": "--seed",
+    "Got warmup_steps": "--warmup_steps",
+    "Invalid learning rate": "--learning_rate",
+    "Invalid beta parameter at index 0": "--adam_beta1",
+    "Invalid beta parameter at index 1": "--adam_beta2",
+    "Invalid epsilon": "--adam_epsilon",
+    "num_workers option": "--dataloader_num_workers",
+    "`r` should be": "--lora_r",
+}
+"""How the message of a library begins that refuses a value of a recipe -> the flag that it is from."""
+
 _TRACEBACK = "ROPE_PATCH_TRACEBACK"
 _UNREAD = 141
 """What a shell says of a program that ends because nobody reads its output any more: 128 + SIGPIPE."""
@@ -94,7 +106,10 @@ def _message(error: Exception) -> str | None:
     if not isinstance(error, USER_ERRORS) and not _names_what_to_install(error):
         return None
     text = " ".join(str(error).split())
-    return _with_remedy(error, text) if isinstance(error, ImportError) else text or type(error).__name__
+    if isinstance(error, ImportError):
+        return _with_remedy(error, text)
+    flag = next((flag for words, flag in FLAGS.items() if text.startswith(words)), None)
+    return f"{flag}: {text}" if flag else text or type(error).__name__
 
 
 def _names_what_to_install(error: Exception) -> bool:

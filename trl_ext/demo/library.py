@@ -1,10 +1,10 @@
 """The texts of the demo: the sources of Python's standard library, which every user has."""
 
 import json
-import os
 from pathlib import Path
 
 from rope_patch.eval.text import standard_library_files
+from rope_patch.full_disk import whole_file
 
 _FILES = 200  # the longest, which are half of its text
 
@@ -14,6 +14,5 @@ def write_library(file: Path) -> None:
     if file.is_file():
         return
     texts = [source.read_text(encoding="utf-8", errors="replace") for source in standard_library_files()[:_FILES]]
-    beside = file.with_suffix(".new")
-    beside.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    os.replace(beside, file)
+    with whole_file(file) as beside:
+        beside.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")

@@ -1,10 +1,11 @@
 """Stages of a run in a folder: each leaves its figures there and is not done again."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rope_patch.full_disk import whole_file
 
 
 class Stages:
@@ -35,7 +36,9 @@ class Stages:
         if not file.is_file():
             figures = make()
             file.parent.mkdir(parents=True, exist_ok=True)
-            beside = file.with_suffix(".new")
-            beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-            os.replace(beside, file)
-        return json.loads(file.read_text(encoding="utf-8"))
+            with whole_file(file) as beside:
+                beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged: {error}. Remove it, and run the same command again.") from error

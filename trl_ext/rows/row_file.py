@@ -24,14 +24,11 @@ def require_row_file(path: Path) -> None:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write each row as {"input_ids": [...], "completion_mask": [...]}; the file is there as a whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with lzma.open(beside, "wt") if path.suffix == ".xz" else beside.open("w") as file:
-            for row in rows:
-                file.write(json.dumps({"input_ids": row.ids, "completion_mask": row.labelled}) + "\n")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    from rope_patch.full_disk import whole_file
+
+    with whole_file(path) as beside, lzma.open(beside, "wt") if path.suffix == ".xz" else beside.open("w") as file:
+        for row in rows:
+            file.write(json.dumps({"input_ids": row.ids, "completion_mask": row.labelled}) + "\n")
 
 
 def contents(rows: Sequence[Row]) -> list[str]:

@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
-from rope_patch.eval import EvalPlan, lm_eval_tasks, ruler, run_suite, short_text
+from rope_patch.eval import EvalPlan, Ruler, lm_eval_tasks, ruler, run_suite, short_text
 from rope_patch.eval.cache import afresh
 from rope_patch.eval.harness import evaluate, quiet
 from rope_patch.eval.ruler import ruler_prompts
@@ -279,8 +279,13 @@ def test_ruler_makes_lm_evals_prompts_and_gives_its_score(tmp_path):
     assert sorted(ours_seen) == sorted(theirs_seen)
     assert ours.scores["niah_multikey_2"] == [theirs["results"]["niah_multikey_2"]["2000,none"]]
     assert 0 < ours.mean(2000) < 1
-    by_place = ours.by_answer_position(2000)
-    assert all(a == (k < 5) for k, (a, n) in enumerate(zip(by_place.accuracy, by_place.count, strict=True)) if n)
+    (curve,) = ours.by_answer_position.curves
+    assert curve["kind"] == "niah_multikey_2" and curve["length"] == 2000 and sum(curve["count"]) == 12
+    assert all(a == (k < 5) for k, (a, n) in enumerate(zip(curve["accuracy"], curve["count"], strict=True)) if n)
+    (below,) = Ruler.figure({"m": ours}).axes[1:]
+    known = [a for a in curve["accuracy"] if a is not None]
+    assert below.get_lines()[0].get_ydata().tolist() == known
+    assert "m, niah_multikey_2: the middle third" in Ruler.readings({"m": ours})[1]
 
 
 @pytest.mark.parametrize("at_once", [None, 2])

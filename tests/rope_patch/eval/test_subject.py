@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 from rope_patch import patch_model
 from rope_patch.eval import loss_by_position
 from rope_patch.eval.cache import model_hash
+from rope_patch.eval.subject import Subject
 
 REFUSED = {
     "blt": "several transformers",
@@ -33,6 +34,12 @@ def test_losses_are_those_of_the_logits(family):
         logits = model(input_ids=ids, use_cache=False).logits.double()
     known = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none").mean(0)
     torch.testing.assert_close(found[1:], known, atol=1e-4, rtol=0)
+
+
+def test_a_window_that_a_config_names_as_a_float_is_an_integer():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": float(WINDOW)}
+    window = Subject(tiny(max_position_embeddings=4 * WINDOW, rope_parameters=yarn)).trained_window
+    assert window == WINDOW and isinstance(window, int)
 
 
 def test_every_part_is_in_its_own_mode_again():

@@ -6,7 +6,9 @@ import json
 import lzma
 import re
 import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from rope_patch.eval import (
     EvalPlan,
     LossByPosition,
     ShortText,
+    context_gain,
     in_distribution_penalty,
     loss_by_position,
     probe,
@@ -129,12 +132,57 @@ def test_the_cache_measures_once_and_keeps_nothing_of_a_failure(tmp_path):
     assert len(calls) == 3 and len(list((tmp_path / "c").iterdir())) == 2
 
 
+OF_ANOTHER_KEY = b'{"key": {"a": 2}, "value": {"x": 9}}'
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0", OF_ANOTHER_KEY[:-9], b"[]", OF_ANOTHER_KEY])
+def test_a_kept_result_that_is_damaged_or_of_another_key_is_measured_again(content, tmp_path, capsys):
+    cache = ResultCache(tmp_path)
+    cache.get({"a": 1}, lambda: {"x": 1})
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(content)
+    assert not cache.has({"a": 1})
+    assert cache.get({"a": 1}, lambda: {"x": 2}) == {"x": 2}
+    assert capsys.readouterr().out == f"{file} is damaged, and is measured again.\n"
+    assert cache.has({"a": 1}) and cache.get({"a": 1}, lambda: pytest.fail("measured")) == {"x": 2}
+
+
+def test_two_that_keep_one_result_at_once_leave_it_whole(tmp_path, monkeypatch):
+    """Both have written it before it gets its name."""
+    both, found, write = threading.Barrier(2), [], Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda *a, **k: (write(*a, **k), both.wait(10)))
+
+    def measured():
+        both.wait(10)
+        return {"x": [1, 2, 3]}
+
+    threads = [
+        threading.Thread(target=lambda: found.append(ResultCache(tmp_path).get({"a": 1}, measured))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and found[0] == found[1] and len(list(tmp_path.iterdir())) == 1
+    assert ResultCache(tmp_path).get({"a": 1}, lambda: pytest.fail("measured")) == found[0]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
     plan = EvalPlan(MEASURES, length=600, n_rows=2, lengths=(400, 600), trials=1)
     models = {"native": model, "pi": lambda: patch_model(model(), "pi", factor=4.0)}
     return run_suite(models, character_tokenizer(), TEXTS, plan, folder / "cache"), models, plan, folder
+
+
+def test_measures_of_text_read_all_rows(tmp_path):
+    names = ("cliff", "gain", "attention", "entropy", "view-kl")
+    plan = EvalPlan(names, length=600, n_rows=3)
+    found = run_suite({"m": model}, character_tokenizer(), TEXTS, plan, tmp_path)
+    assert [found[name]["m"].n_rows for name in names] == [3] * 5
+    rows = text_rows(character_tokenizer(), TEXTS, seq_len=600, n_rows=3)
+    alone = [context_gain(model(), row[None], progress=False).total for row in rows]
+    assert found["gain"]["m"].total == pytest.approx(sum(alone) / 3)
 
 
 def test_a_second_run_measures_nothing(results, monkeypatch):
@@ -340,6 +388,8 @@ def test_texts_are_read_from_each_form_of_json_lines(tmp_path):
     for ending, content in packed.items():
         (tmp_path / f"a.{ending}").write_bytes(content)
         assert list(read_texts([tmp_path / f"a.{ending}"])) == ["x", "é"]
+    (tmp_path / "half.jsonl").write_text(r'{"text": "\ud83d\ude00 \ud83d, \ude00\ud83d and C:\\ud83d"}' + "\n")
+    assert list(read_texts([tmp_path / "half.jsonl"])) == ["\U0001f600 \ufffd, \ufffd\ufffd and C:\\ud83d"]
     (tmp_path / "a.txt").write_bytes(b"Latin-1: \xe9.\r\n")
     assert list(read_texts([tmp_path / "a.txt"])) == ["Latin-1: \ufffd.\n"], "a few odd bytes pass"
 
@@ -379,7 +429,7 @@ def test_probe_says_when_there_is_nothing_to_do(monkeypatch):
     flat = LossByPosition(torch.full((3 * WINDOW,), 2.0, dtype=torch.float64), 1, WINDOW)
     monkeypatch.setattr(sys.modules["rope_patch.eval.probe"], "loss_by_position", lambda *_, **__: flat)
     advice = probe(model(), tokens(1, 3 * WINDOW), progress=False)
-    assert advice.recipe == {} and "no cliff" in str(advice)
+    assert advice.recipe == {} and "no cliff" in str(advice) and "Whether the model uses it" in str(advice)
 
 
 def test_probe_gives_no_advice_on_a_model_that_guesses():

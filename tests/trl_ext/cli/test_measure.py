@@ -1,5 +1,6 @@
 """`rope-patch eval` and `rope-patch probe` on a tiny model, and the callback during training."""
 
+import errno
 import json
 import math
 import re
@@ -14,7 +15,9 @@ from support.tiny import WINDOW, tiny, tokens
 from tokenizers import normalizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import rope_patch.eval
 from rope_patch import __version__, patch_model
+from rope_patch.eval import MEASURES, LossByPosition
 from trl_ext import cli
 from trl_ext.cli.measure import _default_length
 from trl_ext.cli.model_spec import ModelSpec
@@ -50,6 +53,19 @@ def test_eval_writes_a_report_and_prints_the_summary(folder, capsys):
     assert stored["settings"]["model pi"].endswith("@pi:factor=4")
     windows = {k: r["window"] for k, r in stored["results"]["cliff"].items()}
     assert windows == {"native": WINDOW, "pi": WINDOW}, "the trained window, not the promised one"
+
+
+def test_a_full_disk_is_told_with_the_report_and_what_is_measured_is_kept(folder, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    arguments = ["--model", str(folder / "tiny"), "--report", str(folder / "report"), "--length", "300", "--cliff"]
+    with monkeypatch.context() as context:
+        context.setattr(rope_patch.eval, "write_report", full)
+        assert run(folder, "eval", *arguments) == 2
+    assert f"eval: {folder}/report could not be written, on a disk with " in capsys.readouterr().err
+    monkeypatch.setitem(MEASURES, "cliff", (lambda _: pytest.fail("measured"), LossByPosition))
+    assert run(folder, "eval", *arguments) == 0
 
 
 def sparse(folder):

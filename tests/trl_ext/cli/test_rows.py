@@ -1,5 +1,6 @@
 """`rope-patch rows` on a tiny model: the file it writes, what it prints, and what it refuses."""
 
+import errno
 import json
 import lzma
 
@@ -92,17 +93,25 @@ def test_a_base_model_writes_texts(folder, capsys):
     assert [len(row["input_ids"]) for row in rows] == [400, 400] and "own_texts: 2 of 400" in capsys.readouterr().out
 
 
-def test_what_is_interrupted_leaves_no_file(folder, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (KeyboardInterrupt(), 130, "Stopped."),
+        (OSError(errno.ENOSPC, "No space left"), 2, "rows: rows.jsonl could not be written, on a disk with "),
+    ],
+    ids=["Ctrl-C", "full disk"],
+)
+def test_what_is_interrupted_leaves_no_file(error, status, told, folder, monkeypatch, capsys):
     class Interrupted:
         @staticmethod
         def dumps(_):
-            raise KeyboardInterrupt
+            raise error
 
     monkeypatch.setattr(row_file, "json", Interrupted)
     before = sorted(folder.iterdir())
     options = ["--text", "books.jsonl", "--rows", "2", "--shares", "text=1", "--length", "100"]
-    assert run("base", *options, "--output", "rows.jsonl") == 130
-    assert sorted(folder.iterdir()) == before and "Stopped." in capsys.readouterr().err
+    assert run("base", *options, "--output", "rows.jsonl") == status
+    assert sorted(folder.iterdir()) == before and told in capsys.readouterr().err
 
 
 TEXT = ["--text", "books.jsonl"]

@@ -48,6 +48,24 @@ def test_a_recipe_is_trained_and_flags_win(folder, capsys):
     assert not (folder / "tuned").exists()
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--seed", "-1"),
+        ("--warmup_steps", "-1"),
+        ("--learning_rate", "-1"),
+        ("--adam_beta1", "2"),
+        ("--adam_beta2", "2"),
+        ("--adam_epsilon", "-1"),
+        ("--dataloader_num_workers", "-1"),
+        ("--lora_r", "0"),
+    ],
+)
+def test_a_value_that_a_library_refuses_is_told_with_its_flag(flag, value, folder, capsys):
+    assert cli.main(["train", "tune.yaml", "--use_peft", "true", flag, value]) == 2
+    assert f"rope-patch train: {flag}: " in capsys.readouterr().err
+
+
 def test_a_recipe_with_keys_of_a_restoration_is_restored(folder, capsys):
     assert cli.main(["train", "--config", "restore.yaml"]) == 0
     printed = capsys.readouterr().out
