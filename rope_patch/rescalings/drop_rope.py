@@ -38,8 +38,7 @@ class DropRope(Rescaling):
         if native.rope_parameters.get("llama_4_scaling_beta"):
             raise ValueError(
                 "rescaling 'drop-rope' names an original window of 1, and this model scales its queries by how far a "
-                "position lies beyond that window (llama_4_scaling_beta): take view 'nope' in training, which leaves "
-                "the scale as it is."
+                "position lies beyond that window (llama_4_scaling_beta): take another rescaling."
             )
         return {
             "rope_type": "llama3",
