@@ -36,7 +36,8 @@ class SharedTeacher:
         others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in added]
         if not self._switches or others:
             wrong = (
-                f"{others[0]} and {len(others) - 1} more are trained too; the adapter config needs bias='none'"
+                f"{others[0]} and {len(others) - 1} more are trained too: freeze them, biases by bias='none' in the "
+                "adapter config"
                 if self._switches
                 else "this model has none"
             )

@@ -4,6 +4,8 @@ import pytest
 import torch
 from support.tiny import VOCAB, tokens
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
     Ministral3Config,
@@ -40,6 +42,14 @@ def llama4(scaled):
     """One layer of four has no RoPE, and scales its queries instead."""
     sizes = {"intermediate_size_mlp": 48, "num_local_experts": 2, "floor_scale": 4, "attn_temperature_tuning": scaled}
     return Llama4ForCausalLM(Llama4TextConfig(**SHAPE, **sizes))
+
+
+def test_a_learned_scale_refuses_them_too():
+    if "mistral_large4_text" not in CONFIG_MAPPING:
+        pytest.skip("a family of a later Transformers")
+    config = CONFIG_MAPPING["mistral_large4_text"](**SHAPE, **LATENT, index_n_heads=2, index_head_dim=16)
+    with pytest.raises(ValueError, match="scales queries by their position .a learned scale."):
+        patch_model(AutoModel.from_config(config), "skip")
 
 
 MODELS = [pytest.param(make, id=make.__name__) for make in (ministral3, mistral4, llama4)]

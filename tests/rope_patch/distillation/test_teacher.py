@@ -124,7 +124,7 @@ def test_a_copy_of_a_model_with_adapters_is_no_teacher():
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_base_biases_that_are_trained_are_refused(bias):
     model = get_peft_model(tiny("qwen2"), LoraConfig(**LORA, bias=bias))
-    with pytest.raises(ValueError, match="base_layer.bias and [0-9]+ more are trained too; .* needs bias='none'"):
+    with pytest.raises(ValueError, match="base_layer.bias and [0-9]+ more are trained too: freeze .* bias='none'"):
         SharedTeacher(model)
 
 
