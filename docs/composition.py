@@ -78,6 +78,8 @@ class Outcomes:
         if test == "test_rescaling":
             family, _, method = family.rpartition("-")
             test = f"{test}-{method}"
+        if test not in COLUMNS:
+            return
         properties = dict(report.user_properties)
         if report.outcome == "failed":
             cell = "**no**"

@@ -25,6 +25,18 @@ def has_paged_cache(call: Mapping[str, Any]) -> bool:
     return any(_is_paged(call.get(name)) for name in _NAMES)
 
 
+def tokens_in(cache: Any) -> int:
+    """Tokens that a cache holds, as the first layer that holds any says; 0 for no cache.
+
+    The first layer of a hybrid may keep a state instead of keys, of which MiniMax's own cache says that it is empty.
+    """
+    for layer in getattr(cache, "layers", () if cache is None else (cache,)):
+        length = layer.get_seq_length() if hasattr(layer, "get_seq_length") else 0
+        if length:
+            return int(length)
+    return 0
+
+
 def returned_cache(output: Any) -> Any:
     """The cache that a model returned: a field, or among the values of return_dict=False; None if there is none."""
     if isinstance(output, tuple):

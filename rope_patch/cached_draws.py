@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .bound import BoundTable, BoundView
+from .cache_arguments import tokens_in
 from .views.base import View
 
 _DRAWS = "_rope_patch_draws"
@@ -37,7 +38,7 @@ def forget_draws(cache: Any) -> None:
     draws = draws_of(cache)
     if draws is None:
         return
-    if cache.get_seq_length():
+    if tokens_in(cache):
         _require_true_positions(draws)
     setattr(cache, _DRAWS, None)
 
@@ -113,8 +114,8 @@ class _UnderView(_CacheMethod):
         cache: Any = self.cache()
         draws = getattr(cache, _DRAWS)
         layer = kwargs.get("layer_idx", args[2] if len(args) > 2 else None)
-        # the first layer speaks for all: within a forward, later ones find the keys that it has just added
-        if layer == 0 and draws is not None and not getattr(cache, _IN_VIEW) and cache.get_seq_length():
+        # each layer for itself: the first of a hybrid may never come by, and earlier ones have just added keys
+        if draws is not None and not getattr(cache, _IN_VIEW) and cache.get_seq_length(layer):
             _require_true_positions(draws)
         return self.original(*args, **kwargs)
 

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention.calls import attention_kernel, attention_name
 from .layerwise import hands_embeddings
-from .local_layers import LocalLayers, why_no_far_looking
+from .local_layers import LocalLayers, why_no_layers
 from .rotary import (
     find_causal_lm,
     find_decoder,
@@ -23,6 +23,7 @@ from .rotary import (
     text_modules,
 )
 from .source import function_tree
+from .views.base import TRUE_POSITIONS
 
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
 _MODELLING_FILES = ("transformers.models.", "transformers_modules.")
@@ -50,16 +51,32 @@ def missing_capabilities(model: nn.Module) -> dict[str, str]:
 
 def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
     """Why there are no layers that a view could act on, given those that it leaves as they are."""
-    by_layer_type = decoder.config.rope_parameters
-    reason = why_no_far_looking(by_layer_type, rotary_states(decoder)) if is_nested(by_layer_type) else None
+    reason = why_no_layers(decoder)
     if reason is not None:
         return f"a view acts on layers that look back over a whole text, and {reason}"
+    scale = _scale_by_position(decoder.config)
+    if scale is not None:
+        return (
+            f"{type(decoder).__name__} scales queries by their position ({scale}) beside RoPE, and a view moves RoPE "
+            f"alone. Use view {TRUE_POSITIONS!r}; rescalings and distillation at true positions go with it."
+        )
     if local.layers and not hands_embeddings(decoder):
         return (
             f"a view leaves local layers at true positions, and {type(decoder).__name__} does not hand cosines and "
             "sines to each of its layers, local and others."
         )
     return None
+
+
+def _scale_by_position(config: Any) -> str | None:
+    """What makes a config scale queries by their position, in any layer."""
+    rope_parameters = config.rope_parameters
+    if not is_nested(rope_parameters) and rope_parameters.get("llama_4_scaling_beta"):
+        return "llama_4_scaling_beta"
+    # Llama 4 does so in its layers without RoPE
+    if getattr(config, "attn_temperature_tuning", False) and 0 in getattr(config, "no_rope_layers", ()):
+        return "attn_temperature_tuning"
+    return "a learned scale" if config.model_type == "mistral_large4_text" else None
 
 
 def why_no_layers_apart(decoder: nn.Module) -> str | None:

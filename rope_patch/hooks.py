@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .bound import Batch, BoundIndex, BoundView
-from .cache_arguments import cache_of, has_paged_cache, returned_cache
+from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_in
 from .cached_draws import forget_draws
 from .call_stack import frames
 from .capabilities import why_no_checkpointing
@@ -100,7 +100,7 @@ class DecoderEntry:
             whole = self.state.shard.batch
             tokens = ids = whole["input_ids"]
             position_ids, attention_mask = whole.get("position_ids"), whole.get("attention_mask")
-        cached = 0 if cache is None else int(cache.get_seq_length())
+        cached = tokens_in(cache)
         self.state.enter(
             Batch(
                 rows=tokens.shape[0],
@@ -297,7 +297,7 @@ def _layer_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _is_chunk_of_a_prompt(cache: Any) -> bool:
     """Whether `generate` fills the cache by chunks, of which nothing but its own call tells."""
-    if cache is None or torch.compiler.is_compiling() or cache.get_seq_length():
+    if cache is None or torch.compiler.is_compiling() or tokens_in(cache):
         return False
     for frame in islice(frames(), 41):  # calls of modules and hooks lie between
         if frame.f_code.co_name == "_prefill":

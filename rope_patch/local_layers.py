@@ -6,7 +6,7 @@ training did not show it. A gap in its indices would be one.
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,24 @@ def _rotated_types(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryS
     return {layer_type for layer_type, parameters in rope_parameters.items() if parameters is not None} & present
 
 
-def why_no_far_looking(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryState]) -> str | None:
+def why_no_layers(decoder: PreTrainedModel) -> str | None:
     """Why neither a rescaling nor a view has layers to act on, None where there are some."""
-    if not is_nested(rope_parameters) or far_looking_types(rope_parameters, rotary):
+    if _applies_no_rope(decoder):
+        return f"the config of this {type(decoder).__name__} switches RoPE off in every layer."
+    rope_parameters = decoder.config.rope_parameters
+    if not is_nested(rope_parameters) or far_looking_types(rope_parameters, rotary_states(decoder)):
         return None
     return "all layers of this model that have RoPE look back no further than a window of their own."
+
+
+def _applies_no_rope(decoder: Any) -> bool:
+    """Whether each layer has code that rotates and a config that keeps it from being run."""
+    if getattr(decoder.config, "alibi", False):  # Falcon's other kind of positions
+        return True
+    layers = getattr(decoder, "layers", ())
+    if any(_is_rotated(decoder, i) for i in range(len(layers))):
+        return False
+    return any(_rotates(type(module).forward, None) for layer in layers for module in layer.modules())
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ def _is_rotated(decoder: Any, layer: int) -> bool:
     bases = getattr(decoder.config, "layer_rope_theta", None)  # 0 stands for no RoPE
     if layer >= len(layers) or (bases is not None and not bases[layer]) or not _gets_embeddings(decoder, layer):
         return False
-    return any(_applies_rope(module) for module in layers[layer].modules())
+    return any(_rotates(type(module).forward, module) for module in layers[layer].modules())
 
 
 def _gets_embeddings(decoder: Any, layer: int) -> bool:
@@ -95,9 +108,10 @@ def _gets_embeddings(decoder: Any, layer: int) -> bool:
     tree = function_tree(type(decoder).forward)
     if tree is None:
         return True
+    layer_types = getattr(decoder.config, "layer_types", None)
     names = {
         "self": decoder,
-        "layer_type": decoder.config.layer_types[layer],
+        "layer_type": layer_types and layer_types[layer],
         "decoder_layer": decoder.layers[layer],
         "i": layer,
     }
@@ -110,12 +124,13 @@ def _gets_embeddings(decoder: Any, layer: int) -> bool:
     return True
 
 
-def _applies_rope(module: nn.Module) -> bool:
-    tree = function_tree(type(module).forward)
+def _rotates(forward: Callable[..., Any], module: nn.Module | None) -> bool:
+    """Whether `forward` applies RoPE as a method of `module`, of some module if None."""
+    tree = function_tree(forward)
     return tree is not None and _reaches_rotation(tree.body, module)
 
 
-def _reaches_rotation(statements: Sequence[ast.stmt], module: nn.Module) -> bool:
+def _reaches_rotation(statements: Sequence[ast.stmt], module: nn.Module | None) -> bool:
     """Whether a call of apply_rotary... is run; both branches are, where the arguments of a call decide."""
     for statement in statements:
         if isinstance(statement, ast.If):

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .local_layers import far_looking_types, why_no_far_looking
+from .local_layers import far_looking_types, why_no_layers
 from .older_form import older_keys, resumable_form, unscaled_keys, write_older_keys
 from .rescalings import NativeRope, Rescaling
 from .rotary import (
@@ -174,10 +174,10 @@ def rescaled(decoder: PreTrainedModel, native: RopeParameters, rescaling: Rescal
             )
     # without a target the window is the native one again, whatever another rescaling has declared before
     config.max_position_embeddings = window if target is None else target
+    reason = why_no_layers(decoder)
+    if reason is not None:
+        raise ValueError(f"rescaling {rescaling.name!r} would change nothing: {reason}")
     if is_nested(native.rope_parameters):
-        reason = why_no_far_looking(native.rope_parameters, native.rotary)
-        if reason is not None:
-            raise ValueError(f"rescaling {rescaling.name!r} would change nothing: {reason}")
         chosen = far_looking_types(native.rope_parameters, native.rotary)
         config.rope_parameters = {
             # without `truncate`, which Transformers does not look for in a layer type

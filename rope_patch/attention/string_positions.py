@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache_arguments import cache_of
+from ..cache_arguments import cache_of, tokens_in
 from ..capabilities import keeps_from_attention, why_not_relative
 from ..checked_numbers import require_integer
 from ..layout.documents import locate_documents
@@ -181,7 +181,7 @@ class _StringPositions:
         mask, cache = call.get("attention_mask"), cache_of(call)
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
             raise ValueError("string_positions needs an attention_mask [batch, tokens] or None.")
-        cached = 0 if cache is None else int(cache.get_seq_length())
+        cached = tokens_in(cache)
         rows, n = tokens.shape[:2]
         document = None
         if mask is not None and not mask.all():

@@ -32,18 +32,16 @@ class SharedTeacher:
             _require_base_as_it_was(name, config)
         self._switches = adapter_layers(model)
         self._require_unmerged()
-        inside = {id(p) for layer in self._switches for p in layer.parameters()}
-        others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+        added = {id(p) for layer in self._switches for p in _added_by(layer)}
+        others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in added]
         if not self._switches or others:
             wrong = (
-                f"{others[0]} and {len(others) - 1} more are trained too" if self._switches else "this model has none"
+                f"{others[0]} and {len(others) - 1} more are trained too: freeze them, biases by bias='none' in the "
+                "adapter config"
+                if self._switches
+                else "this model has none"
             )
             raise ValueError(f"a teacher in the same weights needs adapters, and nothing else trained; {wrong}.")
-        # a config may say bias="all": base biases are then trained inside layers that hold an adapter
-        for layer in self._switches:
-            base = getattr(layer, "base_layer", None)
-            if base is not None and any(p.requires_grad for p in base.parameters()):
-                raise ValueError('parameters of the base layers are trained: set bias="none" in the adapter config.')
 
     @contextmanager
     def ready(self) -> Iterator[Any]:
@@ -193,6 +191,13 @@ def adapter_layers(model: nn.Module) -> list[Any]:
     except ImportError:
         return []
     return [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+
+
+def _added_by(layer: nn.Module) -> list[nn.Parameter]:
+    """Parameters that one of `adapter_layers` adds; its base layer may hold the next one, as for weights of experts."""
+    base = getattr(layer, "base_layer", None)
+    below = set() if base is None else {id(p) for p in base.parameters()}
+    return [p for p in layer.parameters() if id(p) not in below]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.attention.calls import sliding_window, watched_attention
+from rope_patch.cache_arguments import cache_argument, returned_cache
 from rope_patch.capabilities import why_not_relative
 from rope_patch.distillation import (
     TAPE,
@@ -208,6 +209,34 @@ def test_rescaling(model, method, tmp_path, record_property):
             assert not torch.equal(reloaded(model, tmp_path, ids), plain), "reloaded, the model gives other logits"
             torch.testing.assert_close(actual, seen, rtol=0, atol=1e-6)
     assert torch.equal(logits(model, ids), plain), "the model is not as it was"
+
+
+@every_other_family_fast
+@torch.no_grad()
+def test_decoding(model, record_property):
+    """With a cache, under indices of 3 t, as without one; whatever kind of layer comes first."""
+    if not takes_views(model, record_property):
+        return
+    ids, begun = tokens(2, N), N - 3
+
+    def decoded():
+        parts = [model(ids[:, :begun], use_cache=True)]
+        cache = returned_cache(parts[0])
+        for t in range(begun, N):
+            given = {} if cache is None else cache_argument(model, cache)
+            parts.append(model(ids[:, t : t + 1], position_ids=torch.full((2, 1), t), use_cache=True, **given))
+        return cache, torch.cat([part.logits for part in parts], 1)
+
+    plain, (_, actual) = logits(model, ids), decoded()
+    if (actual - plain).abs().max() > 1e-4 * plain.std() or hasattr(find_decoder(model).config, "index_topk"):
+        return  # wrong without us too, as where an indexer's top scores tie
+    with refusals(record_property):
+        with rope_view(model, index=3 * torch.arange(N)[None]):
+            cache, actual = decoded()
+            same(actual, logits(model, ids), "decoding with a cache")
+        if cache is not None:
+            with pytest.raises(ValueError, match="the cache holds keys at"):
+                model(ids[:, :1], position_ids=torch.full((2, 1), N), **cache_argument(model, cache))
 
 
 @every_family

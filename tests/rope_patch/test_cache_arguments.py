@@ -5,12 +5,13 @@ import inspect
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.families import tiny_family
 from support.tiny import tiny, tokens
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import ModelOutput
 
-from rope_patch.cache_arguments import cache_argument, cache_of, has_paged_cache, returned_cache
+from rope_patch.cache_arguments import cache_argument, cache_of, has_paged_cache, returned_cache, tokens_in
 
 NAMES = ("past_key_values", "cache")
 
@@ -51,6 +52,25 @@ def test_it_is_found_in_what_a_model_returns(name):
     assert returned_cache(ModelOutput({"logits": torch.zeros(1), name: cache})) is cache
     assert returned_cache((torch.zeros(1), cache)) is cache
     assert returned_cache(ModelOutput(logits=torch.zeros(1))) is None and returned_cache((torch.zeros(1),)) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "minimax", "qwen3_next", "zamba2"])
+@torch.no_grad()
+def test_it_holds_as_many_tokens_as_were_read_whatever_the_first_layer_is(family):
+    model, ids = tiny_family(family), tokens(2, 20)  # beyond the sliding window
+    cache = returned_cache(model(ids, use_cache=True))
+    assert tokens_in(cache) == 20
+    model(ids[:, :1], position_ids=torch.full((2, 1), 20), **cache_argument(model, cache))
+    assert tokens_in(cache) == 21
+
+
+@torch.no_grad()
+def test_one_of_a_fixed_size_holds_what_was_read():
+    model = tiny()
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    assert tokens_in(cache) == tokens_in(DynamicCache()) == tokens_in(None) == 0
+    model(tokens(1, 7), past_key_values=cache)
+    assert tokens_in(cache) == 7
 
 
 def test_a_model_without_a_cache_in_what_it_returns(caplog):

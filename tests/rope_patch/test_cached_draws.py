@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support import cells
+from support.families import tiny_family
 from support.tiny import tiny, tokens
 from transformers import StaticCache
 
@@ -33,6 +34,24 @@ def test_a_cache_filled_in_a_block_is_not_continued_by_a_model_without_hooks():
         actual = model(ids[:, 8:], past_key_values=cache).logits[:, -1]
         expected = model(ids, use_cache=False).logits[:, -1]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["minimax", "lfm2_moe", "qwen3_next"])
+@torch.no_grad()
+def test_where_the_first_layer_keeps_no_keys_tokens_are_decoded_all_the_same(family):
+    model, ids, new = tiny_family(family), tokens(1, 20), 8
+    index = 3 * torch.arange(20 + new)[None]
+    for moved in ({"index": index}, {"view": VIEW}):
+        with rope_view(model, **moved):
+            written = model.generate(
+                ids, max_new_tokens=new, do_sample=False, eos_token_id=None, output_logits=True,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            whole = model(written.sequences, use_cache=False).logits[:, 19:-1]
+            cache = model(ids, use_cache=True).past_key_values
+        torch.testing.assert_close(torch.stack(written.logits, 1), whole, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="the cache holds keys at"):
+            model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[20]]))
 
 
 @torch.no_grad()

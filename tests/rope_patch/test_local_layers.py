@@ -5,8 +5,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from support.families import families, tiny_family
-from support.tiny import MIXED, gemma3, tiny, tokens
+from support.tiny import MIXED, VOCAB, gemma3, tiny, tokens
 from torch._dynamo.testing import CompileCounter
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch import describe, patch_model, rope_view, unpatch_model
 from rope_patch.rotary import find_decoder, rotary_by_name
@@ -123,6 +124,55 @@ def test_where_no_layer_type_with_rope_looks_far_views_are_refused_as_rescalings
         pass
     assert "look back no further" in describe(model).missing_capabilities["views"]
     patch_model(model, Standard())
+
+
+OF_TWO_LAYERS = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def with_switches(family, **switches):
+    config = AutoConfig.for_model(family, **OF_TWO_LAYERS, **switches)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "switches"),
+    [
+        ("smollm3", {"no_rope_layers": [0, 0]}),
+        ("cohere2", {"layer_types": ["full_attention"] * 2}),
+        ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}),
+        ("granite_swa", {"layer_rope_theta": [0, 0]}),
+        ("falcon", {"alibi": True}),
+    ],
+)
+@torch.no_grad()
+def test_where_no_layer_has_rope_views_and_rescalings_are_refused(family, switches):
+    if family not in families():
+        pytest.skip("a family of a later Transformers")
+    model, ids = with_switches(family, **switches), tokens(1, N)
+    mask = torch.ones(1, N)  # with one, a jump in position_ids is no border
+    plain, moved = (logits(model, ids, attention_mask=mask, position_ids=i) for i in (torch.arange(N)[None], MOVED))
+    assert torch.equal(plain, moved), "positions count"
+    for change in (lambda: patch_model(model, VIEW), lambda: patch_model(model, "yarn", factor=2.0)):
+        with pytest.raises(ValueError, match=f"{type(find_decoder(model)).__name__} switches RoPE off in every layer"):
+            change()
+    with pytest.raises(ValueError, match="switches RoPE off"), rope_view(model, index=MOVED):
+        pass
+    assert "switches RoPE off" in describe(model).missing_capabilities["views"]
+    patch_model(model, Standard())
+
+
+@torch.no_grad()
+def test_where_some_layers_have_rope_both_are_taken():
+    model, ids = with_switches("smollm3", no_rope_layers=[0, 1]), tokens(1, N)
+    plain = logits(model, ids)
+    with moved_by_hand(model, [1]):
+        expected = logits(model, ids)
+    with rope_view(model, VIEW):
+        torch.testing.assert_close(logits(model, ids), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(logits(patch_model(model, "yarn", factor=2.0), ids), plain)
 
 
 def both_kinds():

@@ -123,6 +123,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         }
     },
     "minicpm3": {"scale_emb": 1, "scale_depth": 4.0},
+    "minimax": {"sliding_window": None},  # the mask of a window goes by layer 0 of its cache, which has no keys
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,

@@ -13,7 +13,7 @@ from peft import (
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from support.marks import needs_own_adapters
 from support.tiny import WINDOW, tiny, tokens
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 from rope_patch import patch_model
@@ -119,6 +119,34 @@ def test_a_copy_of_a_model_with_adapters_is_no_teacher():
         CopiedTeacher(model)
     with SharedTeacher(model).ready() as decoder:
         assert torch.equal(states(decoder), states(tiny().model))
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_base_biases_that_are_trained_are_refused(bias):
+    model = get_peft_model(tiny("qwen2"), LoraConfig(**LORA, bias=bias))
+    with pytest.raises(ValueError, match="base_layer.bias and [0-9]+ more are trained too: freeze .* bias='none'"):
+        SharedTeacher(model)
+
+
+def test_adapters_on_both_weights_of_experts_are_taken():
+    """PEFT wraps the wrapper of one weight in that of the other."""
+
+    def experts():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+        sizes |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).eval()
+
+    plain = states(experts().model)
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(experts(), LoraConfig(target_parameters=weights, init_lora_weights=False)).eval()
+    teacher = SharedTeacher(model)
+    assert (states(model.base_model.model.model) - plain).abs().max() > 1e-2 * plain.std()
+    with teacher.ready() as decoder:
+        assert torch.equal(states(decoder), plain)
+    next(p for n, p in model.named_parameters() if n.endswith("base_layer.gate_up_proj")).requires_grad_(True)
+    with pytest.raises(ValueError, match="base_layer.gate_up_proj and 0 more are trained too"):
+        SharedTeacher(model)
 
 
 PROMPTS = {
