@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
@@ -79,6 +80,8 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(folder):
     for part in ("parameters", "6 rows, 3 steps of 2", "4,800 tokens", "weights", "together", "Minutes", "--rescale"):
         assert part in text
     assert plan.tokens == 6 * 800 and plan.steps == 3
+    too_short = "So few steps show that it runs, not what it gives."
+    assert too_short in text and too_short not in str(replace(plan, steps=10))
 
 
 def test_a_length_that_is_named_twice_is_asked_once(folder):
