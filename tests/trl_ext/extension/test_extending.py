@@ -55,7 +55,7 @@ def test_a_model_is_extended_measured_and_exported(model, folder, weights, capsy
     done = run(model, said=said, targets=["vllm"], rows=8)  # of four steps; behind three the time that is left is told
     assert done.model == folder / "out/model" or done.model.resolve() == (folder / "out/model").resolve()
     config = AutoConfig.from_pretrained(done.model)
-    assert config.max_position_embeddings == TO, "and not the window that twice the factor reaches"
+    assert config.max_position_embeddings == TO
     native, made = weights(folder / model), weights(done.model)
     assert native.keys() == made.keys() and not torch.equal(native["model.norm.weight"], made["model.norm.weight"])
     assert set(done.commands) == {"transformers", "vllm"} and f"--max-model-len {TO}" in done.commands["vllm"]
