@@ -10,9 +10,9 @@ from rope_patch.methods import resolve_rescaling
 from rope_patch.rescalings import RESCALINGS
 
 from ..rows.mix import rows_by_kind
+from ..step_memory import Memory, Step, peak_memory
 from .facts import ModelFacts
 from .machine import GIB, Machine
-from .memory import Memory, Step, peak_memory
 from .options import FACTS, ROWS_PER_STEP, ExtendOptions
 
 Basis = Literal["measured", "not measured", "asked for"]

@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
+from ..step_memory import Memory, Step, peak_memory
 from .choices import Choices
 from .duration import ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
 from .facts import ModelFacts
 from .machine import GIB, Machine
-from .memory import Memory, Step, peak_memory
 from .options import ExtendOptions
 from .short_rows import batches_a_step
 from .training import free_memory, n_steps
