@@ -78,7 +78,7 @@ class Rescaling:
         factor = self.options().get("factor")
         if factor is None:
             return f"Choose rescale_args of {self.name!r} whose window holds {required} positions"
-        needed = math.ceil(required / window * max(factor, self.factor_per_window))
+        needed = math.ceil(required * max(factor, self.factor_per_window) / window)
         return f"Set factor in rescale_args to at least {needed}"
 
     def __str__(self) -> str:
