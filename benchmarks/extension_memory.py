@@ -23,11 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
 from trl_ext.extension.choices import Choice, Choices
 from trl_ext.extension.duration import step_operations
-from trl_ext.extension.facts import ModelFacts, ModelSize
+from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
-from trl_ext.extension.memory import peak_memory
 from trl_ext.extension.options import ExtendOptions
 from trl_ext.extension.training import adapters, training_dtype, training_fields
+from trl_ext.step_memory import ModelSize, peak_memory
 
 SHAPES |= {
     "smollm2-135m": {

@@ -22,7 +22,8 @@ from rope_patch.tiled import TILE, tiled
 
 from .engines.sequence_ranks import SequenceRanks
 from .engines.sharding import Sharding
-from .memory_plan import GIB, MASKS_TO, MemoryPlan, plan_memory
+from .memory_plan import GIB, MemoryPlan, plan_memory
+from .step_memory import MASKS_TO
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig

@@ -1,7 +1,7 @@
 """What the memory of a training step is, by arithmetic, and whether rows are long for a device."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,15 @@ from rope_patch.rotary import find_causal_lm, find_decoder, text_modules
 from rope_patch.tiled import TILE
 
 from .engines.sharding import Sharding
+from .step_memory import (
+    CHUNK,
+    MASKS_TO,
+    ModelSize,
+    Step,
+    in_flight_of_layer,
+    saved_of_layer,
+    states_of_loss,
+)
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
@@ -26,62 +35,10 @@ if TYPE_CHECKING:
 LongRows = Literal["auto", "on", "off"]
 
 GIB = 1 << 30
-MASKS_TO = 16384
-"""Tokens of a row from which on attention makes no mask of n x n, also where all fits; one takes 768 MiB there.
-
-Below, a mask mostly takes no longer than a call for each document or block: `benchmarks/row_masks.py`.
-"""
 _SHARE_OF_DEVICE = 0.92  # what fragments and what CUDA itself holds are left out
 _SHARE_OF_HOST = 0.7
-_LOSS_BYTES = 1.25 * GIB  # logits that exist at a time in the losses of this package
 # of a container, by either version of Linux's control groups
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-
-
-@dataclass(frozen=True)
-class RowMemory:
-    """Bytes that a token of a row takes, counted for a decoder of the common shape.
-
-    With H channels, A of all query heads, K of all key heads, I of the feed-forward layer, and c bytes for each number
-    of a layer's activations and r of its residual stream:
-
-        checkpoint = r H, kept for each layer and once more for the last norm
-        attention = c (4 H + 6 A + 2 K) + 4 A
-        feed-forward = c (6 I + 4 H) + 12 H, and c I more where its weights are trained
-
-    The second is what the backward of one layer's attention holds: the residual stream and its gradient, the norm's
-    output, queries, keys, values, the output, and gradients of all, those of keys and values once for each query head,
-    with what kernels sum queries' gradients up in, in float32; a ring sums outputs and gradients of its parts up in
-    float32, 8 A + 16 K more. The third: what is between its matrices and gradients of that, and the norm's float32
-    copies; the last matrix keeps its input if it is trained. A layer holds the larger of both; in tiles the third goes
-    away.
-
-    Args:
-        checkpoint: what stays of a layer from forward to backward.
-        attention: what the backward of one layer's attention holds.
-        feed_forward: what the backward of one layer's feed-forward part holds.
-    """
-
-    checkpoint: int
-    attention: int
-    feed_forward: int
-
-    @classmethod
-    def of(cls, model: nn.Module, activation_bytes: int, ring: bool = False) -> "RowMemory":
-        """Those of a model, given c, and whether keys and values go round a ring."""
-        decoder: Any = find_decoder(model)
-        config = decoder.config
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        queries, keys = heads * head_dim, (getattr(config, "num_key_value_heads", None) or heads) * head_dim
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
-        residual = max(activation_bytes, _embeddings(model).element_size())
-        attention = activation_bytes * (4 * hidden + 6 * queries + 2 * keys) + 4 * queries
-        return cls(
-            checkpoint=residual * hidden,
-            attention=attention + ring * (8 * queries + 16 * keys),
-            feed_forward=activation_bytes * ((6 + _trains_feed_forward(decoder)) * inner + 4 * hidden) + 12 * hidden,
-        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +50,8 @@ class MemoryPlan:
         fixed: weights, gradients and, on the device, the optimizer's states; a frozen copy that teaches; what autocast
             keeps of float32 weights. Of parts that an engine splits over ranks, one rank's.
         optimizer: of these, the states.
-        checkpoints: what checkpointed layers keep.
+        checkpoints: what layers keep, checkpointed or not.
+        freed: of it, what is gone when gradients take its place.
         layer: what one layer holds while its backward runs.
         layer_in_tiles: the same in tiles, without masks, with its input, which comes back from the host.
         loss: logits that exist at a time, and states that are compared; gone when layers run backward.
@@ -112,6 +70,7 @@ class MemoryPlan:
     fixed: int
     optimizer: int
     checkpoints: int
+    freed: int
     layer: int
     layer_in_tiles: int
     loss: int
@@ -128,7 +87,7 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         """Bytes on the device without anything done."""
-        return self.fixed + self.checkpoints + self.beside + max(self.layer, self.loss)
+        return self.fixed + self.checkpoints - self.freed + self.beside + max(self.layer, self.loss)
 
     @property
     def at_once_when_on(self) -> int:
@@ -191,40 +150,40 @@ def plan_memory(
     held = args.objective_options.held(find_decoder(model).config, moved, shared=sharding.row > 1)
     if row_length is not None:
         row_length = math.ceil(row_length / sharding.row)
-    bits_16 = args.bf16 or args.fp16
-    embeddings = _embeddings(model)
-    per_token = RowMemory.of(model, 2 if bits_16 else embeddings.element_size(), sharding.ring)
+    size, step = ModelSize.of(find_causal_lm(model)), _step(model, args, row_length, device)
     tokens = args.per_device_train_batch_size * (row_length or 0)
     layers = checkpointed_layers(model) if args.gradient_checkpointing else []
-    n_kept = find_decoder(model).config.num_hidden_layers + 1
-    fixed, optimizer = _fixed_bytes(model, args, sharding)
-    at_once = held.at_once * tokens
+    fixed, gradients, optimizer = _fixed_bytes(model, args, sharding)
     may_be_long = row_length is None or row_length >= MASKS_TO
     mask_free = mode != "off" and may_be_long and not _is_compiled(model, args) and why_masks_stay(model) is None
-    layer, in_tiles = _layer_bytes(
-        model, args, per_token, at_once, row_length or 0, mask_free=mask_free, tiles=sharding.runs_in_tiles
-    )
-    checkpoint = int(held.graphs * tokens * per_token.checkpoint)
-    if args.gradient_checkpointing:
-        checkpoints = n_kept * checkpoint
-    else:  # every layer keeps what one holds, without gradients about half of it
-        checkpoints = int(n_kept * held.graphs * tokens * (per_token.attention + per_token.feed_forward) / 2)
+    # engines that split weights compute with them in 16 bits
+    of_layer = replace(step, weight_bytes=2) if step.autocast and sharding.weights > 1 else step
+    layer, in_tiles = _layer_bytes(model, args, size, of_layer, held.at_once * tokens, sharding, mask_free=mask_free)
+    state = step.weight_bytes * size.hidden
+    checkpoint = int(held.graphs * tokens * state)
+    kept = checkpoint if args.gradient_checkpointing else int(held.graphs * tokens * saved_of_layer(size, step))
+    checkpoints = size.n_layers * kept + checkpoint  # the last norm's input too
+    keeps_both = args.gradient_accumulation_steps > 1 or sharding.buffers  # DeepSpeed's are of gradients
+    freed = 0 if keeps_both else min(checkpoints, gradients)
     host = host_memory() if host is None else host
     offloaded_layers = 0
     if device.type != "cpu":
         offloaded_layers = min(len(layers), host // pinned_bytes(checkpoint))
     in_tiles += checkpoint if offloaded_layers else 0
-    vocabulary = find_causal_lm(model).config.get_text_config().vocab_size
-    loss = int(min(_LOSS_BYTES, tokens * vocabulary * 4) + held.states * tokens * per_token.checkpoint)
-    loss += 4 * _numel(embeddings) * _head(model).requires_grad  # its gradient, as the loss sums it up
-    beside = int(held.beside * tokens * per_token.checkpoint)
+    loss = tokens * states_of_loss(size, step, held.states)
+    if args.has_own_loss or args.loss_type != "nll":  # TRL's own has few logits at a time
+        loss += min(CHUNK["cuda"], (1 + step.teacher) * tokens * size.vocabulary * 4) * 11 // 10
+    loss += 4 * _numel(_head(model)) * _head(model).requires_grad  # its gradient, as the loss sums it up
+    beside = int(held.beside * tokens * state)
     capacity = device_memory(device)
-    on, reason = _decide(mode, args, row_length, fixed + checkpoints + beside + max(layer, loss), capacity, device)
+    needed = fixed + checkpoints - freed + beside + max(layer, loss)
+    on, reason = _decide(mode, args, row_length, needed, capacity, device)
     return MemoryPlan(
         tokens=tokens,
         fixed=fixed,
         optimizer=optimizer,
         checkpoints=checkpoints,
+        freed=freed,
         layer=layer,
         layer_in_tiles=in_tiles,
         loss=loss,
@@ -237,6 +196,24 @@ def plan_memory(
         mask_free=mask_free,
         reason=reason,
         sharding=sharding,
+    )
+
+
+def _step(model: nn.Module, args: "RopeSFTConfig", row_length: int | None, device: torch.device) -> Step:
+    """The step of a trainer, as far as memory goes."""
+    adapted = adapter_layers(model)
+    trains_mlp = _trains_feed_forward(find_decoder(model))
+    return Step(
+        train="lora" if adapted else "all" if trains_mlp else "qkv",
+        lora_rank=max((max(getattr(layer, "r", {}).values(), default=0) for layer in adapted), default=0),
+        row_length=row_length or 0,
+        autocast=args.bf16 or args.fp16,
+        checkpointing=args.gradient_checkpointing,
+        teacher=args.objective_options.needs_teacher,
+        weight_bytes=_embeddings(model).element_size(),
+        device=device.type,
+        own_loss=args.has_own_loss,
+        adapts_mlp=bool(adapted) and trains_mlp,
     )
 
 
@@ -286,8 +263,8 @@ def _decide(
     return needed > capacity, f"{fits}, which is {'too little' if needed > capacity else 'enough'}."
 
 
-def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) -> tuple[int, int]:
-    """Bytes on a rank of all that does not grow with rows, and those of the optimizer's states alone."""
+def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) -> tuple[int, int, int]:
+    """Bytes on a rank of all that does not grow with rows, of gradients alone, and of the optimizer's states alone."""
     bits_16 = args.bf16 or args.fp16
     upcasts = bits_16 and sharding.optimizer > 1  # engines that split states train float32 numbers
 
@@ -312,7 +289,7 @@ def _fixed_bytes(model: nn.Module, args: "RopeSFTConfig", sharding: Sharding) ->
         fixed += weights // sharding.teacher
         if sharding.teacher > 1:
             fixed += _whole_at_a_time(model, bits_16, sharding)
-    return fixed, optimizer
+    return fixed, gradients, optimizer
 
 
 def _whole_at_a_time(model: nn.Module, bits_16: bool, sharding: Sharding) -> int:
@@ -356,31 +333,37 @@ def _state_bytes(optim: str, numel: int, width: int) -> int:
 def _layer_bytes(
     model: nn.Module,
     args: "RopeSFTConfig",
-    per_token: RowMemory,
+    size: ModelSize,
+    step: Step,
     tokens: float,
-    row_length: int,
+    sharding: Sharding,
     *,
     mask_free: bool,
-    tiles: bool,
 ) -> tuple[int, int]:
-    """Bytes of one layer whole, and without masks, in tiles if layers run so."""
-    whole = tokens * max(per_token.attention, per_token.feed_forward)
-    window = getattr(find_decoder(model).config, "sliding_window", None)
+    """Bytes of one layer in backward whole, and without masks, in tiles if layers run so.
+
+    In tiles attention is the larger part, c (4 H + 6 Q + 2 K) + 4 Q a token: the residual stream and its gradient, the
+    norm's output, queries, keys, values, the output, and gradients of all, those of keys and values once for each query
+    head, with what kernels sum queries' gradients up in, in float32. A ring sums outputs and gradients of its parts up
+    in float32, 8 Q + 16 K more.
+    """
+    n = step.row_length
+    c, queries, keys = step.product_bytes, size.queries, size.keys
+    attention = c * (4 * size.hidden + 6 * queries + 2 * keys) + 4 * queries
+    attention += sharding.ring * (8 * queries + 16 * keys)
+    windowed = 0 < size.sliding_window < n
+    in_flight = in_flight_of_layer(size, step, blocks=windowed and mask_free)
     makes_masks = (
         attention_kernel(find_causal_lm(model)) == "sdpa"
         and not mask_free
-        and (
-            bool(window and row_length > window)
-            or args.packing
-            or args.padding_free
-            or args.per_device_train_batch_size > 1  # shorter rows are padded
-        )
+        # of windows, of several documents, and of shorter rows that are padded
+        and (windowed or args.packing or args.padding_free or args.per_device_train_batch_size > 1)
     )
-    # bool, and as numbers of 16 bits that are added to scores
-    masks = 3 * args.per_device_train_batch_size * row_length**2 if makes_masks else 0
-    tile = (min(tokens, TILE) if tiles else tokens) * per_token.feed_forward
+    # bool, and as numbers that are added to scores
+    masks = (1 + c) * args.per_device_train_batch_size * n**2 if makes_masks else 0
     stays = masks if why_masks_stay(model) is not None else 0
-    return int(whole + masks), int(max(tokens * per_token.attention, tile) + stays)
+    tile = (min(tokens, TILE) if sharding.runs_in_tiles else tokens) * in_flight
+    return int(tokens * max(attention, in_flight) + masks), int(max(tokens * attention, tile) + stays)
 
 
 def device_memory(device: torch.device) -> int:

@@ -47,6 +47,7 @@ class Rescaling:
     name: ClassVar[str]
     synonyms: ClassVar[tuple[str, ...]] = ()  # other names of the method, lower case with hyphens, for errors
     cites: ClassVar[tuple[str, ...]] = ()  # BibTeX of its papers, for the card of a model that was made with it
+    factor_per_window: ClassVar[float] = 1.0  # `factor` that a target takes for each trained window in it
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         """Entries of Transformers' `rope_parameters` that replace the scaling entries of `native`.
@@ -77,7 +78,8 @@ class Rescaling:
         factor = self.options().get("factor")
         if factor is None:
             return f"Choose rescale_args of {self.name!r} whose window holds {required} positions"
-        return f"Set factor in rescale_args to at least {math.ceil(required * factor / window)}"
+        needed = math.ceil(required * max(factor, self.factor_per_window) / window)
+        return f"Set factor in rescale_args to at least {needed}"
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(f'{name} {value}' for name, value in self.options().items())})"
@@ -100,9 +102,10 @@ def stretched(window: int, factor: float) -> int:
 def require_factor(owner: Rescaling, factor: object) -> None:
     """Raise unless `factor` is a finite number of at least 1."""
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < float("inf"):
+        twice = f"{owner.factor_per_window:g} * " if owner.factor_per_window != 1 else ""
         raise ValueError(
-            f"rescaling {owner.name!r}: factor must be a finite number of at least 1 (target window / trained window), "
-            f"got {factor!r}."
+            f"rescaling {owner.name!r}: factor must be a finite number of at least 1 ({twice}target window / trained "
+            f"window), got {factor!r}."
         )
     if factor > MAX_INDEX:
         raise ValueError(

@@ -257,7 +257,7 @@ def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, ex
     tokenizer = character_tokenizer()
     tokenizer.model_max_length = named
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    model = patch_model(tiny(), "ntk", factor=4.0)
+    model = patch_model(tiny(), "ntk", factor=8.0)
     export(model, tmp_path / "out", tokenizer=tmp_path / "tokenizer")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == expected
     export(tiny(), tmp_path / "native", tokenizer=tmp_path / "tokenizer")
@@ -270,7 +270,7 @@ def test_the_tokenizer_names_the_new_window_if_it_named_that_of_before(named, ex
         ("yarn", {"factor": 4.0}, 256),
         ("llama3", {"factor": 4.0}, 256),
         ("longrope", {"factor": 4.0, "long_factor": LONG}, 256),
-        ("ntk", {"factor": 4.0}, None),  # of these no checkpoint says where they began
+        ("ntk", {"factor": 8.0}, None),  # of these no checkpoint says where they began
         ("pi", {"factor": 4.0}, None),
         ("abf", {"theta": 5e5, "max_position_embeddings": 256}, None),
     ],
@@ -321,7 +321,7 @@ def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
 def test_generate_takes_prompts_up_to_the_new_window(named, expected, tmp_path):
     model = tiny()
     model.generation_config.max_length = named
-    export(patch_model(model, "ntk", factor=4.0), tmp_path / "out")
+    export(patch_model(model, "ntk", factor=8.0), tmp_path / "out")
     again = reloaded(tmp_path / "out")
     assert again.generation_config.max_length == expected and model.generation_config.max_length == named
     if named == 64:

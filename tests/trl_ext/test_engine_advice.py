@@ -13,9 +13,9 @@ from trl_ext.memory_plan import plan_memory
 
 
 def settings(folder, **options):
-    return RopeSFTConfig(
-        output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], **{"max_length": 64, **options}
-    )
+    """Of steps that add up gradients, so that none take the place of what layers keep."""
+    defaults = {"max_length": 64, "gradient_accumulation_steps": 2}
+    return RopeSFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], **{**defaults, **options})
 
 
 def bytes_of(needs):

@@ -69,8 +69,10 @@ def test_masks_of_windows_count_where_they_are_made(options, big_host):
         args = RopeSFTConfig(output_dir="out", **settings, **{k: v for k, v in options.items() if k != "rows"})
         return plan_memory(model, args, options.get("rows", 16384), torch.device("cuda"), mode).layer
 
-    n = options.get("rows", 16384)
-    assert layer(**options) == pytest.approx(layer() * n / 16384 + 3 * n * n, rel=1e-6)
+    n, config = options.get("rows", 16384), gemma3().config
+    queries = config.num_attention_heads * config.head_dim
+    of_blocks = 4 * 2 * queries * (2 + config.sliding_window / 1024)  # which look through the window in place of masks
+    assert layer(**options) == pytest.approx(n * (layer() / 16384 - of_blocks) + 3 * n * n, rel=1e-6)
 
 
 @pytest.mark.parametrize("compiled", ["whole", "a layer"])
@@ -93,9 +95,11 @@ def test_the_plan_of_8b_with_adapters(big_host):
     plan, _ = llama_plan()
     assert plan.fixed / GIB == pytest.approx(14.96, abs=0.01)  # 8.03e9 weights of 2 bytes
     assert plan.checkpoints == 33 * 65536 * 4096 * 2
-    assert plan.layer == 65536 * (2 * (6 * 14336 + 4 * 4096) + 12 * 4096)
+    # norms in float32, q, k and v's input, q, k, v and the output, the MLP's parts; gradients, and one more norm
+    kept = 2 * 4 * 4096 + 2 * 4096 + 2 * 2 * (4096 + 1024) + 3 * 2 * 14336
+    assert plan.layer == 65536 * (kept + 2 * 2 * 14336 + (4 + 2) * 4096)
     assert not plan.on and "60.0 GiB for a step, which is enough" in str(plan)
-    assert plan.needed / GIB == pytest.approx(47, abs=1)
+    assert plan.needed / GIB == pytest.approx(45.5, abs=0.1)
 
 
 def test_auto_switches_on_where_a_step_does_not_fit(big_host):
@@ -146,7 +150,8 @@ def test_what_an_objective_keeps_while_layers_run_counts_beside_them(big_host):
     relations = llama_plan(objective="relation-distill", rescale="pi", rescale_args={"factor": 4.0}, trains=True)[0]
     assert relations.beside == 1.5 * 32 * 65536 * 4096 * 2 and plain.beside == 0
     assert "kept by the objective 24.0" in str(relations) and "kept by the objective" not in str(plain)
-    assert relations.needed == relations.fixed + relations.checkpoints + relations.beside + relations.layer
+    kept = relations.checkpoints - relations.freed + relations.beside
+    assert relations.needed == relations.fixed + kept + relations.layer
 
 
 def test_a_copy_that_teaches_and_copies_in_16_bits_count(big_host):
@@ -180,7 +185,7 @@ def test_the_plan_of_steps_that_an_h200_measured(line, monkeypatch):
 
 @pytest.mark.parametrize("line", OTHERS, ids=[line["case"] for line in OTHERS])
 def test_the_plan_of_other_steps_that_an_h200_measured(line, big_host):
-    """Those of benchmarks/extension_memory.py, which the plan's constants are not fitted to."""
+    """Those of benchmarks/extension_memory.py."""
     shape, length, train, checkpointing, objective = extension_memory.CASES[line["case"]]
     config = AutoConfig.for_model(**{"model_type": "llama", **extension_memory.SHAPES[shape]})
     window = max(config.max_position_embeddings, length)
@@ -193,9 +198,9 @@ def test_the_plan_of_other_steps_that_an_h200_measured(line, big_host):
     if train == "qkv":
         train_qkv_only(model)
     args = RopeSFTConfig(output_dir="out", **{**training_fields(choices, options, 4), "use_cpu": True})
-    plan = plan_memory(model, args, length, torch.device("cuda"), "off")
+    plan = plan_memory(model, args, length, torch.device("cuda"), "auto")
     gap = plan.needed / GIB / line["peak_gib"] - 1
-    assert -0.045 < gap < 0.135 if checkpointing else -0.145 < gap < 0.065
+    assert -0.05 < gap < 0.05
 
 
 SEVERAL = [json.loads(line) for line in (RESULTS / "several-gpus-h200.jsonl").read_text().splitlines()]
@@ -224,7 +229,7 @@ def test_the_plan_of_steps_on_several_gpus(line, monkeypatch):
     engine = Sharding.of_config(line["engine"], line["gpus"]) if line["gpus"] > 1 else Sharding()
     plan = plan_memory(model, args, line["length"], torch.device("cuda"), "on", engine)
     needed = plan.needed_when_on if line["long_rows"] else plan.needed
-    assert -0.03 < needed / GIB / line["peak_gib"] - 1 < 0.23
+    assert -0.03 < needed / GIB / line["peak_gib"] - 1 < 0.26
 
 
 def test_states_of_the_optimizer_are_paged_where_they_do_not_fit(big_host, caplog):
@@ -241,3 +246,28 @@ def test_states_of_the_optimizer_are_paged_where_they_do_not_fit(big_host, caplo
     assert "fsdp_offload_params: true" in caplog.text
     args.optim = "adafactor"
     assert not long_rows.offload_optimizer(args, plan, torch.device("cuda")) and args.optim == "adafactor"
+
+
+def next_token_steps():
+    """One row a step, weights in bfloat16 and adapters in float32; SmolLM2 in float32, one row of 8192 of several."""
+    for name in ("self-distill-step-h200.json", "distillation-step-h200.json"):
+        for run in json.loads((RESULTS / name).read_text())["runs"]:
+            if run["run"] == "clm":
+                yield run["shape"], run["length"], run["lora_rank"], torch.bfloat16, 1, run["peak_gib"]
+    lines = map(json.loads, (RESULTS / "extension-cost-h200.jsonl").read_text().splitlines())
+    run = next(line for line in lines if line["method"] == "pose" and line["rows_at_once"] == 1)
+    yield "smollm2-135m", 8192, 0, torch.float32, run["rows_a_step"], run["peak_gib"]
+
+
+@pytest.mark.parametrize(("shape", "length", "rank", "dtype", "rows", "measured"), [*next_token_steps()])
+def test_the_plan_of_next_token_steps_that_an_h200_measured(shape, length, rank, dtype, rows, measured, big_host):
+    config = AutoConfig.for_model(**{"model_type": "llama", **extension_memory.SHAPES[shape]})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    if rank:
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    args = RopeSFTConfig(
+        output_dir="out", use_cpu=True, bf16=True, per_device_train_batch_size=1, gradient_accumulation_steps=rows
+    )
+    needed = plan_memory(model, args, length, torch.device("cuda"), "auto").needed
+    assert needed / GIB == pytest.approx(measured, rel=0.03)

@@ -605,7 +605,7 @@ def test_rows_are_cut_wherever_their_padding_is():
 def test_a_saved_tokenizer_names_the_window_that_was_trained_for(tmp_path):
     processing_class = tokenizer()
     processing_class.model_max_length = WINDOW
-    run = trainer(tmp_path, processing_class=processing_class, rescale="ntk", rescale_args={"factor": 4.0})
+    run = trainer(tmp_path, processing_class=processing_class, rescale="ntk", rescale_args={"factor": 8.0})
     run.save_model(str(tmp_path / "saved"))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").model_max_length == 4 * WINDOW
     assert processing_class.model_max_length == WINDOW, "the user's own stays"

@@ -39,8 +39,9 @@ def with_target(name, target):
 )
 def test_a_target_beyond_the_rescaled_window_is_refused_with_the_factor_to_take(name, rescale, tmp_path):
     model = tiny()
-    options = {"rescale": rescale, "rescale_args": {"factor": 2.0}}
-    message = f"target of view '{name}' .* window of 128 positions, got target=1024. Set factor .* at least 16,"
+    two, sixteen = (4, 32) if rescale == "ntk" else (2, 16)  # factors for so many windows
+    options = {"rescale": rescale, "rescale_args": {"factor": float(two)}}
+    message = f"target of view '{name}' .* window of 128 positions, got target=1024. Set factor .* at least {sixteen},"
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, model=model, **with_target(name, 1024), **options)
     assert model.config.max_position_embeddings == WINDOW, "the model is as it came"

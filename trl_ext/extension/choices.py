@@ -7,11 +7,12 @@ from rope_patch import patch_model
 from rope_patch.eval.paired import MIN_DIFFERENT
 from rope_patch.eval.prompt_grid import DEPTHS
 from rope_patch.methods import resolve_rescaling
+from rope_patch.rescalings import RESCALINGS
 
 from ..rows.mix import rows_by_kind
+from ..step_memory import Memory, Step, peak_memory
 from .facts import ModelFacts
 from .machine import GIB, Machine
-from .memory import Memory, Step, peak_memory
 from .options import FACTS, ROWS_PER_STEP, ExtendOptions
 
 Basis = Literal["measured", "not measured", "asked for"]
@@ -171,20 +172,19 @@ def _rescaling(facts: ModelFacts, options: ExtendOptions) -> Choice:
         )
     times = options.to / facts.window
     refused: list[str] = []
-    for method, factor, reason in (
+    for method, reason in (
         (
             "ntk",
-            2 * times,
             "It loses least of what the model could do within its window, and no rescaling is read right by more "
-            "programs. At twice the factor that the target asks for it reads to the end, at once the factor it did not",
+            "programs. With a factor of twice the windows in the target it reads to the end, with once it did not",
         ),
         (
             "yarn",
-            times,
             "It reaches as far without training as with much of it, but loses more within the window than NTK, which "
             "this model does not take",
         ),
     ):
+        factor = RESCALINGS[method].factor_per_window * times
         args = {"factor": factor}
         why = _why_not(facts, options, method, args)
         if why is None:

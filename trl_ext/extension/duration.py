@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..memory_plan import MASKS_TO
-from .facts import ModelSize
-from .memory import Step
+from ..step_memory import MASKS_TO, ModelSize, Step
 
 _SHARE = 0.62  # of the rate of a large product that the operations of a step reach
 _MASKED_SHARE = 0.4  # of that, attention of all pairs of tokens under a mask

@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
+from ..step_memory import Memory, Step, peak_memory
 from .choices import Choices
 from .duration import ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
 from .facts import ModelFacts
 from .machine import GIB, Machine
-from .memory import Memory, Step, peak_memory
 from .options import ExtendOptions
 from .short_rows import batches_a_step
 from .training import free_memory, n_steps
@@ -17,6 +17,7 @@ from .writing import seconds_a_step, seconds_of_writing
 
 _WIDTH = 110  # characters of a line
 _PATIENCE = 60  # minutes
+_FEW_STEPS = 10
 _ANSWERS = {"cuda": 8.0, "cpu": 0.0}  # seconds a length: graphs for answers, and writing them (SmolLM2, one H200)
 _SAID = {
     "weights": "weights",
@@ -105,6 +106,7 @@ class ExtensionPlan:
             "",
             f"Training: {self.tokens:,} tokens in {self.rows:,} rows, {self.steps:,} steps of "
             f"{self.options.rows_per_step} rows, {_at_once(self.choices, self.options)}",
+            *(["  So few steps show that it runs, not what it gives."] if self.steps < _FEW_STEPS else []),
             f"Memory at the peak of a step, in GiB, on {device}:",
             *(
                 f"  {getattr(self.memory, part.name) / GIB:8.2f}  {_SAID[part.name]}"

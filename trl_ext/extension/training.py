@@ -34,7 +34,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
         "num_train_epochs": 1,
         "learning_rate": choices.rate.value,
         "adam_beta2": 0.95,
-        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_type": "cosine_warmup_with_min_lr",  # others begin at a rate of 0
         "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
         "warmup_steps": 0.05,
         "bf16": choices.precision.value == "bf16",

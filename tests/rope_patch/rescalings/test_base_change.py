@@ -7,11 +7,29 @@ from support.tiny import WINDOW, tiny, tokens
 from transformers import AutoModelForCausalLM
 
 from rope_patch import patch_model
+from rope_patch.rescalings import NTK
 
 CASES = {
     "ntk": Case({"factor": FACTOR}, lambda seq_len: ((THETA * FACTOR ** (D / (D - 2))) ** (-2 * PAIR / D), 1.0)),
     "abf": Case({"theta": 5e5}, lambda seq_len: (5e5 ** (-2 * PAIR / D), 1.0)),
 }
+
+
+@pytest.mark.parametrize(("factor", "windows"), [(1.0, 1), (1.5, 1), (2.0, 1), (3.0, 1.5), (8.0, 4), (16, 8)])
+def test_ntk_declares_half_of_its_factor_in_windows_and_tells_the_factor_of_a_longer_one(factor, windows):
+    """As was measured: half of the passkeys of SmolLM2-135M and more are found to there, and fewer beyond."""
+    declared = patch_model(tiny(), "ntk", factor=factor).config.max_position_embeddings
+    assert declared == windows * WINDOW
+    remedy = NTK(factor=factor).remedy(declared, 16 * WINDOW)
+    assert remedy == "Set factor in rescale_args to at least 32"
+    assert patch_model(tiny(), "ntk", factor=32.0).config.max_position_embeddings == 16 * WINDOW
+
+
+@pytest.mark.parametrize("factor", [0.5, None])
+def test_what_ntk_means_by_a_factor_is_said(factor):
+    require_refused(
+        "ntk", {"factor": factor}, r"at least 1 \(2 \* target window / trained window\), got " + str(factor)
+    )
 
 
 def test_ntk_has_no_exponent_for_a_single_frequency():

@@ -8,9 +8,8 @@ import pytest
 from support.shapes import size
 
 from trl_ext.extension.duration import Rate, forward_operations, step_calls, step_operations
-from trl_ext.extension.facts import ModelSize
-from trl_ext.extension.memory import Step
 from trl_ext.extension.plan import _hours
+from trl_ext.step_memory import ModelSize, Step
 
 SIZE = ModelSize(
     parameters=8_030_261_248, in_layers=6_979_588_096, qkv=805_306_368, lora_per_rank=851_968, n_layers=32, n_full=32,

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ def test_a_model_is_extended_measured_and_exported(model, folder, weights, capsy
     done = run(model, said=said, targets=["vllm"], rows=8)  # of four steps; behind three the time that is left is told
     assert done.model == folder / "out/model" or done.model.resolve() == (folder / "out/model").resolve()
     config = AutoConfig.from_pretrained(done.model)
-    assert config.max_position_embeddings == TO, "and not the window that twice the factor reaches"
+    assert config.max_position_embeddings == TO
     native, made = weights(folder / model), weights(done.model)
     assert native.keys() == made.keys() and not torch.equal(native["model.norm.weight"], made["model.norm.weight"])
     assert set(done.commands) == {"transformers", "vllm"} and f"--max-model-len {TO}" in done.commands["vllm"]
@@ -79,6 +80,8 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(folder):
     for part in ("parameters", "6 rows, 3 steps of 2", "4,800 tokens", "weights", "together", "Minutes", "--rescale"):
         assert part in text
     assert plan.tokens == 6 * 800 and plan.steps == 3
+    too_short = "So few steps show that it runs, not what it gives."
+    assert too_short in text and too_short not in str(replace(plan, steps=10))
 
 
 def test_a_length_that_is_named_twice_is_asked_once(folder):

@@ -173,7 +173,7 @@ def test_a_mix_of_views_trains_alike_however_a_step_is_batched(way, adapters, tm
 def test_gaps_leave_the_sliding_layers_of_gemma3_where_they_are(tmp_path):
     """In a far text they see no gap; moved as well, they would take the untrained student far from its teacher."""
     options = {"max_steps": 2, "learning_rate": 0.0, "train_dataset": documents(8), "objective": "native-distill"}
-    options |= {"rescale": "ntk", "rescale_args": {"factor": 16.0}, "per_device_train_batch_size": 4}
+    options |= {"rescale": "ntk", "rescale_args": {"factor": 32.0}, "per_device_train_batch_size": 4}
     pose = {"view": "pose", "target": 1024, "chunks": 3}
     mix = {"view": "mix", "view_args": {"views": ["standard", pose]}}
     results = {}

@@ -10,10 +10,9 @@ from support.shapes import size
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_patch.rotary import find_decoder
-from trl_ext.extension.facts import ModelSize
-from trl_ext.extension.memory import Step, peak_memory, saved_of_layer
+from trl_ext.step_memory import ModelSize, Step, peak_memory, saved_of_layer
 
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 GIB = 1 << 30
 
 
@@ -63,13 +62,13 @@ def test_the_plan_is_near_what_a_step_of_extend_took(run):
 def test_the_plan_is_near_what_a_step_took(shape, more, length, measured):
     step = Step(row_length=length, autocast=True, checkpointing=True, teacher=False, **more)
     planned = peak_memory(size(shape), step).total / GIB
-    assert planned == pytest.approx(measured, rel=0.15)
+    assert planned == pytest.approx(measured, rel=0.05)
 
 
 N_TOKENS, RANK = 250, 8  # a number of tokens that is no weight's, by which saved activations are told from casts
 
 
-@pytest.mark.parametrize("train", ["all", "qkv", "lora"])
+@pytest.mark.parametrize("train", ["all", "qkv", "lora", "lora of all matrices"])
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
 def test_a_layer_keeps_what_pytorch_saves_for_its_backward(model_type, dtype, autocast, train):
@@ -80,14 +79,15 @@ def test_a_layer_keeps_what_pytorch_saves_for_its_backward(model_type, dtype, au
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     sizes = ModelSize.of(model)
+    train, adapts_mlp = train.split()[0], "matrices" in train
     if train == "lora":
-        names = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", *["gate_proj", "up_proj", "down_proj"] * adapts_mlp]
         model = get_peft_model(model, LoraConfig(r=RANK, target_modules=names), autocast_adapter_dtype=True)
     elif train == "qkv":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(part in name for part in ("q_proj", "k_proj", "v_proj")))
     counted = saved_bytes(model, 2, autocast) - saved_bytes(model, 1, autocast)
-    step = Step(train, RANK, N_TOKENS, autocast, False, False, weight_bytes=dtype.itemsize)
+    step = Step(train, RANK, N_TOKENS, autocast, False, False, weight_bytes=dtype.itemsize, adapts_mlp=adapts_mlp)
     expected = saved_of_layer(sizes, step)
     few = 4 * 2 * (8 + 2 + 2 * sizes.norms)
     if model_type == "gemma3_text" and train == "all" and autocast:  # its norms stay in float32 to their end
