@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from .adapters import load_adapter
+from .adapters import LOAD_CHANGED_BASE, fit_embeddings, load_adapter, take_along
 from .own_code import load_pretrained
 from .sidecar import SIDECAR_NAME
 
@@ -82,12 +82,14 @@ def with_adapter(base: Any, folder: str | Path) -> nn.Module:
                 return load_adapter(base, folder)
             from peft import PeftModel
 
-            return PeftModel.from_pretrained(base, str(folder))
+            fit_embeddings(base, Path(folder))
+            adapted = PeftModel.from_pretrained(base, str(folder))
+        take_along(base, Path(folder))
+        return adapted
     except torch.OutOfMemoryError:
         raise
-    except (SafetensorError, RuntimeError, UserWarning) as error:
+    except (SafetensorError, RuntimeError, UserWarning, IndexError) as error:
         raise ValueError(
             f"the adapter in {folder} is not whole, or does not fit its base model: {str(error):.400}. Save it or copy "
-            "it again. If its training changed the base model, as by resize_token_embeddings, load the changed one, "
-            "put the adapter on it with load_adapter, and give rope_patch.export the model."
+            f"it again. {LOAD_CHANGED_BASE}"
         ) from error

@@ -15,6 +15,10 @@ _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "tekken.json", "chat_template*", "additional_chat_templates/*.jinja", "*processor_config.json",
 )  # fmt: skip
+# ends of the names of those that go with a vocabulary and have none
+_WITHOUT_VOCABULARY = (
+    "_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", ".jinja",
+)  # fmt: skip
 # in capitals or not, also for the hub, whose patterns tell them apart
 _LICENSE_FILES = tuple(
     "".join(f"[{c.upper()}{c}]" if c.isalpha() else c for c in name) + "*"
@@ -22,16 +26,20 @@ _LICENSE_FILES = tuple(
 )
 
 
-def copy_tokenizer(sources: Iterable[Source], folder: Path) -> bool:
-    """Copy the tokenizer's files of the first source that has any, as they are; whether there were any."""
-    for source, revision in sources:
-        there, files = _files(source, revision, _TOKENIZER_FILES)
+def copy_tokenizer(sources: Iterable[Source], folder: Path) -> Source | None:
+    """Copy a tokenizer's files as they are, each from the first source that has it; the source of its vocabulary.
+
+    An adapter may have a chat template of its own beside it, and no tokenizer: that is then the next source's.
+    """
+    for source in sources:
+        there, files = _files(*source, _TOKENIZER_FILES)
         for file in files:
-            _copy(file, folder / file.relative_to(there))
-        if files:
-            return True
+            if not (folder / file.relative_to(there)).exists():
+                _copy(file, folder / file.relative_to(there))
+        if any(not file.name.endswith(_WITHOUT_VOCABULARY) for file in files):
+            return source
     logger.warning("No tokenizer was found to go with the checkpoint: save it there with tokenizer.save_pretrained.")
-    return False
+    return None
 
 
 def copy_license(sources: Iterable[Source], folder: Path) -> None:
@@ -58,7 +66,24 @@ def _files(source: str, revision: str | None, patterns: tuple[str, ...]) -> tupl
     folder = _local(source, revision)
     if not source or not folder.is_dir():  # "" would be the folder that one is in
         return folder, []
-    return folder, [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
+    for file in files:
+        require_no_way_out(file, folder)
+    return folder, files
+
+
+def require_no_way_out(file: Path, folder: Path) -> None:
+    """Raise ValueError if `file` in a model's `folder` is a link to elsewhere: who made the folder may not read that.
+
+    The hub's cache links to files of its own, which are named by their content.
+    """
+    target = file.resolve()
+    in_cache = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    if folder.resolve() not in target.parents and not in_cache:
+        raise ValueError(
+            f"{file} is a link out of its folder, to {target}, which would be copied with the model. Put a copy of the "
+            "file in place of the link if it belongs to the model, or remove the link."
+        )
 
 
 def _local(source: str, revision: str | None) -> Path:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from ..adapter_watch import base_revision, require_no_decoder_in_adapters
+from ..adapters import adapter_folder_of
 from ..attention.string_positions import string_in_force
 from ..checked_numbers import require_integer
 from ..files_beside import Source, copy_license, copy_tokenizer, tokenizer_files
@@ -149,8 +150,12 @@ def export(
         window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
+        source = source or adapter_folder_of(causal_lm)  # with the record of its training
         sources = _sources(model, causal_lm, revision)
-        has_tokenizer = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
+        vocabulary = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
+        has_tokenizer = vocabulary is not None
+        if tokenizer is None and vocabulary is not None:
+            _require_no_added_tokens(text_config(causal_lm, decoder), vocabulary)
         copy_license(dict.fromkeys([*sources, *_trained_from(sources)]), unfinished)  # each is asked once
         if chosen_converter is not None:
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
@@ -360,11 +365,27 @@ def _require_convertible_tokenizer(folder: Path, model_type: str, has_tokenizer:
 def _sources(model: nn.Module | str | Path, causal_lm: Any, revision: str | None) -> list[Source]:
     """Where the files beside the weights may lie: what the user names, its base, then where the weights came from."""
     named: list[Source] = [] if isinstance(model, nn.Module) else [(str(model), revision)]
-    if named and (adapter := Path(named[0][0])).joinpath("adapter_config.json").is_file():
+    if not named and (beside := adapter_folder_of(causal_lm)) is not None:
+        named = [(str(beside), None)]
+    elif named and (adapter := Path(named[0][0])).joinpath("adapter_config.json").is_file():
         named.append((base_of(adapter), revision_of_base(adapter)))
     # versions of Transformers that keep the commit of a model from the hub, which a branch may have left since
     loaded = revision or base_revision(causal_lm) or getattr(causal_lm.config, "_commit_hash", None)
     return [*named, (causal_lm.config._name_or_path, loaded)]
+
+
+def _require_no_added_tokens(config: Any, vocabulary: Source) -> None:
+    """Raise ValueError if tokens were added to a model, and the tokenizer is that of the checkpoint from before."""
+    try:
+        rows = AutoConfig.from_pretrained(vocabulary[0], revision=vocabulary[1]).get_text_config(decoder=True).vocab_size
+    except (OSError, ValueError, AttributeError):  # a tokenizer alone
+        return
+    if rows != config.vocab_size:
+        raise ValueError(
+            f"the model has embeddings of {config.vocab_size} tokens and the checkpoint in {vocabulary[0]}, whose "
+            f"tokenizer would be copied, of {rows}. Name the tokenizer of the model's training by tokenizer "
+            "(--tokenizer), or that one if no token was added."
+        )
 
 
 def _trained_from(sources: list[Source]) -> list[Source]:

@@ -235,16 +235,13 @@ def test_lora_is_merged_and_the_model_stays_as_it_is(tmp_path):
     assert torch.equal(merged.model.layers[1].mlp.down_proj.weight, exact.bfloat16())
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
-    ("LoraConfig", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}),
-])  # fmt: skip
 @torch.no_grad()
-def test_adapters_that_replace_more_than_a_weight_are_refused_and_stay(kind, options, tmp_path):
+def test_adapters_that_replace_more_than_a_weight_are_refused_and_stay(tmp_path):
     peft = pytest.importorskip("peft")
-    model, ids = peft.get_peft_model(tiny(), getattr(peft, kind)(**options)).eval(), tokens(1, 20)
+    config, ids = peft.LNTuningConfig(target_modules=["input_layernorm"]), tokens(1, 20)
+    model = peft.get_peft_model(tiny(), config).eval()
     for name, parameter in model.named_parameters():
-        if "ln_tuning" in name or "trainable_tokens" in name:
+        if "ln_tuning" in name:
             parameter += 0.3
     before = model(ids).logits
     with pytest.raises(ValueError, match="which is not merged here: call model.merge_and_unload"):
@@ -385,7 +382,7 @@ def without_weights(folder):
     [
         (without_a_weight, "adapter is not whole.*Found missing adapter keys.*layers.0.mlp.down_proj.lora_A"),
         (cut_short, "adapter is not whole.*Error while deserializing"),
-        (for_a_larger_vocabulary, "does not fit its base model: .*size mismatch.* load the changed one"),
+        (for_a_larger_vocabulary, "holds those of lm_head without those of model.embed_tokens.* load the changed one"),
         (without_weights, "adapter holds adapter_config.json and no weights beside it"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

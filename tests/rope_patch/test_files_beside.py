@@ -85,3 +85,40 @@ def test_what_was_trained_has_the_license_of_what_it_was_trained_from(on_hub, tm
     assert terms_in(tmp_path / "trained") == ({} if on_hub else TERMS)
     export(tmp_path / "trained", tmp_path / "out")
     assert terms_in(tmp_path / "out") == TERMS
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vocab.txt", "LICENSE", "chat_template.jinja", "additional_chat_templates/a.jinja", "rope_patch_training.json"],
+)
+@pytest.mark.parametrize("through", ["file", "folder"])
+def test_a_link_out_of_the_folder_is_refused_by_name(name, through, tmp_path):
+    """Who made the folder may not read what it leads to: that must not be in a folder that is published."""
+    folder = written(tmp_path / "model", {})
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "file").write_text('{"objective": "not for others"}')
+    (folder / name).parent.mkdir(exist_ok=True)
+    if through == "folder":
+        (folder / "way").symlink_to(secret)
+    (folder / name).symlink_to(folder / "way" / "file" if through == "folder" else secret / "file")
+    with pytest.raises(ValueError, match=rf"model/{name} is a link out of its folder, to .*secret/file"):
+        export(folder, tmp_path / "out", check=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_the_folder_and_those_of_the_hubs_cache_are_followed(tmp_path):
+    folder = written(tmp_path / "model", {"terms.txt": "terms"})
+    (folder / "LICENSE").symlink_to("terms.txt")
+    (tmp_path / "named").symlink_to(folder)
+    export(tmp_path / "named", tmp_path / "of_folder", check=False)
+    assert terms_in(tmp_path / "of_folder") == {"LICENSE": "terms"}
+    repository = tmp_path / "models--owner--base"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    snapshot = written(repository / "snapshots" / "0123")
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(repository / "blobs" / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    export(snapshot, tmp_path / "of_hub", check=False)
+    assert terms_in(tmp_path / "of_hub") == TERMS and (tmp_path / "of_hub" / "tokenizer.json").is_file()

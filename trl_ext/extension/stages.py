@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..run_folder import read_run_record
+
 
 class Stages:
     """The stages that are done, a JSON file each.
@@ -38,4 +40,4 @@ class Stages:
             beside = file.with_suffix(".new")
             beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
             os.replace(beside, file)
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_run_record(file)
