@@ -13,6 +13,7 @@ from transformers.utils import logging
 from .adapter_watch import watch_adapters
 from .adapter_weights import digest_of_folder, shapes_in_folder
 from .files_beside import require_no_way_out
+from .json_records import read_record
 from .own_code import load_pretrained
 from .patch import patch_model, unpatch_model
 from .rotary import find_causal_lm, find_decoder, with_factors
@@ -26,8 +27,8 @@ logger = logging.get_logger(__name__)
 
 _FOLDER = "_rope_patch_adapter_folder"
 LOAD_CHANGED_BASE = (
-    "If its training changed the base model, as by resize_token_embeddings, load the changed one, put the adapter on it "
-    "with load_adapter, and give rope_patch.export the model."
+    "If its training changed the base model, as by resize_token_embeddings, load the changed one, put the adapter on "
+    "it with load_adapter, and give rope_patch.export the model."
 )
 
 
@@ -65,6 +66,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     subfolder = kwargs.get("subfolder")
     beside = os.path.join(directory, subfolder) if subfolder else directory
     specification = read_sidecar(beside)
+    if Path(beside, "adapter_config.json").is_file():  # PEFT says where it is not
+        read_adapter_config(Path(beside))
     decoder = find_decoder(model)
     if state_of(decoder) is not None:
         raise ValueError("load_adapter needs a model without patches: call unpatch_model first.")
@@ -108,7 +111,9 @@ def fit_embeddings(model: Any, folder: Path) -> None:
     """
     ends = {model.get_input_embeddings(), model.get_output_embeddings()}
     weights = {name: module.weight for name, module in model.named_modules() if module in ends}
-    saved_as = re.compile(rf"(?:.*\.)?({'|'.join(map(re.escape, weights))})(?:\.token_adapter)?(?:\.base_layer)?\.weight")
+    saved_as = re.compile(
+        rf"(?:.*\.)?({'|'.join(map(re.escape, weights))})(?:\.token_adapter)?(?:\.base_layer)?\.weight"
+    )
     brought = {match[1]: shape[0] for n, shape in shapes_in_folder(folder).items() if (match := saved_as.fullmatch(n))}
     rows, now = set(brought.values()), {len(weight) for weight in weights.values()}
     if rows <= now or len(rows) > 1:  # PEFT tells of two lengths
@@ -134,6 +139,7 @@ def take_along(model: Any, folder: Path) -> None:
     setattr(causal_lm, _FOLDER, str(folder))
     if (folder / "generation_config.json").is_file():
         require_no_way_out(folder / "generation_config.json", folder)
+        read_record(folder / "generation_config.json", "Save it again, or delete it.")
         causal_lm.generation_config = GenerationConfig.from_pretrained(folder)
     if not (folder / "tokenizer_config.json").is_file():
         return

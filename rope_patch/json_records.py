@@ -21,7 +21,7 @@ def read_record(file: Path, remedy: str, shape: dict[str, Any] | None = None) ->
         OSError: it cannot be read.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError(f"{file} is nested too deeply. {remedy}") from None
     except ValueError as error:
@@ -29,12 +29,12 @@ def read_record(file: Path, remedy: str, shape: dict[str, Any] | None = None) ->
     problem = _misfit(values, shape or {}, "")
     if problem:
         raise ValueError(f"{file} {problem}. {remedy}")
-    return values  # type: ignore[no-any-return]
+    return values
 
 
 def _misfit(value: Any, shape: Any, name: str) -> str:
     """What is wrong with a value, "" if nothing is."""
-    kind = type(shape) if isinstance(shape, dict | list) else shape
+    kind: Any = type(shape) if isinstance(shape, dict | list) else shape
     if not isinstance(value, kind):
         kinds = " or ".join(dict.fromkeys(_WORDS[each] for each in getattr(kind, "__args__", [kind]) if each in _WORDS))
         return f"must hold {kinds}{name and f' as {name}'}, got {value!r:.80}"

@@ -377,7 +377,9 @@ def _sources(model: nn.Module | str | Path, causal_lm: Any, revision: str | None
 def _require_no_added_tokens(config: Any, vocabulary: Source) -> None:
     """Raise ValueError if tokens were added to a model, and the tokenizer is that of the checkpoint from before."""
     try:
-        rows = AutoConfig.from_pretrained(vocabulary[0], revision=vocabulary[1]).get_text_config(decoder=True).vocab_size
+        rows = (
+            AutoConfig.from_pretrained(vocabulary[0], revision=vocabulary[1]).get_text_config(decoder=True).vocab_size
+        )
     except (OSError, ValueError, AttributeError):  # a tokenizer alone
         return
     if rows != config.vocab_size:

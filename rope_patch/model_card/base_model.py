@@ -77,6 +77,6 @@ def _license_in(page: Path) -> str:
         return ""
     try:
         named = ModelCard.load(page).data.license
-    except (ValueError, yaml.YAMLError):  # metadata that are none
+    except (ValueError, yaml.YAMLError, RecursionError):  # metadata that are none
         return ""
     return named if isinstance(named, str) else ""

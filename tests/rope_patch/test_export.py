@@ -2,9 +2,11 @@
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -347,9 +349,28 @@ def cut_short(folder):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+class Code:
+    """What runs code where a pickle is loaded as one."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("it was run",))
+
+
+def with_code(folder):
+    file = next(folder.glob("*model.safetensors"))
+    file.unlink()
+    name = "pytorch_model.bin" if file.stem == "model" else f"{file.stem}.bin"
+    (folder / name).write_bytes(pickle.dumps({"code": Code()}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (
+            with_code,
+            "checkpoint are damaged, or hold code beside tensors, which is not run. Save or download them again",
+        ),
+        (lambda folder: (folder / "config.json").write_text("[]"), r"config.json must hold an object, got \[\]. Save"),
         (without_a_weight, "checkpoint lack model.layers.0.mlp.down_proj.weight of the Llama.* would get random ones"),
         (with_a_larger_vocabulary, "checkpoint have another shape for lm_head.weight, model.embed_tokens.weight of "),
         (cut_short, "the weights in .*checkpoint cannot be read: .*Save or download them again"),
@@ -373,6 +394,11 @@ def for_a_larger_vocabulary(folder):
     lora(base, modules_to_save=["lm_head"]).save_pretrained(folder, save_embedding_layers=False)
 
 
+def with_entry(folder, **entries):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+
+
 def without_weights(folder):
     (folder / "adapter_model.safetensors").unlink()
 
@@ -382,6 +408,10 @@ def without_weights(folder):
     [
         (without_a_weight, "adapter is not whole.*Found missing adapter keys.*layers.0.mlp.down_proj.lora_A"),
         (cut_short, "adapter is not whole.*Error while deserializing"),
+        (with_code, "adapter_model.bin is damaged, or holds code beside tensors, which is not run. Save the adapter"),
+        (partial(with_entry, r="8"), "adapter_config.json has a wrong entry: '<=' not supported"),
+        (partial(with_entry, peft_type="NONE"), "adapter_config.json has a wrong entry: 'NONE'"),
+        (partial(with_entry, revision=[]), r"adapter_config.json must hold a text as revision, got \[\]. Copy it"),
         (for_a_larger_vocabulary, "holds those of lm_head without those of model.embed_tokens.* load the changed one"),
         (without_weights, "adapter holds adapter_config.json and no weights beside it"),
     ],

@@ -148,7 +148,10 @@ def test_a_checkpoint_of_plain_trl_ends_its_texts_as_it_was_trained_to(tmp_path)
     assert saved["eos_token_id"] == 128
     for folder in ("of_folder", "of_model"):
         config = json.loads((tmp_path / folder / "config.json").read_text())
-        assert [config[key] for key in ("eos_token_id", "pad_token_id")] == [saved["eos_token_id"], saved["pad_token_id"]]
+        assert [config[key] for key in ("eos_token_id", "pad_token_id")] == [
+            saved["eos_token_id"],
+            saved["pad_token_id"],
+        ]
         again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert again.generation_config.eos_token_id == right.generation_config.eos_token_id
         assert again.generation_config.top_k == 7

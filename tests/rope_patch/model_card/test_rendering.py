@@ -13,8 +13,8 @@ from rope_patch.model_card import RECORD_NAME, EvalFigures, facts_of, read_runs,
 from rope_patch.papers import LONGLORA
 
 ATTACK = (
-    "x\")\nimport os\n\n# Owned\n<script>alert(1)</script> [a](https://evil.example) ![b](c)\n```\n# Owned\n---\n| ` |\\|"
-    " <b> https://evil.example\n"
+    'x")\nimport os\n\n# Owned\n<script>alert(1)</script> [a](https://evil.example) ![b](c)\n```\n# Owned\n---\n| `'
+    " |\\| <b> https://evil.example\n"
 )
 RUN = {
     "objective": "clm", "view": "skip", "view_args": {"law": "uniform", "max_skip": 40}, "cue": ["a", "b"],
@@ -35,8 +35,8 @@ def hostile(value):
 
 
 KEPT = {
-    *RUN, *RUN["run"], *RUN["run"]["base_model"], "method", "options", "settings", "summary", "figure", "values", "dtype",
-    "earlier",
+    *RUN, *RUN["run"], *RUN["run"]["base_model"], "method", "options", "settings", "summary", "figure", "values",
+    "earlier", "dtype",
 }  # fmt: skip
 
 
@@ -54,7 +54,9 @@ def outline(card):
     markdown_it = pytest.importorskip("markdown_it")
     tokens = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table").parse(card.text)
     inside = [child.type for token in tokens for child in token.children or []]
-    return [token.type for token in tokens], {kind for kind in inside if "html" in kind or kind in ("link_open", "image")}
+    return [token.type for token in tokens], {
+        kind for kind in inside if "html" in kind or kind in ("link_open", "image")
+    }
 
 
 @pytest.mark.parametrize("is_adapter", [True, False], ids=["adapter", "model"])
