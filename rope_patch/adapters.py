@@ -12,7 +12,6 @@ from transformers.utils import logging
 
 from .adapter_watch import watch_adapters
 from .adapter_weights import digest_of_folder, shapes_in_folder
-from .files_beside import require_no_way_out
 from .json_records import read_record
 from .own_code import load_pretrained
 from .patch import patch_model, unpatch_model
@@ -115,18 +114,24 @@ def fit_embeddings(model: Any, folder: Path) -> None:
         rf"(?:.*\.)?({'|'.join(map(re.escape, weights))})(?:\.token_adapter)?(?:\.base_layer)?\.weight"
     )
     brought = {match[1]: shape[0] for n, shape in shapes_in_folder(folder).items() if (match := saved_as.fullmatch(n))}
-    rows, now = set(brought.values()), {len(weight) for weight in weights.values()}
-    if rows <= now or len(rows) > 1:  # PEFT tells of two lengths
+    rows, now = set(brought.values()), _rows_of(model)
+    if rows <= {now} or len(rows) > 1:  # PEFT tells of two lengths
         return
     tied = {id(weights[name]) for name in brought}
     random = [name for name, weight in weights.items() if name not in brought and id(weight) not in tied]
     if random:
         raise ValueError(
-            f"the adapter in {folder} was trained with {max(rows)} rows of embeddings, its base model has {max(now)}, "
+            f"the adapter in {folder} was trained with {max(rows)} rows of embeddings, its base model has {now}, "
             f"and it holds those of {', '.join(brought)} without those of {', '.join(random)}, which would be random. "
             f"{LOAD_CHANGED_BASE}"
         )
     model.resize_token_embeddings(max(rows), mean_resizing=False)
+
+
+def _rows_of(model: Any) -> int:
+    """Rows of its embeddings; those themselves may be shards (DeepSpeed ZeRO-3)."""
+    rows: int = model.config.get_text_config(decoder=True).vocab_size
+    return rows
 
 
 def take_along(model: Any, folder: Path) -> None:
@@ -138,7 +143,6 @@ def take_along(model: Any, folder: Path) -> None:
     causal_lm: Any = find_causal_lm(model)
     setattr(causal_lm, _FOLDER, str(folder))
     if (folder / "generation_config.json").is_file():
-        require_no_way_out(folder / "generation_config.json", folder)
         read_record(folder / "generation_config.json", "Save it again, or delete it.")
         causal_lm.generation_config = GenerationConfig.from_pretrained(folder)
     if not (folder / "tokenizer_config.json").is_file():
@@ -148,11 +152,11 @@ def take_along(model: Any, folder: Path) -> None:
     except Exception as error:  # of many kinds: tokenizers raises Exception itself
         logger.warning(f"The tokenizer in {folder} cannot be read, so that special tokens stay the base's: {error}")
         return
-    rows, last = len(causal_lm.get_input_embeddings().weight), max(tokenizer.get_vocab().values())
-    if last >= rows:
+    last = max(tokenizer.get_vocab().values())
+    if last >= _rows_of(causal_lm):
         raise ValueError(
-            f"the tokenizer in {folder} has tokens up to ID {last}, the base model has {rows} rows of embeddings, and "
-            f"the adapter brings no others. {LOAD_CHANGED_BASE}"
+            f"the tokenizer in {folder} has tokens up to ID {last}, the base model has {_rows_of(causal_lm)} rows of "
+            f"embeddings, and the adapter brings no others. {LOAD_CHANGED_BASE}"
         )
     align_special_tokens(causal_lm, tokenizer)  # as Trainer did before the training
 

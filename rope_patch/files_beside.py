@@ -20,7 +20,7 @@ _WITHOUT_VOCABULARY = (
     "_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json", ".jinja",
 )  # fmt: skip
 # in capitals or not, also for the hub, whose patterns tell them apart
-_LICENSE_FILES = tuple(
+LICENSE_FILES = tuple(
     "".join(f"[{c.upper()}{c}]" if c.isalpha() else c for c in name) + "*"
     for name in ("license", "licence", "notice", "copying", "use_policy")
 )
@@ -48,12 +48,20 @@ def copy_license(sources: Iterable[Source], folder: Path) -> None:
     A file of a name that is taken by another text is written as base-NAME.
     """
     for source, revision in sources:
-        for file in _files(source, revision, _LICENSE_FILES)[1]:
+        for file in _files(source, revision, LICENSE_FILES)[1]:
             copied = folder / file.name
             while copied.is_file() and copied.read_bytes() != file.read_bytes():
                 copied = copied.with_name(f"base-{copied.name}")
             if not copied.is_file():
                 _copy(file, copied)
+
+
+def require_no_links_out(
+    folder: str | Path, names: tuple[str, ...] = ("config.json", "generation_config.json")
+) -> None:
+    """Raise ValueError if a file in a model's folder is a link to elsewhere. Configs keep entries that nobody knows."""
+    if Path(folder).is_dir():
+        _files(str(folder), None, names)
 
 
 def tokenizer_files(source: str | Path, revision: str | None = None) -> list[Path]:
@@ -92,7 +100,7 @@ def _local(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = [*_TOKENIZER_FILES, *_LICENSE_FILES]
+        patterns = [*_TOKENIZER_FILES, *LICENSE_FILES]
         return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError):  # no such repository or revision, or no network
         return Path(source)

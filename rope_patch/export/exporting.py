@@ -17,11 +17,12 @@ from ..adapter_watch import base_revision, require_no_decoder_in_adapters
 from ..adapters import adapter_folder_of
 from ..attention.string_positions import string_in_force
 from ..checked_numbers import require_integer
-from ..files_beside import Source, copy_license, copy_tokenizer, tokenizer_files
+from ..files_beside import Source, copy_license, copy_tokenizer, require_no_links_out, tokenizer_files
 from ..hub_revision import require_revision
 from ..model_card import base_of_runs, read_runs
 from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
+from ..own_code import load_pretrained
 from ..registry import unknown
 from ..rescale import RopeParameters
 from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
@@ -109,8 +110,8 @@ def export(
         report: of `rope-patch eval`, its folder or results.json, whose figures go into the card, README.md; None takes
             that in the folder `rope-patch-report` in the checkpoint, or beside it if it measured this checkpoint.
         tokenizer: folder or hub id that has the tokenizer's files, which are copied; None looks in `model` where it is
-            a name, in the base model that an adapter names and of the revision that it names, then where the weights
-            came from.
+            a name, or in the folder that `load_adapter` was given, then in the base model that an adapter names and of
+            the revision that it names, then where the weights came from.
         revision: branch, tag or commit of the model on the hub that `model` names or was loaded from, whose tokenizer
             and license files go along and which the card names; None is "main". Of a model that was loaded at another
             one give it: not every version of Transformers records the commit.
@@ -120,7 +121,8 @@ def export(
 
     Raises:
         ValueError: a target that is not known or would serve this model wrong, weights that cannot be merged, are
-            missing or damaged or give no finite logits, a report that is none, or a revision of a folder.
+            missing or damaged or give no finite logits, a report that is none, a revision of a folder, a file to copy
+            that is a link out of the model's folder, or a model with added tokens whose tokenizer is not known.
         FileExistsError: there is something in `folder`.
         FileNotFoundError: no converter for llama.cpp, no such report, or no tokenizer where `tokenizer` names one.
         RuntimeError: the result is another model. Nothing is left in `folder`.
@@ -152,6 +154,8 @@ def export(
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
         source = source or adapter_folder_of(causal_lm)  # with the record of its training
         sources = _sources(model, causal_lm, revision)
+        for named, _ in sources:
+            require_no_links_out(named)
         vocabulary = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
         has_tokenizer = vocabulary is not None
         if tokenizer is None and vocabulary is not None:
@@ -377,9 +381,8 @@ def _sources(model: nn.Module | str | Path, causal_lm: Any, revision: str | None
 def _require_no_added_tokens(config: Any, vocabulary: Source) -> None:
     """Raise ValueError if tokens were added to a model, and the tokenizer is that of the checkpoint from before."""
     try:
-        rows = (
-            AutoConfig.from_pretrained(vocabulary[0], revision=vocabulary[1]).get_text_config(decoder=True).vocab_size
-        )
+        before = load_pretrained(AutoConfig, vocabulary[0], revision=vocabulary[1] or "main")
+        rows = before.get_text_config(decoder=True).vocab_size
     except (OSError, ValueError, AttributeError):  # a tokenizer alone
         return
     if rows != config.vocab_size:
