@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.trainer_utils import align_special_tokens
 from transformers.utils import logging
 
 from .adapter_watch import watch_adapters
@@ -141,7 +140,7 @@ def take_along(model: Any, folder: Path) -> None:
         ValueError: the tokenizer there has tokens that `model` has no embeddings of.
     """
     causal_lm: Any = find_causal_lm(model)
-    setattr(causal_lm, _FOLDER, str(folder))
+    setattr(causal_lm, _FOLDER, str(folder.absolute()))
     if (folder / "generation_config.json").is_file():
         read_record(folder / "generation_config.json", "Save it again, or delete it.")
         causal_lm.generation_config = GenerationConfig.from_pretrained(folder)
@@ -149,21 +148,28 @@ def take_along(model: Any, folder: Path) -> None:
         return
     try:
         tokenizer = load_pretrained(AutoTokenizer, folder)
+        last = max(tokenizer.get_vocab().values())
     except Exception as error:  # of many kinds: tokenizers raises Exception itself
         logger.warning(f"The tokenizer in {folder} cannot be read, so that special tokens stay the base's: {error}")
         return
-    last = max(tokenizer.get_vocab().values())
     if last >= _rows_of(causal_lm):
         raise ValueError(
             f"the tokenizer in {folder} has tokens up to ID {last}, the base model has {_rows_of(causal_lm)} rows of "
             f"embeddings, and the adapter brings no others. {LOAD_CHANGED_BASE}"
         )
+    from transformers.trainer_utils import align_special_tokens  # with which come many packages
+
     align_special_tokens(causal_lm, tokenizer)  # as Trainer did before the training
 
 
 def adapter_folder_of(model: Any) -> Path | None:
     """The folder that the adapter on `model` was loaded from, merged by now or not; None where that is not known."""
     folder = getattr(find_causal_lm(model), _FOLDER, None)
+    if folder is not None and not Path(folder).is_dir():
+        logger.warning(
+            f"{folder}, which an adapter was loaded from, is gone: what lay beside it is the base model's now."
+        )
+        return None
     return None if folder is None else Path(folder)
 
 

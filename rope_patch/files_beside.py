@@ -35,7 +35,7 @@ def copy_tokenizer(sources: Iterable[Source], folder: Path) -> Source | None:
         there, files = _files(*source, _TOKENIZER_FILES)
         for file in files:
             if not (folder / file.relative_to(there)).exists():
-                _copy(file, folder / file.relative_to(there))
+                _copy(file, there, folder / file.relative_to(there))
         if any(not file.name.endswith(_WITHOUT_VOCABULARY) for file in files):
             return source
     logger.warning("No tokenizer was found to go with the checkpoint: save it there with tokenizer.save_pretrained.")
@@ -48,12 +48,13 @@ def copy_license(sources: Iterable[Source], folder: Path) -> None:
     A file of a name that is taken by another text is written as base-NAME.
     """
     for source, revision in sources:
-        for file in _files(source, revision, LICENSE_FILES)[1]:
+        there, files = _files(source, revision, LICENSE_FILES)
+        for file in files:
             copied = folder / file.name
             while copied.is_file() and copied.read_bytes() != file.read_bytes():
                 copied = copied.with_name(f"base-{copied.name}")
             if not copied.is_file():
-                _copy(file, copied)
+                _copy(file, there, copied)
 
 
 def require_no_links_out(
@@ -61,7 +62,8 @@ def require_no_links_out(
 ) -> None:
     """Raise ValueError if a file in a model's folder is a link to elsewhere. Configs keep entries that nobody knows."""
     if Path(folder).is_dir():
-        _files(str(folder), None, names)
+        for file in _files(str(folder), None, names)[1]:
+            require_no_way_out(file, Path(folder))
 
 
 def tokenizer_files(source: str | Path, revision: str | None = None) -> list[Path]:
@@ -74,10 +76,7 @@ def _files(source: str, revision: str | None, patterns: tuple[str, ...]) -> tupl
     folder = _local(source, revision)
     if not source or not folder.is_dir():  # "" would be the folder that one is in
         return folder, []
-    files = [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
-    for file in files:
-        require_no_way_out(file, folder)
-    return folder, files
+    return folder, [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def require_no_way_out(file: Path, folder: Path) -> None:
@@ -106,6 +105,7 @@ def _local(source: str, revision: str | None) -> Path:
         return Path(source)
 
 
-def _copy(file: Path, to: Path) -> None:
+def _copy(file: Path, folder: Path, to: Path) -> None:
+    require_no_way_out(file, folder)
     to.parent.mkdir(exist_ok=True)
     shutil.copyfile(file, to)  # and not its mode: of a source that is read-only, no file could be changed

@@ -152,8 +152,8 @@ def export(
         window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
-        source = source or adapter_folder_of(causal_lm)  # with the record of its training
-        sources = _sources(model, causal_lm, revision)
+        beside = adapter_folder_of(causal_lm) if source is None else source  # with the record of its training
+        sources = _sources(model, beside, causal_lm, revision)
         for named, _ in sources:
             require_no_links_out(named)
         vocabulary = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
@@ -178,7 +178,7 @@ def export(
             out.resolve().name,
             loaded,
             config if causal_lm.config is decoder.config else config.get_text_config(decoder=True),
-            source=source,
+            source=beside,
             revision=revision,
             target=target,
             figures=figures,
@@ -366,13 +366,12 @@ def _require_convertible_tokenizer(folder: Path, model_type: str, has_tokenizer:
         require_known_tokenizer(model_type, tokenizer_json.read_text(encoding="utf-8"))
 
 
-def _sources(model: nn.Module | str | Path, causal_lm: Any, revision: str | None) -> list[Source]:
+def _sources(model: nn.Module | str | Path, beside: Path | None, causal_lm: Any, revision: str | None) -> list[Source]:
     """Where the files beside the weights may lie: what the user names, its base, then where the weights came from."""
-    named: list[Source] = [] if isinstance(model, nn.Module) else [(str(model), revision)]
-    if not named and (beside := adapter_folder_of(causal_lm)) is not None:
-        named = [(str(beside), None)]
-    elif named and (adapter := Path(named[0][0])).joinpath("adapter_config.json").is_file():
-        named.append((base_of(adapter), revision_of_base(adapter)))
+    in_memory = isinstance(model, nn.Module)
+    named: list[Source] = [] if beside is None else [(str(beside), None if in_memory else revision)]
+    if not in_memory and beside is not None and (beside / "adapter_config.json").is_file():
+        named.append((base_of(beside), revision_of_base(beside)))
     # versions of Transformers that keep the commit of a model from the hub, which a branch may have left since
     loaded = revision or base_revision(causal_lm) or getattr(causal_lm.config, "_commit_hash", None)
     return [*named, (causal_lm.config._name_or_path, loaded)]

@@ -159,6 +159,18 @@ def test_a_checkpoint_of_plain_trl_ends_its_texts_as_it_was_trained_to(tmp_path)
         assert AutoTokenizer.from_pretrained(tmp_path / folder).eos_token == "</call>"
 
 
+def test_an_adapters_folder_is_found_from_elsewhere_and_missed_where_it_is_gone(tmp_path, monkeypatch, caplog):
+    trained(tmp_path / "adapter", base_in(tmp_path / "base", rows=140), 140)
+    monkeypatch.chdir(tmp_path)
+    model = load_adapter(base_in(tmp_path / "base"), "adapter")
+    monkeypatch.chdir("/")
+    export(model, tmp_path / "out")
+    assert "</call>" in AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() and "is gone" not in caplog.text
+    (tmp_path / "adapter").rename(tmp_path / "moved")
+    export(model, tmp_path / "again")
+    assert "adapter, which an adapter was loaded from, is gone: what lay beside it is the base" in caplog.text
+
+
 def test_a_chat_template_alone_goes_with_the_tokenizer_of_the_base(tmp_path):
     model = get_peft_model(patch_model(base_in(tmp_path / "base"), "ntk", factor=2.0), LoraConfig(**LORA))
     model.save_pretrained(tmp_path / "adapter")

@@ -112,6 +112,7 @@ def test_a_link_out_of_the_folder_is_refused_by_name(name, through, tmp_path):
     says = rf"model/{name} is a link out of its folder, to .*secret/file"
     with pytest.raises(ValueError, match=says):
         export(folder, tmp_path / "out", check=False)
+    assert tokenizer_files(folder), "which reads them where they are, and copies none"
     if name in ("LICENSE", "rope_patch_training.json"):
         with pytest.raises(ValueError, match=says):  # and not when it saves
             training_of(folder, tmp_path / "run")
