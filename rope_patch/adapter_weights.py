@@ -1,4 +1,4 @@
-"""Which weights a specification of RoPE belongs to: a digest of an adapter's tensors."""
+"""The tensors of an adapter in a folder: their shapes, and a digest, by which a specification of RoPE names them."""
 
 import hashlib
 import os
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+
+_SAVE_AGAIN = "Save the adapter again with save_pretrained, which writes adapter_model.safetensors."
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str | None:
@@ -29,13 +31,46 @@ def digest_of_folder(directory: str | os.PathLike[str]) -> str | None:
     return digest(_saved(Path(directory)))
 
 
+def shapes_in_folder(directory: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each tensor of the adapter that was saved in `directory`."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _safetensors(Path(directory)):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes or {name: tuple(tensor.shape) for name, tensor in _pickled(Path(directory)).items()}
+
+
+def _safetensors(directory: Path) -> list[Path]:
+    return sorted(directory.glob("adapter_model*.safetensors"))
+
+
 def _saved(directory: Path) -> Iterator[torch.Tensor]:
-    files = sorted(directory.glob("adapter_model*.safetensors"))
+    files = _safetensors(directory)
     for file in files:
         from safetensors import safe_open
 
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 yield tensors.get_tensor(name)
-    if not files and (file := directory / "adapter_model.bin").is_file():
-        yield from torch.load(file, map_location="cpu", weights_only=True).values()
+    if not files:
+        yield from _pickled(directory).values()
+
+
+def _pickled(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter that was saved without safetensors; {} where there are none.
+
+    Raises:
+        ValueError: the file is damaged, or holds more than tensors, which to load would run its code.
+    """
+    file = directory / "adapter_model.bin"
+    if not file.is_file():
+        return {}
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds, by what the bytes happen to be
+        raise ValueError(f"{file} is damaged, or holds code beside tensors, which is not run. {_SAVE_AGAIN}") from error
+    if not isinstance(saved, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in saved.values()):
+        raise ValueError(f"{file} must hold tensors by name, got a {type(saved).__name__}. {_SAVE_AGAIN}")
+    return saved

@@ -1,23 +1,33 @@
 """Loading an adapter onto a base model with the RoPE that it was trained with."""
 
 import os
+import re
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .adapter_watch import watch_adapters
-from .adapter_weights import digest_of_folder
+from .adapter_weights import digest_of_folder, shapes_in_folder
+from .json_records import read_record
+from .own_code import load_pretrained
 from .patch import patch_model, unpatch_model
 from .rotary import find_causal_lm, find_decoder, with_factors
-from .sidecar import CONFIG_MARK, SIDECAR_NAME, always_view_of, read_sidecar, rescalings_of
+from .sidecar import CONFIG_MARKS, SIDECAR_NAME, always_view_of, read_adapter_config, read_sidecar, rescalings_of
 from .state import state_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 logger = logging.get_logger(__name__)
+
+_FOLDER = "_rope_patch_adapter_folder"
+LOAD_CHANGED_BASE = (
+    "If its training changed the base model, as by resize_token_embeddings, load the changed one, put the adapter on "
+    "it with load_adapter, and give rope_patch.export the model."
+)
 
 
 def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kwargs: Any) -> "PeftModel":
@@ -27,6 +37,10 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     `patch_model` with a rescaling starts from there, as it does on the merged checkpoint: ABF's base stays
     under YaRN on top. `native_rope` still means the base model's RoPE parameters, and `unpatch_model` goes back to
     them.
+
+    Tokens that were added before the training are added here too: the embeddings get as many rows as those that the
+    adapter brings. The model gets the generation config beside the adapter and the special tokens of the tokenizer
+    there, and `export` takes that tokenizer along.
 
     Args:
         model: the base model, not patched.
@@ -50,6 +64,8 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     subfolder = kwargs.get("subfolder")
     beside = os.path.join(directory, subfolder) if subfolder else directory
     specification = read_sidecar(beside)
+    if Path(beside, "adapter_config.json").is_file():  # PEFT says where it is not
+        read_adapter_config(Path(beside))
     decoder = find_decoder(model)
     if state_of(decoder) is not None:
         raise ValueError("load_adapter needs a model without patches: call unpatch_model first.")
@@ -70,9 +86,12 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
         _require_recorded_rope(decoder, specification, beside)
         if view is not None:
             patch_model(model, view[0], seed=view[1], when="always")
+        fit_embeddings(model, Path(beside))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=f".*'{CONFIG_MARK}'")  # what it asks for is being done
+            for mark in CONFIG_MARKS:  # what it asks for is being done
+                warnings.filterwarnings("ignore", message=f".*{re.escape(mark)}")
             adapted = PeftModel.from_pretrained(model, directory, **kwargs)
+        take_along(model, Path(beside))
     except Exception:
         unpatch_model(model)
         raise
@@ -80,6 +99,78 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
     if state is not None:
         watch_adapters(adapted, find_causal_lm(model))
     return adapted
+
+
+def fit_embeddings(model: Any, folder: Path) -> None:
+    """Give the embeddings of a base model as many rows as those that the adapter in `folder` brings.
+
+    Raises:
+        ValueError: it brings only those at one end of the model, and rows at the other would be random ones.
+    """
+    ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+    weights = {name: module.weight for name, module in model.named_modules() if module in ends}
+    saved_as = re.compile(
+        rf"(?:.*\.)?({'|'.join(map(re.escape, weights))})(?:\.token_adapter)?(?:\.base_layer)?\.weight"
+    )
+    brought = {match[1]: shape[0] for n, shape in shapes_in_folder(folder).items() if (match := saved_as.fullmatch(n))}
+    rows, now = set(brought.values()), _rows_of(model)
+    if rows <= {now} or len(rows) > 1:  # PEFT tells of two lengths
+        return
+    tied = {id(weights[name]) for name in brought}
+    random = [name for name, weight in weights.items() if name not in brought and id(weight) not in tied]
+    if random:
+        raise ValueError(
+            f"the adapter in {folder} was trained with {max(rows)} rows of embeddings, its base model has {now}, "
+            f"and it holds those of {', '.join(brought)} without those of {', '.join(random)}, which would be random. "
+            f"{LOAD_CHANGED_BASE}"
+        )
+    model.resize_token_embeddings(max(rows), mean_resizing=False)
+
+
+def _rows_of(model: Any) -> int:
+    """Rows of its embeddings; those themselves may be shards (DeepSpeed ZeRO-3)."""
+    rows: int = model.config.get_text_config(decoder=True).vocab_size
+    return rows
+
+
+def take_along(model: Any, folder: Path) -> None:
+    """Let `model` know what was saved beside the adapter in `folder`, as the model had it that was trained.
+
+    Raises:
+        ValueError: the tokenizer there has tokens that `model` has no embeddings of.
+    """
+    causal_lm: Any = find_causal_lm(model)
+    setattr(causal_lm, _FOLDER, str(folder.absolute()))
+    if (folder / "generation_config.json").is_file():
+        read_record(folder / "generation_config.json", "Save it again, or delete it.")
+        causal_lm.generation_config = GenerationConfig.from_pretrained(folder)
+    if not (folder / "tokenizer_config.json").is_file():
+        return
+    try:
+        tokenizer = load_pretrained(AutoTokenizer, folder)
+        last = max(tokenizer.get_vocab().values())
+    except Exception as error:  # of many kinds: tokenizers raises Exception itself
+        logger.warning(f"The tokenizer in {folder} cannot be read, so that special tokens stay the base's: {error}")
+        return
+    if last >= _rows_of(causal_lm):
+        raise ValueError(
+            f"the tokenizer in {folder} has tokens up to ID {last}, the base model has {_rows_of(causal_lm)} rows of "
+            f"embeddings, and the adapter brings no others. {LOAD_CHANGED_BASE}"
+        )
+    from transformers.trainer_utils import align_special_tokens  # with which come many packages
+
+    align_special_tokens(causal_lm, tokenizer)  # as Trainer did before the training
+
+
+def adapter_folder_of(model: Any) -> Path | None:
+    """The folder that the adapter on `model` was loaded from, merged by now or not; None where that is not known."""
+    folder = getattr(find_causal_lm(model), _FOLDER, None)
+    if folder is not None and not Path(folder).is_dir():
+        logger.warning(
+            f"{folder}, which an adapter was loaded from, is gone: what lay beside it is the base model's now."
+        )
+        return None
+    return None if folder is None else Path(folder)
 
 
 def _require_own_weights(directory: str | os.PathLike[str], specification: dict[str, Any]) -> None:

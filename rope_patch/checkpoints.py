@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from .adapters import load_adapter
+from .adapters import LOAD_CHANGED_BASE, fit_embeddings, load_adapter, take_along
 from .own_code import load_pretrained
 from .sidecar import SIDECAR_NAME
 
@@ -52,6 +53,11 @@ def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:
         raise
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"the weights in {name} cannot be read: {error}. Save or download them again.") from error
+    except (UnpicklingError, EOFError, LookupError) as error:  # of torch.load, which says how to run the code in a file
+        raise ValueError(
+            f"the weights in {name} are damaged, or hold code beside tensors, which is not run. Save or download them "
+            "again, as safetensors."
+        ) from error
     other_shapes = [weight for weight, *_ in loaded["mismatched_keys"]]
     for what, weights in (("lack", sorted(loaded["missing_keys"])), ("have another shape for", sorted(other_shapes))):
         if weights:
@@ -82,12 +88,14 @@ def with_adapter(base: Any, folder: str | Path) -> nn.Module:
                 return load_adapter(base, folder)
             from peft import PeftModel
 
-            return PeftModel.from_pretrained(base, str(folder))
+            fit_embeddings(base, Path(folder))
+            adapted = PeftModel.from_pretrained(base, str(folder))
+        take_along(base, Path(folder))
+        return adapted
     except torch.OutOfMemoryError:
         raise
-    except (SafetensorError, RuntimeError, UserWarning) as error:
-        raise ValueError(
-            f"the adapter in {folder} is not whole, or does not fit its base model: {str(error):.400}. Save it or copy "
-            "it again. If its training changed the base model, as by resize_token_embeddings, load the changed one, "
-            "put the adapter on it with load_adapter, and give rope_patch.export the model."
+    except (SafetensorError, RuntimeError, UserWarning, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(  # PEFT does not look at the types of what adapter_config.json says
+            f"the adapter in {folder} is not whole, or does not fit its base model, or its adapter_config.json has a "
+            f"wrong entry: {str(error):.400}. Save it or copy it again. {LOAD_CHANGED_BASE}"
         ) from error

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from .json_records import read_record
+
 _OPTION = "trust_remote_code"  # Transformers names it in its refusal, and in no other
 
 
@@ -16,8 +18,12 @@ def load_pretrained(auto_class: Any, name: str | Path, argument: str = "", **opt
         **options: of `from_pretrained`.
 
     Raises:
-        ValueError: the checkpoint has code of its own that is not to run, or what `from_pretrained` raises.
+        ValueError: the checkpoint has code of its own that is not to run, a config in its folder is damaged, or what
+            `from_pretrained` raises.
     """
+    for config in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (file := Path(name, config)).is_file():
+            read_record(file, "Save or download the model again.")
     try:
         return auto_class.from_pretrained(name, **{_OPTION: False, **options})
     except ValueError as error:

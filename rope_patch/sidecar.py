@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.utils import logging
 
+from .json_records import read_record
 from .methods import resolve_rescaling, resolve_view
 from .registry import unknown
 from .rescalings import Rescaling
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SIDECAR_NAME = "rope_patch.json"
-CONFIG_MARK = "load_with_rope_patch_load_adapter"
+# PEFT shows it, in quotation marks and without its value, to whoever loads the adapter without this package
+CONFIG_MARK = (
+    "This adapter needs the RoPE scaling that it was trained with and gives wrong output without it: load it with "
+    "rope_patch.load_adapter (pip install rope-patch). Upgrading PEFT does not help."
+)
+CONFIG_MARKS = frozenset((CONFIG_MARK, "load_with_rope_patch_load_adapter"))  # the other one is of older versions
 _FORMAT = 1
 _STACKED = 2  # of several rescalings, which a version that knows format 1 alone would load as the last one
 
@@ -69,12 +75,22 @@ def mark_config(directory: Path) -> None:
 def require_no_lost_sidecar(directory: Path) -> None:
     """Raise FileNotFoundError if an adapter was saved with a specification that does not lie beside it any more."""
     path = directory / "adapter_config.json"
-    if path.is_file() and CONFIG_MARK in json.loads(path.read_text(encoding="utf-8")):
+    if path.is_file() and not CONFIG_MARKS.isdisjoint(read_adapter_config(directory)):
         raise FileNotFoundError(
-            f"{directory / SIDECAR_NAME} does not exist, and {CONFIG_MARK!r} in {path} says that it was saved with the "
+            f"{directory / SIDECAR_NAME} does not exist, and an entry of {path} says that it was saved with the "
             "adapter, whose RoPE is not that of its base model: copy it from where the adapter was saved. If you know "
             "the RoPE, remove that entry, load the adapter with peft.PeftModel.from_pretrained, and call patch_model."
         )
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """PEFT's config of the adapter in a folder.
+
+    Raises:
+        ValueError: it is no JSON, or not what PEFT writes.
+    """
+    shape = {"base_model_name_or_path": str | None, "revision": str | None, "peft_type": str | None}
+    return read_record(directory / "adapter_config.json", "Copy it again from where the adapter was saved.", shape)
 
 
 def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -98,16 +114,14 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
             "it was trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model if "
             "you know it."
         )
+    specification = read_record(path, "Copy it again from where the adapter was saved.")
     try:
-        specification = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(specification, dict) or specification.get("format") not in (_FORMAT, _STACKED):
+        if specification.get("format") not in (_FORMAT, _STACKED):
             raise ValueError(
                 f"must be of format {_FORMAT} or {_STACKED}, got {specification!r:.200}. Update rope-patch."
             )
         _check(specification)
         rescalings_of(specification)
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply to be a specification of RoPE.") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return specification
@@ -254,7 +268,7 @@ def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> N
         saved = [read_sidecar(checkpoint)["rope_parameters"]]
         in_force = [json.loads(json.dumps(find_decoder(model).config.rope_parameters))]
     elif config.is_file():
-        saved = _rope_parameters_in(json.loads(config.read_text(encoding="utf-8")))
+        saved = _rope_parameters_in(read_record(config, "Resume from another checkpoint."))
         in_force = _rope_parameters_in(json.loads(causal_lm_config.to_json_string()))  # as `save_pretrained` writes it
     else:
         return

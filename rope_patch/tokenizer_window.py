@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.utils import logging
 
+from .json_records import read_record
 from .rescale import pretrained_window
 from .rotary import find_decoder
 from .state import state_of
@@ -95,5 +96,4 @@ def _write(file: Path, key: str, window: int, is_meant: Callable[[float], bool])
 
 def _read(file: Path) -> dict[str, Any]:
     """A JSON file; nothing of one that is not there."""
-    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config
+    return read_record(file, "Save the tokenizer or the model again.") if file.is_file() else {}

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from rope_patch.json_records import read_record
 from rope_patch.model_card import RECORD_NAME
 from rope_patch.version import __version__
 from rope_patch.views import View
@@ -66,8 +67,8 @@ def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[st
             "with the same view, objective and options is not known. It is resumed with those given."
         )
         return
-    recorded = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(recorded, dict) or recorded.get("format") != _FORMAT:
+    recorded = read_record(file, "Resume from another checkpoint, or start a new run from its weights.")
+    if recorded.get("format") != _FORMAT:
         raise ValueError(f"{file} must be of format {_FORMAT}, got {recorded!r:.200}. Update rope-patch to read it.")
     if recorded.get("view") != method["view"]:  # options of the one say nothing of the other
         recorded.pop("view_args", None)

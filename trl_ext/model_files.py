@@ -1,12 +1,13 @@
 """The files or the commit of a model when a run began, so that it goes on with the same model, or not at all."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import cached_file, extract_commit_hash
+
+from .run_folder import read_run_record
 
 _KINDS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")  # weights, config and tokenizer
 _END = 1 << 20  # bytes of either end of a large file that are looked at
@@ -51,8 +52,7 @@ def recorded_files(record: Path) -> dict[str, list[Any]] | None:
 
 def begun_with(record: Path) -> dict[str, Any]:
     """What a run recorded in a JSON file when it was begun; nothing where there is no run."""
-    recorded: dict[str, Any] = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
-    return recorded
+    return read_run_record(record) if record.is_file() else {}
 
 
 def recorded_commit(begun: Mapping[str, Any], name: str, revision: str | None) -> str | None:

@@ -42,6 +42,7 @@ from .run_folder import (
     forgotten_unless_begun,
     last_checkpoint,
     only_run,
+    read_run_record,
     record_settings,
     require_same_settings,
     write_whole,
@@ -269,7 +270,7 @@ def restore(
         for name, config in configs.items():
             file = root / f"{name}.json"
             if file.is_file():
-                stages[name] = Stage(**json.loads(file.read_text(encoding="utf-8")))
+                stages[name] = Stage(**read_run_record(file))
             else:
                 revision = init_kwargs.get("revision")
                 new_adapters = with_base_revision(peft_config, revision) if before is None else None

@@ -25,7 +25,7 @@ def require_same_settings(
     """
     if not file.is_file():
         return
-    recorded = json.loads(file.read_text(encoding="utf-8"))
+    recorded = read_run_record(file)
     other: list[str] = []
     for name, here in settings.items():
         there = recorded.get(name)
@@ -40,6 +40,17 @@ def require_same_settings(
             other.append(_differing(name, recorded, settings, name))
     if other:
         raise ValueError(f"{file.parent} holds a run with other settings: {', '.join(other)}. Use another {option}.")
+
+
+def read_run_record(file: Path) -> dict[str, Any]:
+    """What a run has recorded in a JSON file, which is there.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    from rope_patch.json_records import read_record  # with which torch comes
+
+    return read_record(file, "Restore it from a copy, or begin anew in another folder.")
 
 
 def _differing(name: str, there: Mapping[str, Any], here: Mapping[str, Any], key: str) -> str:
@@ -173,7 +184,7 @@ class Stopwatch:
 
     def __init__(self, file: Path, *, writes: bool = True) -> None:
         self.file, self.writes = file, writes
-        self.times: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self.times: dict[str, float] = read_run_record(file) if file.is_file() else {}
 
     def __call__(self, step: str) -> "Stopwatch":
         self.step = step

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rope_patch.files_beside import copy_license
+from rope_patch.files_beside import LICENSE_FILES, copy_license, require_no_links_out
 from rope_patch.model_card import RECORD_NAME, has_card_of_user, write_card, write_runs
 from rope_patch.rotary import find_causal_lm
 from rope_patch.sidecar import SIDECAR_NAME
@@ -31,7 +31,9 @@ class RunRecord:
         self, trainer: "RopeSFTTrainer", source: ViewSource | None, method: dict[str, Any], dataset: DatasetFacts
     ) -> None:
         self.source, self.method, self.dataset = source, method, dataset
-        self._earlier = runs_before(find_causal_lm(trainer.model).config._name_or_path, trainer.args.output_dir)
+        base = find_causal_lm(trainer.model).config._name_or_path
+        require_no_links_out(base, LICENSE_FILES)  # before the training, at whose end they are copied
+        self._earlier = runs_before(base, trainer.args.output_dir)
         self._keeps_card: dict[Path, bool] = {}  # of folders that are being saved into
 
     def write_before_weights(self, trainer: "RopeSFTTrainer", folder: Path) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from transformers.utils import logging
 
 from rope_patch.adapter_watch import adapter_configs
+from rope_patch.sidecar import read_adapter_config
 
 from .checkpoint import ADAPTER_CONFIG
 from .method_record import differences
@@ -46,7 +47,7 @@ def require_same_adapters(model: nn.Module, checkpoint: str) -> None:
                 "run that trained whole weights, or another adapter. Leave peft_config (use_peft) out, or start a new "
                 "run with these weights as the model, without resume_from_checkpoint."
             )
-        recorded, current = json.loads(file.read_text(encoding="utf-8")), config.to_dict()
+        recorded, current = read_adapter_config(file.parent), config.to_dict()
         others = differences(_compared(recorded), _compared(current))
         if others:
             raise ValueError(

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from ..adapter_watch import base_revision, require_no_decoder_in_adapters
+from ..adapters import adapter_folder_of
 from ..attention.string_positions import string_in_force
 from ..checked_numbers import require_integer
-from ..files_beside import Source, copy_license, copy_tokenizer, tokenizer_files
+from ..files_beside import Source, copy_license, copy_tokenizer, require_no_links_out, tokenizer_files
 from ..hub_revision import require_revision
 from ..model_card import base_of_runs, read_runs
 from ..older_form import older_form, unscaled_keys, write_older_keys
 from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
+from ..own_code import load_pretrained
 from ..registry import unknown
 from ..rescale import RopeParameters, softmax_reads_mscale
 from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
@@ -108,8 +110,8 @@ def export(
         report: of `rope-patch eval`, its folder or results.json, whose figures go into the card, README.md; None takes
             that in the folder `rope-patch-report` in the checkpoint, or beside it if it measured this checkpoint.
         tokenizer: folder or hub id that has the tokenizer's files, which are copied; None looks in `model` where it is
-            a name, in the base model that an adapter names and of the revision that it names, then where the weights
-            came from.
+            a name, or in the folder that `load_adapter` was given, then in the base model that an adapter names and of
+            the revision that it names, then where the weights came from.
         revision: branch, tag or commit of the model on the hub that `model` names or was loaded from, whose tokenizer
             and license files go along and which the card names; None is "main". Of a model that was loaded at another
             one give it: not every version of Transformers records the commit.
@@ -119,7 +121,8 @@ def export(
 
     Raises:
         ValueError: a target that is not known or would serve this model wrong, weights that cannot be merged, are
-            missing or damaged or give no finite logits, a report that is none, or a revision of a folder.
+            missing or damaged or give no finite logits, a report that is none, a revision of a folder, a file to copy
+            that is a link out of the model's folder, or a model with added tokens whose tokenizer is not known.
         FileExistsError: there is something in `folder`.
         FileNotFoundError: no converter for llama.cpp, no such report, or no tokenizer where `tokenizer` names one.
         RuntimeError: the result is another model. Nothing is left in `folder`.
@@ -149,8 +152,14 @@ def export(
         window = _promised(window, text_config(causal_lm, decoder))
         config = _config_to_save(causal_lm, decoder, folded=bool(edits), window=window)
         reference = reference_of(loaded, text_config(causal_lm, decoder), window) if check else None
-        sources = _sources(model, causal_lm, revision)
-        has_tokenizer = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
+        beside = adapter_folder_of(causal_lm) if source is None else source  # with the record of its training
+        sources = _sources(model, beside, causal_lm, revision)
+        for named, _ in sources:
+            require_no_links_out(named)
+        vocabulary = copy_tokenizer(sources if tokenizer is None else [(str(tokenizer), None)], unfinished)
+        has_tokenizer = vocabulary is not None
+        if tokenizer is None and vocabulary is not None:
+            _require_no_added_tokens(text_config(causal_lm, decoder), vocabulary)
         copy_license(dict.fromkeys([*sources, *_trained_from(sources)]), unfinished)  # each is asked once
         if chosen_converter is not None:
             _require_convertible_tokenizer(unfinished, config.model_type, has_tokenizer)
@@ -169,7 +178,7 @@ def export(
             out.resolve().name,
             loaded,
             config if causal_lm.config is decoder.config else config.get_text_config(decoder=True),
-            source=source,
+            source=beside,
             revision=revision,
             target=target,
             figures=figures,
@@ -360,14 +369,30 @@ def _require_convertible_tokenizer(folder: Path, model_type: str, has_tokenizer:
         require_known_tokenizer(model_type, tokenizer_json.read_text(encoding="utf-8"))
 
 
-def _sources(model: nn.Module | str | Path, causal_lm: Any, revision: str | None) -> list[Source]:
+def _sources(model: nn.Module | str | Path, beside: Path | None, causal_lm: Any, revision: str | None) -> list[Source]:
     """Where the files beside the weights may lie: what the user names, its base, then where the weights came from."""
-    named: list[Source] = [] if isinstance(model, nn.Module) else [(str(model), revision)]
-    if named and (adapter := Path(named[0][0])).joinpath("adapter_config.json").is_file():
-        named.append((base_of(adapter), revision_of_base(adapter)))
+    in_memory = isinstance(model, nn.Module)
+    named: list[Source] = [] if beside is None else [(str(beside), None if in_memory else revision)]
+    if not in_memory and beside is not None and (beside / "adapter_config.json").is_file():
+        named.append((base_of(beside), revision_of_base(beside)))
     # versions of Transformers that keep the commit of a model from the hub, which a branch may have left since
     loaded = revision or base_revision(causal_lm) or getattr(causal_lm.config, "_commit_hash", None)
     return [*named, (causal_lm.config._name_or_path, loaded)]
+
+
+def _require_no_added_tokens(config: Any, vocabulary: Source) -> None:
+    """Raise ValueError if tokens were added to a model, and the tokenizer is that of the checkpoint from before."""
+    try:
+        before = load_pretrained(AutoConfig, vocabulary[0], revision=vocabulary[1] or "main")
+        rows = before.get_text_config(decoder=True).vocab_size
+    except (OSError, ValueError, AttributeError):  # a tokenizer alone
+        return
+    if rows != config.vocab_size:
+        raise ValueError(
+            f"the model has embeddings of {config.vocab_size} tokens and the checkpoint in {vocabulary[0]}, whose "
+            f"tokenizer would be copied, of {rows}. Name the tokenizer of the model's training by tokenizer "
+            "(--tokenizer), or that one if no token was added."
+        )
 
 
 def _trained_from(sources: list[Source]) -> list[Source]:

@@ -1,13 +1,11 @@
 """What is exported: a loaded model, or a checkpoint or adapter in a folder or on the hub."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from ..checkpoints import load_checkpoint, with_adapter
-from ..sidecar import SIDECAR_NAME, require_no_lost_sidecar, require_no_named_adapters
+from ..sidecar import SIDECAR_NAME, read_adapter_config, require_no_lost_sidecar, require_no_named_adapters
 from ..weights_in_parts import require_whole_weights
 
 
@@ -38,21 +36,12 @@ def load(source: str | Path, revision: str | None = None) -> nn.Module:
 
 def revision_of_base(adapter: Path) -> str:
     """The revision of the base model on the hub that an adapter was trained on."""
-    return _config_of(adapter).get("revision") or "main"
-
-
-def _config_of(adapter: Path) -> dict[str, Any]:
-    file = adapter / "adapter_config.json"
-    try:
-        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}. Copy it again from where the adapter was saved.") from error
-    return config
+    return read_adapter_config(adapter).get("revision") or "main"
 
 
 def base_of(adapter: Path) -> str:
     """The base model that an adapter names."""
-    named: str | None = _config_of(adapter).get("base_model_name_or_path")
+    named: str | None = read_adapter_config(adapter).get("base_model_name_or_path")
     if not named:
         raise ValueError(
             f"{adapter / 'adapter_config.json'} names no base model (base_model_name_or_path): write its folder or hub "

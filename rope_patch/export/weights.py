@@ -88,6 +88,9 @@ def _of_module(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _of_adapted(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     kinds = {kind.__name__ for kind in type(module).__mro__}
+    if "TrainableTokensWrapper" in kinds:  # PEFT's around a layer of its own that can be merged
+        module = module.token_adapter
+        kinds = {kind.__name__ for kind in type(module).__mro__}
     saved = "ModulesToSaveWrapper" in kinds
     swaps = "LNTuningLayer" in kinds  # its merge puts another module in place of the layer
     if not saved and ("AuxiliaryTrainingWrapper" in kinds or swaps or not hasattr(module.get_base_layer(), "weight")):

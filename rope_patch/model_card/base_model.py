@@ -57,7 +57,8 @@ class BaseModel:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """What `to_dict` wrote."""
-        return cls(values["name"], values["is_on_hub"], values.get("license", ""), values.get("revision", ""))
+        is_on_hub = values["is_on_hub"] and _is_repo_id(values["name"])  # which a link leads to
+        return cls(values["name"], is_on_hub, values.get("license", ""), values.get("revision", ""))
 
 
 def _is_repo_id(name: str) -> bool:
@@ -76,6 +77,6 @@ def _license_in(page: Path) -> str:
         return ""
     try:
         named = ModelCard.load(page).data.license
-    except (ValueError, yaml.YAMLError):  # metadata that are none
+    except (ValueError, yaml.YAMLError, RecursionError):  # metadata that are none
         return ""
     return named if isinstance(named, str) else ""

@@ -1,11 +1,12 @@
 """The figures of a report of `rope-patch eval`, for the card of one of the models that it measured."""
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from ..json_records import read_record
 
 _STORED = "results.json"
 _REPORT_FOLDER = "rope-patch-report"
@@ -44,7 +45,7 @@ class EvalFigures:
                 f"report: there is no {file}. Name the folder that `rope-patch eval --report` wrote, or its {_STORED}."
             )
         try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
+            stored = read_record(file, "Measure again, or name another report.")
             settings, summary = stored["settings"], stored["summary"]
             labels = tuple(dict.fromkeys(label for row in summary for label in row["values"]))
             rows = tuple((row["figure"], tuple(_figure(row["values"], label) for label in labels)) for row in summary)
@@ -69,7 +70,7 @@ class EvalFigures:
 def _figure(values: dict[str, Any], label: str) -> float | None:
     if label not in values:
         return None
-    return math.nan if values[label] is None else values[label]
+    return math.nan if values[label] is None else float(values[label])
 
 
 def _label_of(settings: dict[str, Any], labels: tuple[str, ...], checkpoint: Any) -> str | None:

@@ -20,6 +20,7 @@ from ..state import state_of
 from ..views.base import TRUE_POSITIONS
 from .base_model import BaseModel
 from .eval_report import EvalFigures
+from .markdown import code, text
 
 Rows = tuple[tuple[str, str], ...]
 """Name and value of each line of a table."""
@@ -152,13 +153,13 @@ def _context(
     config = text_config(find_causal_lm(model), decoder) if config is None else config
     window = getattr(config, "max_position_embeddings", None)
     native = native_window(model, runs)
-    steps = [f"`{rescaling['method']}`{_options(rescaling['options'], ' (', ')')}" for rescaling in rescalings]
+    steps = [f"{code(rescaling['method'])}{_options(rescaling['options'], ' (', ')')}" for rescaling in rescalings]
     return _filled(
         {
             "Window, in positions": "" if window is None else f"{window:,}",
             "Window of the base model": f"{native:,}" if native and native != window else "",
             "Rescaling of RoPE": ", then ".join(steps),
-            "`rope_parameters`": f"`{json.dumps(_short(config.rope_parameters))}`",
+            "`rope_parameters`": code(json.dumps(_short(config.rope_parameters))),
         }
     )
 
@@ -187,19 +188,19 @@ def _run_rows(run: Mapping[str, Any]) -> Rows:
     others = {name: value for name, value in run.items() if name not in _TOLD_APART}
     return _filled(
         {
-            "Objective": f"`{run['objective']}`" if "objective" in run else "",
+            "Objective": code(run["objective"]) if "objective" in run else "",
             "Options": _options(others),
             "View of positions in training": "none, true positions"
             if view == TRUE_POSITIONS
-            else f"`{view}`{_options(run.get('view_args', {}), ' (', ')')}",
-            "Weights trained": facts.get("trained", ""),
-            "Dataset": facts.get("dataset", ""),
+            else f"{code(view)}{_options(run.get('view_args', {}), ' (', ')')}",
+            "Weights trained": text(facts.get("trained", "")),
+            "Dataset": text(facts.get("dataset", "")),
             "Documents": _count(facts.get("documents")),
             "Rows": _count(facts.get("rows")),
             "Tokens in a row, at most": _count(facts.get("row_length")),
             "Tokens seen": _count(facts.get("tokens")),
             "Optimizer steps": _count(facts.get("steps")),
-            "Learning rate": facts.get("learning_rate", ""),
+            "Learning rate": text(facts.get("learning_rate", "")),
             "Versions": _options(facts.get("versions", {})),
         }
     )
@@ -233,7 +234,7 @@ def _count(value: int | None) -> str:
 
 def _options(values: Mapping[str, Any], before: str = "", after: str = "") -> str:
     """Options that are set, those of dictionaries by `owner.name`, as text for a cell."""
-    texts = [f"{name} {_text(value)}" for name, value in _flat(values)]
+    texts = [f"{text(name)} {_text(value)}" for name, value in _flat(values)]
     return f"{before}{', '.join(texts)}{after}" if texts else ""
 
 
@@ -248,8 +249,7 @@ def _flat(values: Mapping[str, Any], owner: str = "") -> list[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    text = f"`{value}`" if isinstance(value, str) else json.dumps(_short(value))
-    return text.replace("|", "\\|").replace("\n", " ")
+    return code(value) if isinstance(value, str) else text(json.dumps(_short(value)))
 
 
 def _short(value: Any) -> Any:

@@ -1,8 +1,10 @@
 """From facts to the page: Jinja's template in this folder, with metadata that the hub reads in front."""
 
+import json
 from pathlib import Path
 
 from .facts import LOADERS, CardFacts
+from .markdown import code, fenced, is_plain, text
 
 _TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
@@ -16,13 +18,13 @@ def render(facts: CardFacts, title: str) -> str:
     data = ModelCardData(
         base_model=None if base is None else base.name,
         base_model_relation=None if base is None else ("adapter" if facts.is_adapter else "finetune"),
-        datasets=list(facts.datasets) or None,
+        datasets=list(filter(is_plain, facts.datasets)) or None,
         library_name="peft" if facts.is_adapter else "transformers",
-        license=(facts.base.license or None) if facts.base is not None else None,
+        license=(facts.base.license or None) if facts.base is not None and is_plain(facts.base.license) else None,
         pipeline_tag=LOADERS[facts.loader][1],
         tags=list(facts.tags),
     )
-    # a page of Markdown, not of HTML: nothing is escaped
+    # a page of Markdown, not of HTML: the template marks what comes from a record by a filter
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATE.parent),
         undefined=StrictUndefined,
@@ -30,7 +32,7 @@ def render(facts: CardFacts, title: str) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["figure"] = _figure
+    environment.filters |= {"figure": _figure, "text": text, "code": code, "fenced": fenced, "python": json.dumps}
     return environment.get_template(_TEMPLATE.name).render(facts=facts, title=title, metadata=data.to_yaml())
 
 

@@ -6,7 +6,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files_beside import require_no_way_out
+from ..json_records import read_record
+
 RECORD_NAME = "rope_patch_training.json"
+_RUN = {
+    "objective": str | None,
+    "view": str | None,
+    "view_args": {},
+    "run": {
+        "base_model": {"name": str, "is_on_hub": bool, "license": str | None, "revision": str | None},
+        "hub_model": {"model": str, "model_revision": str | None, "model_commit": str},
+        "native_window": int | float | None,
+        "rescalings": [{"method": str, "options": dict}],
+        "trained": str | None,
+        "dataset": str | None,
+        "documents": int | None,
+        "rows": int | None,
+        "row_hashes": {},
+        "row_length": int | None,
+        "tokens": int | None,
+        "steps": int | None,
+        "learning_rate": str | None,
+        "papers": [str],
+        "versions": {},
+    },
+}
+_RECORD = {**_RUN, "earlier": [_RUN]}
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -15,14 +41,16 @@ def read_runs(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A run is what the trainer trained with (`objective`, `view`, `view_args` and options of the objective) and, under
     "run", what on and how long. An earlier version recorded no such "run". "" is no folder: that of a model which was
     loaded from nowhere.
+
+    Raises:
+        ValueError: the record is damaged, or a link out of the folder.
     """
     file = Path(folder) / RECORD_NAME
     if not str(folder) or not file.is_file():
         return []
-    record = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(record, dict):
-        return []
-    earlier = record.pop("earlier", [])
+    require_no_way_out(file, file.parent)
+    record = read_record(file, "Delete it, or copy it again from where the model was saved.", _RECORD)
+    earlier = record.pop("earlier", None) or []
     return [*earlier, record]
 
 

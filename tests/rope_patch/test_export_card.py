@@ -10,7 +10,7 @@ from support.training import tokenizer, trainer
 from transformers import AutoModelForCausalLM
 
 import rope_patch
-from rope_patch import patch_model
+from rope_patch import load_adapter, patch_model
 from rope_patch.model_card import read_runs
 
 
@@ -103,6 +103,10 @@ def test_an_adapter_is_a_whole_model_then(tmp_path, monkeypatch):
     ids = torch.tensor([[1, 5, 7, 9]])
     loaded = run_code(tmp_path / "out", monkeypatch)["model"]
     torch.testing.assert_close(loaded(ids).logits, run.model.eval()(ids).logits)
+    adapted = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    export(adapted, tmp_path / "of_model")
+    assert read_runs(tmp_path / "of_model") == read_runs(tmp_path / "out") == read_runs(tmp_path / "adapter") != []
+    assert card_in(tmp_path / "of_model").text.count("`ntk` (factor 2.0)") == 1
 
 
 def test_what_no_folding_mends_is_named_wrong(tmp_path):

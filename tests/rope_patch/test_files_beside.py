@@ -70,18 +70,67 @@ def test_an_export_has_the_license_of_its_model_and_of_an_adapters_base(tmp_path
     assert terms_in(tmp_path / "of_adapter") == TERMS | {"LICENSE": "the adapter's", "base-LICENSE": "terms"}
 
 
+def training_of(base, folder):
+    args = RopeSFTConfig(
+        output_dir=str(folder), max_steps=1, max_length=16, use_cpu=True, bf16=False, report_to=[],
+        rescale="pi", rescale_args={"factor": 2.0}, disable_tqdm=True,
+    )  # fmt: skip
+    return RopeSFTTrainer(str(base), args, train_dataset=Dataset.from_dict({"text": ["a text", "another"]}))
+
+
 @pytest.mark.parametrize("on_hub", [False, True], ids=["folder", "hub"])
 def test_what_was_trained_has_the_license_of_what_it_was_trained_from(on_hub, tmp_path, monkeypatch):
     use_cache(monkeypatch, tmp_path / "hub")
     publish(tmp_path / "hub", "owner/base", main=written)
-    base = "owner/base" if on_hub else str(written(tmp_path / "base"))
-    args = RopeSFTConfig(
-        output_dir=str(tmp_path / "run"), max_steps=1, max_length=16, use_cpu=True, bf16=False, report_to=[],
-        rescale="pi", rescale_args={"factor": 2.0}, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = RopeSFTTrainer(base, args, train_dataset=Dataset.from_dict({"text": ["a text", "another"]}))
+    trainer = training_of("owner/base" if on_hub else written(tmp_path / "base"), tmp_path / "run")
     trainer.train()
     trainer.save_model(str(tmp_path / "trained"))
     assert terms_in(tmp_path / "trained") == ({} if on_hub else TERMS)
     export(tmp_path / "trained", tmp_path / "out")
     assert terms_in(tmp_path / "out") == TERMS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab.txt", "LICENSE", "chat_template.jinja", "additional_chat_templates/a.jinja", "rope_patch_training.json",
+        "generation_config.json",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("through", ["file", "folder"])
+def test_a_link_out_of_the_folder_is_refused_by_name(name, through, tmp_path):
+    """Who made the folder may not read what it leads to: that must not be in a folder that is published."""
+    folder = written(tmp_path / "model", {})
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "file").write_text('{"objective": "not for others"}')
+    (folder / name).parent.mkdir(exist_ok=True)
+    if through == "folder":
+        (folder / "way").symlink_to(secret)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(folder / "way" / "file" if through == "folder" else secret / "file")
+    says = rf"model/{name} is a link out of its folder, to .*secret/file"
+    with pytest.raises(ValueError, match=says):
+        export(folder, tmp_path / "out", check=False)
+    assert tokenizer_files(folder), "which reads them where they are, and copies none"
+    if name in ("LICENSE", "rope_patch_training.json"):
+        with pytest.raises(ValueError, match=says):  # and not when it saves
+            training_of(folder, tmp_path / "run")
+    assert not (tmp_path / "out").exists()
+
+
+def test_links_within_the_folder_and_those_of_the_hubs_cache_are_followed(tmp_path):
+    folder = written(tmp_path / "model", {"terms.txt": "terms"})
+    (folder / "LICENSE").symlink_to("terms.txt")
+    (tmp_path / "named").symlink_to(folder)
+    export(tmp_path / "named", tmp_path / "of_folder", check=False)
+    assert terms_in(tmp_path / "of_folder") == {"LICENSE": "terms"}
+    repository = tmp_path / "models--owner--base"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    snapshot = written(repository / "snapshots" / "0123")
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(repository / "blobs" / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+    export(snapshot, tmp_path / "of_hub", check=False)
+    assert terms_in(tmp_path / "of_hub") == TERMS and (tmp_path / "of_hub" / "tokenizer.json").is_file()

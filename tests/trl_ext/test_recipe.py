@@ -59,6 +59,7 @@ def parse(tmp_path):
             "view: skip\nview_args: {max_skip: 3\n",
             "the recipe {file} is no YAML: expected ',' or '}}', but got '<strea",
         ),
+        ("view_args: " + "[" * 20_000, "the recipe {file} is nested too deeply: write lines of `name: value`."),
         ("view: \x07", "the recipe {file} is no YAML: "),
         ("seed: 1\nview: skip\nseed: 2", "the recipe {file} is no YAML: 'seed' stands twice: leave one of them out in"),
     ],

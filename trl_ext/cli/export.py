@@ -79,7 +79,6 @@ def run_export(args: argparse.Namespace) -> int:
     from rope_patch import export
     from rope_patch.eval.report import require_writable
     from rope_patch.export.sources import base_of, revision_of_base
-    from rope_patch.files_beside import tokenizer_files
     from rope_patch.hub_revision import require_revision
     from rope_patch.weights_in_parts import require_whole_weights
 
@@ -89,17 +88,13 @@ def run_export(args: argparse.Namespace) -> int:
     path = args.model if spec is None else spec.path
     require_revision(args.model_revision, path, "--model-revision")
     require_whole_weights(path, "MODEL_OR_ADAPTER")
-    is_adapter = (Path(path) / ADAPTER_CONFIG).is_file()
-    if is_adapter:
+    if (Path(path) / ADAPTER_CONFIG).is_file():
         require_checkpoint(base_of(Path(path)), f"MODEL_OR_ADAPTER {path}", revision_of_base(Path(path)))
     else:
         require_checkpoint(path, "MODEL_OR_ADAPTER", args.model_revision)
     if spec is not None:
         spec.check()
     require_writable(next(path for path in (args.output, *args.output.absolute().parents) if path.exists()))
-    tokenizer = args.tokenizer
-    if tokenizer is None and spec is not None and is_adapter and tokenizer_files(path):
-        tokenizer = path  # the loaded model says what its base is, and not that an adapter lies here
     done = export(
         args.model if spec is None else spec.of_revision(args.model_revision).load("cpu", "auto"),
         args.output,
@@ -108,7 +103,7 @@ def run_export(args: argparse.Namespace) -> int:
         max_shard_gb=args.max_shard_gb,
         check=args.check,
         report=args.report,
-        tokenizer=tokenizer,
+        tokenizer=args.tokenizer,
         revision=args.model_revision,
     )
     print(done)

@@ -103,6 +103,11 @@ def _message(error: Exception) -> str | None:
     """What the user can mend, on one line; None for an error of the program."""
     if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported for its name
         return "the GPU has too little memory: take shorter rows, smaller batches or adapters, or another GPU."
+    if type(error).__module__ == "jinja2.exceptions":
+        said = " ".join(str(error).split()).rstrip(".")
+        return (
+            f"the tokenizer's chat template (chat_template.jinja, or in tokenizer_config.json) stops: {said}. Mend it."
+        )
     if not isinstance(error, USER_ERRORS) and not _names_what_to_install(error):
         return None
     text = " ".join(str(error).split())

@@ -1,6 +1,5 @@
 """`trl_ext.extend`: plan, measure, train, export and measure again, in a folder where an interrupted run goes on."""
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -292,7 +291,7 @@ class _Run:
         """Those that the folder was begun with, or new ones."""
         if not self.record.is_file():
             return choose(self.facts, self.options, self.machine)
-        choices = Choices.from_dict(json.loads(self.record.read_text(encoding="utf-8"))["choices"])
+        choices = Choices.from_dict(begun_with(self.record)["choices"])
         rescaling = choices.rescaling.value
         twin = patch_model(self.facts.twin(), rescaling["rescale"], **rescaling["rescale_args"])
         for target in self.options.targets:  # which may be others than those of the first call

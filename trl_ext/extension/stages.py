@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_patch.full_disk import whole_file
+from rope_patch.json_records import read_record
 
 
 class Stages:
@@ -38,7 +39,4 @@ class Stages:
             file.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(file) as beside:
                 beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        try:
-            return json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} is damaged: {error}. Remove it, and run the same command again.") from error
+        return read_record(file, "Remove it, and run the same command again.")

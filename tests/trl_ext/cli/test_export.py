@@ -55,7 +55,7 @@ def test_a_rescaling_behind_the_model_is_applied_first(tmp_path, capsys):
 
 def test_an_adapter_that_is_rescaled_takes_the_tokenizer_beside_it(tmp_path):
     """Its training may have added tokens; the base model's are another's."""
-    tiny().save_pretrained(tmp_path / "base")
+    tiny(vocab_size=102).save_pretrained(tmp_path / "base")
     tokenizer().save_pretrained(tmp_path / "base")
     own = tokenizer()
     own.add_tokens("<added>")

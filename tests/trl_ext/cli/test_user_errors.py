@@ -5,10 +5,12 @@ import subprocess
 import sys
 import tomllib
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from support.characters import chat_tokenizer
 from tqdm.auto import tqdm
 
 from trl_ext import rank_failures
@@ -41,6 +43,24 @@ def test_an_error_of_the_program_is_raised(error, capsys):
     with pytest.raises(type(error)):
         run_command("tool", raising(error))
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ],
+    ids=["out of the sandbox", "damaged", "other chats"],
+)
+def test_a_chat_template_that_stops_is_a_mistake_too(template, says, capsys):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    run = partial(tokenizer.apply_chat_template, [{"role": "user", "content": "a"}], tokenize=False)
+    assert run_command("tool", run) == 2
+    assert "tool: the tokenizer's chat template (chat_template.jinja, or in tok" in (told := capsys.readouterr().err)
+    assert says in told
 
 
 def test_too_little_memory_is_a_matter_of_the_run(capsys):

@@ -14,7 +14,7 @@ def test_a_stage_is_done_once(tmp_path):
 def test_figures_that_are_damaged_are_named(tmp_path):
     Stages(tmp_path).run("a", lambda: {"x": 1})
     Stages(tmp_path).file("a").write_text('{"x"')
-    with pytest.raises(ValueError, match=r"stages/a\.json is damaged: .* Remove it, and run the same"):
+    with pytest.raises(ValueError, match=r"stages/a\.json is no JSON: .* Remove it, and run the same"):
         Stages(tmp_path).run("a", lambda: pytest.fail("done again"))
 
 
