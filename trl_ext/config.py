@@ -22,8 +22,8 @@ from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
 
 logger = logging.get_logger(__name__)
 
-_ROWS_OF_TRL: Any = next(own.default for own in fields(SFTConfig) if own.name == "max_length")
-
+LONG_DOCUMENTS: dict[str, Any] = {"max_length": None, "long_documents": "split"}
+"""Where recipes, `extend` and `restore` begin from other defaults than TRL, which throws away long documents' ends."""
 
 _PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
 """Metrics of evaluations that are parts of a loss, of named sets too."""
@@ -33,21 +33,18 @@ _PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
 class RopeSFTConfig(SFTConfig):
     """Configuration of [`RopeSFTTrainer`]: everything of [`~trl.SFTConfig`], and what follows.
 
-    `max_length` is None here, so that nothing is truncated: TRL's own default of 1024 tokens would cut every long text.
-    `packing_strategy` is "bfd_split": TRL's "bfd" throws away what is behind `max_length`. What is left out of a
-    dataset, and why, is told before training.
+    Fields of TRL have TRL's defaults, so that the same arguments give the same rows: documents are truncated to
+    `max_length`, 1024 tokens. What is left out of a dataset, and how to keep it, is told before training. Recipes have
+    `max_length=None` and `long_documents="split"` where they do not say otherwise.
 
     > Parameters that control the data
 
     Args:
-        max_length: tokens in a row, at most. A longer text gives several rows, each of which begins with the tokens
-            that the tokenizer puts before a text; all of them are read. None: rows of any length; with `packing`,
-            which needs a length, TRL's default, which is told.
-        long_documents: without packing, "split" cuts a text longer than `max_length` into rows; prompts and
-            completions, messages and documents with masked labels stay whole and are truncated, which is told.
-            "truncate" keeps the first `max_length` tokens of every document, as TRL does.
-        packing_strategy: with packing, "bfd_split" cuts every document longer than `max_length`, conversations too;
-            "bfd" truncates it; "wrapped" joins documents and cuts rows anywhere.
+        long_documents: "truncate" keeps the first `max_length` tokens of every document, or what `packing_strategy`
+            says, as TRL does. "split" cuts a text longer than `max_length` into rows that together hold all of it, each
+            of which begins with the tokens that the tokenizer puts before a text; documents without a token to predict
+            are left out. Prompts and completions, messages and documents with masked labels stay whole and are
+            truncated, but with `packing` all are cut, and packed by `packing_strategy`; "wrapped" cuts by itself.
 
     > Parameters that control the window
 
@@ -113,26 +110,11 @@ class RopeSFTConfig(SFTConfig):
     ]
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, *_OWN_DICT_FIELDS]
 
-    max_length: int | None = field(
-        default=None,
+    long_documents: Literal["truncate", "split"] = field(
+        default="truncate",
         metadata={
-            "help": "Most tokens in a row; a longer text gives several rows, see long_documents and packing_strategy. "
-            "None: any; with packing, TRL's default."
-        },
-    )
-    packing_strategy: str = field(
-        default="bfd_split",
-        metadata={
-            "help": "What packing does with documents longer than max_length: 'bfd_split' cuts them, 'bfd' throws away "
-            "what is behind max_length, 'wrapped' joins documents and cuts rows anywhere.",
-            "choices": ["bfd", "bfd_split", "wrapped"],
-        },
-    )
-    long_documents: Literal["split", "truncate"] = field(
-        default="split",
-        metadata={
-            "help": "Without packing, texts longer than max_length: 'split' cuts them into rows that are all read, "
-            "'truncate' throws away what is behind max_length. Prompts, completions and messages are truncated."
+            "help": "Documents longer than max_length: 'truncate' throws away what is behind it, as TRL does, 'split' "
+            "cuts texts, and with packing all documents, into rows that are all read."
         },
     )
     rescale: str | None = field(
@@ -244,9 +226,6 @@ class RopeSFTConfig(SFTConfig):
     def of(cls, args: TrainingArguments) -> "RopeSFTConfig":
         """`args` as this class: itself if it is one, else a new one with its fields, as SFTTrainer converts.
 
-        An `SFTConfig` trains as with SFTTrainer: rows are truncated to its `max_length`. Plain `TrainingArguments` say
-        nothing about rows, which are then those of this class's defaults.
-
         Raises:
             TypeError: no training arguments, or of a class with fields of its own, which would be lost.
         """
@@ -264,28 +243,13 @@ class RopeSFTConfig(SFTConfig):
                 f"args is of class {type(args).__name__}, whose fields {', '.join(lost)} RopeSFTConfig lacks: derive "
                 "the class from RopeSFTConfig."
             )
-        if isinstance(args, SFTConfig) and args.packing and args.max_length is None:
-            raise ValueError("packing=True needs rows of one length, got max_length=None: set it, in tokens.")
-        if isinstance(args, SFTConfig) and not (args.packing and args.eval_packing is not False):
-            values["long_documents"] = "truncate"
         return cls(**values)
 
     def _check_data(self) -> None:
         if self.packing and self.max_length is None:
-            self.max_length = _ROWS_OF_TRL
-            if self.process_index == 0:
-                logger.warning(
-                    f"packing=True needs rows of one length: max_length is set to TRL's default of {_ROWS_OF_TRL} "
-                    "tokens. Give max_length to choose another."
-                )
-        if self.long_documents not in ("split", "truncate"):
-            raise ValueError(f"long_documents must be 'split' or 'truncate', got {self.long_documents!r}.")
-        packs_all = self.packing and self.eval_packing is not False
-        if self.long_documents == "truncate" and packs_all and self.packing_strategy != "bfd":
-            raise ValueError(
-                "long_documents is for rows without packing; with packing=True the same is packing_strategy='bfd', got "
-                f"long_documents='truncate' and packing_strategy={self.packing_strategy!r}."
-            )
+            raise ValueError("packing=True needs rows of one length, got max_length=None: set it, in tokens.")
+        if self.long_documents not in ("truncate", "split"):
+            raise ValueError(f"long_documents must be 'truncate' or 'split', got {self.long_documents!r}.")
         length: Any = self.max_length
         if length is not None and (not isinstance(length, Integral) or length < 2):
             raise ValueError(f"max_length must be an integer of at least 2 tokens, or None, got {length!r}.")
@@ -324,10 +288,10 @@ class RopeSFTConfig(SFTConfig):
         cues = self.cue if isinstance(self.cue, list | tuple) else [self.cue]
         for text in cues or [self.cue]:  # a list without any is no cue either
             require_cue(text)
-        if self.long_documents == "truncate":
+        if self.long_documents != "split":
             raise ValueError(
-                "cue goes with long_documents='split': a text is cut into pieces that all end with the cue. Leave "
-                "long_documents='truncate' out."
+                "cue goes with long_documents='split', got 'truncate', which is TRL's: a text is cut into pieces that "
+                "all end with the cue. Set long_documents='split'."
             )
         option, options = find_view(self.view).cue_option, self.view_options
         if option is None or option in options or self.max_length is None:

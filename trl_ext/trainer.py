@@ -59,7 +59,6 @@ from .step_batches import (
     cut_documents,
     number_documents,
     require_borders,
-    require_labels,
     total_counts,
 )
 from .step_means import StepMeans
@@ -255,7 +254,7 @@ class RopeSFTTrainer(SFTTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Any:
-        """TRL's preparation, between whose tokenizing and packing long documents are cut."""
+        """TRL's preparation, with one line of what it leaves out."""
 
         def prepare(documents: Any, args: RopeSFTConfig, packing: bool) -> Any:
             formatting = formatting_func if documents is dataset else None  # which makes text, once
@@ -437,13 +436,10 @@ class RopeSFTTrainer(SFTTrainer):
                 self.accelerator,
                 device,
                 self._ranks,
-                step=self.state.global_step,
                 over_all_ranks=self.args.average_tokens_across_devices,
             )
             # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
             num_items = self._step_counts["tokens"]
-        elif isinstance(num_items, torch.Tensor):
-            require_labels(num_items.max().item(), self.state.global_step)
         self._batches_left = len(batches)
         return batches, num_items
 

@@ -147,10 +147,10 @@ def prepare_rows(
     packing: bool,
     prepare: Prepare,
 ) -> Any:
-    """Rows of a dataset for training, by TRL's own preparation, with what it would leave out cut or told.
+    """Rows of a dataset for training, by TRL's own preparation, and one line of what is left out of them.
 
-    TRL tokenizes first. Documents without a token to predict are then left out, and those longer than `max_length` are
-    cut where `args` and the kind of data allow it. What TRL packs or truncates afterwards is told in one line.
+    TRL tokenizes first. With `long_documents="split"` documents without a token to predict are then left out, and those
+    longer than `max_length` are cut where the kind of data allows it. Otherwise the rows are TRL's.
 
     Args:
         dataset: as the trainer was given it.
@@ -179,26 +179,27 @@ def prepare_rows(
     survey = partial(Survey.of, special=way.special, labelled=way.labelled, joined=way.wraps)
     documents = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
     _require_text_to_predict(documents.teaches, name)
-    notes, left_out = [], []
-    kept = documents.teaches & documents.teaches_kept
-    if not documents.teaches.all():
-        untaught = ~documents.teaches
-        left_out.append(
-            f"{_count(untaught.sum(), 'document')} of {_count(documents.lengths[untaught].sum(), 'token')} "
-            "without a token to predict (empty, one token, special tokens only, or all masked)"
-        )
-    if not kept.any():
+    if not (documents.teaches & documents.teaches_kept).any():
         raise ValueError(
             f"max_length={args.max_length} truncates all that could be predicted in {name}: all completions lie behind "
             "it. Raise max_length."
         )
-    if documents.teaches.sum() > kept.sum():
-        lost = documents.teaches & ~kept
+    notes: list[str] = []
+    left_out: list[str] = []
+    untaught = ~documents.teaches
+    if untaught.any():
+        (left_out if way.splits else notes).append(
+            f"{_count(untaught.sum(), 'document')} of {_count(documents.lengths[untaught].sum(), 'token')} "
+            "without a token to predict (empty, one token, special tokens only, or all masked)"
+        )
+    lost = documents.teaches & ~documents.teaches_kept & (not packing)  # in a pack TRL keeps what is left of them
+    if lost.any():
         left_out.append(
             f"{_count(lost.sum(), 'document')} of {_count(documents.lengths[lost].sum(), 'token')} "
             "whose completion lies behind max_length"
         )
-    if not kept.all():
+    kept = ~(lost | untaught if way.splits else lost)
+    if way.splits and not kept.all():
         tokenized = tokenized.select(np.flatnonzero(kept))
     lengths, masked = documents.lengths[kept], documents.masked[kept]
     longer = lengths > args.max_length if args.max_length is not None else np.zeros_like(masked)
@@ -217,10 +218,11 @@ def prepare_rows(
     if truncated.any():
         tokens = (lengths[truncated] - args.max_length).sum()
         left_out.append(
-            f"{_count(tokens, 'token')} behind max_length in {_count(truncated.sum(), 'document')} ({way.remedy()})"
+            f"{_count(tokens, 'token')} ({tokens / documents.tokens:.1%} of all) behind max_length in "
+            f"{_count(truncated.sum(), 'document')} ({way.remedy()})"
         )
     rows = prepare(*way.truncated(tokenized), packing)
-    if way.wraps and (single := int((survey(rows).lengths == 1).sum())):
+    if way.splits and way.wraps and (single := int((survey(rows).lengths == 1).sum())):
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
     if args.process_index == 0:
         size = "" if args.max_length is None else f" of at most {args.max_length}"
@@ -281,6 +283,10 @@ class _Way:
         return not self.args.objective_options.counts_every_token
 
     @property
+    def splits(self) -> bool:
+        return self.args.long_documents == "split"
+
+    @property
     def truncates(self) -> bool:
         """Whether TRL truncates what is still longer."""
         return self.args.max_length is not None and (not self.packing or self.args.packing_strategy == "bfd")
@@ -294,9 +300,9 @@ class _Way:
 
     def cuts(self, masked: np.ndarray) -> np.ndarray:
         """Which documents may be cut, given which have masked labels."""
-        if self.packing:
-            return np.full_like(masked, self.args.packing_strategy == "bfd_split")
-        return ~masked & (self.args.long_documents == "split" and not self.whole)
+        if not self.splits or self.wraps:
+            return np.zeros_like(masked)
+        return np.ones_like(masked) if self.packing else ~masked & (not self.whole)
 
     def cut(self, tokenized: Any) -> Any:
         """The dataset with its long documents cut."""
@@ -340,9 +346,7 @@ class _Way:
 
     def remedy(self) -> str:
         """How to lose less."""
-        if self.packing:
-            return "packing_strategy='bfd_split' keeps them"
-        if not self.whole and self.args.long_documents == "truncate":
+        if not self.splits and (self.packing or not self.whole):
             return "long_documents='split' keeps them"
         return "documents with prompts, completions or masked labels stay whole: raise max_length"
 
@@ -354,9 +358,8 @@ def _prepare_stream(
     cuts = args.max_length is not None and bool(way.cuts(np.zeros(1, dtype=bool)).any())
     if cuts:
         tokenized = way.cut(tokenized)
-    teaches = partial(_teaches, special=frozenset(way.special), labelled=way.labelled)
-    tokenized = tokenized.filter(teaches)
-    if next(iter(tokenized), None) is None:
+    taught = tokenized.filter(partial(_teaches, special=frozenset(way.special), labelled=way.labelled))
+    if next(iter(taught), None) is None:
         _require_text_to_predict(np.zeros(0, dtype=bool), name)
     if args.process_index == 0:
         longer = f"Documents longer than max_length={args.max_length}"
@@ -367,9 +370,10 @@ def _prepare_stream(
             sentences.append(f"{longer} are truncated, and what is behind is left out ({way.remedy()})")
         elif way.truncates:
             sentences.append("Of those with masked labels what is behind max_length is left out")
-        sentences.append("Documents without a token to predict are left out")
+        if way.splits:
+            sentences.append("Documents without a token to predict are left out")
         logger.warning(". ".join([*sentences, *way.notes]) + ".")
-    return prepare(tokenized)
+    return prepare(taught if way.splits else tokenized)
 
 
 def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any) -> None:

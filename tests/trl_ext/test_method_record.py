@@ -111,7 +111,7 @@ OTHERS = [
     ),
     ({}, {"trainable": "qkv"}, "trainable='all'", "trainable='qkv'"),
     ({}, {"shifted_attention": 0.25}, "shifted_attention=None", "shifted_attention=0.25"),
-    ({}, {"long_documents": "truncate"}, "long_documents='split'", "long_documents='truncate'"),
+    ({}, {"long_documents": "split"}, "long_documents='truncate'", "long_documents='split'"),
     (
         {**END, "view_args": {"target": 128}},
         {**END, "view_args": {"target": 128}, "cue": "w3", "cue_weight": 0.1},

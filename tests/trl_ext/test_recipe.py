@@ -48,7 +48,7 @@ def parse(tmp_path):
         ("packing: perhaps", "packing in {file} must be true or false, got 'perhaps'."),
         ("view: [skip]", "view in {file} must be a text, got ['skip']."),
         ("view_args: [3]", "view_args in {file} must be a mapping or a text, got [3]."),
-        ("long_documents: cut", "long_documents in {file} must be one of 'split', 'truncate', got 'cut'."),
+        ("long_documents: cut", "long_documents in {file} must be one of 'truncate', 'split', got 'cut'."),
         (
             "eval_strategy: no",
             "must be one of 'no', 'steps', 'epoch', got False, as YAML reads yes, no, on and off: put",
