@@ -207,6 +207,9 @@ class RopeSFTConfig(SFTConfig):
                 "max_steps must be at least 1, or below 0 to train for num_train_epochs, got 0: Transformers trains no "
                 "step then, and the result would be the model as it came."
             )
+        for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
+            if not math.isfinite(float(getattr(self, name))):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}.")
         says_which_is_better = self.greater_is_better is not None
         super().__post_init__()
         if not says_which_is_better and _PART_OF_LOSS.fullmatch(self.metric_for_best_model or ""):

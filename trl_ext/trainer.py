@@ -29,7 +29,7 @@ from .config import RopeSFTConfig
 from .engines.saves_in_parts import remove_weights, saves_in_parts, weights_gathered
 from .engines.sequence_ranks import SequenceRanks, gradient_factor
 from .engines.weights import forget_unfinished_forwards, hold_like_student, require_unharmed_codes
-from .finite_losses import FiniteLosses, tell_of_evaluation
+from .finite_losses import FiniteLosses, require_finite_weights, tell_of_evaluation
 from .gpus import loading_on_one_gpu, tell_idle_gpus
 from .length_checks import check_evaluation_lengths, check_lengths
 from .long_rows import LongRowTraining, plan_long_rows
@@ -330,7 +330,11 @@ class RopeSFTTrainer(SFTTrainer):
         Under FSDP the model is one plain checkpoint, whatever `fsdp_state_dict_type` says of checkpoints on the way.
         Under SHARDED_STATE_DICT those have weights in parts, and here also the config, the tokenizer and what an
         adapter needs, so that the merged weights load.
+
+        Raises:
+            FloatingPointError: a weight that is trained is not finite.
         """
+        require_finite_weights(self.model)
         folder = Path(output_dir or str(self.args.output_dir))
         with told_of_full_disk(folder, self._how_to_go_on):
             if self.args.should_save:
@@ -528,6 +532,12 @@ class RopeSFTTrainer(SFTTrainer):
             for name, mean in self._means["train"].take().items():
                 self._metrics["train"][name].append(mean)
         return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's norm of the gradients, which it asks for before each optimizer step, with and without clipping."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self._finite_losses.require_gradient(norm, self.state.global_step)
+        return norm
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
