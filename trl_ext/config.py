@@ -281,11 +281,6 @@ class RopeSFTConfig(SFTConfig):
                 f"view {view.name!r} with {view.cuts} cuts one document a row: switch packing and padding_free off, or "
                 f"leave out {view.cuts}; got packing={self.packing}, padding_free={self.padding_free}."
             )
-        if objective_of(self).evaluates_view:
-            raise ValueError(
-                f"view {view.name!r} with {view.cuts} cuts rows in training alone, and {self.objective!r} evaluates "
-                f"the view too: use objective='clm', or leave out {view.cuts}."
-            )
 
     def _check_cue(self) -> None:
         cues = self.cue if isinstance(self.cue, list | tuple) else [self.cue]

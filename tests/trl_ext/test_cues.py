@@ -79,7 +79,7 @@ KINDS = {
 def test_no_cue_gives_the_rows_of_plain_fine_tuning(kind, template, tmp_path):
     data, made = Dataset.from_dict(KINDS[kind]), framing(template)
     made.chat_template = TEMPLATE
-    options = {"train_dataset": data, "processing_class": made, "max_length": 16}
+    options = {"train_dataset": data, "processing_class": made, "max_length": 16, "long_documents": "split"}
     control = {"view": "endprompt", "view_args": {"target": 64}, "cue": "none"}
     plain, cued = (trainer(tmp_path, **options, **more).train_dataset for more in ({}, control))
     assert cued["input_ids"] == plain["input_ids"] and cued["labels"] == plain["labels"]

@@ -99,10 +99,13 @@ class SquaredObjective(Objective):
 
 def test_an_objective_of_somebody_else_trains_once_it_is_registered(tmp_path, monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "squares", SquaredObjective)
-    run = trainer(
-        tmp_path, objective="squares", view="skip", view_args={"max_skip": 20}, train_dataset=documents(4), max_steps=3
-    )
+    held_out = documents(3, seed=5)
+    options = {"view": "skip", "view_args": {"max_skip": 20}, "train_dataset": documents(4), "max_steps": 3}
+    run = trainer(tmp_path, objective="squares", eval_dataset=held_out, per_device_eval_batch_size=1, **options)
     run.train()
     losses = [entry["loss"] for entry in logged(run, "loss")]
     assert losses[2] < losses[0]
     assert logged(run, "square")[0]["square"] == pytest.approx(losses[0], rel=1e-5)
+    squares = [run.model.model(torch.tensor([ids])).last_hidden_state.square().sum() for ids in held_out["input_ids"]]
+    at_true_positions = sum(squares).item() / sum(map(len, held_out["input_ids"]))
+    assert run.evaluate()["eval_square"] == pytest.approx(at_true_positions, rel=1e-5)

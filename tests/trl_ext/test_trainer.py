@@ -573,7 +573,24 @@ def test_pose_cuts_no_packed_rows(tmp_path):
         run.train()
 
 
-def test_a_window_of_pose_is_for_next_token_training():
+@pytest.mark.parametrize("objective", ["relation-distill", "hidden-distill", "native-distill"])
+def test_a_window_of_pose_cuts_rows_of_objectives_too(objective, tmp_path):
+    """As if the rows had come so."""
+    options = {"objective": objective, "rescale": "pi", "rescale_args": {"factor": 2.0}, "view": "pose"}
+    options |= {"max_steps": 1, "per_device_train_batch_size": 2}
+    if objective == "hidden-distill":
+        options["hidden_args"] = {"short_to_long": 1.0}
+    run = trainer(tmp_path, train_dataset=documents(2), view_args={"target": 64, "window": 8}, **options)
+    inputs = Inputs(run)
+    run.train()
+    (rows,) = {tuple(map(tuple, ids.tolist())) for _, ids in inputs.seen}
+    cut = Dataset.from_dict({"input_ids": [list(row) for row in rows]})
+    again = trainer(tmp_path, train_dataset=cut, view_args={"target": 64}, train_sampling_strategy="sequential", **options)
+    again.train()
+    assert logged(again, "loss") == logged(run, "loss") and logged(run, "loss")[0]["loss"] > 0
+
+
+def test_a_window_of_pose_is_refused_where_evaluations_run_the_view():
     with pytest.raises(ValueError, match="'self-distill' evaluates the view too: use objective='clm'"):
         RopeSFTConfig(view="pose", view_args={"target": 64, "window": 8}, objective="self-distill", use_cpu=True)
 

@@ -112,6 +112,8 @@ class ObjectiveOptions(ABC):
 class Objective:
     """A loss that is computed while the model's forward runs, registered in `OBJECTIVES` under its name.
 
+    Forwards of training run under the sampled view, those of evaluation at true positions.
+
     Args:
         model: patched, with its adapters, before anything wraps it.
         args: of the trainer.
@@ -125,8 +127,6 @@ class Objective:
     synonyms: ClassVar[tuple[str, ...]] = ()
     """Other names of the method, lower case with hyphens, for errors."""
     options_class: ClassVar[type[ObjectiveOptions]]
-    evaluates_view: ClassVar[bool] = True
-    """Whether evaluations run the view too, and not training alone."""
     takes_view_controls: ClassVar[bool] = False
     """Whether a view that changes nothing on purpose, as a control of another, is trained with."""
 

@@ -84,7 +84,6 @@ class NextTokenObjective(Objective):
     help = "next-token cross-entropy under the sampled view"
     synonyms: ClassVar[tuple[str, ...]] = ("sft", "next-token", "ce")
     options_class: ClassVar[type[ObjectiveOptions]] = NextTokenOptions
-    evaluates_view = False
     takes_view_controls = True
     shares_sequences = True
 

@@ -80,6 +80,12 @@ class SelfDistillOptions(ObjectiveOptions):
 
     @classmethod
     def of(cls, args: "RopeSFTConfig") -> Self:
+        view = args.make_view()
+        if view.cuts is not None:
+            raise ValueError(
+                f"view {view.name!r} with {view.cuts} cuts rows in training alone, and {args.objective!r} evaluates "
+                f"the view too: use objective='clm', or leave out {view.cuts}."
+            )
         options: Any = args.self_distill_args
         restore_every, restore = args.restore_every, None
         if restore_every is not None:
@@ -204,7 +210,6 @@ class SelfDistillObjective(NextTokenObjective):
     help = "next-token cross-entropy under true positions plus the KL of the view to those"
     synonyms = ("rpsd",)
     options_class = SelfDistillOptions
-    evaluates_view = True
     takes_view_controls = False
     options: SelfDistillOptions
     forward_loss: SelfDistiller
