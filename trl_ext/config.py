@@ -350,11 +350,16 @@ class RopeSFTConfig(SFTConfig):
                 f"neftune_noise_alpha={self.neftune_noise_alpha}, objective={self.objective!r}, token_weighting="
                 f"{self.token_weighting!r}, cue_weight={self.cue_weight}. Leave it out."
             )
-        if self.has_own_loss and (self.loss_type != "nll" or self.label_smoothing_factor):
+        if self.has_own_loss and self.label_smoothing_factor:
             raise ValueError(
-                "loss_type and label_smoothing_factor are of TRL's own loss, which objective 'clm' without "
-                f"token_weighting and cue_weight has; got objective={self.objective!r}, loss_type={self.loss_type!r}, "
-                f"label_smoothing_factor={self.label_smoothing_factor}."
+                "label_smoothing_factor is of TRL's own loss, which objective 'clm' without token_weighting and "
+                f"cue_weight has; got objective={self.objective!r}, label_smoothing_factor="
+                f"{self.label_smoothing_factor}."
+            )
+        if self.loss_type == "dft" and not options.takes_dft:
+            raise ValueError(
+                "loss_type='dft' weighs the tokens of a next-token loss, and that of objective "
+                f"{self.objective!r} is none, or a part that it does not weigh: leave it out."
             )
 
     def _check_long_rows(self) -> None:

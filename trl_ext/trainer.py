@@ -542,7 +542,7 @@ class RopeSFTTrainer(SFTTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """TRL's step; an objective that distils gives a loss and no logits."""
+        """TRL's step, of which an objective gives the loss."""
         inputs = self._prepare_inputs(inputs)
         # Ulysses is off in evaluation, where each rank has rows of its own
         ring = self._ranks if self._ranks is not None and self._ranks.engine == "cp" else None
@@ -569,8 +569,13 @@ class RopeSFTTrainer(SFTTrainer):
             elif self._objective is None:
                 result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
             else:
-                with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
-                    result = self.compute_loss(model, inputs), None, None
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    with self._objective.active():
+                        loss = self.compute_loss(model, inputs)
+                    result = loss, None, None
+                    if not prediction_loss_only:  # logits by a forward of their own, as TRL's
+                        others = {name: value for name, value in inputs.items() if name != "labels"}
+                        result = loss, model(**others, use_cache=False).logits, inputs.get("labels")
         tell_of_evaluation(result[0])
         return result
 

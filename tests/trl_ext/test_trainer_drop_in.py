@@ -537,6 +537,37 @@ def test_what_trls_trainer_takes_besides_does_the_same(name, tmp_path):
     assert runs[0][2:] == runs[1][2:]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "self-distill", "view": "skip"},
+        {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 1.0}},
+        {"objective": "hidden-distill", "rescale": "pi", "rescale_args": {"factor": 1.0}},
+        {"objective": "native-distill", "view": "skip"},
+        {"token_weighting": "longce", "longce_args": {"short_context": 4}},
+    ],
+    ids=lambda options: options.get("objective", "longce"),
+)
+def test_metrics_and_predictions_of_objectives_are_those_of_the_same_weights(options, tmp_path):
+    seen = []
+    for trainer_class, given in (
+        (SFTTrainer, SFTConfig(**settings(tmp_path))),
+        (RopeSFTTrainer, RopeSFTConfig(**settings(tmp_path, **options))),
+    ):
+        run = trainer_class(
+            tiny(),
+            given,
+            train_dataset=documents(),
+            eval_dataset=documents(3, seed=1),
+            processing_class=tokenizer(),
+            compute_metrics=total_logits,
+        )
+        predicted = run.predict(run.eval_dataset)
+        seen.append((run.evaluate()["eval_total"], predicted.predictions, predicted.label_ids))
+    stock, ours = seen
+    assert ours[0] == stock[0] and all(np.array_equal(a, b) for a, b in zip(stock[1:], ours[1:], strict=True))
+
+
 def test_a_model_by_name_is_loaded_as_trl_loads_it(tmp_path):
     tiny().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

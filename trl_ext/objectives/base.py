@@ -77,6 +77,11 @@ class ObjectiveOptions(ABC):
         return False
 
     @property
+    def takes_dft(self) -> bool:
+        """Whether its next-token loss can be that of TRL's `loss_type="dft"`."""
+        return False
+
+    @property
     def compares_forwards(self) -> bool:
         """Whether forwards of a step are compared, so that what each draws anew would be taken for a difference."""
         return True

@@ -115,7 +115,11 @@ class SelfDistillOptions(ObjectiveOptions):
 
     @property
     def reads_short_contexts(self) -> bool:
-        return self.longce is not None or self.consistency.kl_longce is not None
+        return type(self.longce) is LongCE or self.consistency.kl_longce is not None
+
+    @property
+    def takes_dft(self) -> bool:
+        return True
 
     @property
     def compares_in_training(self) -> bool:
@@ -200,7 +204,7 @@ class SelfDistillObjective(NextTokenObjective):
     loss = (sum of cross-entropies) / labels of the step + kl_weight L_KL, with L_KL as in
     `rope_patch.distillation.ViewConsistency` over the documents of the optimizer step. Evaluation gives the
     cross-entropy alone, and logs the KL beside it. What is logged as `ce` and `kl` makes up the loss: it is
-    ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE.
+    ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE and `loss_type="dft"`.
 
     When: Take it to forget less of what is far than next-token training does, for a second reading of each row.
 
