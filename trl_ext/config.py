@@ -80,6 +80,7 @@ class RopeSFTConfig(SFTConfig):
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.next_token.LongCE`, e.g. `{"short_context": 4096}`.
+        objective_args: of an objective of your own, whose `config_fields` name it: its options.
         shifted_attention: LongLoRA: in training each head attends within groups of this share of `max_length` tokens,
             half of the heads with shifted borders (`rope_patch.shifted_attention`); the paper takes 0.25. None: full
             attention, as evaluation and everything afterwards has.
@@ -107,6 +108,7 @@ class RopeSFTConfig(SFTConfig):
         "native_args",
         "self_distill_args",
         "longce_args",
+        "objective_args",
     ]
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, *_OWN_DICT_FIELDS]
 
@@ -171,6 +173,9 @@ class RopeSFTConfig(SFTConfig):
     )
     longce_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
+    )
+    objective_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of an objective of another package, as a JSON object."}
     )
     shifted_attention: float | None = field(
         default=None,
@@ -375,18 +380,16 @@ class RopeSFTConfig(SFTConfig):
 
     def _refuse_fields_of_other_objectives(self) -> None:
         """Raise ValueError for a field that only objectives read which are not this run's."""
-        readers: dict[str, list[str]] = {}
+        readers: dict[str, list[str]] = {"objective_args": []}
         for objective, kind in sorted(OBJECTIVES.items()):
             for name in kind.options_class.config_fields:
                 readers.setdefault(name, []).append(objective)
         defaults = {f.name: f.default for f in fields(self)}
         for name, objectives in readers.items():
-            # an empty dict of options is none
-            if self.objective not in objectives and getattr(self, name) not in (defaults[name], {}):
-                raise ValueError(
-                    f"{name} belongs to objective={' or '.join(map(repr, objectives))}, got "
-                    f"objective={self.objective!r}."
-                )
+            # an empty dict of options is none; a field that an objective from outside names may be no field here
+            if self.objective not in objectives and getattr(self, name, None) not in (defaults.get(name), {}):
+                owners = " or ".join(map(repr, objectives)) or "one that is installed and reads it"
+                raise ValueError(f"{name} belongs to objective={owners}, got objective={self.objective!r}.")
 
     @property
     def objective_options(self) -> ObjectiveOptions:

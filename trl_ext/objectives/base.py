@@ -51,7 +51,9 @@ class ObjectiveOptions(ABC):
     """What an objective reads of the trainer's config, as the objects that check it."""
 
     config_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of `RopeSFTConfig` that it reads. With objectives that do not read them they must be left out."""
+    """Fields of `RopeSFTConfig` that it reads. With objectives that do not read them they must be left out.
+
+    One of another package names `objective_args`, a dict that it reads its own options from."""
 
     @classmethod
     @abstractmethod
