@@ -68,6 +68,7 @@ from .training_set import (
     named_sets,
     prepare_rows,
     require_kept_borders,
+    require_known_tokens,
     require_taught,
     require_text,
     with_masked_loss,
@@ -191,6 +192,9 @@ class RopeSFTTrainer(SFTTrainer):
                 formatting_func=formatting_func,
                 **kwargs,
             )
+        for name, part in (("train_dataset", self.train_dataset), *named_sets(self.eval_dataset, "eval_dataset")):
+            vocab_size = getattr(self.model.config.get_text_config(), "vocab_size", None)
+            require_known_tokens(part, name, vocab_size)
         if self._skip_prepare_dataset and not self._is_vision_dataset:
             require_taught(self.train_dataset, "train_dataset", config, self._tokenizer)
             for name, part in (("train_dataset", self.train_dataset), *named_sets(self.eval_dataset, "eval_dataset")):

@@ -28,7 +28,7 @@ _PART = 2**16  # tokens that are looked at together
 
 
 def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
-    """Raise ValueError if `dataset`, one or several by name, or one of its rows, has no text where TRL looks for it."""
+    """Raise ValueError if `dataset`, one or several by name, or a row, has no text or chat where TRL looks for it."""
     for part_name, part in named_sets(dataset, name):
         _require_text_in(part, part_name, args)
 
@@ -40,10 +40,17 @@ def _require_text_in(dataset: Any, name: str, args: RopeSFTConfig) -> None:
     columns = dataset.column_names
     if len(dataset) == 0:
         raise ValueError(f"{name} must have at least one row, got none.")
-    others = ("messages", "conversations", "input_ids")  # which TRL reads before the text
-    if any(column in columns for column in others) or {"prompt", "completion"} <= set(columns):
+    if dataset.format["type"] == "custom":  # a function of the user makes what is read
         return
-    if args.dataset_text_field in columns:
+    chats = ("messages", "conversations")  # TRL goes by the first row
+    chat = next((c for c in chats if c in columns and (args.dataset_text_field not in columns or dataset[0][c])), None)
+    if "input_ids" in columns:
+        _require_integers_in_each_row(dataset, name)
+    elif {"prompt", "completion"} <= set(columns):
+        _require_chats_in_each_row(dataset, name, ("prompt", "completion"))
+    elif chat is not None:
+        _require_chats_in_each_row(dataset, name, (chat,))
+    elif args.dataset_text_field in columns:
         _require_text_in_each_row(dataset, name, args.dataset_text_field)
     else:
         raise ValueError(
@@ -84,9 +91,78 @@ def require_kept_borders(dataset: Any, name: str, args: RopeSFTConfig, packing: 
         )
 
 
-def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
-    if dataset.format["type"] == "custom":  # a function of the user makes what is read
+def _require_chats_in_each_row(dataset: Dataset, name: str, columns: tuple[str, ...]) -> None:
+    """Raise ValueError for a row without messages, or prompt and completion that are not both texts or both chats."""
+    kind = "a list" if len(columns) == 1 else "texts, or lists"
+    for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None)):
+        values = [row[column] for column in columns]
+        are_texts = len(values) == 2 and all(isinstance(value, str) for value in values)
+        if not are_texts and not (all(map(_is_chat, values)) and values[0]):
+            raise ValueError(
+                f"{name}: row {number} must have in {' and '.join(map(repr, columns))} {kind} of messages with a role "
+                f"and content, such as [{{'role': 'user', 'content': '...'}}], got {row!r:.120}. Correct the row, or "
+                "leave it out."
+            )
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role") or ("value" in message and message.get("from")), str)
+        for message in value
+    )
+
+
+def _require_integers_in_each_row(dataset: Dataset, name: str) -> None:
+    """Raise ValueError for rows of tokens, or of their labels, that are no lists of integers."""
+    for column in {"input_ids", "labels"} & set(dataset.column_names):
+        feature = dataset.features[column]
+        kind = getattr(feature, "feature", feature)
+        if not (isinstance(feature, List | LargeList) and "int" in str(getattr(kind, "dtype", ""))):
+            raise ValueError(f"{name} must have a list of integers in {column!r} of each row, got {feature}.")
+        for first, rows in _batches(dataset, column):
+            if rows.null_count or pc.list_flatten(rows).null_count:
+                row = next(i for i, ids in enumerate(rows.to_pylist()) if ids is None or None in ids)
+                raise ValueError(
+                    f"{name}: row {first + row} must have a list of integers in {column!r}, got null in it or in its "
+                    "place. Correct the row, or leave it out."
+                )
+
+
+def require_known_tokens(dataset: Any, name: str, vocab_size: int | None) -> None:
+    """Raise ValueError if a row has a token, or a label, that the model has no embedding of.
+
+    Args:
+        dataset: tokenized; a stream is not looked at.
+        name: of it, for messages.
+        vocab_size: of the model.
+    """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or vocab_size is None:
         return
+    for column in [c for c in ("input_ids", "labels") if isinstance(dataset.features.get(c), List | LargeList)]:
+        for first, rows in _batches(dataset, column):
+            ids = pc.list_flatten(rows).to_numpy()
+            unknown = ((ids < 0) | (ids >= vocab_size)) & ((ids != -100) | (column == "input_ids"))
+            if unknown.any():
+                at = int(unknown.argmax())
+                row = int(np.searchsorted(np.cumsum(pc.list_value_length(rows).to_numpy()), at, side="right"))
+                masked = ", or -100 for none" if column == "labels" else ""
+                raise ValueError(
+                    f"{name}: row {first + row} of its tokenized rows has {ids[at]} in {column!r}, and the model knows "
+                    f"tokens 0 to {vocab_size - 1}{masked}. Use the model's own tokenizer, or, where it was given more "
+                    "tokens, call model.resize_token_embeddings(len(tokenizer))."
+                )
+
+
+def _batches(dataset: Dataset, column: str) -> Iterator[tuple[int, Any]]:
+    """An Arrow column in parts, each with the number of its first row."""
+    first = 0
+    for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
+        yield first, batch[column]
+        first += len(batch)
+
+
+def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
     parts = dataset.select_columns([field]).with_format("arrow").iter(1000)
     n_missing = sum(part[field].null_count for part in parts)
     if n_missing:

@@ -8,6 +8,7 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.text import BOS, EOS, framing
+from support.tiny import VOCAB, tiny
 from support.training import documents, logged, tokenizer, trainer
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -346,3 +347,54 @@ def test_masked_rows_of_an_evaluation_are_masked_where_none_are_trained_on(tmp_p
 def test_no_steps_are_refused():
     with pytest.raises(ValueError, match="max_steps must be at least 1, or below 0 to .*, got 0"):
         RopeSFTConfig(output_dir="unused", max_steps=0)
+
+
+USER, REPLY = {"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}
+GOOD = [USER, REPLY]
+CHATS = "must have in 'messages' a list of messages with a role and content"
+PAIRS = "must have in 'prompt' and 'completion' texts, or lists of messages with a role and content"
+INTEGERS = "must have a list of integers in "
+MALFORMED = {
+    "no-role": ([{"messages": [{"content": "w5"}]}], "row 0 " + CHATS),
+    "null-role": ([{"messages": GOOD}, {"messages": [{**USER, "role": None}]}], "row 1 " + CHATS),
+    "no-messages": ([{"messages": GOOD}, {"messages": []}], "row 1 " + CHATS),
+    "null": ([{"messages": None}, {"messages": GOOD}], "row 0 " + CHATS),
+    "strings": ([{"messages": ["w5", "w6"]}], "row 0 " + CHATS),
+    "string": ([{"messages": "w5 w6"}], "row 0 " + CHATS),
+    "chats-and-texts": ([{"messages": GOOD, "text": None}, {"messages": None, "text": "w5"}], "row 1 " + CHATS),
+    "texts-and-chats": ([{"messages": None, "text": "w5"}, {"messages": GOOD, "text": None}], "1 of 2 rows have no"),
+    "conversations": ([{"conversations": [{"from": "human", "text": "w5"}]}], "row 0 must have in 'conversations'"),
+    "prompt": ([{"prompt": "w5", "completion": "w6"}, {"prompt": None, "completion": "w6"}], "row 1 " + PAIRS),
+    "completion": ([{"prompt": "w5", "completion": None}], "row 0 " + PAIRS),
+    "text-behind-chat": ([{"prompt": [USER], "completion": "w6"}], "row 0 " + PAIRS),
+    "empty-prompt": ([{"prompt": [USER], "completion": [REPLY]}, {"prompt": [], "completion": [REPLY]}], "row 1 "),
+    "beyond": ([{"input_ids": [5, 6]}, {"input_ids": [5, VOCAB]}], f"row 1 .* has {VOCAB} in 'input_ids', and the"),
+    "negative": ([{"input_ids": [5, -1, 6]}], "row 0 .* has -1 in 'input_ids', and the model knows tokens 0 to"),
+    "floats": ([{"input_ids": [5.0, 6.0]}], INTEGERS + "'input_ids' of each row, got"),
+    "words": ([{"input_ids": ["w5", "w6"]}], INTEGERS + "'input_ids' of each row, got"),
+    "null-ids": ([{"input_ids": [5, 6]}, {"input_ids": None}], f"row 1 {INTEGERS}'input_ids', got null"),
+    "null-id": ([{"input_ids": [5, 6]}, {"input_ids": [5, None]}], f"row 1 {INTEGERS}'input_ids', got null"),
+    "labels": ([{"input_ids": [5, 6], "labels": [-1, 6]}], "row 0 .* has -1 in 'labels', .* or -100 for none"),
+    "float-labels": ([{"input_ids": [5, 6], "labels": [5.0, 6.0]}], INTEGERS + "'labels' of each row, got"),
+}
+
+
+@pytest.mark.parametrize("which", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_rows_are_named_before_training(kind, which, tmp_path):
+    rows, message = MALFORMED[kind]
+    made = tokenizer()
+    made.chat_template = "{% for m in messages %}w3 {{ m.content }} w4 {% endfor %}"
+    with pytest.raises(ValueError, match=f"{which}.*{message}"):
+        trainer(tmp_path, processing_class=made, **{which: Dataset.from_list(rows)})
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    made = tokenizer()
+    made.add_tokens(["w500"])
+    texts = Dataset.from_dict({"text": ["w5 w6", "w5 w500"]})
+    with pytest.raises(ValueError, match=rf"row 1 .* has {VOCAB} in .* call model.resize_token_embeddings"):
+        trainer(tmp_path, train_dataset=texts, processing_class=made)
+    model = tiny()
+    model.resize_token_embeddings(len(made))
+    trainer(tmp_path, model=model, train_dataset=texts, processing_class=made).train()
