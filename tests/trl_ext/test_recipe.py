@@ -173,3 +173,14 @@ def test_every_value_of_a_config_written_to_a_recipe_is_read_again(parse, tmp_pa
     written = {n: v for n, v in plain.items() if isinstance(v, bool | int | float | str | list | dict | None)}
     training, _ = parse(yaml.safe_dump(written), kinds=(RopeSFTConfig, DatasetMixtureConfig))
     assert training.to_dict() == config.to_dict()
+
+
+def test_long_documents_are_cut_where_a_recipe_does_not_say_otherwise(parse):
+    recipe = "output_dir: out"
+    config = parse(recipe, *ON_CPU, kinds=(RopeSFTConfig,))[0]
+    assert (config.max_length, config.long_documents) == (None, "split")
+    flags = ["--max_length", "64", "--long_documents", "truncate"]
+    config = parse(recipe, *ON_CPU, *flags, kinds=(RopeSFTConfig,))[0]
+    assert (config.max_length, config.long_documents) == (64, "truncate")
+    with pytest.raises(ValueError, match="packing=True needs rows of one length, got max_length=None: set it"):
+        parse(f"{recipe}\npacking: true", *ON_CPU, kinds=(RopeSFTConfig,))

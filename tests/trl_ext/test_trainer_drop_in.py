@@ -532,7 +532,15 @@ def test_what_trls_trainer_takes_besides_does_the_same(name, tmp_path):
         }
         run = trainer_class(**{**options, **OPTIONS[name](options)})
         result = after(run)
-        runs.append((*result, quiet(run.evaluate()), run._signature_columns, type(run.optimizer), run.model_wrapped is run.model))
+        runs.append(
+            (
+                *result,
+                quiet(run.evaluate()),
+                run._signature_columns,
+                type(run.optimizer),
+                run.model_wrapped is run.model,
+            )
+        )
     same(*runs)
     assert runs[0][2:] == runs[1][2:]
 

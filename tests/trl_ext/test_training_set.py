@@ -123,7 +123,9 @@ def test_prompts_and_conversations_stay_whole_and_what_is_lost_is_told(kind, cap
     (row,) = rows_of(data, tokenizer=made, max_length=8)
     assert len(row["input_ids"]) == 8
     n = {"messages": 15}.get(kind, 14)
-    told = f"Left out: {n - 8} tokens ({(n - 8) / n:.1%} of all) behind max_length in 1 document (documents with prompts, "
+    told = (
+        f"Left out: {n - 8} tokens ({(n - 8) / n:.1%} of all) behind max_length in 1 document (documents with prompts, "
+    )
     assert told in caplog.text
     rows = rows_of(data, tokenizer=made, max_length=8, packing=True)
     assert sum(map(len, rows["input_ids"])) == n and "whose later rows lack what came before" in caplog.text
@@ -254,7 +256,9 @@ def test_wrong_options_are_refused():
         rows_of(Dataset.from_dict({"text": [words(9)]}), template="<bos> <bos> $A", max_length=2)
 
 
-LEFT_OUT = re.compile(r"([\d,]+) tokens? (?:\([\d.]+% of all\) )?(?:without|behind|in rows)|of ([\d,]+) tokens? without")
+LEFT_OUT = re.compile(
+    r"([\d,]+) tokens? (?:\([\d.]+% of all\) )?(?:without|behind|in rows)|of ([\d,]+) tokens? without"
+)
 
 
 @settings(max_examples=60, deadline=None)
