@@ -93,7 +93,7 @@ def plan_long_rows(
 def _row_length(args: "RopeSFTConfig", train_dataset: Any) -> int | None:
     """Tokens of the longest row, None where only reading all of them would say."""
     longest = None if args.packing else longest_document(train_dataset)
-    return args.max_length if longest is None else longest  # rows that TRL does not prepare may be longer than the former
+    return args.max_length if longest is None else longest  # TRL may not have truncated
 
 
 def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.device) -> bool:

@@ -199,7 +199,7 @@ def test_models_without_rope_resume(tmp_path):
         {"objective": "hidden-distill"},
         {"shifted_attention": 0.25, "max_length": 32},
         {"trainable": "qkv"},
-        {"token_weighting": "longce"},
+        {"token_weighting": "longce", "max_length": None},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
