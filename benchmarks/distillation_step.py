@@ -198,6 +198,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
                 report_to=[],
                 logging_steps=1,
                 disable_tqdm=True,
+                max_length=None,
                 dataset_kwargs={"skip_prepare_dataset": True},
                 **device,
             ),

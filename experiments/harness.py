@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext.config import LONG_DOCUMENTS
 
 Line = dict[str, Any]
 FIXED = ("output_dir", "save_strategy", "seed")  # fields of RopeSFTConfig that `train` sets
@@ -227,7 +228,7 @@ def train(
     last = get_last_checkpoint(folder) if folder is not None and folder.is_dir() else None
     with tempfile.TemporaryDirectory() as scratch:
         output = str(folder or scratch)
-        config = RopeSFTConfig(**{**common, **fields, **saves, "seed": seed, "output_dir": output})
+        config = RopeSFTConfig(**{**LONG_DOCUMENTS, **common, **fields, **saves, "seed": seed, "output_dir": output})
         trainer = RopeSFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, **more)
         with compiled_tokenwise(trainer.model, compiled):
             trainer.train(resume_from_checkpoint=last)

@@ -22,8 +22,8 @@ from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
 
 logger = logging.get_logger(__name__)
 
-_ROWS_OF_TRL: Any = next(own.default for own in fields(SFTConfig) if own.name == "max_length")
-
+LONG_DOCUMENTS: dict[str, Any] = {"max_length": None, "long_documents": "split"}
+"""Where recipes, `extend` and `restore` begin from other defaults than TRL, which throws away long documents' ends."""
 
 _PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
 """Metrics of evaluations that are parts of a loss, of named sets too."""
@@ -33,21 +33,18 @@ _PART_OF_LOSS = re.compile(r"(.*_)?(ce|kl)|(eval_)?(.*_)?(relation|hidden)/\w+")
 class RopeSFTConfig(SFTConfig):
     """Configuration of [`RopeSFTTrainer`]: everything of [`~trl.SFTConfig`], and what follows.
 
-    `max_length` is None here, so that nothing is truncated: TRL's own default of 1024 tokens would cut every long text.
-    `packing_strategy` is "bfd_split": TRL's "bfd" throws away what is behind `max_length`. What is left out of a
-    dataset, and why, is told before training.
+    Fields of TRL have TRL's defaults, so that the same arguments give the same rows: documents are truncated to
+    `max_length`, 1024 tokens. What is left out of a dataset, and how to keep it, is told before training. Recipes have
+    `max_length=None` and `long_documents="split"` where they do not say otherwise.
 
     > Parameters that control the data
 
     Args:
-        max_length: tokens in a row, at most. A longer text gives several rows, each of which begins with the tokens
-            that the tokenizer puts before a text; all of them are read. None: rows of any length; with `packing`,
-            which needs a length, TRL's default, which is told.
-        long_documents: without packing, "split" cuts a text longer than `max_length` into rows; prompts and
-            completions, messages and documents with masked labels stay whole and are truncated, which is told.
-            "truncate" keeps the first `max_length` tokens of every document, as TRL does.
-        packing_strategy: with packing, "bfd_split" cuts every document longer than `max_length`, conversations too;
-            "bfd" truncates it; "wrapped" joins documents and cuts rows anywhere.
+        long_documents: "truncate" keeps the first `max_length` tokens of every document, or what `packing_strategy`
+            says, as TRL does. "split" cuts a text longer than `max_length` into rows that together hold all of it, each
+            of which begins with the tokens that the tokenizer puts before a text; documents without a token to predict
+            are left out. Prompts and completions, messages and documents with masked labels stay whole and are
+            truncated, but with `packing` all are cut, and packed by `packing_strategy`; "wrapped" cuts by itself.
 
     > Parameters that control the window
 
@@ -83,6 +80,7 @@ class RopeSFTConfig(SFTConfig):
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
         longce_args: of "longce", fields of `rope_patch.next_token.LongCE`, e.g. `{"short_context": 4096}`.
+        objective_args: of an objective of your own, whose `config_fields` name it: its options.
         shifted_attention: LongLoRA: in training each head attends within groups of this share of `max_length` tokens,
             half of the heads with shifted borders (`rope_patch.shifted_attention`); the paper takes 0.25. None: full
             attention, as evaluation and everything afterwards has.
@@ -110,29 +108,15 @@ class RopeSFTConfig(SFTConfig):
         "native_args",
         "self_distill_args",
         "longce_args",
+        "objective_args",
     ]
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, *_OWN_DICT_FIELDS]
 
-    max_length: int | None = field(
-        default=None,
+    long_documents: Literal["truncate", "split"] = field(
+        default="truncate",
         metadata={
-            "help": "Most tokens in a row; a longer text gives several rows, see long_documents and packing_strategy. "
-            "None: any; with packing, TRL's default."
-        },
-    )
-    packing_strategy: str = field(
-        default="bfd_split",
-        metadata={
-            "help": "What packing does with documents longer than max_length: 'bfd_split' cuts them, 'bfd' throws away "
-            "what is behind max_length, 'wrapped' joins documents and cuts rows anywhere.",
-            "choices": ["bfd", "bfd_split", "wrapped"],
-        },
-    )
-    long_documents: Literal["split", "truncate"] = field(
-        default="split",
-        metadata={
-            "help": "Without packing, texts longer than max_length: 'split' cuts them into rows that are all read, "
-            "'truncate' throws away what is behind max_length. Prompts, completions and messages are truncated."
+            "help": "Documents longer than max_length: 'truncate' throws away what is behind it, as TRL does, 'split' "
+            "cuts texts, and with packing all documents, into rows that are all read."
         },
     )
     rescale: str | None = field(
@@ -190,6 +174,9 @@ class RopeSFTConfig(SFTConfig):
     longce_args: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
     )
+    objective_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of an objective of another package, as a JSON object."}
+    )
     shifted_attention: float | None = field(
         default=None,
         metadata={
@@ -225,6 +212,9 @@ class RopeSFTConfig(SFTConfig):
                 "max_steps must be at least 1, or below 0 to train for num_train_epochs, got 0: Transformers trains no "
                 "step then, and the result would be the model as it came."
             )
+        for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
+            if not math.isfinite(float(getattr(self, name))):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}.")
         says_which_is_better = self.greater_is_better is not None
         super().__post_init__()
         if not says_which_is_better and _PART_OF_LOSS.fullmatch(self.metric_for_best_model or ""):
@@ -244,9 +234,6 @@ class RopeSFTConfig(SFTConfig):
     def of(cls, args: TrainingArguments) -> "RopeSFTConfig":
         """`args` as this class: itself if it is one, else a new one with its fields, as SFTTrainer converts.
 
-        An `SFTConfig` trains as with SFTTrainer: rows are truncated to its `max_length`. Plain `TrainingArguments` say
-        nothing about rows, which are then those of this class's defaults.
-
         Raises:
             TypeError: no training arguments, or of a class with fields of its own, which would be lost.
         """
@@ -264,28 +251,13 @@ class RopeSFTConfig(SFTConfig):
                 f"args is of class {type(args).__name__}, whose fields {', '.join(lost)} RopeSFTConfig lacks: derive "
                 "the class from RopeSFTConfig."
             )
-        if isinstance(args, SFTConfig) and args.packing and args.max_length is None:
-            raise ValueError("packing=True needs rows of one length, got max_length=None: set it, in tokens.")
-        if isinstance(args, SFTConfig) and not (args.packing and args.eval_packing is not False):
-            values["long_documents"] = "truncate"
         return cls(**values)
 
     def _check_data(self) -> None:
         if self.packing and self.max_length is None:
-            self.max_length = _ROWS_OF_TRL
-            if self.process_index == 0:
-                logger.warning(
-                    f"packing=True needs rows of one length: max_length is set to TRL's default of {_ROWS_OF_TRL} "
-                    "tokens. Give max_length to choose another."
-                )
-        if self.long_documents not in ("split", "truncate"):
-            raise ValueError(f"long_documents must be 'split' or 'truncate', got {self.long_documents!r}.")
-        packs_all = self.packing and self.eval_packing is not False
-        if self.long_documents == "truncate" and packs_all and self.packing_strategy != "bfd":
-            raise ValueError(
-                "long_documents is for rows without packing; with packing=True the same is packing_strategy='bfd', got "
-                f"long_documents='truncate' and packing_strategy={self.packing_strategy!r}."
-            )
+            raise ValueError("packing=True needs rows of one length, got max_length=None: set it, in tokens.")
+        if self.long_documents not in ("truncate", "split"):
+            raise ValueError(f"long_documents must be 'truncate' or 'split', got {self.long_documents!r}.")
         length: Any = self.max_length
         if length is not None and (not isinstance(length, Integral) or length < 2):
             raise ValueError(f"max_length must be an integer of at least 2 tokens, or None, got {length!r}.")
@@ -314,20 +286,15 @@ class RopeSFTConfig(SFTConfig):
                 f"view {view.name!r} with {view.cuts} cuts one document a row: switch packing and padding_free off, or "
                 f"leave out {view.cuts}; got packing={self.packing}, padding_free={self.padding_free}."
             )
-        if objective_of(self).evaluates_view:
-            raise ValueError(
-                f"view {view.name!r} with {view.cuts} cuts rows in training alone, and {self.objective!r} evaluates "
-                f"the view too: use objective='clm', or leave out {view.cuts}."
-            )
 
     def _check_cue(self) -> None:
         cues = self.cue if isinstance(self.cue, list | tuple) else [self.cue]
         for text in cues or [self.cue]:  # a list without any is no cue either
             require_cue(text)
-        if self.long_documents == "truncate":
+        if self.long_documents != "split":
             raise ValueError(
-                "cue goes with long_documents='split': a text is cut into pieces that all end with the cue. Leave "
-                "long_documents='truncate' out."
+                "cue goes with long_documents='split', got 'truncate', which is TRL's: a text is cut into pieces that "
+                "all end with the cue. Set long_documents='split'."
             )
         option, options = find_view(self.view).cue_option, self.view_options
         if option is None or option in options or self.max_length is None:
@@ -388,11 +355,16 @@ class RopeSFTConfig(SFTConfig):
                 f"neftune_noise_alpha={self.neftune_noise_alpha}, objective={self.objective!r}, token_weighting="
                 f"{self.token_weighting!r}, cue_weight={self.cue_weight}. Leave it out."
             )
-        if self.has_own_loss and (self.loss_type != "nll" or self.label_smoothing_factor):
+        if self.has_own_loss and self.label_smoothing_factor:
             raise ValueError(
-                "loss_type and label_smoothing_factor are of TRL's own loss, which objective 'clm' without "
-                f"token_weighting and cue_weight has; got objective={self.objective!r}, loss_type={self.loss_type!r}, "
-                f"label_smoothing_factor={self.label_smoothing_factor}."
+                "label_smoothing_factor is of TRL's own loss, which objective 'clm' without token_weighting and "
+                f"cue_weight has; got objective={self.objective!r}, label_smoothing_factor="
+                f"{self.label_smoothing_factor}."
+            )
+        if self.loss_type == "dft" and not options.takes_dft:
+            raise ValueError(
+                "loss_type='dft' weighs the tokens of a next-token loss, and that of objective "
+                f"{self.objective!r} is none, or a part that it does not weigh: leave it out."
             )
 
     def _check_long_rows(self) -> None:
@@ -408,18 +380,16 @@ class RopeSFTConfig(SFTConfig):
 
     def _refuse_fields_of_other_objectives(self) -> None:
         """Raise ValueError for a field that only objectives read which are not this run's."""
-        readers: dict[str, list[str]] = {}
+        readers: dict[str, list[str]] = {"objective_args": []}
         for objective, kind in sorted(OBJECTIVES.items()):
             for name in kind.options_class.config_fields:
                 readers.setdefault(name, []).append(objective)
         defaults = {f.name: f.default for f in fields(self)}
         for name, objectives in readers.items():
-            # an empty dict of options is none
-            if self.objective not in objectives and getattr(self, name) not in (defaults[name], {}):
-                raise ValueError(
-                    f"{name} belongs to objective={' or '.join(map(repr, objectives))}, got "
-                    f"objective={self.objective!r}."
-                )
+            # an empty dict of options is none; a field that an objective from outside names may be no field here
+            if self.objective not in objectives and getattr(self, name, None) not in (defaults.get(name), {}):
+                owners = " or ".join(map(repr, objectives)) or "one that is installed and reads it"
+                raise ValueError(f"{name} belongs to objective={owners}, got objective={self.objective!r}.")
 
     @property
     def objective_options(self) -> ObjectiveOptions:

@@ -1,14 +1,20 @@
-"""What a loss that is not a number, or infinite, leads to."""
+"""What a loss, a gradient or a weight that is not a number, or infinite, leads to."""
+
+import math
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+_REMEDY = "Lower the learning rate, use float32, or look for bad rows in the dataset."
+
 
 class FiniteLosses:
-    """Stops a training whose loss is not finite.
+    """Stops a training whose loss or gradient is not finite.
 
     Args:
         accelerator: of the trainer.
@@ -32,7 +38,45 @@ class FiniteLosses:
                 "is trained any more: use bf16 or float32."
             )
             return
-        raise FloatingPointError(f"{what}. Lower the learning rate, use float32, or look for bad rows in the dataset.")
+        raise FloatingPointError(f"{what}. {_REMEDY}")
+
+    def require_gradient(self, norm: Any, step: int) -> None:
+        """Raise FloatingPointError for a norm of gradients that is not finite, unless loss scaling leaves the step out.
+
+        Called before the optimizer's step; DeepSpeed has taken its own by then, of which nothing is saved.
+
+        Args:
+            norm: a number or a scalar tensor; None where DeepSpeed tells none.
+            step: of the optimizer.
+        """
+        if norm is None or math.isfinite(norm) or _skips_overflows(self.accelerator):
+            return
+        raise FloatingPointError(
+            f"the norm of the gradients became {float(norm)} at optimizer step {step}, with a finite loss. {_REMEDY}"
+        )
+
+
+def require_finite_weights(model: nn.Module) -> None:
+    """Raise FloatingPointError if a weight that is trained is not finite, before it is saved.
+
+    Of weights that an engine splits over ranks each rank looks at its own part.
+    """
+    finite = {
+        name: torch.isfinite(_own_part(weight)).all()
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
+    broken = [name for name, is_finite in finite.items() if not is_finite]
+    if broken:
+        raise FloatingPointError(
+            f"{len(broken)} of {len(finite)} trained weights hold numbers that are not finite, {broken[0]} first, and "
+            f"are not saved; earlier checkpoints stay. {_REMEDY}"
+        )
+
+
+def _own_part(weight: Any) -> torch.Tensor:
+    part = getattr(weight, "ds_tensor", weight).detach()  # of ZeRO-3
+    return part.to_local() if hasattr(part, "to_local") else part  # of FSDP2
 
 
 def _skips_overflows(accelerator: Accelerator) -> bool:

@@ -93,9 +93,8 @@ def plan_long_rows(
 
 def _row_length(args: "RopeSFTConfig", train_dataset: Any) -> int | None:
     """Tokens of the longest row, None where only reading all of them would say."""
-    longest = longest_document(train_dataset)
-    bounds = [n for n in (args.max_length, None if args.packing else longest) if n is not None]
-    return min(bounds) if bounds else None
+    longest = None if args.packing else longest_document(train_dataset)
+    return args.max_length if longest is None else longest  # TRL may not have truncated
 
 
 def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.device) -> bool:

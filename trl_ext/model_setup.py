@@ -90,7 +90,7 @@ def _with_window(
     """Where a rescaling does not say how far it reaches, promise the rows and the target that it is trained on."""
     if not rescaling.wants_window:
         return rescaling
-    rows = args.max_length or longest_document(train_dataset) or 0
+    rows = max(args.max_length or 0, longest_document(train_dataset) or 0)
     window = max(rows, farthest_target(view), find_decoder(model).config.max_position_embeddings)
     return rescaling.with_window(window)
 

@@ -116,9 +116,8 @@ def _refuse_what_only_trls_loss_has(trainer: "RopeSFTTrainer") -> None:
             f"objective {objective!r} leaves out the loss that balances experts, which TRL adds with "
             f"router_aux_loss_coef={trainer.router_aux_loss_coef}: set router_aux_loss_coef=0.0."
         )
-    for name in ("compute_loss_func", "compute_metrics"):
-        if getattr(trainer, name) is not None:
-            raise ValueError(f"{name} is called with logits, and objective {objective!r} makes none: leave it out.")
+    if trainer.compute_loss_func is not None:
+        raise ValueError(f"compute_loss_func is a loss, and objective {objective!r} has its own: leave it out.")
 
 
 def _refuse_reentrant_checkpointing(trainer: "RopeSFTTrainer") -> None:

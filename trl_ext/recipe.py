@@ -18,6 +18,7 @@ from trl.scripts.utils import DatasetConfig
 
 from rope_patch.registry import unknown
 
+from .config import LONG_DOCUMENTS, RopeSFTConfig
 from .home import with_home
 
 _ARGPARSE_WORDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
@@ -32,7 +33,8 @@ def leave_precision_to_recipe() -> None:
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] whose errors name the file, the key and what was meant.
 
-    The command line wins over the recipe behind `--config`, as in TRL. A recipe may also be named first, with no flag.
+    The command line wins over the recipe behind `--config`, as in TRL. Long documents are cut where neither says
+    otherwise (`LONG_DOCUMENTS`). A recipe may also be named first, with no flag.
 
     Args:
         dataclass_types: whose fields are the keys of the recipe and the flags of the command line.
@@ -43,6 +45,8 @@ class RecipeParser(TrlParser):
     def __init__(self, dataclass_types: Any = None, *, kind: str = "", **kwargs: Any) -> None:
         # a flag in part would be taken for another one
         super().__init__(dataclass_types, **{"allow_abbrev": False, **kwargs})
+        if RopeSFTConfig in list(self.dataclass_types):
+            self.set_defaults(**LONG_DOCUMENTS)
         self.add_argument("--help-all", action="help", dest="help", help="explain every field and exit")
         self.kind = kind and f", {kind}"
 

@@ -34,7 +34,7 @@ from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens, cut_document
 from rope_patch.tokenizer_window import widen_tokenizer
 
-from .config import RopeSFTConfig
+from .config import LONG_DOCUMENTS, RopeSFTConfig
 from .model_files import begun_with, commit_of, model_files, recorded_commit, require_same_model
 from .model_setup import with_base_revision
 from .run_folder import (
@@ -327,7 +327,7 @@ def _write_card(
 def _config(stage: str, settings: dict[str, Any]) -> RopeSFTConfig:
     _require_fields(stage, settings)
     try:
-        return RopeSFTConfig(**settings)
+        return RopeSFTConfig(**{**LONG_DOCUMENTS, **settings})
     except ValueError as error:
         if "support bf16/gpu" not in str(error):  # of Transformers, for lack of a GPU
             raise

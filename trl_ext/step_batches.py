@@ -66,22 +66,12 @@ def cut_documents(batches: list[dict[str, Any]], trainer_view: TrainerView, stat
     return any_cut
 
 
-def require_labels(n_labels: float, step: int) -> None:
-    """Raise ValueError if no token of an optimizer step has a label."""
-    if n_labels == 0:
-        raise ValueError(
-            f"optimizer step {step} has no token to predict: each document of its batches has a single token, or "
-            "labels of -100 alone, as a completion that max_length cuts off. Leave such rows out of train_dataset."
-        )
-
-
 def total_counts(
     counts: list[dict[str, int]],
     accelerator: Accelerator,
     device: torch.device,
     ranks: SequenceRanks | None,
     *,
-    step: int,
     over_all_ranks: bool,
 ) -> dict[str, int]:
     """What the sums of losses of an optimizer step are divided by, at least 1 each.
@@ -91,19 +81,13 @@ def total_counts(
         accelerator: of the trainer.
         device: for talking to other ranks.
         ranks: those that share the rows.
-        step: its number, for the message.
         over_all_ranks: whether losses are divided by counts of all ranks (`average_tokens_across_devices`).
-
-    Raises:
-        ValueError: no token of the step has a label.
     """
     names = list(counts[0])
     of_rank = torch.tensor([sum(count[name] for count in counts) for name in names], device=device)
     totals = accelerator.reduce(of_rank, reduction="sum")
     if ranks is not None:  # each of which has counted whole rows
         totals = totals // ranks.size
-    if "labels" in names:
-        require_labels(int(totals[names.index("labels")]), step)
     chosen = totals if over_all_ranks else of_rank
-    # a rank's own count may be 0 where others have labels: its sums are 0 then too
+    # a count may be 0, of one rank or of all: sums are 0 then too
     return dict(zip(names, chosen.clamp(min=1).tolist(), strict=True))

@@ -29,7 +29,7 @@ from .config import RopeSFTConfig
 from .engines.saves_in_parts import remove_weights, saves_in_parts, weights_gathered
 from .engines.sequence_ranks import SequenceRanks, gradient_factor
 from .engines.weights import forget_unfinished_forwards, hold_like_student, require_unharmed_codes
-from .finite_losses import FiniteLosses, tell_of_evaluation
+from .finite_losses import FiniteLosses, require_finite_weights, tell_of_evaluation
 from .gpus import loading_on_one_gpu, tell_idle_gpus
 from .length_checks import check_evaluation_lengths, check_lengths
 from .long_rows import LongRowTraining, plan_long_rows
@@ -59,7 +59,6 @@ from .step_batches import (
     cut_documents,
     number_documents,
     require_borders,
-    require_labels,
     total_counts,
 )
 from .step_means import StepMeans
@@ -69,6 +68,7 @@ from .training_set import (
     named_sets,
     prepare_rows,
     require_kept_borders,
+    require_known_tokens,
     require_taught,
     require_text,
     with_masked_loss,
@@ -193,6 +193,9 @@ class RopeSFTTrainer(SFTTrainer):
                 formatting_func=formatting_func,
                 **kwargs,
             )
+        for name, part in (("train_dataset", self.train_dataset), *named_sets(self.eval_dataset, "eval_dataset")):
+            vocab_size = getattr(self.model.config.get_text_config(), "vocab_size", None)
+            require_known_tokens(part, name, vocab_size)
         if self._skip_prepare_dataset and not self._is_vision_dataset:
             require_taught(self.train_dataset, "train_dataset", config, self._tokenizer)
             for name, part in (("train_dataset", self.train_dataset), *named_sets(self.eval_dataset, "eval_dataset")):
@@ -256,7 +259,7 @@ class RopeSFTTrainer(SFTTrainer):
         formatting_func: Any,
         dataset_name: str,
     ) -> Any:
-        """TRL's preparation, between whose tokenizing and packing long documents are cut."""
+        """TRL's preparation, with one line of what it leaves out."""
 
         def prepare(documents: Any, args: RopeSFTConfig, packing: bool) -> Any:
             formatting = formatting_func if documents is dataset else None  # which makes text, once
@@ -332,7 +335,11 @@ class RopeSFTTrainer(SFTTrainer):
         Under FSDP the model is one plain checkpoint, whatever `fsdp_state_dict_type` says of checkpoints on the way.
         Under SHARDED_STATE_DICT those have weights in parts, and here also the config, the tokenizer and what an
         adapter needs, so that the merged weights load.
+
+        Raises:
+            FloatingPointError: a weight that is trained is not finite.
         """
+        require_finite_weights(self.model)
         folder = Path(output_dir or str(self.args.output_dir))
         with told_of_full_disk(folder, self._how_to_go_on):
             if self.args.should_save:
@@ -438,13 +445,10 @@ class RopeSFTTrainer(SFTTrainer):
                 self.accelerator,
                 device,
                 self._ranks,
-                step=self.state.global_step,
                 over_all_ranks=self.args.average_tokens_across_devices,
             )
             # a number tells Trainer not to divide by micro-steps what is already divided by counts of the step
             num_items = self._step_counts["tokens"]
-        elif isinstance(num_items, torch.Tensor):
-            require_labels(num_items.max().item(), self.state.global_step)
         self._batches_left = len(batches)
         return batches, num_items
 
@@ -534,10 +538,16 @@ class RopeSFTTrainer(SFTTrainer):
                 self._metrics["train"][name].append(mean)
         return loss
 
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's norm of the gradients, which it asks for before each optimizer step, with and without clipping."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self._finite_losses.require_gradient(norm, self.state.global_step)
+        return norm
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """TRL's step; an objective that distils gives a loss and no logits."""
+        """TRL's step, of which an objective gives the loss."""
         inputs = self._prepare_inputs(inputs)
         # Ulysses is off in evaluation, where each rank has rows of its own
         ring = self._ranks if self._ranks is not None and self._ranks.engine == "cp" else None
@@ -564,8 +574,13 @@ class RopeSFTTrainer(SFTTrainer):
             elif self._objective is None:
                 result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
             else:
-                with torch.no_grad(), self.compute_loss_context_manager(), self._objective.active():
-                    result = self.compute_loss(model, inputs), None, None
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    with self._objective.active():
+                        loss = self.compute_loss(model, inputs)
+                    result = loss, None, None
+                    if not prediction_loss_only:  # logits by a forward of their own, as TRL's
+                        others = {name: value for name, value in inputs.items() if name != "labels"}
+                        result = loss, model(**others, use_cache=False).logits, inputs.get("labels")
         tell_of_evaluation(result[0])
         return result
 

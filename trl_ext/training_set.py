@@ -28,7 +28,7 @@ _PART = 2**16  # tokens that are looked at together
 
 
 def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
-    """Raise ValueError if `dataset`, one or several by name, or one of its rows, has no text where TRL looks for it."""
+    """Raise ValueError if `dataset`, one or several by name, or a row, has no text or chat where TRL looks for it."""
     for part_name, part in named_sets(dataset, name):
         _require_text_in(part, part_name, args)
 
@@ -40,10 +40,17 @@ def _require_text_in(dataset: Any, name: str, args: RopeSFTConfig) -> None:
     columns = dataset.column_names
     if len(dataset) == 0:
         raise ValueError(f"{name} must have at least one row, got none.")
-    others = ("messages", "conversations", "input_ids")  # which TRL reads before the text
-    if any(column in columns for column in others) or {"prompt", "completion"} <= set(columns):
+    if dataset.format["type"] == "custom":  # a function of the user makes what is read
         return
-    if args.dataset_text_field in columns:
+    chats = ("messages", "conversations")  # TRL goes by the first row
+    chat = next((c for c in chats if c in columns and (args.dataset_text_field not in columns or dataset[0][c])), None)
+    if "input_ids" in columns:
+        _require_integers_in_each_row(dataset, name)
+    elif {"prompt", "completion"} <= set(columns):
+        _require_chats_in_each_row(dataset, name, ("prompt", "completion"))
+    elif chat is not None:
+        _require_chats_in_each_row(dataset, name, (chat,))
+    elif args.dataset_text_field in columns:
         _require_text_in_each_row(dataset, name, args.dataset_text_field)
     else:
         raise ValueError(
@@ -84,9 +91,78 @@ def require_kept_borders(dataset: Any, name: str, args: RopeSFTConfig, packing: 
         )
 
 
-def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
-    if dataset.format["type"] == "custom":  # a function of the user makes what is read
+def _require_chats_in_each_row(dataset: Dataset, name: str, columns: tuple[str, ...]) -> None:
+    """Raise ValueError for a row without messages, or prompt and completion that are not both texts or both chats."""
+    kind = "a list" if len(columns) == 1 else "texts, or lists"
+    for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None)):
+        values = [row[column] for column in columns]
+        are_texts = len(values) == 2 and all(isinstance(value, str) for value in values)
+        if not are_texts and not (all(map(_is_chat, values)) and values[0]):
+            raise ValueError(
+                f"{name}: row {number} must have in {' and '.join(map(repr, columns))} {kind} of messages with a role "
+                f"and content, such as [{{'role': 'user', 'content': '...'}}], got {row!r:.120}. Correct the row, or "
+                "leave it out."
+            )
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role") or ("value" in message and message.get("from")), str)
+        for message in value
+    )
+
+
+def _require_integers_in_each_row(dataset: Dataset, name: str) -> None:
+    """Raise ValueError for rows of tokens, or of their labels, that are no lists of integers."""
+    for column in {"input_ids", "labels"} & set(dataset.column_names):
+        feature = dataset.features[column]
+        kind = getattr(feature, "feature", feature)
+        if not (isinstance(feature, List | LargeList) and "int" in str(getattr(kind, "dtype", ""))):
+            raise ValueError(f"{name} must have a list of integers in {column!r} of each row, got {feature}.")
+        for first, rows in _batches(dataset, column):
+            if rows.null_count or pc.list_flatten(rows).null_count:
+                row = next(i for i, ids in enumerate(rows.to_pylist()) if ids is None or None in ids)
+                raise ValueError(
+                    f"{name}: row {first + row} must have a list of integers in {column!r}, got null in it or in its "
+                    "place. Correct the row, or leave it out."
+                )
+
+
+def require_known_tokens(dataset: Any, name: str, vocab_size: int | None) -> None:
+    """Raise ValueError if a row has a token, or a label, that the model has no embedding of.
+
+    Args:
+        dataset: tokenized; a stream is not looked at.
+        name: of it, for messages.
+        vocab_size: of the model.
+    """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or vocab_size is None:
         return
+    for column in [c for c in ("input_ids", "labels") if isinstance(dataset.features.get(c), List | LargeList)]:
+        for first, rows in _batches(dataset, column):
+            ids = pc.list_flatten(rows).to_numpy()
+            unknown = ((ids < 0) | (ids >= vocab_size)) & ((ids != -100) | (column == "input_ids"))
+            if unknown.any():
+                at = int(unknown.argmax())
+                row = int(np.searchsorted(np.cumsum(pc.list_value_length(rows).to_numpy()), at, side="right"))
+                masked = ", or -100 for none" if column == "labels" else ""
+                raise ValueError(
+                    f"{name}: row {first + row} of its tokenized rows has {ids[at]} in {column!r}, and the model knows "
+                    f"tokens 0 to {vocab_size - 1}{masked}. Use the model's own tokenizer, or, where it was given more "
+                    "tokens, call model.resize_token_embeddings(len(tokenizer))."
+                )
+
+
+def _batches(dataset: Dataset, column: str) -> Iterator[tuple[int, Any]]:
+    """An Arrow column in parts, each with the number of its first row."""
+    first = 0
+    for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
+        yield first, batch[column]
+        first += len(batch)
+
+
+def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
     parts = dataset.select_columns([field]).with_format("arrow").iter(1000)
     n_missing = sum(part[field].null_count for part in parts)
     if n_missing:
@@ -147,10 +223,10 @@ def prepare_rows(
     packing: bool,
     prepare: Prepare,
 ) -> Any:
-    """Rows of a dataset for training, by TRL's own preparation, with what it would leave out cut or told.
+    """Rows of a dataset for training, by TRL's own preparation, and one line of what is left out of them.
 
-    TRL tokenizes first. Documents without a token to predict are then left out, and those longer than `max_length` are
-    cut where `args` and the kind of data allow it. What TRL packs or truncates afterwards is told in one line.
+    TRL tokenizes first. With `long_documents="split"` documents without a token to predict are then left out, and those
+    longer than `max_length` are cut where the kind of data allows it. Otherwise the rows are TRL's.
 
     Args:
         dataset: as the trainer was given it.
@@ -179,26 +255,27 @@ def prepare_rows(
     survey = partial(Survey.of, special=way.special, labelled=way.labelled, joined=way.wraps)
     documents = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
     _require_text_to_predict(documents.teaches, name)
-    notes, left_out = [], []
-    kept = documents.teaches & documents.teaches_kept
-    if not documents.teaches.all():
-        untaught = ~documents.teaches
-        left_out.append(
-            f"{_count(untaught.sum(), 'document')} of {_count(documents.lengths[untaught].sum(), 'token')} "
-            "without a token to predict (empty, one token, special tokens only, or all masked)"
-        )
-    if not kept.any():
+    if not (documents.teaches & documents.teaches_kept).any():
         raise ValueError(
             f"max_length={args.max_length} truncates all that could be predicted in {name}: all completions lie behind "
             "it. Raise max_length."
         )
-    if documents.teaches.sum() > kept.sum():
-        lost = documents.teaches & ~kept
+    notes: list[str] = []
+    left_out: list[str] = []
+    untaught = ~documents.teaches
+    if untaught.any():
+        (left_out if way.splits else notes).append(
+            f"{_count(untaught.sum(), 'document')} of {_count(documents.lengths[untaught].sum(), 'token')} "
+            "without a token to predict (empty, one token, special tokens only, or all masked)"
+        )
+    lost = documents.teaches & ~documents.teaches_kept & (not packing)  # in a pack TRL keeps what is left of them
+    if lost.any():
         left_out.append(
             f"{_count(lost.sum(), 'document')} of {_count(documents.lengths[lost].sum(), 'token')} "
             "whose completion lies behind max_length"
         )
-    if not kept.all():
+    kept = ~(lost | untaught if way.splits else lost)
+    if way.splits and not kept.all():
         tokenized = tokenized.select(np.flatnonzero(kept))
     lengths, masked = documents.lengths[kept], documents.masked[kept]
     longer = lengths > args.max_length if args.max_length is not None else np.zeros_like(masked)
@@ -217,10 +294,11 @@ def prepare_rows(
     if truncated.any():
         tokens = (lengths[truncated] - args.max_length).sum()
         left_out.append(
-            f"{_count(tokens, 'token')} behind max_length in {_count(truncated.sum(), 'document')} ({way.remedy()})"
+            f"{_count(tokens, 'token')} ({tokens / documents.tokens:.1%} of all) behind max_length in "
+            f"{_count(truncated.sum(), 'document')} ({way.remedy()})"
         )
     rows = prepare(*way.truncated(tokenized), packing)
-    if way.wraps and (single := int((survey(rows).lengths == 1).sum())):
+    if way.splits and way.wraps and (single := int((survey(rows).lengths == 1).sum())):
         left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
     if args.process_index == 0:
         size = "" if args.max_length is None else f" of at most {args.max_length}"
@@ -281,6 +359,10 @@ class _Way:
         return not self.args.objective_options.counts_every_token
 
     @property
+    def splits(self) -> bool:
+        return self.args.long_documents == "split"
+
+    @property
     def truncates(self) -> bool:
         """Whether TRL truncates what is still longer."""
         return self.args.max_length is not None and (not self.packing or self.args.packing_strategy == "bfd")
@@ -294,9 +376,9 @@ class _Way:
 
     def cuts(self, masked: np.ndarray) -> np.ndarray:
         """Which documents may be cut, given which have masked labels."""
-        if self.packing:
-            return np.full_like(masked, self.args.packing_strategy == "bfd_split")
-        return ~masked & (self.args.long_documents == "split" and not self.whole)
+        if not self.splits or self.wraps:
+            return np.zeros_like(masked)
+        return np.ones_like(masked) if self.packing else ~masked & (not self.whole)
 
     def cut(self, tokenized: Any) -> Any:
         """The dataset with its long documents cut."""
@@ -340,9 +422,7 @@ class _Way:
 
     def remedy(self) -> str:
         """How to lose less."""
-        if self.packing:
-            return "packing_strategy='bfd_split' keeps them"
-        if not self.whole and self.args.long_documents == "truncate":
+        if not self.splits and (self.packing or not self.whole):
             return "long_documents='split' keeps them"
         return "documents with prompts, completions or masked labels stay whole: raise max_length"
 
@@ -354,9 +434,8 @@ def _prepare_stream(
     cuts = args.max_length is not None and bool(way.cuts(np.zeros(1, dtype=bool)).any())
     if cuts:
         tokenized = way.cut(tokenized)
-    teaches = partial(_teaches, special=frozenset(way.special), labelled=way.labelled)
-    tokenized = tokenized.filter(teaches)
-    if next(iter(tokenized), None) is None:
+    taught = tokenized.filter(partial(_teaches, special=frozenset(way.special), labelled=way.labelled))
+    if next(iter(taught), None) is None:
         _require_text_to_predict(np.zeros(0, dtype=bool), name)
     if args.process_index == 0:
         longer = f"Documents longer than max_length={args.max_length}"
@@ -367,9 +446,10 @@ def _prepare_stream(
             sentences.append(f"{longer} are truncated, and what is behind is left out ({way.remedy()})")
         elif way.truncates:
             sentences.append("Of those with masked labels what is behind max_length is left out")
-        sentences.append("Documents without a token to predict are left out")
+        if way.splits:
+            sentences.append("Documents without a token to predict are left out")
         logger.warning(". ".join([*sentences, *way.notes]) + ".")
-    return prepare(tokenized)
+    return prepare(taught if way.splits else tokenized)
 
 
 def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any) -> None:

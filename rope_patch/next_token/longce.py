@@ -98,6 +98,22 @@ class LongCE:
         return reference.view(ids.shape)
 
 
+class DFT(LongCE):
+    """loss = mean over tokens of p_i CE_i, p_i the probability that the model gives the token, a constant.
+
+    It is LongCE's weight beside a short context that leaves no doubt; nothing else is read.
+
+    Source: DFT, arXiv:2508.05629, as TRL has it.
+    """
+
+    def check_length(self, length: int, remedy: str) -> None:
+        """Documents of any length have such weights."""
+
+    def reference(self, causal_lm: Any, decoder: Any, labelled: Labelled) -> torch.Tensor:
+        """Cross-entropies of 0."""
+        return torch.zeros(labelled.ids.shape, device=labelled.ids.device)
+
+
 def _most_of_ranks(decoder: Any, n_forwards: int, device: torch.device) -> int:
     """The largest number of forwards that a rank needs, where all of them gather weights for each one together."""
     # of ZeRO-3 and FSDP2

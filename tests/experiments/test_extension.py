@@ -13,6 +13,7 @@ from support.characters import beginning_tokenizer, character_tokenizer
 from support.tiny import tiny
 
 from trl_ext import RopeSFTConfig
+from trl_ext.config import LONG_DOCUMENTS
 
 CUES = {"sentence": 9, "word": 2, "end-of-turn": 1}
 
@@ -59,9 +60,8 @@ def test_methods_of_the_extension_are_settings_of_the_trainer(tmp_path):
     for target in (32768, 65536):
         for name, method in extension_arms.every_method(8192, target, CUES).items():
             if method.fields is not None:
-                RopeSFTConfig(
-                    output_dir=str(tmp_path), max_length=method.row, bf16=False, use_cpu=True, **method.fields
-                )
+                options = {**LONG_DOCUMENTS, "max_length": method.row, **method.fields}
+                RopeSFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, **options)
             assert method.read == (target if name == "full length" else 8192)
     known = extension_arms.every_method(8192, 65536, CUES)
     assert [known[name].row for name in ("endprompt", "cue word", "cue end-of-turn")] == [8192 - 9, 8192 - 2, 8192 - 1]

@@ -75,6 +75,7 @@ def trainer(output_dir: Path, trainer_class=RopeSFTTrainer, config_class=RopeSFT
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
         "dataset_num_proc": None,
+        **({"long_documents": "split"} if options.get("cue") is not None else {}),
     }
     return trainer_class(
         model=tiny() if model is None else model,

@@ -79,7 +79,7 @@ KINDS = {
 def test_no_cue_gives_the_rows_of_plain_fine_tuning(kind, template, tmp_path):
     data, made = Dataset.from_dict(KINDS[kind]), framing(template)
     made.chat_template = TEMPLATE
-    options = {"train_dataset": data, "processing_class": made, "max_length": 16}
+    options = {"train_dataset": data, "processing_class": made, "max_length": 16, "long_documents": "split"}
     control = {"view": "endprompt", "view_args": {"target": 64}, "cue": "none"}
     plain, cued = (trainer(tmp_path, **options, **more).train_dataset for more in ({}, control))
     assert cued["input_ids"] == plain["input_ids"] and cued["labels"] == plain["labels"]
@@ -303,9 +303,8 @@ def test_settings_that_token_ids_would_leave_out_go_with_no_cue(tmp_path):
 
 
 def test_a_cue_and_a_formatting_func_are_refused_by_the_trainer(tmp_path):
-    args = RopeSFTConfig(
-        tmp_path, view="endprompt", view_args={"target": 64}, cue=CUE, max_length=32, use_cpu=True, bf16=False
-    )
+    options = {"view": "endprompt", "view_args": {"target": 64}, "cue": CUE, "max_length": 32}
+    args = RopeSFTConfig(tmp_path, long_documents="split", use_cpu=True, bf16=False, **options)
     texts = Dataset.from_dict(KINDS["text"])
     with pytest.raises(ValueError, match="cue goes without formatting_func"):
         RopeSFTTrainer(
@@ -415,4 +414,4 @@ def test_a_row_without_a_text_is_refused_before_cues_are_put_behind(tmp_path):
 def test_a_cue_cuts_texts_and_truncates_none(tmp_path):
     options = {"view": "endprompt", "view_args": {"target": 60}, "cue": "word", "max_length": 24}
     with pytest.raises(ValueError, match="cue goes with long_documents='split'"):
-        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, long_documents="truncate", **options)
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)

@@ -7,7 +7,7 @@ import torch
 from support.training import documents, logged, trainer
 
 from rope_patch.forward_loss import ForwardLoss, Tape
-from trl_ext import RopeSFTConfig
+from trl_ext import RecipeParser, RopeSFTConfig
 from trl_ext.objectives import OBJECTIVES, Objective, ObjectiveOptions
 
 FIELDS = sorted({name for kind in OBJECTIVES.values() for name in kind.options_class.config_fields})
@@ -83,6 +83,17 @@ class SquaredOptions(ObjectiveOptions):
         return {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaledOptions(SquaredOptions):
+    config_fields = ("objective_args", "no_field_of_ours")
+
+    scale: float
+
+    @classmethod
+    def of(cls, args):
+        return cls(scale=(args.objective_args or {}).get("scale", 1.0))
+
+
 class SquaredObjective(Objective):
     help = "the mean square of last hidden states"
     options_class = SquaredOptions
@@ -99,10 +110,44 @@ class SquaredObjective(Objective):
 
 def test_an_objective_of_somebody_else_trains_once_it_is_registered(tmp_path, monkeypatch):
     monkeypatch.setitem(OBJECTIVES, "squares", SquaredObjective)
-    run = trainer(
-        tmp_path, objective="squares", view="skip", view_args={"max_skip": 20}, train_dataset=documents(4), max_steps=3
-    )
+    held_out = documents(3, seed=5)
+    options = {"view": "skip", "view_args": {"max_skip": 20}, "train_dataset": documents(4), "max_steps": 3}
+    run = trainer(tmp_path, objective="squares", eval_dataset=held_out, per_device_eval_batch_size=1, **options)
     run.train()
     losses = [entry["loss"] for entry in logged(run, "loss")]
     assert losses[2] < losses[0]
     assert logged(run, "square")[0]["square"] == pytest.approx(losses[0], rel=1e-5)
+    squares = [run.model.model(torch.tensor([ids])).last_hidden_state.square().sum() for ids in held_out["input_ids"]]
+    at_true_positions = sum(squares).item() / sum(map(len, held_out["input_ids"]))
+    assert run.evaluate()["eval_square"] == pytest.approx(at_true_positions, rel=1e-5)
+
+
+class ScaledObjective(SquaredObjective):
+    options_class = ScaledOptions
+
+    def _combine(self, tape, counts, batch_counts):
+        loss, parts = super()._combine(tape, counts, batch_counts)
+        return self.options.scale * loss, parts
+
+
+def test_an_objective_of_somebody_else_has_options_and_breaks_no_other_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "scaled", ScaledObjective)
+    for objective in OBJECTIVES:
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, objective=objective)
+    with pytest.raises(ValueError, match="objective_args belongs to objective='scaled', got objective='clm'"):
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, objective_args={"scale": 2.0})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{output_dir: out, use_cpu: true, objective: scaled, objective_args: {scale: 2.0}}")
+    (args,) = RecipeParser((RopeSFTConfig,)).parse_args_and_config(["--config", str(recipe)])
+    assert args.objective_options.scale == 2.0
+    losses = []
+    for given in ({}, {"objective_args": {"scale": 2.0}}):
+        run = trainer(tmp_path, objective="scaled", train_dataset=documents(4), max_steps=1, **given)
+        run.train()
+        losses.append(logged(run, "loss")[0]["loss"])
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-5)
+
+
+def test_options_that_no_objective_reads_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="objective_args belongs to objective=one that is installed and reads it, got"):
+        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, objective_args={"scale": 2.0})

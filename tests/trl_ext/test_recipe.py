@@ -48,7 +48,7 @@ def parse(tmp_path):
         ("packing: perhaps", "packing in {file} must be true or false, got 'perhaps'."),
         ("view: [skip]", "view in {file} must be a text, got ['skip']."),
         ("view_args: [3]", "view_args in {file} must be a mapping or a text, got [3]."),
-        ("long_documents: cut", "long_documents in {file} must be one of 'split', 'truncate', got 'cut'."),
+        ("long_documents: cut", "long_documents in {file} must be one of 'truncate', 'split', got 'cut'."),
         (
             "eval_strategy: no",
             "must be one of 'no', 'steps', 'epoch', got False, as YAML reads yes, no, on and off: put",
@@ -174,3 +174,14 @@ def test_every_value_of_a_config_written_to_a_recipe_is_read_again(parse, tmp_pa
     written = {n: v for n, v in plain.items() if isinstance(v, bool | int | float | str | list | dict | None)}
     training, _ = parse(yaml.safe_dump(written), kinds=(RopeSFTConfig, DatasetMixtureConfig))
     assert training.to_dict() == config.to_dict()
+
+
+def test_long_documents_are_cut_where_a_recipe_does_not_say_otherwise(parse):
+    recipe = "output_dir: out"
+    config = parse(recipe, *ON_CPU, kinds=(RopeSFTConfig,))[0]
+    assert (config.max_length, config.long_documents) == (None, "split")
+    flags = ["--max_length", "64", "--long_documents", "truncate"]
+    config = parse(recipe, *ON_CPU, *flags, kinds=(RopeSFTConfig,))[0]
+    assert (config.max_length, config.long_documents) == (64, "truncate")
+    with pytest.raises(ValueError, match="packing=True needs rows of one length, got max_length=None: set it"):
+        parse(f"{recipe}\npacking: true", *ON_CPU, kinds=(RopeSFTConfig,))

@@ -174,7 +174,8 @@ def test_its_text_preparation_makes_the_training_set_and_options(tmp_path):
 
 
 def test_the_callers_configuration_stays(tmp_path):
-    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_length=64, cue=CUE, **FAR)
+    options = {"max_length": 64, "long_documents": "split", "cue": CUE, **FAR}
+    args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
     assert args.make_view() == far_end(end_tokens=1, stop=0), "stand-ins, until there are texts"
     run = trainer(tmp_path, train_dataset=TEXTS, cue=CUE, **FAR)
     assert run.args.view_args["stop"] == STOP and args.view_args == {"far": 60}

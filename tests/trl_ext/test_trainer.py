@@ -350,7 +350,7 @@ def test_a_wrong_config_stops_before_a_model_is_loaded(options, message, tmp_pat
 
 def test_options_come_as_json_from_a_command_line(tmp_path):
     args = RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, view="skip", view_args='{"max_skip": 9}')
-    assert args.view_args == {"max_skip": 9} and args.max_length is None
+    assert args.view_args == {"max_skip": 9}
 
 
 def test_a_patch_that_fails_leaves_the_model_as_it_came(tmp_path):
@@ -398,7 +398,8 @@ def test_one_document_that_is_too_long_stops_a_run_before_its_first_step(options
 
 def test_documents_that_are_cut_to_max_length_are_short_enough(tmp_path):
     rows = Dataset.from_list([{"input_ids": [5] * 24}] * 4)
-    trainer(tmp_path, train_dataset=rows, view="cream", view_args={"target": 23}, max_length=23)
+    options = {"max_length": 23, "long_documents": "split"}
+    trainer(tmp_path, train_dataset=rows, view="cream", view_args={"target": 23}, **options)
     trainer(tmp_path, train_dataset=rows, view="pose", view_args={"target": 64, "window": 16})  # which cuts them itself
 
 
@@ -573,7 +574,26 @@ def test_pose_cuts_no_packed_rows(tmp_path):
         run.train()
 
 
-def test_a_window_of_pose_is_for_next_token_training():
+@pytest.mark.parametrize("objective", ["relation-distill", "hidden-distill", "native-distill"])
+def test_a_window_of_pose_cuts_rows_of_objectives_too(objective, tmp_path):
+    """As if the rows had come so."""
+    options = {"objective": objective, "rescale": "pi", "rescale_args": {"factor": 2.0}, "view": "pose"}
+    options |= {"max_steps": 1, "per_device_train_batch_size": 2}
+    if objective == "hidden-distill":
+        options["hidden_args"] = {"short_to_long": 1.0}
+    run = trainer(tmp_path, train_dataset=documents(2), view_args={"target": 64, "window": 8}, **options)
+    inputs = Inputs(run)
+    run.train()
+    (rows,) = {tuple(map(tuple, ids.tolist())) for _, ids in inputs.seen}
+    cut = Dataset.from_dict({"input_ids": [list(row) for row in rows]})
+    again = trainer(
+        tmp_path, train_dataset=cut, view_args={"target": 64}, train_sampling_strategy="sequential", **options
+    )
+    again.train()
+    assert logged(again, "loss") == logged(run, "loss") and logged(run, "loss")[0]["loss"] > 0
+
+
+def test_a_window_of_pose_is_refused_where_evaluations_run_the_view():
     with pytest.raises(ValueError, match="'self-distill' evaluates the view too: use objective='clm'"):
         RopeSFTConfig(view="pose", view_args={"target": 64, "window": 8}, objective="self-distill", use_cpu=True)
 

@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import dataclass, fields
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -198,7 +199,7 @@ def test_models_without_rope_resume(tmp_path):
         {"objective": "hidden-distill"},
         {"shifted_attention": 0.25, "max_length": 32},
         {"trainable": "qkv"},
-        {"token_weighting": "longce"},
+        {"token_weighting": "longce", "max_length": None},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -227,31 +228,100 @@ def test_plain_arguments_train_as_with_trl(kind, batch, tmp_path):
     same(run(SFTTrainer), run(RopeSFTTrainer))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        {"max_length": 10},
-        {"max_length": 10, "truncation_mode": "keep_end"},
-        {"packing": True},
-        {"packing": True, "max_length": 20, "packing_strategy": "wrapped"},
-        {"packing": True, "max_length": 20, "eval_packing": False},
-    ],
-    ids=str,
-)
-def test_an_sft_config_makes_the_rows_that_it_makes_with_trl(rows, tmp_path):
-    stock, ours = (
-        trainer_class(
-            tiny(),
-            SFTConfig(**settings(tmp_path, **rows)),
-            train_dataset=documents(),
-            eval_dataset=documents(4, seed=9),
-            processing_class=tokenizer(),
-        )
-        for trainer_class in (SFTTrainer, RopeSFTTrainer)
+def chats():
+    def turn(n):
+        return [{"role": "user", "content": sentence(3)}, {"role": "assistant", "content": sentence(n)}]
+
+    return Dataset.from_dict({"messages": [turn(n) + turn(2) for n in LENGTHS]})
+
+
+def sentence(n):
+    return " ".join(f"w{3 + (7 * n + i) % 90}" for i in range(n))
+
+
+def chat_tokenizer():
+    made = tokenizer()
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}w4 {{ m.content }} {% endgeneration %}"
+        "{% else %}w3 {{ m.content }} {% endif %}{% endfor %}"
     )
-    for name in ("train_dataset", "eval_dataset"):
-        assert getattr(stock, name)["input_ids"] == getattr(ours, name)["input_ids"]
-        assert getattr(stock, name)["labels"] == getattr(ours, name)["labels"]
+    return made
+
+
+LENGTHS = (1, 30, 0, 5, 26, 12, 1, 40)  # of which some are one token with the end of text, some longer than a row
+TEXTS = Dataset.from_dict({"text": [sentence(n) for n in LENGTHS]})
+PAIRS = Dataset.from_dict({"prompt": [sentence(n) for n in LENGTHS], "completion": [f" {sentence(4)}"] * len(LENGTHS)})
+TOKENS = documents(8)
+MASKED = documents(8, n_labels=5)
+LAYOUTS = {  # rows, and what is asked of them
+    "text": (TEXTS, {"max_length": 10}),
+    "default-length": (TEXTS, {}),
+    "no-length": (TEXTS, {"max_length": None}),
+    "end": (TEXTS, {"max_length": 10, "truncation_mode": "keep_end"}),
+    "shuffled": (TEXTS, {"max_length": 10, "shuffle_dataset": True}),
+    "processes": (TEXTS, {"max_length": 10, "dataset_num_proc": 2}),
+    "tokens": (TOKENS, {"max_length": 10}),
+    "masked": (MASKED, {"max_length": 10}),
+    "completion": (PAIRS, {"max_length": 10}),
+    "all-of-pairs": (PAIRS, {"max_length": 10, "completion_only_loss": False}),
+    "chat": (chats(), {"max_length": 10}),
+    "assistant": (chats(), {"max_length": 20, "assistant_only_loss": True}),
+    "stream": (TEXTS.to_iterable_dataset(), {"max_length": 10}),
+    "packed-stream": (TEXTS.to_iterable_dataset(), {"max_length": 20, "packing": True}),
+    "padding-free": (TEXTS, {"max_length": None, "padding_free": True}),
+    "bfd": (TEXTS, {"max_length": 20, "packing": True}),
+    "bfd-split": (TEXTS, {"max_length": 20, "packing": True, "packing_strategy": "bfd_split"}),
+    "wrapped": (TEXTS, {"max_length": 20, "packing": True, "packing_strategy": "wrapped"}),
+    "packed-pairs": (PAIRS, {"max_length": 20, "packing": True}),
+    "shuffled-packed": (TEXTS, {"max_length": 20, "packing": True, "shuffle_dataset": True}),
+    "packed-training": (TEXTS, {"max_length": 20, "packing": True, "eval_packing": False}),
+    "dft": (TEXTS, {"max_length": 10, "loss_type": "dft"}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name == "processes" else name for name in LAYOUTS]
+)
+def test_the_same_arguments_give_the_same_rows_losses_and_predictions(layout, tmp_path):
+    data, options = LAYOUTS[layout]
+    runs = []
+    for trainer_class, config_class in BOTH:
+        run = trainer_class(
+            tiny(),
+            config_class(**settings(tmp_path, **options)),
+            train_dataset=data,
+            eval_dataset={"one": data, "two": data.take(6)},
+            processing_class=chat_tokenizer(),
+        )
+        sets = [list(part) for part in (run.train_dataset, *run.eval_dataset.values())]
+        trained, evaluated = after(run), quiet(run.evaluate())
+        given = quiet(run.evaluate(data))
+        predicted = run.predict(run.eval_dataset["two"])
+        runs.append((*trained, sets, evaluated, given, quiet(predicted.metrics), predicted))
+    same(*runs)
+    stock, ours = runs
+    assert stock[2:6] == ours[2:6]
+    assert np.array_equal(stock[6].predictions, ours[6].predictions)
+    assert np.array_equal(stock[6].label_ids, ours[6].label_ids)
+
+
+def quiet(metrics):
+    """Metrics without those of time."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("runtime", "per_second"))}
+
+
+def test_rows_are_truncated_and_a_line_says_how_much_and_how_to_keep_it(tmp_path, caplog):
+    run = RopeSFTTrainer(
+        tiny(),
+        RopeSFTConfig(**settings(tmp_path, max_length=10)),
+        train_dataset=TEXTS,
+        processing_class=tokenizer(),
+    )
+    tokens = sum(n + 1 for n in LENGTHS)  # with the end of text
+    lost = sum(max(n + 1 - 10, 0) for n in LENGTHS)
+    assert sum(map(len, run.train_dataset["input_ids"])) == tokens - lost
+    told = f"{lost} tokens ({lost / tokens:.1%} of all) behind max_length in 4 documents (long_documents='split' keeps"
+    assert told in caplog.text
 
 
 def test_arguments_of_another_class_are_refused_where_fields_would_be_lost(tmp_path):
@@ -315,30 +385,19 @@ def test_the_users_arguments_change_as_with_trl_and_no_more(data, tmp_path):
 
 def test_what_a_tokenizer_adds_to_a_view_stays_out_of_the_users_arguments(tmp_path):
     arguments = RopeSFTConfig(
-        **settings(tmp_path, view="endprompt", view_args={"target": 64}, cue="w3 w4", max_length=32)
+        **settings(
+            tmp_path, view="endprompt", view_args={"target": 64}, cue="w3 w4", max_length=32, long_documents="split"
+        )
     )
     run = RopeSFTTrainer(tiny(), arguments, train_dataset=documents(), processing_class=tokenizer())
     assert arguments.view_args == {"target": 64} and run.args.view_args == {"target": 64, "cue_tokens": 2}
 
 
-def test_packing_without_a_length_takes_trls_and_says_so(tmp_path, caplog):
-    rows = []
-    for trainer_class, config_class in BOTH:
-        given = config_class(**settings(tmp_path, packing=True))
-        run = trainer_class(tiny(), given, train_dataset=documents(80), processing_class=tokenizer())
-        assert given.max_length == run.args.max_length == 1024
-        rows.append([sorted(row) for row in run.train_dataset["seq_lengths"]])
-    assert rows[0] == rows[1] and len(rows[0]) > 1
-    assert "max_length is set to TRL's default of 1024 tokens" in caplog.text
-    with pytest.raises(ValueError, match="max_length"):
-        SFTTrainer(
-            tiny(),
-            SFTConfig(**settings(tmp_path, packing=True, max_length=None)),
-            train_dataset=documents(),
-            processing_class=tokenizer(),
-        )
-    with pytest.raises(ValueError, match="needs rows of one length, got max_length=None"):
-        RopeSFTConfig.of(SFTConfig(**settings(tmp_path, packing=True, max_length=None)))
+def test_packing_without_a_length_is_refused_as_by_trl(tmp_path):
+    given = settings(tmp_path, packing=True, max_length=None)
+    for kind in (RopeSFTConfig, lambda **options: RopeSFTConfig.of(SFTConfig(**options))):
+        with pytest.raises(ValueError, match="needs rows of one length, got max_length=None"):
+            kind(**given)
 
 
 class Overflow(TrainerCallback):
@@ -473,11 +532,48 @@ def test_what_trls_trainer_takes_besides_does_the_same(name, tmp_path):
         }
         run = trainer_class(**{**options, **OPTIONS[name](options)})
         result = after(run)
-        timed = ("runtime", "per_second")
-        evaluated = {k: v for k, v in run.evaluate().items() if not k.endswith(timed)}
-        runs.append((*result, evaluated, run._signature_columns, type(run.optimizer), run.model_wrapped is run.model))
+        runs.append(
+            (
+                *result,
+                quiet(run.evaluate()),
+                run._signature_columns,
+                type(run.optimizer),
+                run.model_wrapped is run.model,
+            )
+        )
     same(*runs)
     assert runs[0][2:] == runs[1][2:]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "self-distill", "view": "skip"},
+        {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 1.0}},
+        {"objective": "hidden-distill", "rescale": "pi", "rescale_args": {"factor": 1.0}},
+        {"objective": "native-distill", "view": "skip"},
+        {"token_weighting": "longce", "longce_args": {"short_context": 4}},
+    ],
+    ids=lambda options: options.get("objective", "longce"),
+)
+def test_metrics_and_predictions_of_objectives_are_those_of_the_same_weights(options, tmp_path):
+    seen = []
+    for trainer_class, given in (
+        (SFTTrainer, SFTConfig(**settings(tmp_path))),
+        (RopeSFTTrainer, RopeSFTConfig(**settings(tmp_path, **options))),
+    ):
+        run = trainer_class(
+            tiny(),
+            given,
+            train_dataset=documents(),
+            eval_dataset=documents(3, seed=1),
+            processing_class=tokenizer(),
+            compute_metrics=total_logits,
+        )
+        predicted = run.predict(run.eval_dataset)
+        seen.append((run.evaluate()["eval_total"], predicted.predictions, predicted.label_ids))
+    stock, ours = seen
+    assert ours[0] == stock[0] and all(np.array_equal(a, b) for a, b in zip(stock[1:], ours[1:], strict=True))
 
 
 def test_a_model_by_name_is_loaded_as_trl_loads_it(tmp_path):

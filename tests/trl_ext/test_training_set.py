@@ -8,11 +8,13 @@ from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.text import BOS, EOS, framing
+from support.tiny import VOCAB, tiny
 from support.training import documents, logged, tokenizer, trainer
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_ext import RopeSFTConfig
+from trl_ext.config import LONG_DOCUMENTS
 from trl_ext.training_set import prepare_rows
 
 TOLD = "trl_ext.training_set"
@@ -26,7 +28,8 @@ def words(n, first=3):
 def rows_of(dataset, **options):
     """What `prepare_rows` makes of a dataset, without a model around it."""
     tokenizer = options.pop("tokenizer", None) or framing(options.pop("template", "<bos> $A"))
-    args = RopeSFTConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **options)
+    common = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": [], **LONG_DOCUMENTS}
+    args = RopeSFTConfig(**{**common, **options})
     stand_in = object.__new__(SFTTrainer)
     stand_in._tokenizer, stand_in.chat_template, stand_in.completion_only_loss = tokenizer, None, True
 
@@ -88,17 +91,18 @@ def test_given_tokens_are_cut_with_their_own_labels_and_begin_as_they_do():
     ("options", "kept"),
     [
         ({"long_documents": "truncate"}, 20),
-        ({"packing": True, "packing_strategy": "bfd"}, 20),
-        ({"packing": True}, 42),
+        ({"packing": True, "long_documents": "truncate"}, 20),
+        ({"packing": True, "packing_strategy": "bfd_split", "long_documents": "truncate"}, 42),
         ({"packing": True, "packing_strategy": "wrapped"}, 42),
+        ({"packing": True}, 42),
         ({}, 42),
     ],
-    ids=["truncate", "bfd", "bfd_split", "wrapped", "split"],
+    ids=["truncate", "bfd", "bfd_split", "wrapped", "split-packed", "split"],
 )
 def test_what_is_truncated_is_told(options, kept, caplog):
     made = rows_of(Dataset.from_dict({"text": [words(20)] * 2}), max_length=10, template="$A", **options)
     assert sum(map(len, made["input_ids"])) == kept
-    lost = "22 tokens behind max_length in 2 documents" in caplog.text
+    lost = "22 tokens (52.4% of all) behind max_length in 2 documents" in caplog.text
     assert lost == (kept == 20) and ("Left out: nothing" in caplog.text) != lost
 
 
@@ -119,16 +123,19 @@ def test_prompts_and_conversations_stay_whole_and_what_is_lost_is_told(kind, cap
     (row,) = rows_of(data, tokenizer=made, max_length=8)
     assert len(row["input_ids"]) == 8
     n = {"messages": 15}.get(kind, 14)
-    assert f"Left out: {n - 8} tokens behind max_length in 1 document (documents with prompts, " in caplog.text
+    told = (
+        f"Left out: {n - 8} tokens ({(n - 8) / n:.1%} of all) behind max_length in 1 document (documents with prompts, "
+    )
+    assert told in caplog.text
     rows = rows_of(data, tokenizer=made, max_length=8, packing=True)
     assert sum(map(len, rows["input_ids"])) == n and "whose later rows lack what came before" in caplog.text
 
 
 def test_a_completion_behind_max_length_is_told(caplog):
     data = Dataset.from_dict({"prompt": [words(12), words(2)], "completion": [" w9", " w9"]})
-    for packing in (False, True):
+    for way in ("split", "truncate"):
         caplog.clear()
-        made = rows_of(data, max_length=8, template="$A", packing=packing, packing_strategy="bfd")
+        made = rows_of(data, max_length=8, template="$A", long_documents=way)
         assert made["input_ids"] == [[6, 7, 9, EOS]]
         assert "1 document of 14 tokens whose completion lies behind max_length" in caplog.text
     with pytest.raises(ValueError, match="max_length=8 truncates all that could be predicted in train_dataset"):
@@ -156,7 +163,9 @@ def test_some_documents_with_nothing_to_predict_are_left_out_and_told(caplog, tm
     data = Dataset.from_dict({"text": ["", words(5), "", words(3)]})
     for packing in (False, True):
         caplog.clear()
-        run = trainer(tmp_path, train_dataset=data, eval_dataset=data, packing=packing, max_length=16)
+        run = trainer(
+            tmp_path, train_dataset=data, eval_dataset=data, packing=packing, max_length=16, long_documents="split"
+        )
         assert sum(map(len, run.train_dataset["input_ids"])) == sum(map(len, run.eval_dataset["input_ids"])) == 10
         for name in ("train_dataset", "eval_dataset"):
             assert f"{name}: 4 documents of 12 tokens in " in caplog.text
@@ -180,7 +189,8 @@ def test_a_stream_is_cut_too_and_says_that_it_is_not_counted(packing, caplog, tm
     counted = rows_of(data, max_length=10, packing=packing)
     assert [row["input_ids"] for row in stream] == counted["input_ids"]
     assert "train_dataset is a stream, whose documents and tokens are not counted. Documents longer than" in caplog.text
-    run = trainer(tmp_path, train_dataset=data.to_iterable_dataset(), max_length=10, packing=packing, max_steps=2)
+    options = {"max_length": 10, "packing": packing, "max_steps": 2, "long_documents": "split"}
+    run = trainer(tmp_path, train_dataset=data.to_iterable_dataset(), **options)
     run.train()
     assert len(logged(run, "loss")) == 2
 
@@ -238,10 +248,7 @@ def labelled(dataset):
 
 def test_wrong_options_are_refused():
     options = {"output_dir": "unused", "use_cpu": True, "bf16": False}
-    with pytest.raises(ValueError, match="with packing=True the same is packing_strategy='bfd'"):
-        RopeSFTConfig(long_documents="truncate", packing=True, max_length=8, **options)
-    RopeSFTConfig(long_documents="truncate", packing=True, eval_packing=False, max_length=8, **options)
-    with pytest.raises(ValueError, match="long_documents must be 'split' or 'truncate', got 'cut'"):
+    with pytest.raises(ValueError, match="long_documents must be 'truncate' or 'split', got 'cut'"):
         RopeSFTConfig(long_documents="cut", **options)
     with pytest.raises(ValueError, match="max_length must be an integer of at least 2 tokens, or None, got 1"):
         RopeSFTConfig(max_length=1, **options)
@@ -249,7 +256,9 @@ def test_wrong_options_are_refused():
         rows_of(Dataset.from_dict({"text": [words(9)]}), template="<bos> <bos> $A", max_length=2)
 
 
-LEFT_OUT = re.compile(r"([\d,]+) tokens? (?:without|behind|in rows)|of ([\d,]+) tokens? without")
+LEFT_OUT = re.compile(
+    r"([\d,]+) tokens? (?:\([\d.]+% of all\) )?(?:without|behind|in rows)|of ([\d,]+) tokens? without"
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -261,7 +270,6 @@ LEFT_OUT = re.compile(r"([\d,]+) tokens? (?:without|behind|in rows)|of ([\d,]+) 
             {"long_documents": "split"},
             {"long_documents": "truncate"},
             {"packing": True},
-            {"packing": True, "packing_strategy": "bfd"},
             {"packing": True, "packing_strategy": "wrapped"},
         ]
     ),
@@ -343,3 +351,54 @@ def test_masked_rows_of_an_evaluation_are_masked_where_none_are_trained_on(tmp_p
 def test_no_steps_are_refused():
     with pytest.raises(ValueError, match="max_steps must be at least 1, or below 0 to .*, got 0"):
         RopeSFTConfig(output_dir="unused", max_steps=0)
+
+
+USER, REPLY = {"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}
+GOOD = [USER, REPLY]
+CHATS = "must have in 'messages' a list of messages with a role and content"
+PAIRS = "must have in 'prompt' and 'completion' texts, or lists of messages with a role and content"
+INTEGERS = "must have a list of integers in "
+MALFORMED = {
+    "no-role": ([{"messages": [{"content": "w5"}]}], "row 0 " + CHATS),
+    "null-role": ([{"messages": GOOD}, {"messages": [{**USER, "role": None}]}], "row 1 " + CHATS),
+    "no-messages": ([{"messages": GOOD}, {"messages": []}], "row 1 " + CHATS),
+    "null": ([{"messages": None}, {"messages": GOOD}], "row 0 " + CHATS),
+    "strings": ([{"messages": ["w5", "w6"]}], "row 0 " + CHATS),
+    "string": ([{"messages": "w5 w6"}], "row 0 " + CHATS),
+    "chats-and-texts": ([{"messages": GOOD, "text": None}, {"messages": None, "text": "w5"}], "row 1 " + CHATS),
+    "texts-and-chats": ([{"messages": None, "text": "w5"}, {"messages": GOOD, "text": None}], "1 of 2 rows have no"),
+    "conversations": ([{"conversations": [{"from": "human", "text": "w5"}]}], "row 0 must have in 'conversations'"),
+    "prompt": ([{"prompt": "w5", "completion": "w6"}, {"prompt": None, "completion": "w6"}], "row 1 " + PAIRS),
+    "completion": ([{"prompt": "w5", "completion": None}], "row 0 " + PAIRS),
+    "text-behind-chat": ([{"prompt": [USER], "completion": "w6"}], "row 0 " + PAIRS),
+    "empty-prompt": ([{"prompt": [USER], "completion": [REPLY]}, {"prompt": [], "completion": [REPLY]}], "row 1 "),
+    "beyond": ([{"input_ids": [5, 6]}, {"input_ids": [5, VOCAB]}], f"row 1 .* has {VOCAB} in 'input_ids', and the"),
+    "negative": ([{"input_ids": [5, -1, 6]}], "row 0 .* has -1 in 'input_ids', and the model knows tokens 0 to"),
+    "floats": ([{"input_ids": [5.0, 6.0]}], INTEGERS + "'input_ids' of each row, got"),
+    "words": ([{"input_ids": ["w5", "w6"]}], INTEGERS + "'input_ids' of each row, got"),
+    "null-ids": ([{"input_ids": [5, 6]}, {"input_ids": None}], f"row 1 {INTEGERS}'input_ids', got null"),
+    "null-id": ([{"input_ids": [5, 6]}, {"input_ids": [5, None]}], f"row 1 {INTEGERS}'input_ids', got null"),
+    "labels": ([{"input_ids": [5, 6], "labels": [-1, 6]}], "row 0 .* has -1 in 'labels', .* or -100 for none"),
+    "float-labels": ([{"input_ids": [5, 6], "labels": [5.0, 6.0]}], INTEGERS + "'labels' of each row, got"),
+}
+
+
+@pytest.mark.parametrize("which", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_rows_are_named_before_training(kind, which, tmp_path):
+    rows, message = MALFORMED[kind]
+    made = tokenizer()
+    made.chat_template = "{% for m in messages %}w3 {{ m.content }} w4 {% endfor %}"
+    with pytest.raises(ValueError, match=f"{which}.*{message}"):
+        trainer(tmp_path, processing_class=made, **{which: Dataset.from_list(rows)})
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    made = tokenizer()
+    made.add_tokens(["w500"])
+    texts = Dataset.from_dict({"text": ["w5 w6", "w5 w500"]})
+    with pytest.raises(ValueError, match=rf"row 1 .* has {VOCAB} in .* call model.resize_token_embeddings"):
+        trainer(tmp_path, train_dataset=texts, processing_class=made)
+    model = tiny()
+    model.resize_token_embeddings(len(made))
+    trainer(tmp_path, model=model, train_dataset=texts, processing_class=made).train()

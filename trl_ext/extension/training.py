@@ -11,7 +11,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
-from ..config import RopeSFTConfig
+from ..config import LONG_DOCUMENTS, RopeSFTConfig
 from ..run_folder import last_checkpoint
 from .choices import Choices
 from .facts import ModelFacts
@@ -25,6 +25,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
     """Fields of `RopeSFTConfig`, those of examples/recipes/smollm2_keep_64k.yaml but for what was chosen."""
     weights, on_cpu = choices.weights.value, options.device == "cpu"
     fields: dict[str, Any] = {
+        **LONG_DOCUMENTS,
         **choices.rescaling.value,
         **choices.view.value,
         **{name: value for name, value in choices.objective.value.items() if value is not None},

@@ -51,7 +51,9 @@ class ObjectiveOptions(ABC):
     """What an objective reads of the trainer's config, as the objects that check it."""
 
     config_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of `RopeSFTConfig` that it reads. With objectives that do not read them they must be left out."""
+    """Fields of `RopeSFTConfig` that it reads. With objectives that do not read them they must be left out.
+
+    One of another package names `objective_args`, a dict that it reads its own options from."""
 
     @classmethod
     @abstractmethod
@@ -74,6 +76,11 @@ class ObjectiveOptions(ABC):
     @property
     def is_trl_loss(self) -> bool:
         """Whether the loss is TRL's own, with all of its options."""
+        return False
+
+    @property
+    def takes_dft(self) -> bool:
+        """Whether its next-token loss can be that of TRL's `loss_type="dft"`."""
         return False
 
     @property
@@ -112,6 +119,8 @@ class ObjectiveOptions(ABC):
 class Objective:
     """A loss that is computed while the model's forward runs, registered in `OBJECTIVES` under its name.
 
+    Forwards of training run under the sampled view, those of evaluation at true positions.
+
     Args:
         model: patched, with its adapters, before anything wraps it.
         args: of the trainer.
@@ -125,8 +134,6 @@ class Objective:
     synonyms: ClassVar[tuple[str, ...]] = ()
     """Other names of the method, lower case with hyphens, for errors."""
     options_class: ClassVar[type[ObjectiveOptions]]
-    evaluates_view: ClassVar[bool] = True
-    """Whether evaluations run the view too, and not training alone."""
     takes_view_controls: ClassVar[bool] = False
     """Whether a view that changes nothing on purpose, as a control of another, is trained with."""
 

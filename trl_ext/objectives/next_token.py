@@ -10,7 +10,7 @@ from rope_kernels.vocabulary.checks import IGNORE_INDEX
 from rope_patch import papers
 from rope_patch.checked_numbers import require_number
 from rope_patch.layout.labelled import Labelled
-from rope_patch.next_token import CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
+from rope_patch.next_token import DFT, CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
 
 from ..cues import views_with_cues
 from ..step_means import Part
@@ -27,7 +27,7 @@ class NextTokenOptions(ObjectiveOptions):
     """Options of "clm".
 
     Args:
-        longce: LongCE's weights of tokens, or None.
+        longce: LongCE's or DFT's weights of tokens, or None.
         cue: weight of a cue's tokens, or None.
     """
 
@@ -46,7 +46,11 @@ class NextTokenOptions(ObjectiveOptions):
 
     @property
     def is_trl_loss(self) -> bool:
-        return self.longce is None and self.cue is None
+        return not self.reads_short_contexts and self.cue is None
+
+    @property
+    def takes_dft(self) -> bool:
+        return True
 
     @property
     def counts_every_token(self) -> bool:
@@ -54,14 +58,14 @@ class NextTokenOptions(ObjectiveOptions):
 
     @property
     def compares_forwards(self) -> bool:
-        return self.longce is not None
+        return self.reads_short_contexts
 
     @property
     def reads_short_contexts(self) -> bool:
-        return self.longce is not None
+        return type(self.longce) is LongCE
 
     def cited(self) -> tuple[str, ...]:
-        longce = () if self.longce is None else (papers.LONGCE,)
+        longce = (papers.LONGCE,) if self.reads_short_contexts else ()
         return longce if self.cue is None else (*longce, papers.ENDPROMPT)
 
     def record(self) -> dict[str, Any]:
@@ -73,8 +77,8 @@ class NextTokenObjective(Objective):
     """Next-token loss of the sampled view with weights of tokens: LongCE's, EndPrompt's or both.
 
     loss = (sum over labels of w CE) / labels of the step. Evaluation gives the plain cross-entropy. Both are logged,
-    the plain one as `ce` and that of the loss as `weighted_ce`. Without weights the loss is TRL's own, and the trainer
-    has no objective.
+    the plain one as `ce` and that of the loss as `weighted_ce`. Without weights the loss is TRL's own, "dft" included,
+    and the trainer has no objective.
 
     When: Take it first: it is TRL's fine-tuning, under the view.
 
@@ -84,7 +88,6 @@ class NextTokenObjective(Objective):
     help = "next-token cross-entropy under the sampled view"
     synonyms: ClassVar[tuple[str, ...]] = ("sft", "next-token", "ce")
     options_class: ClassVar[type[ObjectiveOptions]] = NextTokenOptions
-    evaluates_view = False
     takes_view_controls = True
     shares_sequences = True
 
@@ -127,17 +130,20 @@ class NextTokenObjective(Objective):
 
 
 def longce_of(args: "RopeSFTConfig") -> LongCE | None:
-    """The token weights that `args` asks for.
+    """The token weights that `args` asks for, by token_weighting or TRL's loss_type.
 
     Raises:
-        ValueError: an unknown weighting or option, one out of its range, or rows in which all tokens would weigh 1.
+        ValueError: an unknown weighting or option, one out of its range, rows in which all tokens would weigh 1, or
+            both at once.
     """
     if args.token_weighting is None:
         if args.longce_args:
             raise ValueError(f"longce_args belongs to token_weighting='longce', got longce_args={args.longce_args}.")
-        return None
+        return DFT() if args.loss_type == "dft" else None
     if args.token_weighting != "longce":
         raise ValueError(f"token_weighting must be 'longce' or None, got {args.token_weighting!r}.")
+    if args.loss_type == "dft":
+        raise ValueError("loss_type='dft' and token_weighting='longce' both weigh tokens: leave one of them out.")
     longce = from_field(LongCE, "longce_args", args.longce_args)
     if args.max_length is not None:
         longce.check_length(args.max_length, _WITHOUT_LONGCE)
@@ -146,7 +152,8 @@ def longce_of(args: "RopeSFTConfig") -> LongCE | None:
 
 def record_of_longce(longce: LongCE | None) -> dict[str, Any]:
     """The fields of the config that say how tokens are weighed."""
-    return {"token_weighting": None} if longce is None else {"token_weighting": "longce", "longce_args": longce}
+    is_longce = type(longce) is LongCE
+    return {"token_weighting": "longce", "longce_args": longce} if is_longce else {"token_weighting": None}
 
 
 def _cue_of(args: "RopeSFTConfig") -> CueWeight | None:

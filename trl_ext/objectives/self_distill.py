@@ -80,6 +80,12 @@ class SelfDistillOptions(ObjectiveOptions):
 
     @classmethod
     def of(cls, args: "RopeSFTConfig") -> Self:
+        view = args.make_view()
+        if view.cuts is not None:
+            raise ValueError(
+                f"view {view.name!r} with {view.cuts} cuts rows in training alone, and {args.objective!r} evaluates "
+                f"the view too: use objective='clm', or leave out {view.cuts}."
+            )
         options: Any = args.self_distill_args
         restore_every, restore = args.restore_every, None
         if restore_every is not None:
@@ -109,7 +115,11 @@ class SelfDistillOptions(ObjectiveOptions):
 
     @property
     def reads_short_contexts(self) -> bool:
-        return self.longce is not None or self.consistency.kl_longce is not None
+        return type(self.longce) is LongCE or self.consistency.kl_longce is not None
+
+    @property
+    def takes_dft(self) -> bool:
+        return True
 
     @property
     def compares_in_training(self) -> bool:
@@ -194,7 +204,7 @@ class SelfDistillObjective(NextTokenObjective):
     loss = (sum of cross-entropies) / labels of the step + kl_weight L_KL, with L_KL as in
     `rope_patch.distillation.ViewConsistency` over the documents of the optimizer step. Evaluation gives the
     cross-entropy alone, and logs the KL beside it. What is logged as `ce` and `kl` makes up the loss: it is
-    ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE.
+    ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE and `loss_type="dft"`.
 
     When: Take it to forget less of what is far than next-token training does, for a second reading of each row.
 
@@ -204,7 +214,6 @@ class SelfDistillObjective(NextTokenObjective):
     help = "next-token cross-entropy under true positions plus the KL of the view to those"
     synonyms = ("rpsd",)
     options_class = SelfDistillOptions
-    evaluates_view = True
     takes_view_controls = False
     options: SelfDistillOptions
     forward_loss: SelfDistiller

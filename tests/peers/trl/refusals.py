@@ -54,16 +54,6 @@ OF_SELF_DISTILLATION = [
         ),
     ),
     Refusal(
-        error="loss_type and label_smoothing_factor are of TRL's own loss",
-        reason="the objective is a loss of its own",
-        tests=("test_train_dft_loss",),
-    ),
-    Refusal(
-        error="compute_metrics is called with logits",
-        reason="the loss is computed without the logits of a whole row",
-        tests=("test_train_with_compute_metrics",),
-    ),
-    Refusal(
         error="learns prompts",
         reason="virtual tokens before the row shift the states that the loss reads",
         tests=(

@@ -1,5 +1,7 @@
 """objective="self-distill" in the trainer: normalisation over a step, evaluation, what is logged, resuming, errors."""
 
+import copy
+
 import pytest
 import torch
 from datasets import Dataset
@@ -306,17 +308,58 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
             "token_weighting belongs to objective='clm' or 'self-distill', got objective='relation-distill'",
         ),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reentrant"),
-        ({"loss_type": "dft"}, "loss_type and label_smoothing_factor are of TRL's own loss"),
-        ({"label_smoothing_factor": 0.1}, "loss_type and label_smoothing_factor are of TRL's own loss"),
+        (
+            {"loss_type": "dft", "token_weighting": "longce", "longce_args": {"short_context": 8}},
+            "loss_type='dft' and token_weighting='longce' both weigh tokens",
+        ),
+        (
+            {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}, "loss_type": "dft"},
+            "loss_type='dft' weighs the tokens of a next-token loss, and that of objective 'relation-distill' is none",
+        ),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is of TRL's own loss"),
         ({"teacher_offload": True}, "teacher_offload needs a teacher"),
         ({"objective": "clm", "teacher_offload": True}, "teacher_offload needs a teacher"),
-        ({"compute_metrics": len}, "compute_metrics is called with logits"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_refused_before_training(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **{**SELF, **options})
+
+
+def dft(model, dataset):
+    """-p ln p of each label with p held fixed, and -ln p, by plain Transformers in float64: means over all labels."""
+    exact = copy.deepcopy(model).double().eval()
+    rows = [torch.tensor(ids) for ids in dataset["input_ids"]]
+    log_p = torch.cat([exact(ids[None]).logits.log_softmax(-1)[0, :-1].gather(-1, ids[1:, None]) for ids in rows])
+    return (-log_p.exp().detach() * log_p).mean(), -log_p.mean(), exact
+
+
+@pytest.mark.parametrize("passes", ["auto", "two", "sequential"])
+def test_its_next_token_loss_can_be_that_of_dft(passes, tmp_path):
+    data, model = documents(4), tiny()
+    expected, plain, _ = dft(model, data)
+    options = {"train_dataset": data, "eval_dataset": data, "max_steps": 1, "per_device_train_batch_size": 4}
+    options |= {"loss_type": "dft", "learning_rate": 0.0, "per_device_eval_batch_size": 4, **SELF}
+    run = trainer(tmp_path, model=model, **options, self_distill_args={"passes": passes})
+    run.train()
+    (entry,) = logged(run, "loss", "weighted_ce", "ce", "kl")
+    assert entry["weighted_ce"] == pytest.approx(expected.item(), rel=1e-5)
+    assert entry["ce"] == pytest.approx(plain.item(), rel=1e-5)
+    assert entry["loss"] == pytest.approx(entry["weighted_ce"] + entry["kl"], rel=1e-5) and entry["kl"] > 0
+    assert run.evaluate()["eval_loss"] == pytest.approx(plain.item(), rel=1e-5), "evaluation weighs all alike"
+
+
+def test_gradients_of_dft_are_those_of_its_formula(tmp_path):
+    data, model = documents(4), tiny()
+    expected, _, exact = dft(model, data)
+    expected.backward()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    options = {"train_dataset": data, "max_steps": 1, "per_device_train_batch_size": 4, "kl_weight": 0.0, **SELF}
+    run = trainer(tmp_path, model=model, loss_type="dft", optim="sgd", learning_rate=1.0, **options)
+    run.train()
+    for was, now, weight in zip(before, model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close((was - now).double(), weight.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_that_balances_experts_is_left_out_on_request_alone(tmp_path):
