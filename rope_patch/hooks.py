@@ -4,6 +4,7 @@ All are picklable objects. Only what a rotary module receives changes: `position
 since Transformers reads a jump in them as the border of a packed document and masks across it.
 """
 
+import weakref
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -31,8 +32,15 @@ class DecoderEntry:
 
     def __init__(self, state: RopeState, decoder: nn.Module, patch: Callable[..., Any]) -> None:
         self.state = state
+        self.decoder = weakref.ref(decoder)
         self.patch = patch  # `patch_model`, for a trainer's reference model; it imports this module
         self.parameters = parameter_names(decoder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "decoder": self.decoder()}  # of a copy of the model its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, decoder=weakref.ref(state["decoder"]))
 
     def __call__(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -55,9 +63,9 @@ class DecoderEntry:
         # a `rope_view` block draws for itself; for the view of the model, whoever trains it says which step it is
         if source is None or source is self.state.source:
             # replies are sampled before the reference reads them, which then has to have the view already
-            forward = {"training": in_training, "draws": training, "has_ids": call.get("input_ids") is not None}
-            if not (torch.compiler.is_compiling() and self._step_is_known(decoder, **forward)):
-                learn_step(self.state, decoder, patch=self.patch, **forward)
+            forward = (in_training, training, call.get("input_ids") is not None)
+            if not (torch.compiler.is_compiling() and self._step_is_known(*forward)):
+                self._learn_step(*forward)
         position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
         axes = 2 if position_ids is None else position_ids.ndim
         if axes != 2 and isinstance(source, ViewSource) and not source.view.perturbs:
@@ -116,14 +124,20 @@ class DecoderEntry:
             )
         )
 
-    @torch.compiler.assume_constant_result
-    def _step_is_known(self, decoder: nn.Module, **forward: bool) -> bool:
+    @torch.compiler.disable
+    def _learn_step(self, training: bool, draws: bool, has_ids: bool) -> None:
+        decoder = self.decoder()
+        assert decoder is not None
+        learn_step(self.state, decoder, self.patch, training=training, draws=draws, has_ids=has_ids)
+
+    @torch.compiler.assume_constant_result  # whose arguments are constants, before torch 2.13 no modules
+    def _step_is_known(self, training: bool, draws: bool, has_ids: bool) -> bool:
         """Whether `learn_step` passes. Dynamo calls it while it traces, inside the trainer's step.
 
         Where it does not pass, the graph breaks and the error is raised outside of it, as what it is.
         """
         try:
-            learn_step(self.state, decoder, patch=self.patch, **forward)
+            self._learn_step(training, draws, has_ids)
         except ValueError:
             return False
         return True

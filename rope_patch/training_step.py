@@ -22,19 +22,18 @@ _FOLLOWING: "weakref.WeakKeyDictionary[DrawClock, weakref.ref[nn.Module]]" = wea
 _STEPS: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 
 
-@torch.compiler.disable
 def learn_step(
-    state: RopeState, decoder: nn.Module, *, training: bool, draws: bool, has_ids: bool, patch: Callable[..., Any]
+    state: RopeState, decoder: nn.Module, patch: Callable[..., Any], *, training: bool, draws: bool, has_ids: bool
 ) -> None:
     """Before a forward, set the clock of the model's view to the optimizer step, unless somebody else sets it.
 
     Args:
         state: of the decoder.
         decoder: of the model.
+        patch: `patch_model`.
         training: whether the forward belongs to training.
         draws: whether it draws, as all of training do but those of `generate`.
         has_ids: whether the forward has token ids, by which a document is known.
-        patch: `patch_model`.
 
     Raises:
         ValueError: the trainer or one of its arguments would let views draw apart, a `ref_model` has other
