@@ -30,9 +30,9 @@ class DrawClock:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         # tensors, as a Python counter would make torch.compile trace every step anew
-        self.step = torch.zeros((), dtype=torch.int64)
-        self.first_sample = torch.zeros((), dtype=torch.int64)
-        self.progress = torch.ones((), dtype=torch.float64)
+        self.step = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.first_sample = torch.zeros((), dtype=torch.int64, device="cpu")
+        self.progress = torch.ones((), dtype=torch.float64, device="cpu")
         self.is_set = False
         self.by_content = False
         self.pairs = False

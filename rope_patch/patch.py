@@ -124,7 +124,7 @@ def _patched(model: M, decoder: PreTrainedModel, chosen: View | Rescaling, seed:
         _refuse_dynamic(_types(decoder), chosen)
         _refuse_fixed(decoder, _types(decoder), chosen)
         _refuse_without_layers(decoder, chosen)
-        state.source, state.when = ViewSource(chosen, seed), when
+        state.source, state.when, state.leader = ViewSource(chosen, seed), when, None
     state.temporary = False
     _install(model, decoder, state)
     return model

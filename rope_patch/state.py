@@ -28,18 +28,15 @@ When = Literal["train", "always"]
 
 
 class Leader:
-    """The decoder whose mode another one goes by; a copy of the other goes by none."""
+    """The decoder whose mode another one goes by."""
 
-    def __init__(self, decoder: nn.Module | None = None) -> None:
-        self._decoder = None if decoder is None else weakref.ref(decoder)
-
-    def __reduce__(self) -> "tuple[type[Leader], tuple[()]]":
-        return Leader, ()
+    def __init__(self, decoder: nn.Module) -> None:
+        self._decoder = weakref.ref(decoder)
 
     @property
     def training(self) -> bool:
         """Whether it is in training mode."""
-        decoder = None if self._decoder is None else self._decoder()
+        decoder = self._decoder()
         return decoder is not None and decoder.training
 
 
@@ -100,7 +97,7 @@ class RopeState:
 
     def __getstate__(self) -> dict[str, Any]:
         self.require_no_native_rope("copying or pickling the model")
-        return self.__dict__
+        return {**self.__dict__, "leader": None}  # a copy of a reference model goes by its own mode
 
     @property
     def rescalings(self) -> "tuple[Rescaling, ...]":
@@ -112,8 +109,13 @@ class RopeState:
         self.start, self.start_rescalings, self.rescaling = self.current, self.rescalings, None
 
     def in_training(self, decoder: nn.Module) -> bool:
-        """Whether a forward of `decoder` belongs to training; that of a reference model does if its leader's would."""
-        return decoder.training if self.leader is None else self.leader.training
+        """Whether a forward of `decoder` belongs to training; that of a reference model does if its leader's would.
+
+        Only while a trainer sets their clock: trainers leave the leader in training mode, and the reference to others.
+        """
+        if self.leader is None:
+            return decoder.training
+        return self.leader.training and self.source is not None and self.source.clock.is_set
 
     def active(self, training: bool) -> ViewSource | TableSource | None:
         """The source that decides the next forward's indices; None for true positions."""

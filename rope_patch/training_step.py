@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .draw_clock import DrawClock
+from .sources import ViewSource
 from .state import RopeState
 from .trainers import give_rope_to_reference, running_trainer
 
@@ -44,15 +45,8 @@ def learn_step(
     trainer = running_trainer("training_step", "prediction_step")
     source = state.source if training and state.source is not None and state.source.view.perturbs else None
     if trainer is None:
-        if draws and source is not None and not source.clock.is_set:
-            # a curriculum needs the number of steps too, which no optimizer tells
-            known = has_ids and not source.view.follows_progress and _follow_optimizer(source.clock, decoder)
-            if not known and _ranks() > 1:
-                raise ValueError(
-                    f"all {_ranks()} ranks would draw alike from {source.view!r}: no optimizer over the model's "
-                    "parameters was found whose steps could be counted. Call "
-                    "rope_patch.patch.view_source(model).clock.set_step(step) before each step."
-                )
+        if draws and source is not None:
+            _go_by_optimizer(source, decoder, has_ids)
         return
     if getattr(trainer, "sets_clock", False):  # RopeSFTTrainer
         return
@@ -61,6 +55,23 @@ def learn_step(
         from .view_callback import join  # which imports Trainer's callbacks
 
         join(trainer, decoder, state, patch)
+
+
+def _go_by_optimizer(source: ViewSource, decoder: nn.Module, has_ids: bool) -> None:
+    """Let the clock of a view go by the optimizer of a loop, unless somebody else sets it."""
+    clock = source.clock
+    if clock.driver not in (None, _OPTIMIZER) and running_trainer("train") is None:
+        clock.release()  # the run of its trainer broke off
+    if clock.is_set:
+        return
+    # a curriculum needs the number of steps too, which no optimizer tells
+    known = has_ids and not source.view.follows_progress and _follow_optimizer(clock, decoder)
+    if not known and _ranks() > 1:
+        raise ValueError(
+            f"all {_ranks()} ranks would draw alike from {source.view!r}: no optimizer over the model's "
+            "parameters was found whose steps could be counted. Call "
+            "rope_patch.patch.view_source(model).clock.set_step(step) before each step."
+        )
 
 
 def _follow_optimizer(clock: DrawClock, decoder: nn.Module) -> bool:
@@ -76,9 +87,9 @@ def _follow_optimizer(clock: DrawClock, decoder: nn.Module) -> bool:
     # accelerate's wrapper is an optimizer too, without hooks of its own
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
     real = [o for o in optimizers if "_optimizer_step_post_hooks" in vars(o) and _holds(o, decoder)]
-    steps = [_STEPS.setdefault(o, _saved_steps(o)) for o in real]
-    if steps:
-        clock.set_step(max(steps), driver=_OPTIMIZER)
+    steps = {o: _saved_steps(o) or _STEPS.get(o, 0) for o in real}
+    for optimizer in sorted(steps, key=steps.__getitem__):
+        _set_clocks(optimizer, steps[optimizer])
     return bool(steps)
 
 
@@ -89,7 +100,10 @@ def _holds(optimizer: Optimizer, decoder: nn.Module) -> bool:
 
 
 def _saved_steps(optimizer: Optimizer) -> int:
-    return next((int(state["step"]) for state in optimizer.state.values() if "step" in state), 0)
+    """Steps by the state of an optimizer, 0 if it keeps no count."""
+    # of all parameters, as one that got no gradient, such as an expert's, has fewer
+    counts = (state["step"] for state in (*optimizer.state.values(), *optimizer.param_groups) if "step" in state)
+    return max(map(int, counts), default=0)
 
 
 @cache
@@ -99,12 +113,26 @@ def _count_steps() -> None:
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    steps = _STEPS[optimizer] + 1 if optimizer in _STEPS else max(_saved_steps(optimizer), 1)
+    _set_clocks(optimizer, _STEPS[optimizer] + 1 if optimizer in _STEPS else max(_saved_steps(optimizer), 1))
+
+
+def _after_load(optimizer: Optimizer) -> None:
+    steps = _saved_steps(optimizer)
+    if steps:
+        _set_clocks(optimizer, steps)
+
+
+def _set_clocks(optimizer: Optimizer, steps: int) -> None:
+    """Let the clocks that go by an optimizer, or will, stand at its step."""
+    if optimizer not in _STEPS:
+        optimizer.register_load_state_dict_post_hook(_after_load)
     _STEPS[optimizer] = steps
     for clock, reference in list(_FOLLOWING.items()):
         decoder = reference()
+        # where each parameter has an optimizer, the first of them has moved it on
+        behind = clock.driver == _OPTIMIZER and int(clock.step) != steps
         # a clock that nobody sets is that of a loop whose optimizer came after its first forward
-        if (clock.driver == _OPTIMIZER or not clock.is_set) and decoder is not None and _holds(optimizer, decoder):
+        if (behind or not clock.is_set) and decoder is not None and _holds(optimizer, decoder):
             clock.set_step(steps, driver=_OPTIMIZER)
 
 

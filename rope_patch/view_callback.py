@@ -182,9 +182,10 @@ def _share_view(trainer: Any, decoder: nn.Module, state: RopeState, patch: Patch
         return
     assert state.source is not None
     before = state_of(reference)
-    if before is not None and before.source is not None and before.source.view != state.source.view:
+    own = before.source if before is not None and before.leader is None else None
+    if own is not None and own.view != state.source.view:
         raise ValueError(
-            f"ref_model samples {before.source.view!r} and model {state.source.view!r}: leave the view of ref_model "
+            f"ref_model samples {own.view!r} and model {state.source.view!r}: leave the view of ref_model "
             "out, it gets that of the model."
         )
     patch(reference, state.source.view)

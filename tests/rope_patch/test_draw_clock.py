@@ -32,6 +32,12 @@ def test_a_clock_takes_numbers_alone_and_stays_as_it_was(arguments, message):
     assert (int(clock.step), int(clock.first_sample), float(clock.progress), clock.is_set) == (0, 0, 1.0, False)
 
 
+def test_a_clock_is_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        clock = DrawClock(0)
+    assert (int(clock.step), int(clock.first_sample), float(clock.progress)) == (0, 0, 1.0)
+
+
 def test_progress_goes_from_the_first_step_to_the_last():
     assert [progress_at(step, 5) for step in range(5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert progress_at(0, 1) == progress_at(7, 5) == progress_at(0, -1) == 1.0, "nothing is behind the end"

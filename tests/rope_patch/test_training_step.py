@@ -1,5 +1,6 @@
 """Loops that are no trainer's: the step of a draw is that of the optimizer over the model's parameters."""
 
+import gc
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from support.launched import run_ranks
 from support.tiny import VOCAB, tiny
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from rope_patch import patch_model
 from rope_patch.draws import DrawKey
@@ -100,6 +102,72 @@ def test_a_second_optimizer_takes_over_and_a_copy_of_the_model_has_its_own():
     second = torch.optim.SGD(model.parameters(), lr=1e-3)
     second.step()
     assert drawn(model, ROWS[1])[1] == expected(1, ROWS[1])
+
+
+def stepped(model, optimizer, step):
+    """Whether a loop draws for `step` in its next step."""
+    loss, skip = drawn(model, ROWS[0])
+    loss.backward()
+    optimizer.step()
+    return skip == expected(step, ROWS[0])
+
+
+def test_a_state_that_is_loaded_says_the_step_of_the_parameter_that_was_stepped_most():
+    model, _ = made()
+    rare, *others = model.parameters()
+    optimizer = torch.optim.AdamW([rare, *others], lr=1e-3)
+    assert stepped(model, optimizer, 0)
+    for step in range(1, 4):
+        rare.requires_grad_(False)  # as an expert's that no token goes to
+        optimizer.zero_grad()
+        assert stepped(model, optimizer, step)
+    saved = optimizer.state_dict()
+
+    resumed, _ = made()
+    again = torch.optim.AdamW(resumed.parameters(), lr=1e-3)
+    again.load_state_dict(deepcopy(saved))
+    assert stepped(resumed, again, 4) and stepped(resumed, again, 5)
+    again.load_state_dict(deepcopy(saved))  # as of a run that goes back
+    assert stepped(resumed, again, 4)
+
+
+def test_a_state_may_be_loaded_after_steps_that_only_made_it():
+    """As `torch.distributed.checkpoint` does, which steps an optimizer without a state."""
+    model, optimizer = made()
+    assert all(stepped(model, optimizer, step) for step in range(3))
+    resumed, again = made()
+    for parameter in resumed.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    again.step()
+    again.load_state_dict(optimizer.state_dict())
+    assert stepped(resumed, again, 3)
+
+
+def test_each_parameter_may_have_an_optimizer():
+    model, _ = made()
+    optimizers = [torch.optim.SGD([p], lr=1e-3) for p in model.parameters()]
+    for step in range(3):
+        loss, skip = drawn(model, ROWS[0])
+        assert skip == expected(step, ROWS[0])
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_loop_does_not_stay_at_the_step_of_a_trainer_that_broke_off(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise InterruptedError
+
+    model, _ = made()
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+    data = [{"input_ids": row[0], "labels": row[0]} for row in ROWS] * 8
+    with pytest.raises(InterruptedError):
+        Trainer(model=model, args=args, train_dataset=data, callbacks=[Stop()]).train()
+    gc.collect()  # the trainer's optimizer
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    assert all(stepped(model, optimizer, step) for step in range(3))
 
 
 def test_a_clock_that_the_loop_sets_is_left_alone():

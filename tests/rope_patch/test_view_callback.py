@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,33 @@ def test_policy_and_reference_draw_alike(kind, peft, saved, tmp_path):
     losses = [entry["loss"] for entry in logged(run, "loss")]
     assert losses == pytest.approx([begins_at] * 2, abs=1e-4)
     assert view_source(run.model).last is not None and not view_source(run.model).clock.is_set
+
+
+def test_a_reference_model_has_the_view_in_its_trainer_alone(saved, tmp_path):
+    ids = tokens(2, 20)
+    first = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs())
+    first.train()
+    reference = first.ref_model
+    assert first.model.training  # as Trainer leaves it
+    with torch.no_grad():
+        assert torch.equal(reference(input_ids=ids).logits, load(saved)(input_ids=ids).logits)
+    for model in (load(saved), patch_model(load(saved), "skip", max_skip=32)):
+        run = made(DPOTrainer, DPOConfig, model, tmp_path, pairs(), extra={"ref_model": reference})
+        run.train()
+        assert [entry["loss"] for entry in logged(run, "loss")] == pytest.approx([LN2] * 2, abs=1e-4)
+
+
+@pytest.mark.parametrize("how", ["copied", "patched"])
+def test_a_former_reference_model_trains_under_its_view(how, saved, tmp_path):
+    run = made(DPOTrainer, DPOConfig, patch_model(load(saved), "skip", max_skip=64), tmp_path, pairs())
+    run.train()
+    run.model.eval()
+    decoder = run.ref_model.get_decoder()  # what accelerate has put around it runs the original, also in a copy
+    decoder = deepcopy(decoder) if how == "copied" else patch_model(decoder, "skip", max_skip=64)
+    ids = tokens(2, 20)
+    with torch.no_grad():
+        trained = decoder.train()(input_ids=ids).last_hidden_state
+        assert not torch.allclose(trained, load(saved).model(input_ids=ids).last_hidden_state, atol=1e-2)
 
 
 def test_a_view_is_in_force_under_the_callback(saved, tmp_path):
