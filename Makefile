@@ -41,8 +41,7 @@ test-slow: $(VENV)/.dev-installed  ## run the slow tests only
 
 test-all: test test-slow  ## run both
 
-test-newer:  ## run what goes by Transformers' own code with a newer version of it, in an environment beside it
-	$(MAKE) $(VENV)-newer/.dev-installed VENV=$(VENV)-newer
+test-newer: $(VENV)-newer/.copied  ## run what goes by Transformers' own code with a newer version of it, in an environment beside it
 	$(VENV)-newer/bin/python -m pip install "$(NEWER)"
 	$(MAKE) test VENV=$(VENV)-newer PYTEST_ARGS="$(PYTEST_ARGS) $(NEWER_TESTS)"
 
@@ -77,6 +76,12 @@ $(VENV)/.demo-installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev-installed: $(VENV)/.demo-installed
 	$(INSTALL) -e ".[dev]"
+	touch $@
+
+# its Python finds the packages beside it, as in any environment; the other commands in its bin/ still start $(VENV)'s
+$(VENV)-newer/.copied: $(VENV)/.dev-installed
+	rm -rf $(VENV)-newer
+	cp -a $(VENV) $(VENV)-newer
 	touch $@
 
 $(VENV)/.release-installed: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,11 +1,9 @@
 """`pytest -k NAME` finds what tests a view, a rescaling or an objective: its own file, its cells of the matrices."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.launched import run_python
 
 from rope_patch.rescalings import RESCALINGS
 from rope_patch.views import VIEWS
@@ -31,16 +29,10 @@ def keywords() -> list[tuple[str, str]]:
     """(file, what `-k` looks in) of the tests in all files of their own and in the matrices."""
     files = {own_file(cls) for registry in REGISTRIES.values() for cls in registry.values()}
     files = [*sorted(file for file in files if (ROOT / file).exists()), *REGISTRIES]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
-    output = subprocess.run(
-        [*command, "-p", "support.keywords", *files],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    lines = [line.split("\t") for line in output.splitlines() if line.startswith("::\t")]
+    options = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "support.keywords"]
+    done = run_python("-m", "pytest", *options, *files, cwd=ROOT)
+    done.check_returncode()
+    lines = [line.split("\t") for line in done.stdout.splitlines() if line.startswith("::\t")]
     return [(i.partition("::")[0], "\t".join([i.partition("::")[2], *words])) for _, i, *words in lines]
 
 

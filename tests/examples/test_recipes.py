@@ -1,10 +1,7 @@
 """Every recipe parses, and `rope-patch train` runs with the settings of each on a tiny model."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch import load_adapter
 from rope_patch.views import VIEWS
-from trl_ext import RecipeParser
+from trl_ext import RecipeParser, cli
 from trl_ext.cli.train import is_restoration
 from trl_ext.fine_tune_recipe import FIELDS
 from trl_ext.restoration import DISTIL, EXTEND
@@ -99,7 +96,7 @@ def test_a_recipe_of_a_restoration_is_known_by_its_keys_and_says_how_to_run_it(r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
-def test_the_command_runs_a_recipe(recipe, tmp_path):
+def test_the_command_runs_a_recipe(recipe, tmp_path, monkeypatch, capsys):
     settings = yaml.safe_load(recipe.read_text())
     window = WINDOWS[settings["model_name_or_path"]]  # so that targets lie within it
     tiny(max_position_embeddings=window).save_pretrained(tmp_path / "model")
@@ -124,22 +121,16 @@ def test_the_command_runs_a_recipe(recipe, tmp_path):
     if longce is not None:
         longce |= {"short_context": 16, "stride": 8}  # documents have 40 tokens here
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    done = subprocess.run(
-        [sys.executable, "-m", "trl_ext", "train", "recipe.yaml"],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"{VIEWS[settings['view']].__name__}(" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "recipe.yaml"]) == 0
+    assert f"{VIEWS[settings['view']].__name__}(" in capsys.readouterr().out
     if settings.get("use_peft"):
         load_adapter(tiny(max_position_embeddings=window), tmp_path / "out")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RESTORE_RECIPES, ids=lambda r: r.stem)
-def test_the_command_runs_a_recipe_of_a_restoration(recipe, tmp_path):
+def test_the_command_runs_a_recipe_of_a_restoration(recipe, tmp_path, monkeypatch, capsys):
     tiny("qwen3" if "qwen3" in recipe.name else "llama").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"text": " ".join(f"w{3 + (i * j) % 97}" for j in range(200))} for i in range(1, 9)]
@@ -153,14 +144,8 @@ def test_the_command_runs_a_recipe_of_a_restoration(recipe, tmp_path):
         extend={**settings.get("extend", {}), **short, "max_length": 128},
     )
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    done = subprocess.run(
-        [sys.executable, "-m", "trl_ext", "train", "recipe.yaml"],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"{tmp_path / 'out' / 'model'}: " in done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "recipe.yaml"]) == 0
+    assert f"{tmp_path / 'out' / 'model'}: " in capsys.readouterr().out
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert plain.config.rope_parameters["factor"] == settings["rescale_args"]["factor"]

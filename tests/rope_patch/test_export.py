@@ -3,7 +3,6 @@
 import json
 import math
 import pickle
-import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.characters import character_tokenizer
 from support.families import tiny_family
+from support.launched import run_python
 from support.tiny import WINDOW, gemma3, tiny, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3ForCausalLM
 from transformers.utils import logging
@@ -655,8 +655,8 @@ def test_merging_takes_a_shard_and_a_layer_of_memory_not_another_model(tmp_path)
     for shard_gb in (0.02, 5.0):
         folder = tmp_path / str(shard_gb)
         folder.mkdir()
-        command = [sys.executable, "-c", MEASURE, str(folder), str(shard_gb)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = run_python("-c", MEASURE, str(folder), str(shard_gb))
+        done.check_returncode()
         added[shard_gb], weights = map(float, done.stdout.split())
     assert added[0.02] < weights / 2, added
     assert added[5.0] > weights / 2, "in one shard all weights are merged at once: else nothing is measured"

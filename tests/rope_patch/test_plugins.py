@@ -1,9 +1,9 @@
 """An installed package declares its views by entry points, and every command knows them."""
 
-import subprocess
-import sys
+import os
 
 import pytest
+from support.launched import run_python
 
 from rope_patch.plugins import GROUPS
 
@@ -40,8 +40,7 @@ def installed(tmp_path, monkeypatch):
         (about / "entry_points.txt").write_text("[rope_patch.views]\nstretched-far = far_views:StretchedFar\n")
 
         def command(*typed):
-            code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from trl_ext.cli import main; sys.exit(main())"
-            return subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True)
+            return run_python("-m", "trl_ext", *typed, env={**os.environ, "PYTHONPATH": str(tmp_path)})
 
         return command
 

@@ -2,14 +2,13 @@
 
 import copy
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 from support import oracle
 from support.gathered import gathered
+from support.launched import run_python
 from support.rescalings import FACTOR, THETA, L, require_refused
 from support.tiny import VOCAB, WINDOW, tiny, tokens
 from transformers import (
@@ -97,7 +96,7 @@ def test_reload_in_a_new_process_without_this_package(tmp_path):
         "torch.save(m(torch.load(d + '/ids.pt')).logits, d + '/logits.pt')\n"
         "assert 'rope_patch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=tmp_path)
+    run_python("-c", code, str(tmp_path), cwd=tmp_path).check_returncode()
     assert torch.equal(torch.load(tmp_path / "logits.pt"), model(ids).logits)
 
 

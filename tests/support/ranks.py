@@ -10,7 +10,6 @@ at the end; "in_parts", whether engines that shard weights also save them so.
 import faulthandler
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .launched import ABORTED
+from .launched import ABORTED, run_ranks_once
 
 ROOT = Path(__file__).parents[2]
 PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
@@ -103,14 +102,17 @@ def _start(
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     elif world == 1:
         environment["CUDA_VISIBLE_DEVICES"] = "0"
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", str(_free_port())]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
     command = [sys.executable, *(launcher if world > 1 else []), "-m", "support.ranks", str(out)]
-    said = _run(command, environment, _HANGS[device] * len(cases) + 60)
+    said = _run(command, environment, _HANGS[device] * len(cases) + 60, device)
     return torch.load(out.with_suffix(".pt")) if out.with_suffix(".pt").exists() else {}, said
 
 
-def _run(command: list[str], environment: dict[str, str], most_seconds: int) -> str | None:
+def _run(command: list[str], environment: dict[str, str], most_seconds: int, device: str) -> str | None:
     """Run a job; what was said if it failed, None if it did not."""
+    if device == "cpu":
+        done = run_ranks_once(command, env=environment, timeout=most_seconds)
+        return _what_was_said(done.stderr) if done.returncode else None
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, text=True, **pipes) as job:
         try:
@@ -142,12 +144,6 @@ def _what_was_said(stderr: str, most: int = 80) -> str:
         lines.setdefault(line.split(":")[0] if line.startswith("[rank") else "", []).append(line[:300])
     said = ["\n".join(said[-most:]) for _, said in sorted(lines.items(), reverse=True)]
     return "\n".join([*said, *cause])
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def require_alike(

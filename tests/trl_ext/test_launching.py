@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from support.launched import run_python
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -131,8 +130,8 @@ logging.getLogger("trl_ext").warning("a record")
 logging.getLogger("trl_ext").error("an error")
 """
     for rank, told in (("0", ["a warning", "a record", "an error"]), ("1", ["an error"])):
-        environment = {**os.environ, "RANK": rank}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        done = run_python("-c", code, env={**os.environ, "RANK": rank})
+        done.check_returncode()
         assert [what for what in ("a warning", "a record", "an error") if what in done.stderr] == told
 
 

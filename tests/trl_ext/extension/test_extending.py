@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ import pytest
 import torch
 from support.byte_tokenizer import as_transformers_5_17_reads_it
 from support.hub import move, publish, use_cache
+from support.launched import run_python
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import trl_ext.extension.training as training_module
@@ -212,7 +212,7 @@ def test_a_folder_in_which_another_process_extends_is_refused(folder, quick, mon
 
     def again():
         script = f"from trl_ext import extend; extend('base', to={TO}, data='books.jsonl', output='out', **{SMALL!r})"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+        done = run_python("-c", script)
         assert "ValueError: out is in use: another process writes there. Wait for it" in done.stderr
         assert "use another --output" in done.stderr and "This resumes" not in done.stdout
         raise KeyboardInterrupt
