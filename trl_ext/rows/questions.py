@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from rope_patch.checked_numbers import require_integer
 from rope_patch.eval.needles import ends_sentence
 
 from .facts import Fact, draw_facts
@@ -49,7 +48,6 @@ def question_rows(
 
     Source: after the fact-free needles of arXiv:2406.19292, whose loss is of answers alone; wordings are ours.
     """
-    require_integer("n", n, least=0)
     rows = draw_question_rows(
         Pieces(tokenizer, texts), length=length, facts=facts, chat=chat, rng=random.Random(f"questions {seed}")
     )
@@ -66,7 +64,6 @@ def draw_question_rows(
     advice: str = "Hide fewer facts, or make longer rows.",
 ) -> Iterator[Row]:
     """`question_rows` without end, in chats at random; `advice` ends the error where `length` is too short."""
-    require_integer("facts", facts, least=1)
     tokenizer = pieces.tokenizer
     require_share_of_chats(chat)
     if chat > 0:
