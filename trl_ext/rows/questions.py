@@ -43,7 +43,7 @@ def question_rows(
         seed: of everything that is drawn.
 
     Raises:
-        ValueError: a number out of range, `length` is too short for so many facts, texts too short for `length`, or
+        ValueError: `chat` out of range, `length` is too short for so many facts, texts too short for `length`, or
             `chat` above 0 for a tokenizer without a chat template.
 
     Source: after the fact-free needles of arXiv:2406.19292, whose loss is of answers alone; wordings are ours.

@@ -62,7 +62,7 @@ def own_chats(
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: a number out of range; a tokenizer without a chat template, or with one that ends a user's text with
+        ValueError: a temperature of 0; a tokenizer without a chat template, or with one that ends a user's text with
             no special token; more tokens than the trained window; a view in force; or a model that writes no chats.
 
     Source: Magpie, arXiv:2406.08464, section 2.1.
@@ -108,7 +108,7 @@ def own_texts(
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: a number out of range; a tokenizer that has neither a beginning- nor an end-of-sequence token; more
+        ValueError: a temperature of 0; a tokenizer that has neither a beginning- nor an end-of-sequence token; more
             tokens than the trained window; a view in force; or a model that writes nothing.
     """
     texts = sampled_texts(
