@@ -48,23 +48,17 @@ def unknown(
     """
     of = of and f" of {of}"
     listed = len(known) <= _MOST_LISTED
-    near: list[str]
-    if isinstance(name, type):
-        shown, near = f"{name.__name__}, a class: give an instance of it, or a name", []
-    elif isinstance(name, str):
+    near: list[str] = []
+    if isinstance(name, str):
         meant = (synonyms or {}).get(name.lower().replace("_", "-").replace(" ", "-"))
         near = (
             [meant]
             if meant is not None and meant in known
             else difflib.get_close_matches(name.lower(), known, n=1 if listed else 3)
         )
-        shown = repr(name)
-    else:  # a model in place of a name would be shown over many lines
-        text = repr(name)
-        shown, near = (text if "\n" not in text else f"of type {type(name).__name__}"), []
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     rest = f" Known: {', '.join(sorted(known)) or 'none'}." if listed else ""
-    return ValueError(f"Unknown {kind} {shown}{of}.{hint}{rest}")
+    return ValueError(f"Unknown {kind} {name!r}{of}.{hint}{rest}")
 
 
 def refuse_name_of(others: Registry, known: Registry, method: object) -> None:

@@ -4,8 +4,7 @@ import os
 import re
 from typing import Any
 
-# behind no name, or those of a flag and of a label, as in --model=LABEL=~/folder
-_HOME = re.compile(r"((?:[^=/]*=){0,2})~(?=/)")
+_HOME = re.compile(r"((?:[^=/]*=)?)~(?=/)")  # also behind the name of a flag or a label
 
 
 def with_home(value: Any) -> Any:

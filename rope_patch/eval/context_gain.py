@@ -131,15 +131,12 @@ def context_gain(
         progress: whether to show a bar.
 
     Raises:
-        ValueError: rows that are too short or do not begin with `begin`, a stride below 1, or "paper" with
-            sliding-window layers.
+        ValueError: rows that are too short or do not begin with `begin`, or "paper" with sliding-window layers.
 
     Source: PosAug, FoGen 2026, context gain.
     """
     if kind not in ("exact", "paper"):
         raise ValueError(f"kind must be 'exact' or 'paper', got {kind!r}.")
-    if short < 1 or n_bins < 1 or (stride is not None and stride < 1):
-        raise ValueError(f"short, stride and n_bins must be at least 1, got {short}, {stride} and {n_bins}.")
     subject = Subject(model)
     subject.check_rows(rows, at_least=short + 1)
     if stride is None:

@@ -55,9 +55,6 @@ def greedy_answers(
         batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
         prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
         done: called with the number of prompts that have been read, as they are.
-
-    Raises:
-        ValueError: an empty prompt, or a number below 1.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     replies = greedy_tokens(
@@ -92,11 +89,7 @@ def greedy_tokens(
         batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
         prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
         done: called with the number of prompts that have been read, as they are.
-
-    Raises:
-        ValueError: an empty prompt, or a number below 1.
     """
-    _at_least_one(max_new_tokens=max_new_tokens)
     replies = ask_greedily(
         model,
         [Question(prompt, max_new_tokens) for prompt in prompts],
@@ -128,13 +121,7 @@ def ask_greedily(
         batch_size: prompts held and decoded at once, at most; None means as many as free memory holds.
         prefill_chunk: tokens of a prompt read at once; None means by free memory on a GPU, else 8192.
         done: called with the number of prompts that have been read, as they are.
-
-    Raises:
-        ValueError: an empty prompt, or a number below 1.
     """
-    _at_least_one(batch_size=batch_size, prefill_chunk=prefill_chunk)
-    if not all(len(q.prompt) for q in questions):
-        raise ValueError("prompts must have at least one token each, and one has none.")
     subject = Subject(model)
     with subject.evaluating():
         kv_bytes = bytes_per_token(subject.causal_lm)
@@ -148,12 +135,6 @@ def times_read(model: nn.Module) -> int:
     subject = Subject(model)
     with subject.evaluating():
         return 2 if bytes_per_token(subject.causal_lm) is None else 1
-
-
-def _at_least_one(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
 def _forced(subject: Subject, question: Question) -> list[int]:

@@ -222,12 +222,10 @@ def chosen_files(tasks: Sequence[str], data: str | Path | None) -> dict[str, dic
 
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: an unknown task, or none, or a file with a row of no task, or that is not like the others.
+        ValueError: an unknown task, or a file with a row of no task, or that is not like the others.
         FileNotFoundError: the folder lacks the file of a task.
     """
     require_lm_eval()
-    if not tasks:
-        raise ValueError(f"name at least one of lm-eval's tasks, e.g. {', '.join(SUGGESTED)}.")
     folder = None if data is None else Path(data)
     if folder is not None and not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder} with data for lm-eval's tasks.")

@@ -25,15 +25,10 @@ def interval_over_rows(differences: Sequence[float]) -> tuple[float, float]:
     Returns:
         Its low and high end, in nats; NaN where a difference is.
 
-    Raises:
-        ValueError: fewer than two rows.
-
     Source: Ibragimov and Mueller, t-Statistic Based Correlation and Heterogeneity Robust Inference, JBES 28(4), 2010:
     a t-test of the means of few groups.
     """
     n = len(differences)
-    if n < 2:
-        raise ValueError(f"differences must be of at least 2 rows, got {n}: interval_over_blocks takes those of one.")
     values = torch.tensor(differences, dtype=torch.float64)
     return _around(values, values.std().item(), n - 1)
 
@@ -55,15 +50,10 @@ def interval_over_blocks(differences: Sequence[float]) -> tuple[float, float]:
     Returns:
         Its low and high end, in nats; NaN where a difference is.
 
-    Raises:
-        ValueError: fewer than two blocks.
-
     Source: Lazarus, Lewis, Stock and Watson, HAR Inference: Recommendations for Practice, JBES 36(4), 2018: the
     equal-weighted cosine (EWC) test with its rule for v.
     """
     n = len(differences)
-    if n < 2:
-        raise ValueError(f"differences must be of at least 2 blocks, got {n}: measure longer rows, or several.")
     values = torch.tensor(differences, dtype=torch.float64)
     waves = max(1, int(0.4 * n ** (2 / 3)))
     of_wave = torch.arange(1, waves + 1, dtype=torch.float64)[:, None]

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from .asking import Frame, tokens_behind
-from .wordings import N_WORDINGS, NEEDLE_WORDINGS, PASSKEY_WORDINGS
+from .wordings import NEEDLE_WORDINGS, PASSKEY_WORDINGS
 
 Kind = Literal["passkey", "single", "multikey", "multivalue", "multiquery", "ordinal"]
 
@@ -131,10 +131,8 @@ def make_prompt(
 
     Raises:
         TooFewTokensError: `n_tokens` is too short for needles and question.
-        ValueError: an unknown wording, or the haystack is too short for the prompt.
+        ValueError: the haystack is too short for the prompt.
     """
-    if not 0 <= wording < N_WORDINGS:
-        raise ValueError(f"wording must be from 0 to {N_WORDINGS - 1}, got {wording}.")
     frame = Frame.of(tokenizer, chat)
     hidden = _hidden(kind, n_needles, rng, wording)
     depths = _depths(hidden, depth, rng)

@@ -42,14 +42,12 @@ def paired_interval(
         Its low and high end.
 
     Raises:
-        ValueError: fewer than two pairs, or a difference outside of `bounds`.
+        ValueError: a difference outside of `bounds`.
 
     Source: Efron, 1979 (bootstrap); Hesterberg, What Teachers Should Know About the Bootstrap, arXiv:1411.5279,
     expanded percentile interval; Clopper and Pearson, 1934, for pairs that differ alike.
     """
     n = len(differences)
-    if n < 2:
-        raise ValueError(f"an interval needs at least 2 pairs, got {n}.")
     if bounds is not None:
         least, largest = bounds
         if not least <= min(differences) <= max(differences) <= largest:

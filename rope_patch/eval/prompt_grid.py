@@ -142,12 +142,8 @@ class PromptGrid:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
-        if not self.lengths or not self.depths or self.trials < 1:
-            raise ValueError("lengths and depths must not be empty, and trials at least 1.")
         if not all(0 <= d <= 1 for d in self.depths):
             raise ValueError(f"depths must be in [0, 1], got {list(self.depths)}.")
-        if not self.wordings or not set(self.wordings) <= set(ALL_WORDINGS):
-            raise ValueError(f"wordings must be some of {list(ALL_WORDINGS)}, got {list(self.wordings)}.")
 
     @property
     def new_tokens(self) -> int:

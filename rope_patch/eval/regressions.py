@@ -272,9 +272,6 @@ def _losses(measure: str, label: str, first: LossByPosition, second: LossByPosit
         return []
     if first.rows_hash != second.rows_hash:
         raise ValueError(f"{label} read other rows: nothing can be paired.")
-    n_rows = [len(curve.blocks) for curve in (first, second)]
-    if n_rows[0] != n_rows[1]:
-        raise ValueError(f"{measure}: {label} has {n_rows[1]} rows, the first model {n_rows[0]}: nothing is paired.")
     cells: list[Cell] = []
     end_of_all = len(first.blocks[0])
     edges = _edges(window, end_of_all)
@@ -337,8 +334,6 @@ def _cell(
     interval_of_losses: Callable[[Sequence[float]], tuple[float, float]] | None = None,
 ) -> list[Cell]:
     """The cell; none where there are too few pairs to say anything. Losses come with their interval."""
-    if len(first) != len(second):
-        raise ValueError(f"{name}: {label} has {len(second)} {unit}, the first model {len(first)}: nothing is paired.")
     if len(first) < 2:
         return []
     differences = [b - a for a, b in zip(first, second, strict=True)]

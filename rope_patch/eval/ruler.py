@@ -211,9 +211,6 @@ def ruler(
     """
     require_lm_eval()
     chat = uses_chat_template(tokenizer, chat_template)
-    if prompts is not None:
-        data = {"tasks": tasks, "haystack": haystack, "squad": squad, "hotpotqa": hotpotqa}
-        _require_fitting(prompts, lengths, samples, [name for name, given in data.items() if given is not None])
     # all prompts first: what cannot be made at some length shows before anything is measured
     documents = prompts or ruler_prompts(
         tokenizer,
@@ -251,20 +248,6 @@ def ruler(
     return Ruler(list(lengths), scores, samples, positions, prompt_scores, replies)
 
 
-def _require_fitting(prompts: RulerPrompts, lengths: Sequence[int], samples: int, beside: list[str]) -> None:
-    if beside:
-        raise ValueError(f"prompts are made already: give {', '.join(beside)} to ruler_prompts and not to ruler.")
-    made = {length for length, _ in prompts}
-    # a file of questions may have fewer than were asked for
-    numbers = {len(documents) for (_, task), documents in prompts.items() if task not in _OF_QUESTIONS} or {samples}
-    fewer = all(0 < len(documents) <= samples for documents in prompts.values())
-    if made != set(lengths) or numbers != {samples} or not fewer:
-        raise ValueError(
-            f"prompts must be {samples} of each task for the lengths {list(lengths)}, "
-            f"got {sorted(numbers)} for {sorted(made)}: make them by ruler_prompts with the same lengths and samples."
-        )
-
-
 def ruler_prompts(
     tokenizer: PreTrainedTokenizerBase,
     lengths: Sequence[int],
@@ -284,12 +267,10 @@ def ruler_prompts(
 
     Raises:
         ImportError: lm-eval is not installed.
-        ValueError: an unknown task, one whose data were not given, no sample or no length.
+        ValueError: an unknown task, or one whose data were not given.
     """
     require_lm_eval()
     chosen = chosen_tasks(tasks, haystack=haystack, squad=squad, hotpotqa=hotpotqa)
-    if samples < 1 or not lengths or not chosen:
-        raise ValueError(f"samples must be at least 1 and lengths not empty, got {samples} and {list(lengths)}.")
     beside = Frame.of(tokenizer, uses_chat_template(tokenizer, chat_template)).tokens
     cells = [(length, task) for length in lengths for task in chosen]
     return {

@@ -110,12 +110,8 @@ class EvalPlan:
         before = list(self.measures)[: self.measures.index("position")] if "position" in self.measures else None
         if before is not None and not any(_kind_of(name) for name in before):
             raise ValueError("position is read off the answers to retrieval prompts: name passkey or a niah before it.")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}.")
         if self.backend not in get_args(Backend):
             raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {self.backend!r}.")
-        if self.backend == "vllm" and not self.kinds:
-            raise ValueError("backend='vllm' answers retrieval prompts, and none are asked: add passkey or a niah.")
 
     @property
     def kinds(self) -> list[Kind]:
@@ -168,11 +164,6 @@ class EvalPlan:
 
     def check_rows(self, window: int | None) -> None:
         """Raise ValueError if the rows are too short for a measure, where `window` positions were trained."""
-        if "cliff" in self.measures and window is not None and window < FIRST_POSITION:
-            raise ValueError(
-                f"cliff needs a window of at least {FIRST_POSITION} positions, since a text's first tokens are left "
-                f"out, got {window}: leave cliff out."
-            )
         for name, least in self.too_short(window).items():
             raise ValueError(
                 f"{name} needs rows of at least {least} tokens, and length is {self.length}: give a longer length, or "

@@ -156,10 +156,6 @@ def text_rows(
     Raises:
         ValueError: the texts are too short.
     """
-    if seq_len < 2 or n_rows < 1 or max_per_text < 1:
-        raise ValueError(
-            f"seq_len must be at least 2, n_rows and max_per_text at least 1, got {seq_len}, {n_rows}, {max_per_text}."
-        )
     special = SpecialTokens.of(tokenizer)
     rows: list[list[int]] = []
     rest: list[int] = []

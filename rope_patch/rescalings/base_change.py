@@ -85,8 +85,6 @@ class ABF(Rescaling):
     synonyms = ("base", "theta", "rope-theta", "adjusted-base-frequency")
 
     def __post_init__(self) -> None:
-        if self.theta is None:
-            raise ValueError("rescaling 'abf': theta must be the new base, a finite number above 1, got None.")
         require_base(self, "theta", self.theta)
         require_window(self, "max_position_embeddings", self.max_position_embeddings)
 

@@ -53,19 +53,12 @@ class LongRope(Rescaling):
     def __post_init__(self) -> None:
         require_factor(self, self.factor)
         require_window(self, "original_max_position_embeddings", self.original_max_position_embeddings)
-        if self.original_max_position_embeddings == 1 and self.attention_factor is None:
-            raise ValueError(
-                "rescaling 'longrope': original_max_position_embeddings must be at least 2, as the formula of the "
-                "attention factor divides by its logarithm, got 1. Name the trained window, or pass attention_factor."
-            )
         require_positive(self, attention_factor=self.attention_factor)
         require_base(self, "rope_theta", self.rope_theta)
         for name in ("long_factor", "short_factor"):
             divisors = getattr(self, name)
             if divisors is None and name == "short_factor":
                 continue
-            if isinstance(divisors, str) or not isinstance(divisors, Sequence):
-                raise ValueError(f"rescaling 'longrope': {name} must be a list of numbers, got {divisors!r}.")
             require_positive(self, **{f"{name}[{i}]": f for i, f in enumerate(divisors)})
             object.__setattr__(self, name, tuple(float(f) for f in divisors))
 

@@ -10,25 +10,11 @@ from rope_patch.patch import view_source
 from rope_patch.views import Compose, PerLayer, PosAug, Skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((1.5, 0), "step must be an integer in .*got 1.5"),
-        ((True, 0), "step must be an integer in .*got True"),
-        ((2**63, 0), "step must be an integer in"),
-        ((0, -1), "first_sample must be an integer in \\[0, .*got -1"),
-        ((0, "3"), "first_sample must be an integer in .*got '3'"),
-        ((0, 0, 1.01), "progress must be a number from 0, .* got 1.01"),
-        ((0, 0, -0.1), "progress must be a number from 0, .* got -0.1"),
-        ((0, 0, float("nan")), "progress must be a number from 0, .* got nan"),
-        ((0, 0, "half"), "progress must be a number from 0, .* got 'half'"),
-        ((0, 0, True), "progress must be a number from 0, .* got True"),
-    ],
-)
-def test_a_clock_takes_numbers_alone_and_stays_as_it_was(arguments, message):
+@pytest.mark.parametrize("progress", [1.01, -0.1, float("nan")])
+def test_progress_out_of_range_is_refused_and_the_clock_stays_as_it_was(progress):
     clock = DrawClock(0)
-    with pytest.raises(ValueError, match=message):
-        clock.set(*arguments)
+    with pytest.raises(ValueError, match=f"progress must be a number from 0, .* got {progress}"):
+        clock.set(0, 0, progress)
     assert (int(clock.step), int(clock.first_sample), float(clock.progress), clock.is_set) == (0, 0, 1.0, False)
 
 

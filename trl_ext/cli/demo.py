@@ -8,7 +8,6 @@ from typing import Any
 from ..demo.settings import ROWS_PER_STEP, TO
 from .device import choose_device
 from .extend import add_options
-from .parsing import named_path
 
 _NOT_SAID = ("rows_per_step", "facts", "lora_rank", "seed", "held_out", "lengths")
 """Options with a default in `extend`, of which the demo must know whether they were given."""
@@ -28,7 +27,7 @@ def add_commands(commands: Any) -> None:
         "--output",
         dest="output_dir",
         metavar="DIR",
-        type=named_path,
+        type=Path,
         default=Path("rope-patch-demo"),
         help="folder of everything that is made; default: %(default)s",
     )

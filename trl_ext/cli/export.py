@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .hub_revision import add_model_revision
-from .model_spec import ModelSpec, split_rescaling
-from .parsing import named_path
+from .model_spec import ModelSpec
 
 TARGETS = ("transformers", "vllm", "sglang", "llama.cpp", "mlx")  # those of rope_patch.export, whose import is slow
 
@@ -27,11 +26,11 @@ def add_commands(commands: Any) -> None:
         "my-model@ntk:factor=8",
     )
     add_model_revision(export)
-    export.add_argument("--output", type=named_path, required=True, help="folder to write, new or empty")
+    export.add_argument("--output", type=Path, required=True, help="folder to write, new or empty")
     export.add_argument("--target", choices=TARGETS, default="transformers", help="default: %(default)s")
     export.add_argument(
         "--converter",
-        type=named_path,
+        type=Path,
         help="llama.cpp's convert_hf_to_gguf.py, for --target llama.cpp; default: on PATH",
     )
     export.add_argument(
@@ -42,7 +41,7 @@ def add_commands(commands: Any) -> None:
     )
     export.add_argument(
         "--report",
-        type=named_path,
+        type=Path,
         help="report of `rope-patch eval`, folder or results.json, for the model card; default: the folder "
         "rope-patch-report in the checkpoint, or beside it if it measured this one",
     )
@@ -62,16 +61,12 @@ def _rescaled(text: str) -> ModelSpec | None:
     """The model and the rescaling that `text` names; None where it names a model alone.
 
     Raises:
-        ValueError: another form, an unknown rescaling, or a label, which an export has no use for.
+        ValueError: another form, or an unknown rescaling.
     """
     if "@" not in text or Path(text).exists():
         return None
-    path, _ = split_rescaling(text)
     # `eval` takes LABEL=PATH; a folder may have such a name, too
-    spec = ModelSpec.parse("model=" + text if "=" in path else text)
-    if "=" in path and not Path(path).exists():
-        raise ValueError(f"export takes no label before MODEL_OR_ADAPTER, and there is no {path!r}.")
-    return spec
+    return ModelSpec.parse("model=" + text if "=" in text.rpartition("@")[0] else text)
 
 
 def run_export(args: argparse.Namespace) -> int:

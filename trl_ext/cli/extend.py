@@ -8,7 +8,6 @@ from typing import Any
 
 from .export import TARGETS
 from .hub_revision import add_model_revision
-from .parsing import named
 from .rows import _shares
 
 
@@ -35,7 +34,6 @@ def add_commands(commands: Any) -> None:
     )
     extend.add_argument(
         "--output",
-        type=named,
         dest="output_dir",
         metavar="DIR",
         required=True,

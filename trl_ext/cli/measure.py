@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from .device import choose_device
 from .hub_revision import add_model_revision
 from .model_spec import NATIVE, ModelSpec
-from .parsing import named_path, unread
 
 if TYPE_CHECKING:
     from rope_patch.eval import EvalPlan
@@ -29,24 +28,6 @@ FLAGS = {
 }
 # the shortest default length is the window over this: what was lost shows within the window, and most on short prompts
 SHORTEST = 16
-_RETRIEVAL = ("passkey", *(name for name in FLAGS["niah"] if name != "position"))
-# option -> the measures that read it, and what asks for one of them
-READ_BY = {
-    "lengths": ((*_RETRIEVAL, "position", "ruler"), "--passkey, --niah or --ruler"),
-    "batch_size": (
-        (*_RETRIEVAL, "position", "ruler", "short", "lm-eval"),
-        "a measure that asks questions, as --passkey",
-    ),
-    "trials": (_RETRIEVAL, "--passkey or --niah"),
-    "ruler_tasks": (("ruler",), "--ruler"),
-    "ruler_samples": (("ruler",), "--ruler"),
-    "squad": (("ruler",), "--ruler"),
-    "hotpotqa": (("ruler",), "--ruler"),
-    "short_data": (("short",), "--short"),
-    "benchmarks": (("short",), "--short"),
-    "lm_eval_data": (("lm-eval",), "--lm-eval TASK"),
-    "limit": (("short", "lm-eval"), "--short or --lm-eval TASK"),
-}
 # --flag -> what it measures, for somebody who has never heard of it
 HELP = {
     "cliff": "loss at every position of a text (cross-entropy of the next token, in nats). The cliff is how much "
@@ -89,7 +70,7 @@ def add_commands(commands: Any) -> None:
         "repeated; default: main",
     )
     evaluate.add_argument(
-        "--report", type=named_path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
+        "--report", type=Path, default=Path("rope-patch-report"), dest="output_dir", help="default: %(default)s"
     )
     measures = evaluate.add_argument_group(
         "measures", "without any: all but --ruler, --short and --lm-eval, and two of --niah"
@@ -166,7 +147,7 @@ def add_commands(commands: Any) -> None:
     probe.set_defaults(run=run_probe, output_dir=None)
     probe.add_argument("--model", required=True, help="hub id, checkpoint or adapter")
     add_model_revision(probe)
-    probe.add_argument("--plot", type=named_path, help="also draw loss by position as PLOT.png and PLOT.svg")
+    probe.add_argument("--plot", type=Path, help="also draw loss by position as PLOT.png and PLOT.svg")
     _add_data(probe, rows=2)
 
 
@@ -389,9 +370,6 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     named |= ({"ruler"} if of_ruler else set()) | ({"lm-eval"} if others else set())
     ruler_tasks = tuple(dict.fromkeys([*(args.ruler_tasks or ()), *(task for task in of_ruler if task != "ruler")]))
     chosen = named or set(DEFAULT)
-    _require_read(args, chosen)
-    if chosen & {"cliff", "gain"}:
-        _require_wide(args)
     # what has a default in the plan is given where the command line names it
     counts = {name: getattr(args, name) for name in ("trials", "ruler_samples") if getattr(args, name) is not None}
     return EvalPlan(
@@ -413,13 +391,6 @@ def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
         backend=args.backend,
         **counts,
     )
-
-
-def _require_read(args: argparse.Namespace, chosen: set[str]) -> None:
-    """Raise ValueError for an option that no measure of `chosen` reads."""
-    for name, given in unread(args, {name: readers for name, (readers, _) in READ_BY.items()}, chosen):
-        said = " ".join(map(str, given)) if isinstance(given, list) else given
-        raise ValueError(f"--{name.replace('_', '-')} {said} needs {READ_BY[name][1]}, which reads it.")
 
 
 def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
@@ -467,11 +438,8 @@ def _without_too_long(plan: "EvalPlan", *, named: bool) -> "EvalPlan":
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Names with commas between them, one at least."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise argparse.ArgumentTypeError(f"must be names with commas between them, got {text!r}")
-    return names
+    """Names with commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _require_positive(args: argparse.Namespace) -> None:
@@ -479,18 +447,6 @@ def _require_positive(args: argparse.Namespace) -> None:
         given = getattr(args, name, None)
         if given is not None and given < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
-
-
-def _require_wide(args: argparse.Namespace) -> None:
-    """Raise ValueError for rows and windows that end before losses by position begin."""
-    from rope_patch.eval.loss_by_position import FIRST_POSITION
-
-    for name, least in (("length", FIRST_POSITION + 1), ("window", FIRST_POSITION)):
-        given = getattr(args, name)
-        if given is not None and given < least:
-            raise ValueError(
-                f"--{name} must be at least {least}, as losses by position begin at {FIRST_POSITION}, got {given}."
-            )
 
 
 def _device(args: argparse.Namespace) -> tuple[str, Any]:

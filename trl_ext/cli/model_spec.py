@@ -61,7 +61,7 @@ class ModelSpec:
         label, _, path = text.partition("=")
         if label and "@" not in label and path and Path(path).is_dir():
             return cls(label, path, None, {})
-        named, rescaled = split_rescaling(text)
+        named, _, rescaled = text.rpartition("@") if "@" in text else (text, "", "")
         label, equals, path = named.partition("=")
         if not equals or Path(named).is_dir():
             label, path = _folder_name(named), named
@@ -210,17 +210,6 @@ class ModelSpec:
         source, revision = self.tokenizer_source
         require_tokenizer(source, self.argument)
         return load_pretrained(AutoTokenizer, source, self.argument, revision=revision)
-
-
-def split_rescaling(text: str) -> tuple[str, str]:
-    """What stands before and behind the @ of a rescaling, of several the last one behind the name of a folder."""
-    splits = [(text[:k], text[k + 1 :]) for k, letter in enumerate(text) if letter == "@"]
-    folders = [split for split in splits if any(map(_is_folder, (split[0], split[0].partition("=")[2])))]
-    return folders[-1] if folders else splits[0] if splits else (text, "")
-
-
-def _is_folder(path: str) -> bool:
-    return bool(path) and Path(path).is_dir()
 
 
 def _folder_name(path: str) -> str:

@@ -4,8 +4,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 USER_ERROR = 2
@@ -71,33 +70,7 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"there is no flag {flag}.{hint(flag, known)}")
 
 
-def named(text: str) -> str:
-    """The name of a file or folder; an empty one, as of a shell's variable without a value, would be where the user is.
-
-    Raises:
-        argparse.ArgumentTypeError: an empty name.
-    """
-    if not text:
-        raise argparse.ArgumentTypeError("it must name a file or a folder, got an empty name")
-    return text
-
-
-def named_path(text: str) -> Path:
-    """The same as a path."""
-    return Path(named(text))
-
-
 def hint(name: str, known: Collection[str]) -> str:
     """The nearest known name as a question with a space before it, or nothing."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {near[0]}?" if near else ""
-
-
-def unread(
-    args: argparse.Namespace, readers: Mapping[str, Collection[str]], chosen: Collection[str]
-) -> Iterator[tuple[str, Any]]:
-    """Names and values of the flags that were given and that nothing of what was chosen reads."""
-    for name, of_flag in readers.items():
-        given = getattr(args, name)
-        if given is not None and given is not False and not set(chosen) & set(of_flag):
-            yield name, given

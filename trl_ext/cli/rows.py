@@ -5,33 +5,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..rows.row import KINDS, Kind
+from ..rows.row import KINDS
 from ..rows.row_file import contents, require_row_file, write_rows
 from .device import choose_device
 from .hub_revision import add_model_revision
-from .parsing import named_path, unread
-
-_OF_KINDS: dict[str, tuple[Kind, ...]] = {
-    "text": ("text", "questions"),
-    "facts": ("questions",),
-    "chat": ("questions",),
-    "label_all": ("text", "chats", "own_texts"),
-    "max_user_tokens": ("chats",),
-    "max_reply_tokens": ("chats",),
-    "keep_unfinished": ("chats",),
-    "max_text_tokens": ("own_texts",),
-    "temperature": ("chats", "own_texts"),
-    "batch_size": ("chats", "own_texts"),
-}
-"""Flags of some kinds of rows alone."""
-_DEFAULTS = {
-    "facts": 8,
-    "max_user_tokens": 96,
-    "max_reply_tokens": 512,
-    "max_text_tokens": 1024,
-    "temperature": 1.0,
-}
-"""Of flags that are refused where they would do nothing, so that argparse must leave them None."""
 
 
 def add_commands(commands: Any) -> None:
@@ -45,7 +22,7 @@ def add_commands(commands: Any) -> None:
     rows.set_defaults(run=run_rows, output_dir=None)
     rows.add_argument("model", metavar="MODEL", help="hub id or folder of a checkpoint or an adapter, not extended")
     add_model_revision(rows)
-    rows.add_argument("--output", type=named_path, required=True, help="file to write, .jsonl or .jsonl.xz")
+    rows.add_argument("--output", type=Path, required=True, help="file to write, .jsonl or .jsonl.xz")
     rows.add_argument(
         "--text",
         nargs="+",
@@ -68,7 +45,7 @@ def add_commands(commands: Any) -> None:
         default=0.25,
         help="share of the rows made as eight rows of an eighth of the length; default: %(default)s",
     )
-    rows.add_argument("--facts", type=int, help=f"facts hidden in a row of questions; default: {_DEFAULTS['facts']}")
+    rows.add_argument("--facts", type=int, default=8, help="facts hidden in a row of questions; default: %(default)s")
     rows.add_argument(
         "--chat",
         type=float,
@@ -78,12 +55,10 @@ def add_commands(commands: Any) -> None:
         "--label-all", action="store_true", help="label all tokens of rows other than questions; default: none of them"
     )
     sampling = rows.add_argument_group("what the model writes")
-    sampling.add_argument(
-        "--max-user-tokens", type=int, help=f"of a user's text; default: {_DEFAULTS['max_user_tokens']}"
-    )
-    sampling.add_argument("--max-reply-tokens", type=int, help=f"of a reply; default: {_DEFAULTS['max_reply_tokens']}")
-    sampling.add_argument("--max-text-tokens", type=int, help=f"of own_texts; default: {_DEFAULTS['max_text_tokens']}")
-    sampling.add_argument("--temperature", type=float, help=f"default: {_DEFAULTS['temperature']}")
+    sampling.add_argument("--max-user-tokens", type=int, default=96, help="of a user's text; default: %(default)s")
+    sampling.add_argument("--max-reply-tokens", type=int, default=512, help="of a reply; default: %(default)s")
+    sampling.add_argument("--max-text-tokens", type=int, default=1024, help="of own_texts; default: %(default)s")
+    sampling.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
     sampling.add_argument(
         "--keep-unfinished", action="store_true", help="keep replies that do not end, cut; default: leave them out"
     )
@@ -97,7 +72,6 @@ def run_rows(args: argparse.Namespace) -> int:
     require_row_file(args.output)
     import torch
 
-    from rope_patch.checked_numbers import require_number
     from rope_patch.eval import read_texts
 
     from ..rows.mix import make_rows, rows_by_kind
@@ -105,17 +79,7 @@ def run_rows(args: argparse.Namespace) -> int:
     from .model_spec import ModelSpec
 
     device = choose_device(args.device, torch.cuda.is_available())
-    for name in ("length", "rows", "max_user_tokens", "max_reply_tokens", "max_text_tokens", "batch_size"):
-        given = getattr(args, name)
-        if given is not None and given < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
-    if args.temperature is not None:
-        require_number("--temperature", args.temperature)
     counts = rows_by_kind(args.rows, args.shares)
-    _require_kinds(args, set(counts))
-    for name, default in _DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
     if {"text", "questions"} & counts.keys() and not args.text:
         raise ValueError("--text must name files, as --shares asks for text or questions.")
     spec = ModelSpec(Path(args.model).name, args.model, None, {}, argument="MODEL").of_revision(args.model_revision)
@@ -158,16 +122,6 @@ def run_rows(args: argparse.Namespace) -> int:
         print(line)
     print(f"Rows: {args.output}")
     return 0
-
-
-def _require_kinds(args: argparse.Namespace, made: set[Kind]) -> None:
-    """Refuse flags of kinds of rows that are not made."""
-    for name, _ in unread(args, _OF_KINDS, made):
-        kinds, others = _OF_KINDS[name], " and ".join(kind for kind in KINDS if kind in made)
-        raise ValueError(
-            f"--{name.replace('_', '-')} is for rows of {' or '.join(kinds)}, and of {args.rows} rows --shares has "
-            f"{others} alone: leave it out, or give {kinds[0]} a larger weight in --shares."
-        )
 
 
 def _written(kind: str, args: argparse.Namespace, model: Any, tokenizer: Any, tokens: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import select
 import sys
 import traceback
 import warnings
@@ -45,8 +44,6 @@ FLAGS = {
 """How the message of a library begins that refuses a value of a recipe -> the flag that it is from."""
 
 _TRACEBACK = "ROPE_PATCH_TRACEBACK"
-_UNREAD = 141
-"""What a shell says of a program that ends because nobody reads its output any more: 128 + SIGPIPE."""
 
 
 def run_command(command: str, run: Callable[[], int | None]) -> int:
@@ -59,13 +56,8 @@ def run_command(command: str, run: Callable[[], int | None]) -> int:
         with warnings.catch_warnings():
             # what one library is to change in its calls of another is nothing that a user of a command can mend
             warnings.simplefilter("ignore", FutureWarning)
-            status = run() or 0
-            if sys.stdout is not None:  # as with `>&-`
-                sys.stdout.flush()  # at its end Python would complain of what `head` does not read
-            return status
+            return run() or 0
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            return _UNREAD
         message = None if os.environ.get(_TRACEBACK, "0") not in ("", "0") else _message(error)
         if message is None and not is_started_rank():
             raise
@@ -83,20 +75,6 @@ def _tell(text: str) -> None:
     tqdm = sys.modules.get("tqdm")  # where it is not imported there is no bar
     with nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(sys.stderr):
         print(text, file=sys.stderr)
-
-
-def _nobody_reads() -> bool:
-    """Whether what reads the output has ended, as `head` does; what was not written yet is then let go."""
-    try:
-        output = sys.stdout.fileno()
-        poll = select.poll()
-    except (AttributeError, OSError):  # no poll on Windows; output that is not the process's own
-        return False
-    poll.register(output, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return True
 
 
 def _message(error: Exception) -> str | None:

@@ -142,11 +142,6 @@ class _Run:
                 f"--to must be beyond the window of {self.facts.window} positions that {options.model} was trained on, "
                 f"got {options.to}: it reads so many already."
             )
-        if options.to == self.facts.window + 1:  # such a row ends at the last position of the window
-            raise ValueError(
-                f"--to must be at least {self.facts.window + 2}, so that a loss beyond the window of "
-                f"{self.facts.window} positions can be measured, got {options.to}."
-            )
         self.machine = Machine.of(str(options.device))
         self.settings = {
             **options.recorded(),

@@ -86,27 +86,18 @@ class ExtendOptions:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("to", "facts", "rows_per_step"):
-            require_integer(flag(name), getattr(self, name), least=1)
-        for name in ("rows", "row_length", "prompts", "own_tokens", "lora_rank"):
+        for name in ("facts", "rows_per_step", "rows", "row_length", "prompts", "own_tokens", "lora_rank"):
             if getattr(self, name) is not None:
                 require_integer(flag(name), getattr(self, name), least=1)
         if self.learning_rate is not None:
             require_number(flag("learning_rate"), self.learning_rate)
         if self.short is not None and not 0 <= self.short <= 1:  # NaN is refused too
             raise ValueError(f"--short must be a share from 0 to 1, got {self.short}.")
-        require_integer(flag("seed"), self.seed, least=0)
-        if self.seed >= 2**32:  # NumPy's bound, which training would meet after the model was measured
-            raise ValueError(f"--seed must be below 2**32, got {self.seed}.")
         for name, allowed in (("train", Train), ("precision", Precision)):
             if getattr(self, name) not in (None, *get_args(allowed)):
                 raise ValueError(
                     f"{flag(name)} must be one of {', '.join(get_args(allowed))}, got {getattr(self, name)!r}."
                 )
-        if self.lora_rank is not None and self.train not in (None, "lora"):
-            raise ValueError(
-                f"--lora-rank is of adapters, and --train {self.train} trains none: take --train lora, or leave it out."
-            )
         if self.objective not in (None, "native-distill", "clm"):
             raise ValueError(f"--objective must be native-distill or clm, got {self.objective!r}.")
         for name in ("rescale", "view", "objective"):

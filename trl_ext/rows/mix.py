@@ -88,9 +88,6 @@ def make_rows(
         ValueError: an unknown kind, a number out of range, nothing to make a kind of rows of, or text that is too
             short.
     """
-    require_integer("n", n, least=1)
-    require_integer("length", length, least=2 * SHORTER)
-    require_integer("seed", seed, least=0)
     if not 0 <= short <= 1:
         raise ValueError(f"short must be a share from 0 to 1, got {short}.")
     require_integer("facts", facts, least=1)  # also where no row has questions: a slip is told, not passed over
@@ -153,10 +150,8 @@ def text_rows_for_training(
         seed: of the places.
 
     Raises:
-        ValueError: a number out of range, or text that is too short.
+        ValueError: text that is too short.
     """
-    require_integer("n", n, least=0)
-    require_integer("length", length, least=2)
     return list(islice(_text_rows(Pieces(tokenizer, texts), length, label_all, random.Random(f"text {seed}")), n))
 
 

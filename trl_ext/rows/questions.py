@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from rope_patch.checked_numbers import require_integer
 from rope_patch.eval.needles import ends_sentence
 
 from .facts import Fact, draw_facts
@@ -44,12 +43,11 @@ def question_rows(
         seed: of everything that is drawn.
 
     Raises:
-        ValueError: a number out of range, `length` is too short for so many facts, texts too short for `length`, or
+        ValueError: `chat` out of range, `length` is too short for so many facts, texts too short for `length`, or
             `chat` above 0 for a tokenizer without a chat template.
 
     Source: after the fact-free needles of arXiv:2406.19292, whose loss is of answers alone; wordings are ours.
     """
-    require_integer("n", n, least=0)
     rows = draw_question_rows(
         Pieces(tokenizer, texts), length=length, facts=facts, chat=chat, rng=random.Random(f"questions {seed}")
     )
@@ -66,7 +64,6 @@ def draw_question_rows(
     advice: str = "Hide fewer facts, or make longer rows.",
 ) -> Iterator[Row]:
     """`question_rows` without end, in chats at random; `advice` ends the error where `length` is too short."""
-    require_integer("facts", facts, least=1)
     tokenizer = pieces.tokenizer
     require_share_of_chats(chat)
     if chat > 0:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from rope_patch.checked_numbers import require_integer, require_number
+from rope_patch.checked_numbers import require_number
 from rope_patch.eval.decoding import end_tokens, first_end
 from rope_patch.eval.sampling import sampled_tokens
 from rope_patch.eval.subject import Subject
@@ -62,12 +62,11 @@ def own_chats(
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: a number out of range; a tokenizer without a chat template, or with one that ends a user's text with
+        ValueError: a temperature of 0; a tokenizer without a chat template, or with one that ends a user's text with
             no special token; more tokens than the trained window; a view in force; or a model that writes no chats.
 
     Source: Magpie, arXiv:2406.08464, section 2.1.
     """
-    require_integer("n", n, least=0)
     chats = sampled_chats(
         model,
         tokenizer,
@@ -109,10 +108,9 @@ def own_texts(
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: a number out of range; a tokenizer that has neither a beginning- nor an end-of-sequence token; more
+        ValueError: a temperature of 0; a tokenizer that has neither a beginning- nor an end-of-sequence token; more
             tokens than the trained window; a view in force; or a model that writes nothing.
     """
-    require_integer("n", n, least=0)
     texts = sampled_texts(
         model,
         tokenizer,
@@ -138,8 +136,6 @@ def sampled_chats(
     progress: bool,
 ) -> Iterator[list[int]]:
     """The chats of `own_chats` without end."""
-    require_integer("max_user_tokens", max_user_tokens, least=1)
-    require_integer("max_reply_tokens", max_reply_tokens, least=1)
     sampler = _Sampler(model, tokenizer, temperature, seed, batch_size, progress)
     turns = SampledTurns.of(tokenizer, sampler.ends)
     sampler.require_room(len(turns.begin) + max_user_tokens + len(turns.turn) + max_reply_tokens)
@@ -188,7 +184,6 @@ def sampled_texts(
     progress: bool,
 ) -> Iterator[list[int]]:
     """The texts of `own_texts` without end."""
-    require_integer("max_tokens", max_tokens, least=1)
     sampler = _Sampler(model, tokenizer, temperature, seed, batch_size, progress)
     begin = (
         list(SpecialTokens.of(tokenizer).begin)
@@ -219,9 +214,6 @@ class _Sampler:
         self, model: nn.Module, tokenizer: Any, temperature: float, seed: int, batch_size: int | None, progress: bool
     ) -> None:
         require_number("temperature", temperature)
-        require_integer("seed", seed, least=0)
-        if batch_size is not None:
-            require_integer("batch_size", batch_size, least=1)
         self.subject = Subject(model)
         self.causal_lm = self.subject.causal_lm
         if has_view(find_decoder(self.causal_lm), training=False):

@@ -467,8 +467,6 @@ def test_all_models_are_compared_over_the_first_ones_window(tmp_path):
     assert shown["cliff"]["declares"] == pytest.approx(expected.item())
     wider = run_suite(models, character_tokenizer(), TEXTS, replace(plan, window=100), tmp_path)
     assert [r.window for by_label in wider.values() for r in by_label.values()] == [100] * 4
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
-        replace(plan, window=0)
 
 
 def test_results_put_together_by_hand_are_compared_over_one_window():
@@ -492,7 +490,6 @@ def test_results_put_together_by_hand_are_compared_over_one_window():
         ({"measures": ("cliff", "attention")}, ValueError, "attention needs rows of at least 256 tokens"),
         ({"measures": ("cliff", "entropy"), "window": 199}, ValueError, "entropy needs rows of at least 201 tokens"),
         ({"measures": ("cliff",), "chat_template": "on"}, ValueError, "needs a tokenizer with a chat template"),
-        ({"measures": ("cliff",), "window": 63}, ValueError, "cliff needs a window of at least 64 positions"),
     ],
 )
 def test_what_cannot_be_measured_shows_before_a_model_is_loaded(plan, error, message, tmp_path, monkeypatch):

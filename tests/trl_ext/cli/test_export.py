@@ -120,7 +120,6 @@ def test_a_rescaling_that_the_program_reads_wrong_is_refused(tmp_path, capsys):
         ("{folder}@ntk", "factor"),
         ("{folder}@", "got '{folder}@'."),
         ("{folder}@ntk:factor", "got '{folder}@ntk:factor', where 'factor' has no value."),
-        ("long={folder}@ntk:factor=8", "export takes no label"),
         ("{folder}-2@ntk:factor=8", "MODEL_OR_ADAPTER"),
     ],
 )

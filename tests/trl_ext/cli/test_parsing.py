@@ -83,22 +83,3 @@ def test_lengths_in_two_places_are_all_taken_and_nothing_is_kept_for_the_next_ca
     for _ in range(2):
         told = _parser().parse_args([*typed.split(), "--lengths", "5", "--lengths", "6", "7"])
         assert told.lengths == [5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ["eval", "--model", "m", "--report", ""],
-        ["probe", "m", "--plot", ""],
-        ["export", "m", "--output", ""],
-        ["extend", "m", "--to", "600", "--data", "d", "--output", ""],
-        ["rows", "m", "--output", ""],
-        ["demo", "--output", ""],
-    ],
-)
-def test_an_empty_name_of_what_is_written_is_no_folder(typed, capsys):
-    """The empty path is the folder that the user is in."""
-    with pytest.raises(SystemExit) as end:
-        _parser().parse_args(typed)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and f"{typed[-2]}: it must name a file or a folder, got an empty name." in said

@@ -126,7 +126,6 @@ def test_what_the_model_writes_is_asked_for_when_all_else_is_right():
         ({"shares": {"text": 0}}, "shares must have a weight above 0"),
         ({"shares": {"text": 1e308, "questions": 1e308}}, "and a finite sum, got"),
         ({"short": 2}, "short must be a share from 0 to 1, got 2"),
-        ({"length": 9}, "length must be an integer of at least 16, got 9"),
         ({"chats": []}, "chats must hold texts .* sample some with own_chats, or leave 'chats' out"),
         ({"shares": {"own_texts": 1}}, "own_texts must hold texts .* sample some with own_texts, or leave"),
         ({"chat": 1}, "no chat template"),

@@ -140,7 +140,6 @@ def test_a_row_in_chat_is_what_the_template_makes_of_it(name):
     [
         ({"length": 300}, TEMPLATE, "length must leave room for text between 8 facts, which take .* got 300"),
         ({"chat": 1.5}, TEMPLATE, "chat must be a share from 0 to 1, got 1.5"),
-        ({"facts": 0}, TEMPLATE, "facts must be an integer of at least 1, got 0"),
         ({"chat": 0.5}, None, "no chat template, so this is a base model: use chat=0"),
         ({"length": 9000, "chat": 0}, None, "the texts hold 760 tokens together"),
     ],

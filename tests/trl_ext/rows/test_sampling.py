@@ -149,9 +149,7 @@ def test_no_question_is_lost_where_memory_runs_out(monkeypatch):
         ({}, None, "no chat template, so this is a base model: it writes no chats. Leave chats out, or take own_texts"),
         ({}, "{% for m in messages %}{{ m['content'] }} end{% endfor %}", "does not begin with a special token"),
         ({"temperature": 0}, TEMPLATE, "temperature must be a number above 0, got 0"),
-        ({"max_user_tokens": 0}, TEMPLATE, "max_user_tokens must be an integer of at least 1"),
         ({"max_reply_tokens": 500}, TEMPLATE, "must fit into the trained window of 512 tokens, got 539"),
-        ({"batch_size": 0}, TEMPLATE, "batch_size must be an integer of at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(options, template, message):
