@@ -127,8 +127,8 @@ def test_indices_in_position_ids_are_found(check, monkeypatch):
 
     attach = hooks.attach_hooks
 
-    def attach_and_leak(decoder, rotary, state):
-        attach(decoder, rotary, state)
+    def attach_and_leak(decoder, *others):
+        attach(decoder, *others)
         decoder.register_forward_pre_hook(leaked, with_kwargs=True)
 
     monkeypatch.setattr("rope_patch.patch.attach_hooks", attach_and_leak)
