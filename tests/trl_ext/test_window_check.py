@@ -183,7 +183,7 @@ def test_pose_reads_whole_books_over_the_epochs(template, tmp_path):
     book = " ".join(f"w{3 + i % 90}" for i in range(70))
     run = trainer(
         tmp_path, train_dataset=Dataset.from_dict({"text": [book]}), view="pose", rescale="pi",
-        rescale_args={"factor": 2.0}, view_args={"target": 128, "window": 8}, max_length=24,
+        rescale_args={"factor": 2.0}, view_args={"target": 128, "window": 8}, max_length=24, long_documents="split",
         processing_class=framing(template), dataloader_pin_memory=False,
     )  # fmt: skip
     (batch,) = [run.data_collator([run.train_dataset[i] for i in range(len(run.train_dataset))])]

@@ -215,7 +215,11 @@ def test_training_brings_the_rescaled_model_to_the_native_one(view, peft, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:.*keep_end")
-@pytest.mark.parametrize("way", [{"max_length": 64}, {"max_length": 16}, {"packing": True, "max_length": 96}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [{"max_length": 64}, {"max_length": 16, "long_documents": "split"}, {"packing": True, "max_length": 96}],
+    ids=str,
+)
 def test_rows_without_labels_are_read_for_their_kl(way, tmp_path, caplog):
     """Prompts are masked, and a step may have no answer at all: TRL itself drops such rows as it truncates."""
     rows = documents(4)["input_ids"]
@@ -243,7 +247,8 @@ def test_documents_that_labels_are_a_part_of_stay_whole_and_what_truncation_take
     options = {**NATIVE, "objective": objective, "max_length": 10, "truncation_mode": mode, "shuffle_dataset": False}
     run = trainer(tmp_path, train_dataset=data, **options)
     lost = sum(max(len(row) - 10, 0) for row in rows)
-    assert f"in 4 rows of at most 10. Left out: {lost} tokens behind max_length in 4 documents" in caplog.text
+    share = f"{lost / sum(map(len, rows)):.1%} of all"
+    assert f"in 4 rows of at most 10. Left out: {lost} tokens ({share}) behind max_length in 4 documents" in caplog.text
     part = slice(10) if mode == "keep_start" else slice(-10, None)
     assert run.train_dataset["input_ids"] == [row[part] for row in rows]
 
