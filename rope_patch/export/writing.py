@@ -51,7 +51,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         try:
             written = unfinished / folder.name  # llama.cpp's converter names the model after the folder
             written.mkdir()
-            with told_of_full_disk(named, lambda: "Free some space, and run the same again."):
+            with told_of_full_disk(named):
                 yield written
             if is_there:
                 # the config last, by which a checkpoint is known: this may be killed half-way

@@ -230,7 +230,7 @@ def _eval(args: argparse.Namespace) -> int:
         "window": f"{plan.window} positions" + ("" if args.window else f", the trained window of {first.label}"),
         "seed": plan.seed,
     }
-    with told_of_full_disk(args.output_dir, lambda: "Free some space, and run the same again."):
+    with told_of_full_disk(args.output_dir):
         page = write_report(
             results, args.output_dir, title="Long-context evaluation", settings=settings, window=plan.window
         )
