@@ -5,8 +5,8 @@ PYTHON ?= python3
 JOBS ?= 2
 # what pip installs without constraints.txt, which is what a user gets
 NEWER ?= transformers==5.24.0
-NEWER_TESTS := tests/families $(wildcard tests/rope_patch/test_*.py) tests/rope_patch/attention tests/rope_patch/rescalings \
-	tests/trl_ext/test_trainer_drop_in.py
+NEWER_TESTS := tests/families $(wildcard tests/rope_patch/test_*.py) $(addprefix tests/rope_patch/,adapters attention checks \
+	checkpoints forward losses/test_heads.py rescalings rope) tests/trl_ext/trainer/test_trainer_drop_in.py
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -15,7 +15,7 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt
 # one thread a worker: torch's own threads would fight over the same cores
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-.PHONY: help demo test test-slow test-all test-newer lint docs dist clean
+.PHONY: help demo test test-slow test-research test-all test-newer lint docs dist clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -39,7 +39,10 @@ test-slow: $(VENV)/.dev-installed  ## run the slow tests only
 	@$(BIN)/python -m pytest --collect-only -qq -m slow >/dev/null; status=$$?; \
 	if [ $$status -eq 5 ]; then echo "There are no slow tests."; else $(PYTEST) -m slow; fi
 
-test-all: test test-slow  ## run both
+test-research: $(VENV)/.dev-installed  ## run the tests of experiments and of what pages quote of their results
+	$(PYTEST) research/tests
+
+test-all: test test-slow test-research  ## run all three
 
 test-newer: $(VENV)-newer/.copied  ## run what goes by Transformers' own code with a newer version of it, in an environment beside it
 	$(VENV)-newer/bin/python -m pip install "$(NEWER)"
@@ -62,7 +65,7 @@ dist: $(VENV)/.release-installed  ## build sdist and wheel into dist/ and check 
 
 clean:  ## remove what the other targets made, environments and rope-patch-demo included
 	rm -rf .venv .venv-newer rope-patch-demo build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info kernels/*.egg-info
-	find rope_patch trl_ext kernels tests examples benchmarks experiments -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find rope_patch trl_ext kernels tests examples benchmarks research -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from view_overhead import LLAMA3_8B
 
-from rope_patch.draws import DrawKey
+from rope_patch.base.draws import DrawKey
 from rope_patch.views import VIEWS, Skip
 from rope_patch.views.base import Parameters
 from trl_ext import RopeSFTConfig, RopeSFTTrainer

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from transformers import AutoTokenizer
 
 from rope_patch.eval import read_texts, standard_library_files
-from rope_patch.eval.needles import KINDS, Kind
-from rope_patch.eval.prompt_grid import DEPTHS, retrieval_prompts
+from rope_patch.eval.measures.prompt_grid import DEPTHS, retrieval_prompts
+from rope_patch.prompts.needles import KINDS, Kind
 from trl_ext.demo.model import embedded_file
 
 _TIMED = 60_000  # tokens of the prompt that took --seconds

@@ -16,7 +16,7 @@ import transformers
 from view_overhead import build
 
 from rope_patch.eval import attention_distance, loss_by_position, view_kl
-from rope_patch.eval.generation import greedy_answers
+from rope_patch.generation.generation import greedy_answers
 
 GIB = 1 << 30
 

@@ -36,14 +36,14 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from view_overhead import LLAMA3_8B, synchronize
 
 from rope_kernels import decode_attention, decode_attention_ref
-from rope_patch.environment import device_name, installed_versions
-from rope_patch.eval import generation
-from rope_patch.eval.generation import greedy_answers
-from rope_patch.eval.needles import KINDS, Kind, make_prompt
-from rope_patch.eval.prompt_grid import DEPTHS
-from rope_patch.eval.reading import Reader
-from rope_patch.eval.retrieval import retrieval
-from rope_patch.eval.wordings import PASSKEY_FILLER
+from rope_patch.base.environment import device_name, installed_versions
+from rope_patch.eval.measures.prompt_grid import DEPTHS
+from rope_patch.eval.measures.retrieval import retrieval
+from rope_patch.generation import generation
+from rope_patch.generation.generation import greedy_answers
+from rope_patch.generation.reading import Reader
+from rope_patch.prompts.needles import KINDS, Kind, make_prompt
+from rope_patch.prompts.wordings import PASSKEY_FILLER
 
 T = TypeVar("T")
 GIB = 1 << 30

@@ -27,7 +27,7 @@ from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
 from trl_ext.extension.options import ExtendOptions
 from trl_ext.extension.training import adapters, training_dtype, training_fields
-from trl_ext.step_memory import ModelSize, peak_memory
+from trl_ext.memory.step import ModelSize, peak_memory
 
 SHAPES |= {
     "smollm2-135m": {

@@ -36,8 +36,8 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from rope_patch.offloaded import PIECE, pinned_bytes
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
+from trl_ext.memory.offloaded import PIECE, pinned_bytes
 
 GIB = 1 << 30
 CASES = (

@@ -18,7 +18,7 @@ import torch
 from eval_speed import setting, tell_line
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from rope_patch.distillation import controls
+from rope_patch.losses import controls
 
 HEADS, HEAD_DIM = 9, 64
 # by name: whether there is noise, options of the kernel, whether the GPU's own cosine forms it

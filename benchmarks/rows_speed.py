@@ -24,7 +24,7 @@ import torch
 from eval_speed import build, language, measured, setting, tell_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_patch.eval.sampling import sampled_tokens
+from rope_patch.generation.sampling import sampled_tokens
 from trl_ext.rows import own_chats, sampling
 
 TEMPLATE = (

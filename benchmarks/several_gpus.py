@@ -45,9 +45,9 @@ from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from rope_patch.environment import device_name
+from rope_patch.base.environment import device_name
 from trl_ext import RopeSFTConfig, RopeSFTTrainer
-from trl_ext.launching import Launch
+from trl_ext.recipes.launching import Launch
 
 WARM_UP = 2048  # tokens of a row of the first step
 SELF = {"objective": "self-distill", "view": "skip"}

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_patch
 from rope_patch import patch_model, unpatch_model
-from rope_patch.environment import device_name
+from rope_patch.base.environment import device_name
 
 VIEWS = ["standard", "skip", "cyclic", "dilation", "posaug", "nope", "compose"]
 

@@ -21,22 +21,22 @@ LANES = (  # title and colour
 WIDTH, HEIGHT = 2.55, 0.74  # of a box
 
 BOXES = {  # name: lane, row from the top, bold line, small lines
-    "rows": (0, 0, "rows of tokens", "training_set.py"),
-    "step": (0, 1, "batches of a step", "trainer.py: get_batch_samples\nstep_batches.py: documents, labels"),
-    "objective": (0, 2, "objective", "trainer.py: compute_loss\nobjectives/: Objective.loss"),
-    "before": (1, 2, "before the decoder", "forward_loss.py: ForwardLoss\nteacher's pass, copies of a suffix"),
+    "rows": (0, 0, "rows of tokens", "trainer/training_set.py"),
+    "step": (0, 1, "batches of a step", "trainer/trainer.py: get_batch_samples\ntrainer/step_batches.py"),
+    "objective": (0, 2, "objective", "trainer/trainer.py: compute_loss\nobjectives/: Objective.loss"),
+    "before": (1, 2, "before the decoder", "losses/forward_loss.py\nteacher's pass, copies of a suffix"),
     "decoder": (3, 2, "decoder", "true position_ids, masks made of them"),
-    "draw": (1, 3, "draw of the view", "hooks.py: DecoderEntry; sources.py,\nlayout/documents.py, views/, draws.py"),
-    "index": (1, 4, "RoPE index of each token", "hooks.py: RotaryEntry"),
+    "draw": (1, 3, "draw of the view", "forward/hooks.py: DecoderEntry\nforward/sources.py, layout/, views/"),
+    "index": (1, 4, "RoPE index of each token", "forward/hooks.py: RotaryEntry"),
     "rotary": (3, 4, "rotary module", "RoPE indices in, cos and sin out"),
     "watch": (1, 5, "calls of attention", "attention/: both views, groups;\nqueries and keys for relations"),
     "attention": (3, 5, "attention of each layer", "the functions in Transformers' table"),
-    "relations": (1, 6, "losses of layers", "distillation/relations.py"),
+    "relations": (1, 6, "losses of layers", "losses/relations.py"),
     "row_kl": (2, 6, "row_kl/", "relation_kl, attention_map_kl,\nrelation_mse"),
-    "after": (1, 7, "losses of tokens", "next_token/, distillation/\nconsistency.py; heads.py"),
+    "after": (1, 7, "losses of tokens", "losses/next_token.py, heads.py,\nlosses/consistency.py"),
     "vocabulary": (2, 8, "vocabulary/", "linear_ce_kl, linear_kl_rows,\nlinear_ce_rows"),
     "states": (3, 7, "last hidden states", ""),
-    "loss": (0, 7, "loss of the batch", "objectives/, trainer.py: training_step\nstep_means.py"),
+    "loss": (0, 7, "loss of the batch", "objectives/, step_means.py,\ntrainer/trainer.py: training_step"),
 }
 ARROWS = [  # from, to, and whether something comes back
     ("rows", "step", False),

@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 from distillation_step import SHAPES  # noqa: E402
 
 from trl_ext import RopeSFTConfig  # noqa: E402
-from trl_ext.engine_advice import model_on_meta  # noqa: E402
 from trl_ext.engines.sharding import Sharding  # noqa: E402
-from trl_ext.memory_plan import GIB, plan_memory  # noqa: E402
+from trl_ext.memory.plan import GIB, plan_memory  # noqa: E402
+from trl_ext.recipes.engine_advice import model_on_meta  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
 RESULTS = ("distillation-step-h200.json", "self-distill-step-h200.json")
@@ -92,8 +92,8 @@ def flops_per_token(config: Any, row: int, *, all_weights: bool) -> float:
 
 
 def measured_runs() -> list[dict[str, Any]]:
-    """Runs of docs/results with a rate, without 4-bit weights; of one that was run twice, the last."""
-    runs = [run for name in RESULTS for run in json.loads((ROOT / "docs" / "results" / name).read_text())["runs"]]
+    """Runs of research/results with a rate, without 4-bit weights; of one that was run twice, the last."""
+    runs = [run for name in RESULTS for run in json.loads((ROOT / "research" / "results" / name).read_text())["runs"]]
     plain = [run for run in runs if "tokens_per_second" in run and not run.get("nf4")]
     return list({(run["shape"], run["length"], run["run"]): run for run in plain}.values())
 
@@ -151,7 +151,7 @@ def step_table(runs: Sequence[dict[str, Any]]) -> str:
 
 def _longest_step() -> dict[str, Any]:
     """The single step of 262144 tokens, from which nothing of the arithmetic is taken."""
-    runs = json.loads((ROOT / "docs" / "results" / RESULTS[1]).read_text())["runs"]
+    runs = json.loads((ROOT / "research" / "results" / RESULTS[1]).read_text())["runs"]
     (run,) = [run for run in runs if "seconds_of_one_step" in run]
     return dict(run)
 

@@ -1,7 +1,7 @@
 """Run every program on every tiny checkpoint and write the tables of docs/serving.md. Run: python docs/serving_table.py
 
 The programs come first: python tests/serving/programs.py. It takes about half an hour on two cores. With --no-run
-the tables are written from tests/serving/expected.py and docs/results/served-cpu.jsonl as they are.
+the tables are written from tests/serving/expected.py and research/results/served-cpu.jsonl as they are.
 """
 
 import argparse
@@ -13,19 +13,20 @@ from pathlib import Path
 import transformers
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "experiments")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "research" / "experiments")]
 sys.path.append(str(ROOT / "tests"))  # last: its folders bear our packages' names
 
-from result_lines import read_lines  # noqa: E402
-from served_results import tables  # noqa: E402
 from serving.checkpoints import FAMILIES  # noqa: E402
 from serving.expected import expected_of  # noqa: E402
 from serving.outcomes import RIGHT, WRONG, Outcome, outcomes_of  # noqa: E402
 from serving.programs import PROGRAMS  # noqa: E402
 from serving.table import END, RUN_END, RUN_START, START, WHOLE_END, WHOLE_START, table  # noqa: E402
 
+from result_lines import read_lines  # noqa: E402
+from served_results import tables  # noqa: E402
+
 PAGE = ROOT / "docs" / "serving.md"
-WHOLE_MODELS = ROOT / "docs" / "results" / "served-cpu.jsonl"
+WHOLE_MODELS = ROOT / "research" / "results" / "served-cpu.jsonl"
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ loads everywhere without this package.
 import sys
 
 from trl_ext.cli.user_errors import run_command
-from trl_ext.restore_recipe import restore_recipe
+from trl_ext.recipes.restoring import restore_recipe
 
 if __name__ == "__main__":
     sys.exit(run_command("restore.py", restore_recipe))

@@ -11,7 +11,7 @@ A run that was stopped goes on with --resume_from_checkpoint OUTPUT_DIR/checkpoi
 import sys
 
 from trl_ext.cli.user_errors import run_command
-from trl_ext.fine_tune_recipe import fine_tune_recipe
+from trl_ext.recipes.fine_tuning import fine_tune_recipe
 
 if __name__ == "__main__":
     sys.exit(run_command("sft.py", fine_tune_recipe))

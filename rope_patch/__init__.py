@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .adapters import load_adapter
 from .attention.string_positions import string_positions
+from .base.version import __version__
 from .describe import describe
 from .export import export
+from .loading import load_adapter
 from .methods import list_methods
 from .patch import native_rope, patch_model, rope_view, unpatch_model
 from .rescalings import RESCALINGS
-from .version import __version__
 from .views import VIEWS
 
 if TYPE_CHECKING:
-    from .view_callback import RopeViewCallback
+    from .forward.view_callback import RopeViewCallback
 
 __all__ = [
     "RESCALINGS",
@@ -36,6 +36,6 @@ def __getattr__(name: str) -> Any:
     """Import Transformers' callbacks, and with them its integrations, only when the callback is asked for."""
     if name != "RopeViewCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .view_callback import RopeViewCallback
+    from .forward.view_callback import RopeViewCallback
 
     return RopeViewCallback

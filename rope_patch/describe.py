@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from .adapter_watch import adapter_configs
-from .capabilities import missing_capabilities
-from .local_layers import LocalLayers
-from .rescale import names_no_window
-from .rotary import find_causal_lm, find_decoder, is_nested, named_rotary_modules
-from .sidecar import SIDECAR_NAME
-from .state import state_of
+from .adapters.sidecar import SIDECAR_NAME
+from .adapters.watch import adapter_configs
+from .families.capabilities import missing_capabilities
+from .families.local_layers import LocalLayers
+from .forward.state import state_of
+from .rescalings.in_place import names_no_window
+from .rope.rotary import find_causal_lm, find_decoder, is_nested, named_rotary_modules
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .registry import refuse_name_of, resolve
+from .base.registry import refuse_name_of, resolve
 from .rescalings import RESCALINGS, Rescaling
 from .views import VIEWS, View
 from .views.by_name import find_view, resolve_view

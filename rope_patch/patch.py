@@ -12,15 +12,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
-from .capabilities import why_fixed_frequencies, why_no_layers_apart, why_no_native_rope, why_no_views
-from .hooks import attach_hooks, detach_hooks, is_checkpointing
-from .local_layers import LocalLayers
+from .adapters.watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
+from .families.capabilities import why_fixed_frequencies, why_no_layers_apart, why_no_native_rope, why_no_views
+from .families.local_layers import LocalLayers
+from .forward.config_agrees import require_frequencies_of_config, require_one_config, require_saved_rope, text_config
+from .forward.hooks import attach_hooks, detach_hooks, is_checkpointing
+from .forward.sources import TableSource, ViewSource
+from .forward.state import STATE_ATTRIBUTE, RopeState, When, inside_native_rope, state_of
 from .methods import resolve_method, resolve_view
-from .one_config import require_frequencies_of_config, require_one_config, require_saved_rope, text_config
-from .rescale import RopeParameters, healed, names_no_window, own_config, rescaled
 from .rescalings import Rescaling
-from .rotary import (
+from .rescalings.in_place import RopeParameters, healed, names_no_window, own_config, rescaled
+from .rope.rotary import (
     configs_of_forwards,
     find_causal_lm,
     find_decoder,
@@ -31,8 +33,6 @@ from .rotary import (
     rotary_by_name,
     switches_by_row,
 )
-from .sources import TableSource, ViewSource
-from .state import STATE_ATTRIBUTE, RopeState, When, inside_native_rope, state_of
 from .views import View
 from .views.base import MAX_INDEX
 

@@ -28,16 +28,16 @@ from sybil.parsers.markdown.lexers import FENCE, RawFencedCodeBlockLexer
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig
 
-from rope_patch.plugins import GROUPS
+from rope_patch.base.plugins import GROUPS
 from trl_ext import RopeSFTConfig
 from trl_ext.cli.console import _parser
 from trl_ext.cli.model_spec import ModelSpec
-from trl_ext.fine_tune_recipe import FIELDS
-from trl_ext.launching import Launch, config_names
-from trl_ext.restore_recipe import FIELDS as RESTORE_FIELDS
+from trl_ext.recipes.fine_tuning import FIELDS
+from trl_ext.recipes.launching import Launch, config_names
+from trl_ext.recipes.restoring import FIELDS as RESTORE_FIELDS
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ["benchmarks", "docs", "examples", "experiments", "kernels", "tests"]
+FOLDERS = ["benchmarks", "docs", "examples", "kernels", "research", "tests"]
 PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 INSTRUCT, LLAMA, QWEN = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Meta-Llama-3-8B", "Qwen/Qwen3-4B"

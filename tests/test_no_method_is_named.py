@@ -17,21 +17,24 @@ CLASSES = {cls.__name__ for registry in (VIEWS, RESCALINGS) for cls in registry.
 # what is about a method by its nature, or about a thing of the same name
 SUBJECTS = {
     "trl_ext/extension/choices.py": "chooses the methods that were measured to lose least",
-    "rope_patch/eval/probe.py": "measures what YaRN does untrained, and advises a skip view after it",
-    "rope_patch/eval/view_kl.py": "measures a KL by the length of a skip",
+    "rope_patch/eval/measures/probe.py": "measures what YaRN does untrained, and advises a skip view after it",
+    "rope_patch/eval/measures/view_kl.py": "measures a KL by the length of a skip",
 }
 ALLOWED = {  # (start of a path, name) -> what else it is
     ("trl_ext/rows/__init__.py", "mix"): "a module",
     ("trl_ext/objectives/", "standard"): "true positions",
-    ("rope_patch/rotary.py", "longrope"): "a RoPE type of Transformers",
-    ("rope_patch/rotary.py", "yarn"): "a RoPE type of Transformers",
+    ("rope_patch/rope/rotary.py", "longrope"): "a RoPE type of Transformers",
+    ("rope_patch/rope/rotary.py", "yarn"): "a RoPE type of Transformers",
 }
-CORE = "patch state hooks methods describe view_callback sidecar adapters rotary rescale".split()
+CORE = "patch methods describe loading rescalings/in_place".split()
 
 
 def modules():
     """Of the trainer, the evaluation and the core, relative to the root."""
-    folders = ("trl_ext", "rope_patch/eval", "rope_patch/attention", "rope_patch/layout")
+    folders = (
+        "trl_ext",
+        *(f"rope_patch/{room}" for room in "adapters attention eval forward generation layout prompts rope".split()),
+    )
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     files += [ROOT / "rope_patch" / f"{name}.py" for name in CORE]
     names = [file.relative_to(ROOT).as_posix() for file in files]
@@ -86,7 +89,7 @@ def test_a_module_names_no_view_and_no_rescaling(module):
 
 
 def test_the_modules_are_there():
-    assert {f"trl_ext/{n}.py" for n in ("config", "trainer", "training_set", "window_check", "cli/console")} <= set(
+    assert {f"trl_ext/{n}.py" for n in ("config", "trainer/trainer", "trainer/window_check", "cli/console")} <= set(
         modules()
     )
     assert all((ROOT / name).exists() for name in SUBJECTS)

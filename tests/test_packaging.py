@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rope_patch.version import __version__
+from rope_patch.base.version import __version__
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -25,7 +25,7 @@ REPOSITORY = "https://github.com/rope-patch/rope-patch"
 SOURCES = {  # a paper -> where we say that it is our source
     "RPSD": "docs/self_distillation.md",
     "LinearARD": "docs/distillation.md",
-    "EndPrompt": "trl_ext/cues.py",
+    "EndPrompt": "trl_ext/data/cues.py",
 }
 RAW = "https://raw.githubusercontent.com/rope-patch/rope-patch"
 
@@ -102,7 +102,7 @@ from {module} import {function}
 
 
 def test_the_sdist_holds_all_that_tests_and_documentation_need(unpacked_sdist):
-    folders = {"benchmarks", "docs", "examples", "experiments", "kernels", "rope_patch", "tests", "trl_ext"}
+    folders = {"benchmarks", "docs", "examples", "kernels", "rope_patch", "tests", "trl_ext"}
     for folder in folders:
         assert files_under(unpacked_sdist / folder) == files_under(ROOT / folder)
     pages = {"README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"}

@@ -4,21 +4,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import RopeSFTConfig
-    from .cues import append_cue
+    from .data.cues import append_cue
     from .extension.extending import extend
-    from .recipe import RecipeParser
-    from .restoration import restore
-    from .trainer import RopeSFTTrainer
+    from .recipes.recipe import RecipeParser
+    from .recipes.restoration import restore
+    from .trainer.trainer import RopeSFTTrainer
 
 __all__ = ["RecipeParser", "RopeSFTConfig", "RopeSFTTrainer", "append_cue", "extend", "restore"]
 
 _HOMES = {
     "RopeSFTConfig": "config",
-    "RopeSFTTrainer": "trainer",
-    "append_cue": "cues",
-    "RecipeParser": "recipe",
+    "RopeSFTTrainer": "trainer.trainer",
+    "append_cue": "data.cues",
+    "RecipeParser": "recipes.recipe",
     "extend": "extension.extending",
-    "restore": "restoration",
+    "restore": "recipes.restoration",
 }
 
 

@@ -17,7 +17,7 @@ from rope_patch.rescalings import RESCALINGS, Rescaling
 from rope_patch.views import View
 from rope_patch.views.base import TRUE_POSITIONS
 
-from .cues import require_cue, views_with_cues
+from .data.cues import require_cue, views_with_cues
 from .objectives import OBJECTIVES, ObjectiveOptions, objective_of
 
 logger = logging.get_logger(__name__)
@@ -64,14 +64,14 @@ class RopeSFTConfig(SFTConfig):
         view_args: its options, e.g. `{"max_skip": 32768}`.
         view_seed: seed of the view's draws; None takes `seed`.
         trainable: without adapters, "all" trains every weight, "qkv" the projections to queries, keys and values only.
-        relation_args: of "relation-distill", fields of `rope_patch.distillation.RelationTargets`, e.g. `{"v": 0.0}`.
+        relation_args: of "relation-distill", fields of `rope_patch.losses.RelationTargets`, e.g. `{"v": 0.0}`.
         logit_kl_args: of "relation-distill", a KL of next-token distributions beside it, fields of
-            `rope_patch.distillation.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
-        hidden_args: of "hidden-distill", fields of `rope_patch.distillation.HiddenTargets`.
-        native_args: of "native-distill", fields of `rope_patch.distillation.NativeTargets`, e.g. `{"clm_weight": 0.0}`.
+            `rope_patch.losses.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
+        hidden_args: of "hidden-distill", fields of `rope_patch.losses.HiddenTargets`.
+        native_args: of "native-distill", fields of `rope_patch.losses.NativeTargets`, e.g. `{"clm_weight": 0.0}`.
         kl_weight: of "self-distill", lambda. 0 without `view_clm` trains under true positions alone, without a second
             view: the KL is then measured in evaluation only.
-        self_distill_args: of "self-distill", fields of `rope_patch.distillation.ViewConsistency` but its weight, e.g.
+        self_distill_args: of "self-distill", fields of `rope_patch.losses.ViewConsistency` but its weight, e.g.
             `{"direction": "forward"}`; `teacher`, "self" or "native",
             the model as it was pretrained; `passes`; and `control`, a `kind` of `Control`, with its
             `strength`, which stands in for a view.
@@ -79,7 +79,7 @@ class RopeSFTConfig(SFTConfig):
             relation_args, takes the place, at true positions; None: never.
         token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
             "self-distill"; None weighs all alike.
-        longce_args: of "longce", fields of `rope_patch.next_token.LongCE`, e.g. `{"short_context": 4096}`.
+        longce_args: of "longce", fields of `rope_patch.losses.LongCE`, e.g. `{"short_context": 4096}`.
         objective_args: of an objective of your own, whose `config_fields` name it: its options.
         shifted_attention: LongLoRA: in training each head attends within groups of this share of `max_length` tokens,
             half of the heads with shifted borders (`rope_patch.shifted_attention`); the paper takes 0.25. None: full

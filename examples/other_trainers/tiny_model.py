@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from trl_ext.checkpoint import require_checkpoint
+from trl_ext.runs.checkpoint import require_checkpoint
 
 TEXT = "once upon a time there was a word that stood far behind another word and was read all the same"
 

@@ -17,10 +17,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from rope_kernels.common.autocast import as_multiplied, multiplied_dtype
 
-from ..cache_arguments import cache_argument, returned_cache
-from ..rotary import find_base_model, find_decoder, forget_rows
-from ..state import has_view
-from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from ..base.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from ..forward.cache_arguments import cache_argument, returned_cache
+from ..forward.state import has_view
+from ..rope.rotary import find_base_model, find_decoder, forget_rows
 from .masks import finished_mask
 from .prefix import is_read_in_parts, prefix_attention
 from .rounding import SAMPLES, differs_by_rounding

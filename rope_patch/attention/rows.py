@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache_arguments import cache_of
-from ..capabilities import keeps_from_attention
+from ..base.attention_calls import AttentionCall, attention_kernel, sliding_window, watched_attention
+from ..families.capabilities import keeps_from_attention
+from ..forward.cache_arguments import cache_of
 from ..layout.labelled import Labelled
-from ..rotary import find_causal_lm, find_decoder
-from .calls import AttentionCall, attention_kernel, sliding_window, watched_attention
+from ..rope.rotary import find_causal_lm, find_decoder
 from .masks import finished_mask
 from .sequences import by_token, with_gaps
 from .windowed import WindowedAttention

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .calls import AttentionCall
+from ..base.attention_calls import AttentionCall
 
 
 @dataclass(frozen=True)

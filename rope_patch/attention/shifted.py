@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache_arguments import cache_of
-from ..capabilities import has_sinks, keeps_from_attention
+from ..base.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from ..families.capabilities import has_sinks, keeps_from_attention
+from ..forward.cache_arguments import cache_of
 from ..layout.documents import real_tokens_of
 from ..layout.labelled import Labelled
-from ..rotary import find_causal_lm, find_decoder, parameter_names
-from .calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from ..rope.rotary import find_causal_lm, find_decoder, parameter_names
 from .masks import additive_mask, block_mask, causal_band, finished_mask
 from .sequences import Sequences, by_token, put_back
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache_arguments import cache_of, tokens_in
-from ..capabilities import keeps_from_attention, why_not_relative
-from ..checked_numbers import require_integer
+from ..base.attention_calls import AttentionCall, attention_name, sliding_window, watched_attention
+from ..base.validators import require_integer
+from ..families.capabilities import keeps_from_attention, why_not_relative
+from ..forward.cache_arguments import cache_of, tokens_in
+from ..forward.state import has_view
 from ..layout.documents import locate_documents
-from ..rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
-from ..state import has_view
-from .calls import AttentionCall, attention_name, sliding_window, watched_attention
+from ..rope.rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
 from .masks import additive_mask
 
 PLAN = "string_positions_plan"

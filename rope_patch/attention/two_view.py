@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..base.attention_calls import AttentionCall, attention_kernel, sliding_window
 from ..layout.two_view import TwoViewLayout
-from .calls import AttentionCall, attention_kernel, sliding_window
 from .masks import additive_mask, block_mask
 from .prefix import prefix_attention
 from .sequences import Sequences, by_token, with_gaps

@@ -1,23 +1,26 @@
-"""Measuring long-context models: where the window ends, what adaptation gained and what it cost."""
+"""Measuring long-context models: where the window ends, what adaptation gained and what it cost.
 
-from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
-from .attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
-from .comparisons import in_distribution_penalty, recovery_ratio
-from .context_gain import ContextGain, context_gain
-from .lm_eval_tasks import LmEval, lm_eval_tasks
-from .loss_by_position import LossByPosition, loss_by_position
-from .paired import mcnemar, paired_interval
-from .probe import ProbeResult, probe
+Import from this package; no other room of `rope_patch` does.
+"""
+
+from ..prompts.text import read_texts, standard_library_files, text_rows
+from .measures.answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
+from .measures.attention import AttentionDistance, EntropyRatio, attention_distance, entropy_ratio
+from .measures.comparisons import in_distribution_penalty, recovery_ratio
+from .measures.context_gain import ContextGain, context_gain
+from .measures.lm_eval_tasks import LmEval, lm_eval_tasks
+from .measures.loss_by_position import LossByPosition, loss_by_position
+from .measures.probe import ProbeResult, probe
+from .measures.retrieval import niah, passkey, retrieval
+from .measures.retrieval_grid import RetrievalGrid
+from .measures.ruler import Ruler, ruler
+from .measures.short_text import ShortText, short_text
+from .measures.view_kl import ViewKL, view_kl
 from .regressions import Cell, Regressions, regressions
 from .report import write_report
-from .result import Result
-from .retrieval import niah, passkey, retrieval
-from .retrieval_grid import RetrievalGrid
-from .ruler import Ruler, ruler
-from .short_text import ShortText, short_text
+from .results.paired import mcnemar, paired_interval
+from .results.result import Result
 from .suite import MEASURES, EvalPlan, run_suite
-from .text import read_texts, standard_library_files, text_rows
-from .view_kl import ViewKL, view_kl
 
 __all__ = [
     "MEASURES",

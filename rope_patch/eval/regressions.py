@@ -6,16 +6,16 @@ from math import inf, isfinite
 from statistics import fmean, median
 from typing import Any, Literal
 
-from .comparisons import baseline_first
-from .json_values import json_values
-from .lm_eval_tasks import LmEval
-from .loss_by_position import BLOCK, LossByPosition
 from .loss_intervals import interval_over_blocks, interval_over_rows
-from .paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, mean_difference, paired_interval
-from .result import Result
-from .retrieval_grid import RetrievalGrid
-from .ruler import Ruler
-from .short_text import ShortText
+from .measures.comparisons import baseline_first
+from .measures.lm_eval_tasks import LmEval
+from .measures.loss_by_position import BLOCK, LossByPosition
+from .measures.retrieval_grid import RetrievalGrid
+from .measures.ruler import Ruler
+from .measures.short_text import ShortText
+from .results.json_values import json_values
+from .results.paired import CONFIDENCE, MIN_DIFFERENT, mcnemar, mean_difference, paired_interval
+from .results.result import Result
 
 _ONE_ROW = f"blocks of {BLOCK} tokens of one row"
 _TOLD = 3  # scores that the verdict names of those lost or won

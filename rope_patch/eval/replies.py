@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
-from .lm_eval_tasks import LmEval
+from .measures.lm_eval_tasks import LmEval
+from .measures.retrieval_grid import RetrievalGrid
+from .measures.ruler import Ruler
 from .regressions import Regressions
-from .result import Result
-from .retrieval_grid import RetrievalGrid
-from .ruler import Ruler
+from .results.result import Result
 
 _CHARACTERS = 400  # of a reply that the page shows
 

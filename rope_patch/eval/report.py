@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from ..environment import device_name, installed_versions
-from .comparisons import baseline_first, in_distribution_penalty, over_one_window, recovery_ratio
-from .figures import drawn_label, require_matplotlib, save_figure
-from .json_values import json_values
-from .loss_by_position import LossByPosition
+from ..base.environment import device_name, installed_versions
+from ..prompts.wordings import N_WORDINGS
+from .measures.comparisons import baseline_first, in_distribution_penalty, over_one_window, recovery_ratio
+from .measures.loss_by_position import LossByPosition
+from .measures.retrieval_grid import RetrievalGrid
+from .measures.short_text import ShortText
 from .regressions import Cell, regressions
 from .replies import shown_replies
-from .result import Result
-from .retrieval_grid import RetrievalGrid
-from .short_text import ShortText
+from .results.figures import drawn_label, require_matplotlib, save_figure
+from .results.json_values import json_values
+from .results.result import Result
 from .suite import MEASURES, Results
-from .wordings import N_WORDINGS
 
 _CELLS = "tables/regressions.csv"
 

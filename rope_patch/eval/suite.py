@@ -13,10 +13,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..describe import describe
-from ..special_tokens import SpecialTokens
-from .answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
-from .asking import ChatTemplate, uses_chat_template
-from .attention import (
+from ..generation.subject import Subject
+from ..layout.special_tokens import SpecialTokens
+from ..prompts.asking import ChatTemplate, uses_chat_template
+from ..prompts.needles import KINDS, Kind
+from ..prompts.text import text_rows
+from .measures.answer_positions import AnswerPositionAccuracy, accuracy_by_answer_position
+from .measures.attention import (
     LAST,
     AttentionDistance,
     EntropyRatio,
@@ -24,24 +27,21 @@ from .attention import (
     entropy_ratio,
     require_recomputable_attention,
 )
-from .cache import Remember, ResultCache, data_hash, files_hash, model_hash
-from .comparisons import baseline_first
-from .context_gain import SHORT, ContextGain, context_gain
-from .harness import require_lm_eval
-from .lm_eval_tasks import LmEval, check_tasks, lm_eval_tasks
-from .loss_by_position import FIRST_POSITION, LossByPosition, loss_by_position
-from .needles import KINDS, Kind
-from .progress import tell
-from .prompt_grid import DEPTHS, check_retrieval, shortest_prompt
-from .result import Result
-from .retrieval import retrieval
-from .retrieval_grid import RetrievalGrid
-from .ruler import Ruler, ruler, ruler_prompts
-from .short_text import ShortText, chosen_benchmarks, short_text
-from .subject import Subject
-from .text import text_rows
-from .tokenizer_identity import tokenizer_hash
-from .view_kl import ViewKL, view_kl
+from .measures.comparisons import baseline_first
+from .measures.context_gain import SHORT, ContextGain, context_gain
+from .measures.harness import require_lm_eval
+from .measures.lm_eval_tasks import LmEval, check_tasks, lm_eval_tasks
+from .measures.loss_by_position import FIRST_POSITION, LossByPosition, loss_by_position
+from .measures.prompt_grid import DEPTHS, check_retrieval, shortest_prompt
+from .measures.retrieval import retrieval
+from .measures.retrieval_grid import RetrievalGrid
+from .measures.ruler import Ruler, ruler, ruler_prompts
+from .measures.short_text import ShortText, chosen_benchmarks, short_text
+from .measures.view_kl import ViewKL, view_kl
+from .results.cache import Remember, ResultCache, data_hash, files_hash, model_hash
+from .results.progress import tell
+from .results.result import Result
+from .results.tokenizer_identity import tokenizer_hash
 from .vllm_backend import check_vllm, vllm_answers, vllm_version
 
 Backend = Literal["transformers", "vllm"]

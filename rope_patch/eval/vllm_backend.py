@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from ..describe import describe
-from ..rotary import find_causal_lm, picks_by_row
-from .decoding import end_tokens
-from .generation import ask_greedily, bytes_per_token
-from .reading import Question, Reply, free_bytes
-from .retrieval import Ask
-from .subject import Subject
+from ..generation.decoding import end_tokens
+from ..generation.generation import ask_greedily, bytes_per_token
+from ..generation.reading import Question, Reply, free_bytes
+from ..generation.subject import Subject
+from ..rope.rotary import find_causal_lm, picks_by_row
+from .measures.retrieval import Ask
 
 CHECKED = 4
 """Questions of each call that our own reader answers too."""

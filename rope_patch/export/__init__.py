@@ -1,4 +1,7 @@
-"""Writing a model so that another program serves it right, or refusing where that program would serve it wrong."""
+"""Writing a model so that another program serves it right, or refusing where that program would serve it wrong.
+
+`export` is public; `serving` tells which programs read a model.
+"""
 
 from .exporting import Exported, export, require_served
 from .programs import PROGRAMS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..rotary import fresh_state, is_nested, rotary_by_name
+from ..rope.rotary import fresh_state, is_nested, rotary_by_name
 from .weights import plain_name
 
 Edit = Callable[[torch.Tensor], torch.Tensor]

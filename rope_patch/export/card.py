@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ..forward.state import state_of
 from ..model_card import (
     EvalFigures,
     facts_of,
@@ -15,8 +16,7 @@ from ..model_card import (
     write_card,
     write_runs,
 )
-from ..rotary import find_causal_lm, find_decoder
-from ..state import state_of
+from ..rope.rotary import find_causal_lm, find_decoder
 from .serving import serving_of
 
 

@@ -13,21 +13,21 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from ..adapter_watch import base_revision, require_no_decoder_in_adapters
-from ..adapters import adapter_folder_of
+from ..adapters.watch import base_revision, require_no_decoder_in_adapters
 from ..attention.string_positions import string_in_force
-from ..checked_numbers import require_integer
-from ..files_beside import Source, copy_license, copy_tokenizer, require_no_links_out, tokenizer_files
-from ..hub_revision import require_revision
+from ..base.hub_revision import require_revision
+from ..base.registry import unknown
+from ..base.remote_code import load_pretrained
+from ..base.validators import require_integer
+from ..checkpoints.files_beside import Source, copy_license, copy_tokenizer, require_no_links_out, tokenizer_files
+from ..checkpoints.tokenizer_window import narrow_tokenizer, warn_of_short_tokenizer, widen_tokenizer_of
+from ..forward.config_agrees import require_frequencies_of_config, require_saved_rope, text_config
+from ..forward.state import state_of
+from ..loading import adapter_folder_of
 from ..model_card import base_of_runs, read_runs
-from ..older_form import older_form, unscaled_keys, write_older_keys
-from ..one_config import require_frequencies_of_config, require_saved_rope, text_config
-from ..own_code import load_pretrained
-from ..registry import unknown
-from ..rescale import RopeParameters, softmax_reads_mscale
-from ..rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
-from ..state import state_of
-from ..tokenizer_window import narrow_tokenizer, warn_of_short_tokenizer, widen_tokenizer_of
+from ..rescalings.in_place import RopeParameters, softmax_reads_mscale
+from ..rope.older_form import older_form, unscaled_keys, write_older_keys
+from ..rope.rotary import find_causal_lm, find_decoder, grows_with_rows, is_nested, with_factors
 from .attention_factor import Edit, fold_attention_factor, without_attention_factor
 from .card import figures_of, write_export_card
 from .gguf import convert, find_converter, require_known_tokenizer

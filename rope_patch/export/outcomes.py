@@ -8,7 +8,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from ..rotary import is_nested
+from ..rope.rotary import is_nested
 
 TESTED = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3")
 """Model types that the programs were run with."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapter_watch import adapter_configs
+from ..adapters.watch import adapter_configs
 
 _WRAPPERS = ("base_layer", "_orig_mod", "_checkpoint_wrapped_module")
 _BNB = ("Params4bit", "Int8Params")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..empty_folders import without_empty_folders
-from ..full_disk import told_of_full_disk
+from ..base.empty_folders import without_empty_folders
+from ..checkpoints.full_disk import told_of_full_disk
 
 logger = logging.get_logger(__name__)
 

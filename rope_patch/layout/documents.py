@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..draws import mixed
+from ..base.draws import mixed
 
 
 @dataclass(frozen=True)

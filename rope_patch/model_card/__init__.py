@@ -1,4 +1,7 @@
-"""The model card beside a checkpoint: what it was made of and how, how to load it and which programs serve it right."""
+"""The model card beside a checkpoint: what it was made of, how to load it and which programs serve it right.
+
+Import from this package.
+"""
 
 from .base_model import BaseModel
 from .card_file import CARD_NAME, OTHER_CARD_NAME, has_card_of_user, write_card

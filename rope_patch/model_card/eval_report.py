@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ..json_records import read_record
+from ..base.json_records import read_record
 
 _STORED = "results.json"
 _REPORT_FOLDER = "rope-patch-report"

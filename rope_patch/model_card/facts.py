@@ -12,11 +12,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from ..adapter_watch import base_revision
+from ..adapters.watch import base_revision
+from ..forward.config_agrees import text_config
+from ..forward.state import state_of
 from ..methods import resolve_rescaling
-from ..one_config import text_config
-from ..rotary import find_causal_lm, find_decoder
-from ..state import state_of
+from ..rope.rotary import find_causal_lm, find_decoder
 from ..views.base import TRUE_POSITIONS
 from .base_model import BaseModel
 from .eval_report import EvalFigures

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files_beside import require_no_way_out
-from ..json_records import read_record
+from ..base.json_records import read_record
+from ..checkpoints.files_beside import require_no_way_out
 
 RECORD_NAME = "rope_patch_training.json"
 _RUN = {

@@ -1,4 +1,7 @@
-"""Rescalings: how frequencies are stretched to a longer window. Each is a frozen dataclass, found by name."""
+"""RoPE scaling: how frequencies are stretched to a longer context window. Each is a frozen dataclass, found by name.
+
+One file a group of methods; `in_place` applies them to a loaded model.
+"""
 
 from .base import RESCALINGS, NativeRope, Rescaling
 from .base_change import ABF, NTK

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..registry import RESCALINGS as RESCALINGS
+from ..base.registry import RESCALINGS as RESCALINGS
 from ..views.base import MAX_INDEX
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import papers
-from ..rotary import grows_with_rows, with_factor
+from ..base import papers
+from ..rope.rotary import grows_with_rows, with_factor
 from .base import (
     RESCALINGS,
     NativeRope,
@@ -41,9 +41,9 @@ class NTK(Rescaling):
     cites = (papers.NTK_AWARE, papers.YARN)
     synonyms = ("ntk-aware", "ntk-scaling")
     # A factor f reaches f / 2 windows, as it divides the slowest frequency by f and all others by less: by 3.8 of 8
-    # where a frequency of SmolLM2-135M turns once in the window. Passkeys that it found (docs/results/keeping.md and
-    # extension.md), untrained: 4x .80 at two windows and .10 at four, 8x .78 at four and 0 at seven, 16x .48 at seven;
-    # Gemma-3-270M, 8x .86 at four. Trained: 4x .53 at four windows, 16x .99 at seven.
+    # where a frequency of SmolLM2-135M turns once in the window. Passkeys that it found (research/results/keeping.md
+    # and extension.md), untrained: 4x .80 at two windows and .10 at four, 8x .78 at four and 0 at seven, 16x .48 at
+    # seven; Gemma-3-270M, 8x .86 at four. Trained: 4x .53 at four windows, 16x .99 at seven.
     factor_per_window = 2.0
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import papers
+from ..base import papers
 from .base import RESCALINGS, NativeRope, Rescaling, require_window
 from .dropped import DROP_FACTOR
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .. import papers
+from ..base import papers
 from .base import (
     RESCALINGS,
     NativeRope,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import papers
+from ..base import papers
 from .base import (
     RESCALINGS,
     NativeRope,

@@ -1,4 +1,7 @@
-"""Views: rules from token index to RoPE index. Each is a frozen dataclass, found by name in `VIEWS`."""
+"""Views: rules from token index to RoPE index. Each is a frozen dataclass, found by name in `VIEWS`.
+
+One file a view; what several views share is in `base`, `options` and `several`.
+"""
 
 from .base import VIEWS, TrainingText, View
 from .chunk_permute import ChunkPermute

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ..draws import DrawKey
+from ..base.draws import DrawKey
+from ..base.registry import VIEWS as VIEWS
 from ..layout.documents import Documents
-from ..registry import VIEWS as VIEWS
 
 TRUE_POSITIONS = "standard"
 """Name of the view that changes nothing, which stands for having none."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..registry import RESCALINGS, VIEWS, refuse_name_of, require_known, resolve
+from ..base.registry import RESCALINGS, VIEWS, refuse_name_of, require_known, resolve
 from .base import View
 
 

@@ -5,8 +5,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from .. import papers
-from ..draws import DrawKey
+from ..base import papers
+from ..base.draws import DrawKey
 from ..layout.documents import Documents, checked_cues, closing_tokens
 from .base import VIEWS, Cue, Parameters
 from .options import require_choice, require_effect, require_ids, require_int

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .. import papers
-from ..draws import DrawKey
+from ..base import papers
+from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, TrainingText
 from .options import require_ids, require_int

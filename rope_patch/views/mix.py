@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..draws import DrawKey
+from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, View
 from .options import require_effect, require_share

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import papers
-from ..draws import DrawKey
+from ..base import papers
+from ..base.draws import DrawKey
 from .base import VIEWS, Parameters, View
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .. import papers
-from ..draws import DrawKey
+from ..base import papers
+from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import TRUE_POSITIONS, VIEWS, Parameters, View
 from .options import require_effect

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 import torch
 
-from .. import papers
-from ..draws import DrawKey
+from ..base import papers
+from ..base.draws import DrawKey
 from .base import VIEWS, Parameters, View
 from .options import (
     require_choice,

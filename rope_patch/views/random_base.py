@@ -5,8 +5,8 @@ from typing import Literal, get_args
 
 import torch
 
-from .. import papers
-from ..draws import DrawKey
+from ..base import papers
+from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import VIEWS, Parameters, View
 from .options import require_choice, require_effect, require_range

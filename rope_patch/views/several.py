@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..draws import DrawKey
+from ..base.draws import DrawKey
 from ..layout.documents import Documents
 from .base import Parameters, View
 from .by_name import resolve_view

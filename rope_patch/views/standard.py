@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..draws import DrawKey
+from ..base.draws import DrawKey
 from .base import TRUE_POSITIONS, VIEWS, Parameters, View
 
 

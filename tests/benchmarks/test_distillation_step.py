@@ -4,7 +4,7 @@ import distillation_step
 import pytest
 import torch
 
-from rope_patch.draws import DrawKey
+from rope_patch.base.draws import DrawKey
 
 
 def test_draws_of_a_round_come_again_and_do_the_mean_work():

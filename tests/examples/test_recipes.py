@@ -14,9 +14,9 @@ from rope_patch import load_adapter
 from rope_patch.views import VIEWS
 from trl_ext import RecipeParser, cli
 from trl_ext.cli.train import is_restoration
-from trl_ext.fine_tune_recipe import FIELDS
-from trl_ext.restoration import DISTIL, EXTEND
-from trl_ext.restore_recipe import FIELDS as RESTORE_FIELDS
+from trl_ext.recipes.fine_tuning import FIELDS
+from trl_ext.recipes.restoration import DISTIL, EXTEND
+from trl_ext.recipes.restoring import FIELDS as RESTORE_FIELDS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").glob("*.yaml"))

@@ -7,9 +7,9 @@ from support.tiny import FAMILIES, SLIDING_WINDOW, tiny, tokens
 from transformers import AutoModelForCausalLM
 
 from rope_patch import native_rope, patch_model, rope_view, unpatch_model
-from rope_patch.bound import Batch
-from rope_patch.draws import DrawKey
-from rope_patch.sources import ViewSource
+from rope_patch.base.draws import DrawKey
+from rope_patch.forward.drawn_view import Batch
+from rope_patch.forward.sources import ViewSource
 from rope_patch.views import Cyclic, Dilation, PosAug, RandomBase, Skip
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from support.training import tokenizer, trainer
 from rope_kernels import attention_map_kl, linear_ce_kl, relation_kl
 from rope_patch import native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.eval import loss_by_position
-from rope_patch.eval.generation import greedy_answers
+from rope_patch.generation.generation import greedy_answers
 from rope_patch.views import PerLayer, Skip
 
 pytestmark = [

@@ -7,7 +7,8 @@ from support.flash import require
 from support.tiny import MIXED, tiny
 
 from rope_patch import patch_model
-from rope_patch.distillation import (
+from rope_patch.layout.labelled import Labelled
+from rope_patch.losses import (
     TAPE,
     CopiedTeacher,
     LogitKL,
@@ -20,7 +21,6 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.layout.labelled import Labelled
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 64, "hidden_size": 256}

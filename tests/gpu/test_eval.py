@@ -6,7 +6,7 @@ from support.characters import character_tokenizer
 from support.tiny import tiny, tokens
 
 from rope_patch.eval import attention_distance, context_gain, loss_by_position, view_kl
-from rope_patch.eval.generation import greedy_answers
+from rope_patch.generation.generation import greedy_answers
 
 pytestmark = pytest.mark.gpu
 LENGTH, WIDE = 32768, 32768

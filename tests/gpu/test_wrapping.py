@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.models.llama import modeling_llama
 
 from rope_patch import native_rope, patch_model, rope_view, unpatch_model
-from rope_patch.distillation import TAPE, RelationDistiller, RelationTargets, SharedTeacher
+from rope_patch.losses import TAPE, RelationDistiller, RelationTargets, SharedTeacher
 from rope_patch.views import Skip
 
 pytestmark = pytest.mark.gpu

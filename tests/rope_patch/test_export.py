@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config, Phi3Fo
 from transformers.utils import logging
 
 import rope_patch
-from rope_patch import load_adapter, patch_model, rope_view, tokenizer_window, unpatch_model
+from rope_patch import load_adapter, patch_model, rope_view, unpatch_model
 from rope_patch.attention.string_positions import string_positions
+from rope_patch.checkpoints import tokenizer_window
 from rope_patch.export import PROGRAMS, writing
 from rope_patch.export.gguf import convert, require_runs
 from rope_patch.export.outcomes import OUTCOMES

@@ -17,11 +17,11 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from rope_patch import describe, native_rope, patch_model, rope_view
-from rope_patch.bound import BoundView
-from rope_patch.distillation import SelfDistiller, ViewConsistency
-from rope_patch.draws import DrawKey
-from rope_patch.eval.subject import Subject
+from rope_patch.base.draws import DrawKey
+from rope_patch.forward.drawn_view import BoundView
+from rope_patch.generation.subject import Subject
 from rope_patch.layout.documents import Documents, real_tokens_of
+from rope_patch.losses import SelfDistiller, ViewConsistency
 from rope_patch.views import RPE, ChunkPermute, EndPrompt, Skip
 
 L = 20

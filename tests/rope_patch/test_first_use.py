@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from rope_patch import describe, load_adapter, patch_model, unpatch_model
-from rope_patch.distillation import SelfDistiller, ViewConsistency
+from rope_patch.losses import SelfDistiller, ViewConsistency
 from rope_patch.methods import resolve_rescaling
 
 

@@ -16,11 +16,11 @@ from peft import LoraConfig, get_peft_model
 from support.tiny import tiny
 from rope_patch import patch_model
 from rope_patch.patch import view_source
-from rope_patch.distillation import (
+from rope_patch.losses import (
     TAPE, CopiedTeacher, HiddenDistiller, HiddenTargets, LogitKL, RelationDistiller, RelationTargets, SelfDistiller,
     SharedTeacher, ViewConsistency, ViewTape,
 )
-from rope_patch.rotary import find_decoder
+from rope_patch.rope.rotary import find_decoder
 from rope_patch.layout.labelled import Labelled
 
 dist.init_process_group("gloo")

@@ -8,7 +8,7 @@ from support.tiny import tiny, tokens
 from transformers import CompileConfig
 
 from rope_patch import patch_model, rope_view, unpatch_model
-from rope_patch.draws import DrawKey, philox4x32
+from rope_patch.base.draws import DrawKey, philox4x32
 from rope_patch.views import Cyclic, PosAug, Skip
 
 VIEW = Skip(split=4, skip=100)

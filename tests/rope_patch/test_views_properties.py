@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.gathered import gathered
 from support.views import PAD, built, maybe
 
-from rope_patch.bound import Batch
-from rope_patch.draws import DrawKey
+from rope_patch.base.draws import DrawKey
+from rope_patch.forward.drawn_view import Batch
+from rope_patch.forward.sources import ViewSource
 from rope_patch.layout.documents import Documents
-from rope_patch.sources import ViewSource
 from rope_patch.views import (
     RPE,
     VIEWS,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from rope_patch import describe, load_adapter, native_rope, patch_model, rope_view, unpatch_model
-from rope_patch.distillation import RelationDistiller, RelationTargets, SharedTeacher
+from rope_patch.losses import RelationDistiller, RelationTargets, SharedTeacher
 from rope_patch.views import Skip
 
 L = 20

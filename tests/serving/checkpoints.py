@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rope_patch import patch_model
-from rope_patch.older_form import older_form
+from rope_patch.rope.older_form import older_form
 
 WINDOW = 512
 FACTOR = 4.0

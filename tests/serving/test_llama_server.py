@@ -15,8 +15,8 @@ from serving.programs import PROGRAMS, converter_packages, llama_cpp_sources
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import export, patch_model
-from rope_patch.eval.needles import make_prompt
-from rope_patch.eval.wordings import PASSKEY_WORDINGS
+from rope_patch.prompts.needles import make_prompt
+from rope_patch.prompts.wordings import PASSKEY_WORDINGS
 from trl_ext.demo.model import embedded_file, unpack_embedded
 
 SERVED_LENGTH = 2048

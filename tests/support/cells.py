@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from rope_patch import rope_view
-from rope_patch.rotary import find_decoder
-from rope_patch.state import state_of
+from rope_patch.forward.state import state_of
+from rope_patch.rope.rotary import find_decoder
 from rope_patch.views import VIEWS
 
 from . import oracle

@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import patch_model, rope_view
-from rope_patch.distillation import (
+from rope_patch.layout.labelled import Labelled
+from rope_patch.losses import (
     TAPE,
     CopiedTeacher,
     HiddenDistiller,
@@ -15,6 +16,7 @@ from rope_patch.distillation import (
     NativeDistiller,
     NativeTape,
     NativeTargets,
+    NextTokenTape,
     RelationDistiller,
     RelationTargets,
     SelfDistiller,
@@ -22,8 +24,6 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.layout.labelled import Labelled
-from rope_patch.next_token import NextTokenTape
 from rope_patch.patch import view_source
 
 from .cells import Cell, compare_gradients

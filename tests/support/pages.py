@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "research" / "results"
 
 
 def text_of(page):

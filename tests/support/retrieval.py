@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rope_patch.eval.needles import RetrievalPrompt, make_prompt
+from rope_patch.prompts.needles import RetrievalPrompt, make_prompt
 
 from .characters import CHARACTERS, character_tokenizer
 from .tiny import tiny

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from rope_patch.draws import DrawKey
+from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import Documents
 from rope_patch.views import View
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.training import documents, logged, trainer
 
-from rope_patch.forward_loss import ForwardLoss, Tape
+from rope_patch.losses.forward_loss import ForwardLoss, Tape
 from trl_ext import RecipeParser, RopeSFTConfig
 from trl_ext.objectives import OBJECTIVES, Objective, ObjectiveOptions
 

@@ -16,7 +16,7 @@ from rope_patch.patch import view_source
 from rope_patch.rescalings import RESCALINGS, Rescaling
 from rope_patch.views import VIEWS, Compose, Mix, PerLayer, Skip, Standard, View
 from trl_ext import RopeSFTConfig
-from trl_ext.method_record import require_same_method
+from trl_ext.runs.method_record import require_same_method
 
 CUE = "w90 w91 w92"
 CUE_IDS = [90, 91, 92]

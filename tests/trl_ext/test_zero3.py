@@ -34,7 +34,7 @@ from support.tiny import tiny
 from support.training import documents, logged, trainer
 from transformers import TrainerCallback
 
-from rope_patch.rotary import find_causal_lm, find_decoder
+from rope_patch.rope.rotary import find_causal_lm, find_decoder
 
 folder, stage = Path(sys.argv[1]), int(sys.argv[2])  # of ZeRO, 0 for a plain process
 world = int(os.environ.get("WORLD_SIZE", 1))

@@ -4,8 +4,8 @@ import argparse
 import time
 from typing import Any
 
-from ..checkpoint import require_checkpoint, require_no_adapter
-from .device import choose_device
+from ..engines.device import choose_device
+from ..runs.checkpoint import require_checkpoint, require_no_adapter
 from .hub_revision import add_model_revision
 
 SHORTEST_ROW = 16
@@ -41,7 +41,7 @@ def run_check_command(args: argparse.Namespace) -> int:
     """Check a model; 1 if something is wrong with it."""
     if args.tokens < SHORTEST_ROW:
         raise ValueError(f"--tokens must be at least {SHORTEST_ROW}, got {args.tokens}.")
-    from rope_patch.hub_revision import require_revision
+    from rope_patch.base.hub_revision import require_revision
 
     require_no_adapter(args.model, "MODEL")
     require_revision(args.model_revision, args.model, "--model-revision")
@@ -49,8 +49,8 @@ def run_check_command(args: argparse.Namespace) -> int:
     import torch
 
     from rope_patch import describe
-    from rope_patch.attention.calls import attention_name
-    from rope_patch.model_checks import CHECKS, Subject, run_check
+    from rope_patch.base.attention_calls import attention_name
+    from rope_patch.checks.model_checks import CHECKS, Subject, run_check
 
     begin = time.perf_counter()
     model = _loaded(args, choose_device(args.device, torch.cuda.is_available()))
@@ -75,7 +75,7 @@ def _loaded(args: argparse.Namespace, device: str) -> Any:
 
     from transformers.utils import logging as hf_logging
 
-    from rope_patch.checkpoints import load_checkpoint
+    from rope_patch.checkpoints.whole import load_checkpoint
 
     hf_logging.set_verbosity_error()  # what a patch would tell of its own accord is no outcome of a check
     hf_logging.disable_progress_bar()

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..home import with_home
-from ..rank_failures import is_started_rank
-from ..stopped import SAME_COMMAND_GOES_ON
+from ..engines.device import require_one_process
+from ..engines.rank_failures import is_started_rank
+from ..recipes.home import with_home
+from ..recipes.stopped import SAME_COMMAND_GOES_ON
 from .check import add_commands as add_check
 from .demo import add_commands as add_demo
-from .device import require_one_process
 from .export import add_commands as add_export
 from .extend import add_commands as add_extend
 from .measure import add_commands
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from rope_patch.plugins import load_plugins
+    from rope_patch.base.plugins import load_plugins
 
     if args.command != "train":
         require_one_process(f"rope-patch {args.command}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..demo.settings import ROWS_PER_STEP, TO
-from .device import choose_device
+from ..engines.device import choose_device
 from .extend import add_options
 
 _NOT_SAID = ("rows_per_step", "facts", "lora_rank", "seed", "held_out", "lengths")

@@ -72,12 +72,12 @@ def _rescaled(text: str) -> ModelSpec | None:
 def run_export(args: argparse.Namespace) -> int:
     """Export, and print what was written and the command that serves it."""
     from rope_patch import export
+    from rope_patch.base.hub_revision import require_revision
+    from rope_patch.checkpoints.weights_in_parts import require_whole_weights
     from rope_patch.eval.report import require_writable
     from rope_patch.export.sources import base_of, revision_of_base
-    from rope_patch.hub_revision import require_revision
-    from rope_patch.weights_in_parts import require_whole_weights
 
-    from ..checkpoint import ADAPTER_CONFIG, require_checkpoint
+    from ..runs.checkpoint import ADAPTER_CONFIG, require_checkpoint
 
     spec = _rescaled(args.model)
     path = args.model if spec is None else spec.path

@@ -100,7 +100,7 @@ def run_extend(args: argparse.Namespace) -> int:
     """Extend, and print what was won and lost, and the command that serves the result."""
     for file in (*args.data, *args.held_out):
         if not Path(file).is_file():  # before the imports, which take seconds
-            from rope_patch.eval.text import require_file
+            from rope_patch.prompts.text import require_file
 
             require_file(Path(file))
     from ..extension.messages import others_quiet

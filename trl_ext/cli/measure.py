@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .device import choose_device
+from ..engines.device import choose_device
 from .hub_revision import add_model_revision
 from .model_spec import NATIVE, ModelSpec
 
@@ -170,7 +170,7 @@ def run_eval(args: argparse.Namespace) -> int:
     """`rope-patch eval`."""
     _require_positive(args)
 
-    from rope_patch.empty_folders import without_empty_folders
+    from rope_patch.base.empty_folders import without_empty_folders
 
     with without_empty_folders(args.output_dir):
         return _eval(args)
@@ -186,13 +186,13 @@ def _eval(args: argparse.Namespace) -> int:
         spec.check()
     device, dtype = _device(args)
 
+    from rope_patch.checkpoints.full_disk import told_of_full_disk
     from rope_patch.eval import regressions, run_suite, write_report
-    from rope_patch.eval.asking import uses_chat_template
-    from rope_patch.eval.comparisons import baseline_label
-    from rope_patch.eval.prompt_grid import DEPTHS
+    from rope_patch.eval.measures.comparisons import baseline_label
+    from rope_patch.eval.measures.prompt_grid import DEPTHS
     from rope_patch.eval.report import require_report, summary
-    from rope_patch.eval.wordings import N_WORDINGS
-    from rope_patch.full_disk import told_of_full_disk
+    from rope_patch.prompts.asking import uses_chat_template
+    from rope_patch.prompts.wordings import N_WORDINGS
 
     require_report(args.output_dir)
     first = specs[labels.index(baseline_label(labels))]
@@ -277,7 +277,7 @@ def _of_revisions(specs: list[ModelSpec], named: Sequence[str]) -> list[ModelSpe
 
 def _require_recomputable_attention(specs: list[ModelSpec]) -> None:
     """Raise for the attention of a model what its measure would raise, before those in front of it are measured."""
-    from rope_patch.eval.attention import require_recomputable_attention
+    from rope_patch.eval.measures.attention import require_recomputable_attention
 
     for spec in specs:
         try:
@@ -297,8 +297,8 @@ def _require_one_tokenizer(specs: list[ModelSpec], tokenizer: Any, *, chat: bool
     Raises:
         ValueError: two make other tokens of a text, or of a chat.
     """
-    from rope_patch.eval.tokenizer_identity import asks_alike, reads_alike
-    from rope_patch.files_beside import tokenizer_files
+    from rope_patch.checkpoints.files_beside import tokenizer_files
+    from rope_patch.eval.results.tokenizer_identity import asks_alike, reads_alike
 
     first, *others = specs
     seen = {first.tokenizer_source}
@@ -338,8 +338,8 @@ def run_probe(args: argparse.Namespace) -> int:
     length = args.length or _default_length(spec)
 
     from rope_patch.eval import LossByPosition, probe, text_rows
-    from rope_patch.eval.figures import require_matplotlib, save_figure
     from rope_patch.eval.report import require_writable
+    from rope_patch.eval.results.figures import require_matplotlib, save_figure
 
     if args.plot:
         require_matplotlib()
@@ -361,7 +361,7 @@ def run_probe(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, length: int) -> "EvalPlan":
     from rope_patch.eval import MEASURES, EvalPlan
-    from rope_patch.eval.ruler import TASKS
+    from rope_patch.eval.measures.ruler import TASKS
 
     named = {name for flag, names in FLAGS.items() if getattr(args, flag.replace("-", "_")) for name in names}
     # lm-eval by itself would cut RULER's prompts to the window in the config, and measure lengths of its own
@@ -398,9 +398,9 @@ def _with_lengths(plan: "EvalPlan", tokenizer: Any) -> "EvalPlan":
 
     Without a known window, from a sixteenth of the longest row on.
     """
-    from rope_patch.eval.needles import KINDS
-    from rope_patch.eval.prompt_grid import shortest_prompt
-    from rope_patch.eval.ruler import SHORTEST_LENGTH
+    from rope_patch.eval.measures.prompt_grid import shortest_prompt
+    from rope_patch.eval.measures.ruler import SHORTEST_LENGTH
+    from rope_patch.prompts.needles import KINDS
 
     shortest = max(1, min(plan.window or plan.length, plan.length) // SHORTEST)
     lengths = [shortest << k for k in range(40) if shortest << k < plan.length] + [plan.length]

@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rope_patch.catalogue import Method, Option
+    from rope_patch.base.catalogue import Method, Option
 
 HEADS = {
     "rescaling": "Rescalings: how the RoPE frequencies are stretched to a longer window (rescale, rescale_args)",
@@ -35,7 +35,7 @@ def run_methods(args: argparse.Namespace) -> int:
         return 0
     chosen = [method for method in methods if args.name == method.name]
     if not chosen:
-        from rope_patch.registry import unknown
+        from rope_patch.base.registry import unknown
 
         synonyms = {other: method.name for method in methods for other in method.synonyms}
         error = unknown("method", args.name, [method.name for method in methods], synonyms=synonyms)
@@ -48,7 +48,7 @@ def run_methods(args: argparse.Namespace) -> int:
 
 def registered() -> "list[Method]":
     """All methods: rescalings, views, objectives, each kind by name. Without TRL there are no objectives."""
-    from rope_patch.catalogue import method
+    from rope_patch.base.catalogue import method
     from rope_patch.rescalings import RESCALINGS
     from rope_patch.views import VIEWS
 
@@ -68,7 +68,7 @@ def registered() -> "list[Method]":
 
 def _options_of(objective: Any) -> "list[Option]":
     """The fields of the configuration that an objective reads, each followed by the options that it holds."""
-    from rope_patch.catalogue import Option, classes_named, options_of
+    from rope_patch.base.catalogue import Option, classes_named, options_of
 
     from ..config import RopeSFTConfig
 

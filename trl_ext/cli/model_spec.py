@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import base_of_adapter, require_checkpoint, require_tokenizer
+from ..runs.checkpoint import base_of_adapter, require_checkpoint, require_tokenizer
 
 NATIVE = "native"
 """In place of a rescaling: the RoPE of the checkpoint, for an adapter that does not say what it was trained with."""
@@ -40,7 +40,7 @@ class ModelSpec:
         Raises:
             ValueError: `path` is a folder, or the revision is empty.
         """
-        from rope_patch.hub_revision import require_revision
+        from rope_patch.base.hub_revision import require_revision
 
         require_revision(revision, self.path, "--model-revision")
         return replace(self, model_revision=revision)
@@ -115,7 +115,7 @@ class ModelSpec:
         Raises:
             ValueError: there is no such checkpoint.
         """
-        from rope_patch.sidecar import SIDECAR_NAME
+        from rope_patch.adapters.sidecar import SIDECAR_NAME
 
         if self.method == NATIVE and (Path(self.path) / SIDECAR_NAME).is_file():
             raise ValueError(
@@ -138,7 +138,7 @@ class ModelSpec:
 
     def trained_window(self) -> int | None:
         """Positions that the checkpoint was pretrained on; None if its config names none."""
-        from rope_patch.rescale import pretrained_window
+        from rope_patch.rescalings.in_place import pretrained_window
 
         config = self.config()
         declared = getattr(config, "max_position_embeddings", None)
@@ -163,7 +163,7 @@ class ModelSpec:
             raise ImportError(f"{self.argument} {self.path} is an adapter: pip install 'rope-patch[peft]'.") from error
 
     def _require_known_rope(self) -> None:
-        from rope_patch.sidecar import SIDECAR_NAME
+        from rope_patch.adapters.sidecar import SIDECAR_NAME
 
         if self.method is None and not (Path(self.path) / SIDECAR_NAME).is_file():
             raise ValueError(
@@ -179,7 +179,7 @@ class ModelSpec:
                 missing or damaged.
         """
         from rope_patch import patch_model
-        from rope_patch.checkpoints import load_checkpoint, with_adapter
+        from rope_patch.checkpoints.whole import load_checkpoint, with_adapter
 
         if self.is_adapter:
             self._require_known_rope()
@@ -205,7 +205,7 @@ class ModelSpec:
         """
         from transformers import AutoTokenizer
 
-        from rope_patch.own_code import load_pretrained
+        from rope_patch.base.remote_code import load_pretrained
 
         source, revision = self.tokenizer_source
         require_tokenizer(source, self.argument)

@@ -5,9 +5,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..engines.device import choose_device
 from ..rows.row import KINDS
 from ..rows.row_file import contents, require_row_file, write_rows
-from .device import choose_device
 from .hub_revision import add_model_revision
 
 

@@ -51,8 +51,8 @@ def add_commands(commands: Any) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Fine-tune, or restore, whichever the fields of the recipe and the flags are of; on several GPUs if asked."""
-    from ..launching import Launch, quiet_other_ranks
-    from ..recipe import with_config_flag
+    from ..recipes.launching import Launch, quiet_other_ranks
+    from ..recipes.recipe import with_config_flag
 
     launch, given = Launch.take(args.arguments)
     is_plan = "--dry_run" in given
@@ -62,7 +62,7 @@ def run_train(args: argparse.Namespace) -> int:
     if is_plan:
         if is_restoration(arguments):
             raise ValueError("--dry_run plans fine-tuning, and this recipe is of a restoration: leave it out.")
-        from ..fine_tune_recipe import plan_recipe
+        from ..recipes.fine_tuning import plan_recipe
 
         if launch is None:
             import torch
@@ -75,11 +75,11 @@ def run_train(args: argparse.Namespace) -> int:
         return launch.run(["train", *arguments])
     quiet_other_ranks()
     if is_restoration(arguments):
-        from ..restore_recipe import restore_recipe
+        from ..recipes.restoring import restore_recipe
 
         restore_recipe(arguments)
     else:
-        from ..fine_tune_recipe import fine_tune_recipe
+        from ..recipes.fine_tuning import fine_tune_recipe
 
         fine_tune_recipe(arguments)
     return 0
@@ -87,7 +87,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 def is_restoration(arguments: Sequence[str]) -> bool:
     """Whether the recipe behind `--config` or a flag has a field of a restoration."""
-    from ..recipe import recipe_of
+    from ..recipes.recipe import recipe_of
 
     recipe = recipe_of(arguments)
     keys = set() if recipe is None else recipe[1].keys()

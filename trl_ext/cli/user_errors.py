@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from ..rank_failures import is_started_rank, leave_failure
+from ..engines.rank_failures import is_started_rank, leave_failure
 from .parsing import USER_ERROR
 
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)

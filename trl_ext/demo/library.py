@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from rope_patch.eval.text import standard_library_files
-from rope_patch.full_disk import whole_file
+from rope_patch.checkpoints.full_disk import whole_file
+from rope_patch.prompts.text import standard_library_files
 
 _FILES = 200  # the longest, which are half of its text
 

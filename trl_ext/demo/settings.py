@@ -11,7 +11,7 @@ TO = {"cuda": 65536, "cpu": 12288}
 ROWS_PER_STEP = {"cuda": 8, "cpu": 2}
 """Rows in an optimizer step by device."""
 
-# of a case that was measured on a GPU (docs/results/keeping.md), with a quarter of the rows and fewer prompts
+# of a case that was measured on a GPU (research/results/keeping.md), with a quarter of the rows and fewer prompts
 _GPU: dict[str, Any] = {"rows": 64, "own_tokens": 25_000, "prompts": 20}
 
 # Two cores read a row of 12288 tokens in about a minute, which is what most of the time goes to. Of eight chats that

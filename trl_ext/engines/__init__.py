@@ -1,1 +1,4 @@
-"""What a trainer does differently under FSDP, DeepSpeed and ranks that share a sequence: one file per subject."""
+"""What a trainer does differently under FSDP, DeepSpeed and ranks that share a sequence: one file per subject.
+
+Import its modules by name.
+"""

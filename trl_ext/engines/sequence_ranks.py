@@ -10,10 +10,10 @@ import torch
 from accelerate import Accelerator
 from torch import distributed, nn
 
+from rope_patch.forward.state import state_of
 from rope_patch.layout.documents import locate_documents
 from rope_patch.layout.shards import SequenceShard
-from rope_patch.rotary import find_decoder
-from rope_patch.state import state_of
+from rope_patch.rope.rotary import find_decoder
 
 Engine = Literal["cp", "sp"]
 

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from rope_patch.distillation import CopiedTeacher
+from rope_patch.losses import CopiedTeacher
 
 
 def computed_in(accelerator: Accelerator) -> torch.dtype | None:

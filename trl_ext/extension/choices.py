@@ -1,16 +1,16 @@
-"""What an extension does where its user did not say: docs/choosing.md and docs/results/keeping.md as code."""
+"""What an extension does where its user did not say: docs/choosing.md and research/results/keeping.md as code."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rope_patch import patch_model
-from rope_patch.eval.paired import MIN_DIFFERENT
-from rope_patch.eval.prompt_grid import DEPTHS
+from rope_patch.eval.measures.prompt_grid import DEPTHS
+from rope_patch.eval.results.paired import MIN_DIFFERENT
 from rope_patch.methods import resolve_rescaling
 from rope_patch.rescalings import RESCALINGS
 
+from ..memory.step import Memory, Step, peak_memory
 from ..rows.mix import rows_by_kind
-from ..step_memory import Memory, Step, peak_memory
 from .facts import ModelFacts
 from .machine import GIB, Machine
 from .options import FACTS, ROWS_PER_STEP, ExtendOptions

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..step_memory import MASKS_TO, ModelSize, Step
+from ..memory.step import MASKS_TO, ModelSize, Step
 
 _SHARE = 0.62  # of the rate of a large product that the operations of a step reach
 _MASKED_SHARE = 0.4  # of that, attention of all pairs of tokens under a mask

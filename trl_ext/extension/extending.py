@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from rope_patch import patch_model
-from rope_patch.environment import installed_versions
-from rope_patch.eval.cache import files_hash
+from rope_patch.base.environment import installed_versions
+from rope_patch.base.registry import unknown
 from rope_patch.eval.report import require_report
+from rope_patch.eval.results.cache import files_hash
 from rope_patch.export import PROGRAMS, export, require_served
 from rope_patch.export.gguf import find_converter, require_known_tokenizer, require_runs
 from rope_patch.export.writing import unfinished_folders
 from rope_patch.methods import resolve_view
-from rope_patch.registry import unknown
 
-from ..checkpoint import ADAPTER_CONFIG
-from ..cli.device import choose_device, require_one_process
 from ..config import RopeSFTConfig
-from ..model_files import begun_with, model_files, recorded_commit, recorded_files, require_same_model
+from ..engines.device import choose_device, require_one_process
 from ..rows.turns import SampledTurns
-from ..run_folder import last_checkpoint, only_run, record_settings, require_same_settings
-from ..window_check import check_window
+from ..runs.checkpoint import ADAPTER_CONFIG
+from ..runs.folder import last_checkpoint, only_run, record_settings, require_same_settings
+from ..runs.model_files import begun_with, model_files, recorded_commit, recorded_files, require_same_model
+from ..trainer.window_check import check_window
 from . import measuring, rows, texts, training
 from .choices import Choices, choose
 from .facts import ModelFacts

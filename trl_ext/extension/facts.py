@@ -10,15 +10,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rope_patch import describe
-from rope_patch.checkpoints import load_checkpoint
-from rope_patch.hub_revision import require_revision
-from rope_patch.own_code import load_pretrained
-from rope_patch.rotary import find_decoder
-from rope_patch.special_tokens import SpecialTokens
+from rope_patch.base.hub_revision import require_revision
+from rope_patch.base.remote_code import load_pretrained
+from rope_patch.checkpoints.whole import load_checkpoint
+from rope_patch.layout.special_tokens import SpecialTokens
+from rope_patch.rope.rotary import find_decoder
 
-from ..checkpoint import require_folder_or_id, require_tokenizer
-from ..model_files import commit_of
-from ..step_memory import ModelSize, attention_linears
+from ..memory.step import ModelSize, attention_linears
+from ..runs.checkpoint import require_folder_or_id, require_tokenizer
+from ..runs.model_files import commit_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from rope_kernels.common.gpu_memory import free_gpu_bytes
-from rope_patch.environment import device_name
+from rope_patch.base.environment import device_name
 
 from .duration import Rate
 

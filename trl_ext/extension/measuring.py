@@ -8,10 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rope_patch.eval import MEASURES, EvalPlan, LossByPosition, Result, regressions, run_suite, write_report
-from rope_patch.eval.paired import MIN_DIFFERENT
-from rope_patch.eval.prompt_grid import DEPTHS
+from rope_patch.eval.measures.prompt_grid import DEPTHS
+from rope_patch.eval.measures.retrieval_grid import RetrievalGrid
 from rope_patch.eval.regressions import Cell, Regressions, least_difference
-from rope_patch.eval.retrieval_grid import RetrievalGrid
+from rope_patch.eval.results.paired import MIN_DIFFERENT
 
 from .choices import Choices
 from .facts import ModelFacts

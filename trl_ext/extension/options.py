@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rope_patch.checked_numbers import require_integer, require_number
+from rope_patch.base.validators import require_integer, require_number
 
 LORA_RANK = 64
 """Of adapters where none is named."""

@@ -3,9 +3,9 @@
 import textwrap
 from dataclasses import dataclass, fields
 
+from ..memory.step import Memory, Step, peak_memory
 from ..rows.mix import SHORTER, rows_by_kind
 from ..rows.sampling import AT_ONCE
-from ..step_memory import Memory, Step, peak_memory
 from .choices import Choices
 from .duration import ROUGH, Rate, forward_calls, forward_operations, step_calls, step_operations
 from .facts import ModelFacts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from rope_patch.eval.text import read_json_lines
+from rope_patch.prompts.text import read_json_lines
 
 from ..rows.mix import make_rows
 from ..rows.questions import question_rows

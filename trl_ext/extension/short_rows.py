@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..step_batches import FIRST_SAMPLE
-from ..trainer import RopeSFTTrainer
+from ..trainer.step_batches import FIRST_SAMPLE
+from ..trainer.trainer import RopeSFTTrainer
 
 
 class ShortRowsTrainer(RopeSFTTrainer):

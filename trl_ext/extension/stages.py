@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rope_patch.full_disk import whole_file
-from rope_patch.json_records import read_record
+from rope_patch.base.json_records import read_record
+from rope_patch.checkpoints.full_disk import whole_file
 
 
 class Stages:

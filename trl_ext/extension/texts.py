@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rope_patch.eval import read_texts, text_rows
-from rope_patch.eval.text import standard_library_files
+from rope_patch.prompts.text import standard_library_files
 
 from .facts import ModelFacts
 from .options import ExtendOptions

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
 from ..config import LONG_DOCUMENTS, RopeSFTConfig
-from ..run_folder import last_checkpoint
+from ..runs.folder import last_checkpoint
 from .choices import Choices
 from .facts import ModelFacts
 from .options import ExtendOptions

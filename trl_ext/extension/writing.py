@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rope_patch.eval.decoding import Sampling, decode
-from rope_patch.eval.generation import bytes_per_token
-from rope_patch.eval.kv_rows import KVRows
+from rope_patch.generation.decoding import Sampling, decode
+from rope_patch.generation.generation import bytes_per_token
+from rope_patch.generation.kv_rows import KVRows
 
 from ..rows.sampling import AT_ONCE
 from .facts import ModelFacts

@@ -1,4 +1,7 @@
-"""What `RopeSFTTrainer` minimises, by name: each objective is a file with its options and its loss."""
+"""What `RopeSFTTrainer` minimises, by name: each objective is a file with its options and its loss.
+
+Import from this package.
+"""
 
 from .alternating import AlternatingObjective
 from .base import OBJECTIVES, Objective, ObjectiveOptions, objective_of

@@ -9,8 +9,8 @@ from torch import nn
 from rope_patch import rope_view
 from rope_patch.views import View
 
-from ..step_means import Part
 from .base import Objective
+from .step_means import Part
 
 
 class AlternatingObjective(Objective):

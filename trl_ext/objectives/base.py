@@ -10,16 +10,16 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.utils import logging
 
-from rope_patch.distillation import CopiedTeacher, SharedTeacher
-from rope_patch.distillation.teacher import adapter_layers
-from rope_patch.forward_loss import TAPE, ForwardLoss
+from rope_patch.base.registry import Registry, from_options, require_known
 from rope_patch.layout.labelled import real_tokens
 from rope_patch.layout.shards import SequenceShard
-from rope_patch.registry import Registry, from_options, require_known
-from rope_patch.rotary import find_causal_lm
+from rope_patch.losses import CopiedTeacher, SharedTeacher
+from rope_patch.losses.forward_loss import TAPE, ForwardLoss
+from rope_patch.losses.teacher import adapter_layers
+from rope_patch.rope.rotary import find_causal_lm
 from rope_patch.views import View
 
-from ..step_means import Part
+from .step_means import Part
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from rope_patch import papers
-from rope_patch.distillation import HiddenDistiller, HiddenTargets
+from rope_patch.base import papers
+from rope_patch.losses import HiddenDistiller, HiddenTargets
 
-from ..step_means import Part
 from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
+from .step_means import Part
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from rope_patch.distillation import NativeDistiller, NativeTape, NativeTargets
 from rope_patch.layout.labelled import Labelled
+from rope_patch.losses import NativeDistiller, NativeTape, NativeTargets
 
-from ..step_means import Part
 from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+from .step_means import Part
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
@@ -55,7 +55,7 @@ class NativeObjective(Objective):
 
     When: Take it to keep what a model can do while its window grows.
 
-    Source: ours, see `rope_patch.distillation.NativeTargets`.
+    Source: ours, see `rope_patch.losses.NativeTargets`.
     """
 
     help = "distils predictions of the model as it was pretrained into the sampled view"

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
-from rope_patch import papers
-from rope_patch.checked_numbers import require_number
+from rope_patch.base import papers
+from rope_patch.base.validators import require_number
 from rope_patch.layout.labelled import Labelled
-from rope_patch.next_token import DFT, CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
+from rope_patch.losses import DFT, CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
 
-from ..cues import views_with_cues
-from ..step_means import Part
+from ..data.cues import views_with_cues
 from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+from .step_means import Part
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from rope_patch import papers
-from rope_patch.distillation import LogitKL, RelationDistiller, RelationTargets
+from rope_patch.base import papers
 from rope_patch.layout.labelled import document_of_tokens
+from rope_patch.losses import LogitKL, RelationDistiller, RelationTargets
 
-from ..step_means import Part
 from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
+from .step_means import Part
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig

@@ -9,30 +9,32 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers.utils import logging
 
-from rope_patch import papers, rope_view
-from rope_patch.checked_numbers import require_number
-from rope_patch.distillation import (
+from rope_patch import rope_view
+from rope_patch.base import papers
+from rope_patch.base.registry import unknown
+from rope_patch.base.validators import require_number
+from rope_patch.forward.state import state_of
+from rope_patch.layout.labelled import Labelled
+from rope_patch.losses import (
     ConsistencyLoss,
     Control,
+    LongCE,
+    NextTokenLoss,
     SelfDistiller,
     StandardTape,
     ViewConsistency,
     ViewTape,
 )
-from rope_patch.distillation.controls import NoisyPasses
-from rope_patch.layout.labelled import Labelled
-from rope_patch.next_token import LongCE, NextTokenLoss
-from rope_patch.registry import unknown
-from rope_patch.rotary import find_decoder
-from rope_patch.state import state_of
+from rope_patch.losses.controls import NoisyPasses
+from rope_patch.rope.rotary import find_decoder
 from rope_patch.views import View
 
 from ..engines.sequence_ranks import SequenceRanks, gradient_factor
-from ..step_means import Part
 from .alternating import AlternatingObjective
 from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
 from .next_token import NextTokenObjective, longce_of, record_of_longce
 from .relation import RelationObjective, RelationOptions
+from .step_means import Part
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
@@ -202,7 +204,7 @@ class SelfDistillObjective(NextTokenObjective):
     """Next-token loss under true positions, and the KL of the sampled view's predictions to those.
 
     loss = (sum of cross-entropies) / labels of the step + kl_weight L_KL, with L_KL as in
-    `rope_patch.distillation.ViewConsistency` over the documents of the optimizer step. Evaluation gives the
+    `rope_patch.losses.ViewConsistency` over the documents of the optimizer step. Evaluation gives the
     cross-entropy alone, and logs the KL beside it. What is logged as `ce` and `kl` makes up the loss: it is
     ce + kl_weight kl + view_clm view_ce, with `weighted_ce` in place of ce under LongCE and `loss_type="dft"`.
 

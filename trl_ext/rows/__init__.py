@@ -1,4 +1,7 @@
-"""Training rows that keep what a model can do: text, its own chats, and questions about hidden facts."""
+"""Training rows that keep what a model can do: text, its own chats, and questions about hidden facts.
+
+`make_rows` is the entry point, `extend` and `rope-patch rows` call it.
+"""
 
 from typing import TYPE_CHECKING, Any
 

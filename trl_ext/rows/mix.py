@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from rope_patch.checked_numbers import require_integer, require_number
-from rope_patch.special_tokens import SpecialTokens
+from rope_patch.base.validators import require_integer, require_number
+from rope_patch.layout.special_tokens import SpecialTokens
 
 from .pieces import Pieces
 from .questions import draw_question_rows, require_share_of_chats

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from rope_patch.eval.needles import ends_sentence
+from rope_patch.prompts.needles import ends_sentence
 
 from .facts import Fact, draw_facts
 from .pieces import Pieces

@@ -24,7 +24,7 @@ def require_row_file(path: Path) -> None:
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write each row as {"input_ids": [...], "completion_mask": [...]}; the file is there as a whole or not at all."""
-    from rope_patch.full_disk import whole_file
+    from rope_patch.checkpoints.full_disk import whole_file
 
     with whole_file(path) as beside, lzma.open(beside, "wt") if path.suffix == ".xz" else beside.open("w") as file:
         for row in rows:

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from rope_patch.checked_numbers import require_number
-from rope_patch.eval.decoding import end_tokens, first_end
-from rope_patch.eval.sampling import sampled_tokens
-from rope_patch.eval.subject import Subject
-from rope_patch.rotary import find_decoder
-from rope_patch.special_tokens import SpecialTokens
-from rope_patch.state import has_view
+from rope_patch.base.validators import require_number
+from rope_patch.forward.state import has_view
+from rope_patch.generation.decoding import end_tokens, first_end
+from rope_patch.generation.sampling import sampled_tokens
+from rope_patch.generation.subject import Subject
+from rope_patch.layout.special_tokens import SpecialTokens
+from rope_patch.rope.rotary import find_decoder
 
 from .turns import SampledTurns
 

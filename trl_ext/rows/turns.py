@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rope_patch.eval.asking import TEMPLATE_OPTIONS, Frame
-from rope_patch.special_tokens import SpecialTokens
+from rope_patch.layout.special_tokens import SpecialTokens
+from rope_patch.prompts.asking import TEMPLATE_OPTIONS, Frame
 
 
 def require_template(tokenizer: Any, remedy: str) -> None:

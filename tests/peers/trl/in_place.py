@@ -41,7 +41,7 @@ def tolerate_renamed(module: ModuleType) -> None:
 
 
 def put_ours_in_place(options: dict[str, Any]) -> None:
-    import trl_ext.trainer
+    import trl_ext.trainer.trainer
     from trl_ext import RopeSFTConfig, RopeSFTTrainer
 
     defaults = [
@@ -50,7 +50,7 @@ def put_ours_in_place(options: dict[str, Any]) -> None:
     ]
     config = dataclasses.make_dataclass("ConfigInPlace", defaults, bases=(RopeSFTConfig,))
     config.__module__, globals()["ConfigInPlace"] = __name__, config  # checkpoints hold it, by this name
-    trl_ext.trainer.RopeSFTConfig = config  # what a trainer without args makes
+    trl_ext.trainer.trainer.RopeSFTConfig = config  # what a trainer without args makes
     trl.SFTTrainer, trl.SFTConfig = RopeSFTTrainer, config
 
 

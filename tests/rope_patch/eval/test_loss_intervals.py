@@ -7,7 +7,7 @@ import torch
 
 from rope_patch.eval import LossByPosition, regressions
 from rope_patch.eval.loss_intervals import interval_over_blocks, interval_over_rows
-from rope_patch.eval.paired import student_t
+from rope_patch.eval.results.paired import student_t
 
 TEXTS = 1000  # 95 % intervals of so many leave out the truth 50 times, with a standard deviation of 7
 

@@ -23,8 +23,8 @@ from rope_patch.eval import (
     run_suite,
     write_report,
 )
-from rope_patch.eval.paired import student_t
 from rope_patch.eval.replies import shown_replies
+from rope_patch.eval.results.paired import student_t
 
 DEPTHS = [0.25, 0.75]
 

@@ -33,9 +33,9 @@ from rope_patch.eval import (
     text_rows,
     write_report,
 )
-from rope_patch.eval.cache import ResultCache, files_hash, model_hash
-from rope_patch.eval.figures import drawn_label
 from rope_patch.eval.report import summary
+from rope_patch.eval.results.cache import ResultCache, files_hash, model_hash
+from rope_patch.eval.results.figures import drawn_label
 from trl_ext.cli.measure import FLAGS, HELP
 
 TEXTS = [("It was a dark night. The wind blew! Who was there? " * 41)[k : k + 2040] for k in range(5)]
@@ -222,7 +222,7 @@ def test_rows_are_tokenized_once_for_all_models(tmp_path, monkeypatch):
 
 def test_a_run_that_was_stopped_goes_on_within_a_measure(results, tmp_path, monkeypatch):
     """Retrieval at the second length fails once; the first length is not measured again."""
-    module = sys.modules["rope_patch.eval.retrieval"]
+    module = sys.modules["rope_patch.eval.measures.retrieval"]
     calls, real = [], module.ask_greedily
 
     def watched(m, questions, **options):
@@ -427,7 +427,7 @@ def test_what_is_no_text_is_refused_with_its_name(name, content, message, tmp_pa
 
 def test_probe_says_when_there_is_nothing_to_do(monkeypatch):
     flat = LossByPosition(torch.full((3 * WINDOW,), 2.0, dtype=torch.float64), 1, WINDOW)
-    monkeypatch.setattr(sys.modules["rope_patch.eval.probe"], "loss_by_position", lambda *_, **__: flat)
+    monkeypatch.setattr(sys.modules["rope_patch.eval.measures.probe"], "loss_by_position", lambda *_, **__: flat)
     advice = probe(model(), tokens(1, 3 * WINDOW), progress=False)
     assert advice.recipe == {} and "no cliff" in str(advice) and "Whether the model uses it" in str(advice)
 
@@ -445,7 +445,7 @@ def test_probe_gives_no_advice_on_a_model_that_guesses():
 
 def test_probe_refuses_rows_within_the_window_before_it_measures(monkeypatch):
     monkeypatch.setattr(
-        sys.modules["rope_patch.eval.probe"], "loss_by_position", lambda *_, **__: pytest.fail("measured")
+        sys.modules["rope_patch.eval.measures.probe"], "loss_by_position", lambda *_, **__: pytest.fail("measured")
     )
     with pytest.raises(ValueError, match=f"seq_len >= {WINDOW + 2}"):
         probe(model(), tokens(1, WINDOW), progress=False)
@@ -526,7 +526,7 @@ def test_probe_finds_the_cliff_and_leaves_the_model_alone(monkeypatch):
         return LossByPosition(curve, 1, WINDOW)
 
     # the function `probe` hides its module of the same name
-    monkeypatch.setattr(sys.modules["rope_patch.eval.probe"], "loss_by_position", loss)
+    monkeypatch.setattr(sys.modules["rope_patch.eval.measures.probe"], "loss_by_position", loss)
     for added, words in ((0.01, "may be enough as it is"), (0.2, "win back the 10.0 %")):
         adds.append(added)
         advice = probe(subject, tokens(1, 4 * WINDOW), progress=False)

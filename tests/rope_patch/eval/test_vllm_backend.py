@@ -12,8 +12,8 @@ from support.tiny import tiny
 
 from rope_patch import patch_model
 from rope_patch.eval import EvalPlan, run_suite, vllm_backend, write_report
-from rope_patch.eval.reading import Question
 from rope_patch.eval.vllm_backend import vllm_answers
+from rope_patch.generation.reading import Question
 from trl_ext import cli
 
 TEXTS = ["It was a dark night. The wind blew! Who was there? " * 40 for _ in range(5)]

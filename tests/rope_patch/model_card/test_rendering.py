@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard
 from support.tiny import tiny
 
 from rope_patch import patch_model
+from rope_patch.base.papers import LONGLORA
 from rope_patch.model_card import RECORD_NAME, EvalFigures, facts_of, read_runs, render
-from rope_patch.papers import LONGLORA
 
 ATTACK = (
     'x")\nimport os\n\n# Owned\n<script>alert(1)</script> [a](https://evil.example) ![b](c)\n```\n# Owned\n---\n| `'

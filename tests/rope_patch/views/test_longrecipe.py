@@ -10,10 +10,10 @@ from support.tiny import VOCAB, tiny, tokens
 from support.views import PAD, Case, built
 
 from rope_patch import patch_model, rope_view
-from rope_patch.distillation import TAPE, SelfDistiller, ViewConsistency, ViewTape
-from rope_patch.draws import DrawKey
+from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
 from rope_patch.layout.labelled import Labelled
+from rope_patch.losses import TAPE, SelfDistiller, ViewConsistency, ViewTape
 from rope_patch.views import Compose, LongRecipe, Skip
 
 

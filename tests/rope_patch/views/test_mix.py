@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.views import Case, behind_skip
 
-from rope_patch.draws import DrawKey
+from rope_patch.base.draws import DrawKey
 from rope_patch.layout.documents import locate_documents
 from rope_patch.views import VIEWS, Compose, EndPrompt, LongRecipe, Mix, PerLayer, PosAug, PoSE, Skip, Standard
 

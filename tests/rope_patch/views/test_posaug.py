@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from support.views import Case, L, built, drawn, index, key, maybe, positive
 
-from rope_patch.draws import DrawKey
+from rope_patch.base.draws import DrawKey
 from rope_patch.views import PosAug
 
 CASES = {

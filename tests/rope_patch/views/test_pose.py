@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 from support.views import Case, built, first_changed, key, maybe
 
-from rope_patch import draws
+from rope_patch.base import draws
 from rope_patch.views import PoSE
 
 

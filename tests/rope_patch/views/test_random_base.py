@@ -9,8 +9,8 @@ from support.tiny import tiny, tokens
 from support.views import Case, built, maybe, positive
 
 from rope_patch import patch_model, rope_view
-from rope_patch.draws import DrawKey
-from rope_patch.rotary import find_decoder, named_rotary_modules
+from rope_patch.base.draws import DrawKey
+from rope_patch.rope.rotary import find_decoder, named_rotary_modules
 from rope_patch.views import RandomBase
 
 CASES = {

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from support.views import Case, L, built, key, maybe
 
-from rope_patch.draws import DrawKey
+from rope_patch.base.draws import DrawKey
 from rope_patch.views import RPE
 
 

@@ -9,8 +9,8 @@ from support.training import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_patch import patch_model
+from rope_patch.adapters.sidecar import SIDECAR_NAME
 from rope_patch.export import PROGRAMS
-from rope_patch.sidecar import SIDECAR_NAME
 from trl_ext.cli import main
 from trl_ext.cli.export import TARGETS
 

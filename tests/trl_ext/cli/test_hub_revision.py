@@ -80,7 +80,7 @@ def test_a_loaded_model_goes_with_the_tokenizer_of_the_commit_that_it_is_of(fold
 
 
 def test_a_check(folder, monkeypatch, capsys):
-    monkeypatch.setattr("rope_patch.model_checks.CHECKS", {})
+    monkeypatch.setattr("rope_patch.checks.model_checks.CHECKS", {})
     for revision, window in (("v1", 96), ("main", 160)):
         assert cli.main(["check", "owner/base", "--model-revision", revision, "--tokens", "16"]) == 0
         assert f"trained window {window} positions" in " ".join(capsys.readouterr().out.split())

@@ -420,7 +420,7 @@ def test_bad_arguments_end_with_a_message(folder, monkeypatch, capsys, arguments
 
 def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):
     from rope_patch.eval import loss_by_position
-    from trl_ext.callbacks import LossByPositionCallback
+    from trl_ext.trainer.callbacks import LossByPositionCallback
 
     model = tiny()
     rows = tokens(2, 2 * WINDOW)
@@ -443,7 +443,7 @@ def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_the_callback_leaves_the_entries_of_training_as_they_are(every, tmp_path):
-    from trl_ext.callbacks import LossByPositionCallback
+    from trl_ext.trainer.callbacks import LossByPositionCallback
 
     options = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 32}}
     runs = [training.trainer(tmp_path, max_steps=6, logging_steps=2, **options) for _ in range(2)]

@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from rope_patch import load_adapter
 from rope_patch.model_card import read_runs
-from trl_ext import RopeSFTTrainer, cli, fine_tune_recipe, restoration, restore_recipe
+from trl_ext import RopeSFTTrainer, cli
 from trl_ext.cli.train import MAIN_FIELDS, RESTORES, is_restoration
+from trl_ext.recipes import fine_tuning as fine_tune_recipe
+from trl_ext.recipes import restoration
+from trl_ext.recipes import restoring as restore_recipe
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 from support.characters import chat_tokenizer
 from tqdm.auto import tqdm
 
-from trl_ext import rank_failures
 from trl_ext.cli.user_errors import EXTRAS, run_command
+from trl_ext.engines import rank_failures
 
 
 def raising(error):

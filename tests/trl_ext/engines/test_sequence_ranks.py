@@ -9,8 +9,8 @@ from support.training import trainer
 
 from trl_ext import RopeSFTConfig
 from trl_ext.engines.sequence_ranks import SequenceRanks
-from trl_ext.objective_checks import check_shared_sequences
 from trl_ext.objectives import objective_of
+from trl_ext.trainer.objective_checks import check_shared_sequences
 
 # rows of 12 to 24 tokens, of any length: TRL's collator pads them to what ranks can share
 CASES = {

@@ -9,10 +9,11 @@ from accelerate.utils import DistributedType
 from support.tiny import tiny
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
-from trl_ext import RopeSFTConfig, memory_plan
+from trl_ext import RopeSFTConfig
 from trl_ext.engines.sharding import Sharding
-from trl_ext.launching import config_names
-from trl_ext.memory_plan import plan_memory
+from trl_ext.memory import plan as memory_plan
+from trl_ext.memory.plan import plan_memory
+from trl_ext.recipes.launching import config_names
 
 
 def deepspeed(stage, **zero):

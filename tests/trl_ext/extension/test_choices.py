@@ -15,7 +15,7 @@ from trl_ext.extension.facts import ModelFacts
 from trl_ext.extension.machine import GIB, Machine
 from trl_ext.extension.measuring import eval_plan
 from trl_ext.extension.options import ExtendOptions
-from trl_ext.step_memory import peak_memory
+from trl_ext.memory.step import peak_memory
 
 LLAMA = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

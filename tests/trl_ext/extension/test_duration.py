@@ -9,19 +9,19 @@ from support.shapes import size
 
 from trl_ext.extension.duration import Rate, forward_operations, step_calls, step_operations
 from trl_ext.extension.plan import _hours
-from trl_ext.step_memory import ModelSize, Step
+from trl_ext.memory.step import ModelSize, Step
 
 SIZE = ModelSize(
     parameters=8_030_261_248, in_layers=6_979_588_096, qkv=805_306_368, lora_per_rank=851_968, n_layers=32, n_full=32,
     sliding_window=0, hidden=4096, norms=2, normed=0, intermediate=14336, queries=4096, keys=1024, vocabulary=128256,
 )  # fmt: skip
-EXTENSIONS = json.loads((Path(__file__).parents[3] / "docs" / "results" / "extension-memory-h200.json").read_text())
+EXTENSIONS = json.loads((Path(__file__).parents[3] / "research" / "results" / "extension-memory-h200.json").read_text())
 PEAK = 790e12  # of an H200's products of large matrices in bfloat16
 
 
 @pytest.mark.parametrize(("length", "tokens_per_second"), [(8192, 8537), (16384, 7501), (32768, 6083), (65536, 4294)])
 def test_minutes_of_next_token_steps_are_a_third_off_at_most(length, tokens_per_second):
-    """Llama-3-8B, LoRA, the GPU alone: docs/results/self-distill-step-h200.json, distillation-step-h200.json."""
+    """Llama-3-8B, LoRA, the GPU alone: research/results/self-distill-step-h200.json, distillation-step-h200.json."""
     step = Step("lora", 64, length, True, True, False)
     seconds = Rate(PEAK, 1.1e-5).seconds(step_operations(SIZE, step, length), step_calls(SIZE, step))
     assert length / tokens_per_second / 1.15 < seconds < 1.35 * length / tokens_per_second

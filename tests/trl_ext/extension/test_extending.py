@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 import trl_ext.extension.training as training_module
 from rope_patch import export
 from trl_ext import extend
-from trl_ext import model_files as model_files_module
 from trl_ext.extension import extending, measuring, rows
 from trl_ext.extension.plan import ExtensionPlan
+from trl_ext.runs import model_files as model_files_module
 
 TO = 1600
 SMALL = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rope_patch.eval import LossByPosition
-from rope_patch.eval.retrieval_grid import RetrievalGrid
+from rope_patch.eval.measures.retrieval_grid import RetrievalGrid
 from trl_ext.extension.measuring import AFTER, BEFORE, answers, verdict
 
 WINDOW = 2048

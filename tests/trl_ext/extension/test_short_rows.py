@@ -13,7 +13,7 @@ from rope_patch import patch_model
 from trl_ext import RopeSFTConfig, RopeSFTTrainer, extend
 from trl_ext.extension.plan import _batches
 from trl_ext.extension.short_rows import ShortRowsTrainer, batches_a_step, join
-from trl_ext.step_batches import FIRST_SAMPLE
+from trl_ext.trainer.step_batches import FIRST_SAMPLE
 
 LONG, SHORT = 32, 8
 LENGTHS = [SHORT, SHORT, LONG, SHORT, SHORT, SHORT, SHORT, SHORT, LONG, SHORT]

@@ -4,7 +4,7 @@ import pytest
 from peft import LoraConfig
 from support.training import documents, logged, trainer
 
-from rope_patch.distillation import HiddenTargets
+from rope_patch.losses import HiddenTargets
 from trl_ext import RopeSFTConfig
 
 HIDDEN = {"objective": "hidden-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}

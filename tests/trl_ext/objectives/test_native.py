@@ -11,7 +11,7 @@ from support.training import WAYS, documents, logged, trainer
 
 from rope_patch import patch_model
 from trl_ext import RopeSFTConfig
-from trl_ext.long_documents import cut_ids
+from trl_ext.data.long_documents import cut_ids
 
 PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 NATIVE = {"objective": "native-distill", **PI}

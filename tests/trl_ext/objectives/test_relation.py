@@ -8,7 +8,7 @@ from support.training import WAYS, documents, logged, trainer
 from transformers import AutoModelForCausalLM
 
 from rope_patch import describe, load_adapter, patch_model
-from rope_patch.distillation import TAPE, CopiedTeacher, RelationDistiller, RelationTargets
+from rope_patch.losses import TAPE, CopiedTeacher, RelationDistiller, RelationTargets
 from trl_ext import RopeSFTConfig
 
 RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.characters import character_tokenizer
 from tokenizers import processors
 
-from rope_patch.eval import needles, wordings
+from rope_patch.prompts import needles, wordings
 from trl_ext.rows import question_rows
 from trl_ext.rows.facts import SYLLABLES, draw_facts
 from trl_ext.rows.wordings import FACT_WORDINGS, FILLERS

@@ -8,7 +8,7 @@ from support.characters import CHARACTERS, character_tokenizer
 from support.tiny import tiny
 
 from rope_patch import patch_model, rope_view
-from rope_patch.eval.kv_rows import KVRows
+from rope_patch.generation.kv_rows import KVRows
 from rope_patch.views import Skip
 from trl_ext.rows import own_chats, own_texts
 

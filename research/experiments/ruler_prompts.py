@@ -1,0 +1,48 @@
+"""RULER's prompts for a study: made once, and kept beside its checkpoints, as making them takes minutes."""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rope_patch.checkpoints.full_disk import whole_file
+from rope_patch.eval.measures.ruler import TASKS, RulerPrompts, ruler_prompts
+
+RULER_TASKS = [task for task in TASKS if task != "ruler_qa_hotpot"]  # LinearARD's twelve
+
+
+def kept_prompts(tokenizer: Any, texts: Sequence[str], args: argparse.Namespace) -> RulerPrompts:
+    """The prompts of --ruler, --ruler-tasks, --lengths and --squad, in raw text.
+
+    Args:
+        tokenizer: of the model.
+        texts: held-out text to hide needles in.
+        args: with these and --checkpoints, whose folder gets the prompts; None keeps none.
+    """
+    haystack = "\n".join(texts)
+    # what they are made of, so that others are not taken for them
+    text = hashlib.sha256(haystack.encode()).hexdigest()
+    asked = [Path(tokenizer.name_or_path).name, text, args.ruler, *args.ruler_tasks, *map(str, args.lengths)]
+    file = args.checkpoints and args.checkpoints / "ruler-prompts.json"
+    if file and file.is_file():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["asked"] == asked:
+            return {(length, task): documents for length, task, documents in kept["prompts"]}
+    prompts = ruler_prompts(
+        tokenizer,
+        args.lengths,
+        tasks=args.ruler_tasks,
+        samples=args.ruler,
+        haystack=haystack,
+        squad=args.squad,
+        chat_template="off",
+        progress=False,
+    )
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        cells = [[length, task, documents] for (length, task), documents in prompts.items()]
+        with whole_file(file) as beside:
+            beside.write_text(json.dumps({"asked": asked, "prompts": cells}), encoding="utf-8")
+    return prompts

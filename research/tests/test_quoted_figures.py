@@ -1,0 +1,588 @@
+"""What README and docs quote of results is what the files of results hold."""
+
+import json
+import math
+import re
+from functools import partial
+from statistics import mean, median
+
+import pytest
+import scaling
+from support.pages import RESULTS, ROOT, lines_of, share, text_of
+
+import keeping_results
+import rpsd_far_results
+from paired_results import seed_pairs
+from result_lines import mean_of, runs_by_arm
+from rope_patch.eval.results.paired import paired_interval
+
+
+def means(runs, *kinds):
+    """Means over runs of what each kind gives by length beyond 2048 tokens: `.94, .84, .41`."""
+    return [", ".join(share(mean(run[kind][n] for run in runs)) for n in ("8192", "16384", "32768")) for kind in kinds]
+
+
+def test_the_table_of_what_is_lost_is_that_of_the_report():
+    """Losses, and retrieval at every length: also where it fell."""
+    summary = {
+        row["figure"]: row["values"] for row in json.loads((RESULTS / "report-h200.json").read_text())["summary"]
+    }
+    choosing = text_of("docs/choosing.md")
+    models = ("native", "yarn4", "yarn4+skip")
+
+    def cells(figures, form):
+        return " | ".join(" / ".join(form(summary[f][m]) for f in figures) for m in models)
+
+    def tenths(value):
+        return f"{value:.1f}".removeprefix("0") if value else "0"
+
+    for kind in ("passkey", "single"):
+        assert f"| {cells([f'{kind} at {n}' for n in (4096, 16384, 32768)], tenths)} |" in choosing
+    for figure in ("loss 64..8192 (nats per token)", "loss beyond 8192"):
+        assert f"| {cells([figure], '{:.3f}'.format)} |" in choosing
+
+
+def test_passkeys_as_written_are_those_of_the_file():
+    """In choosing.md and in the results, beside the teacher-forced digits."""
+    groups = {}
+    for run in lines_of("extension-h200.jsonl"):
+        groups.setdefault((run["target"], run["schedule"], run["method"]), []).append(run)
+
+    def written(key, *lengths):
+        return [share(mean(run["passkey"][str(n)] for run in groups[key])) for n in lengths]
+
+    def forced(key, n):
+        return share(mean(run["teacher_forced"]["passkey"][str(n)] for run in groups[key]))
+
+    lengths = {32768: (8192, 16384, 32768), 65536: (8192, 16384, 32768, 65536)}
+    results, choosing = text_of("research/results/extension.md"), text_of("docs/choosing.md")
+    for method in {method for target, schedule, method in groups if (target, schedule) == (65536, "yarn")}:
+        keys = {target: (target, "yarn", method) for target in lengths}
+        cells = [
+            cell for target, key in keys.items() for cell in [*written(key, *lengths[target]), forced(key, target)]
+        ]
+        assert f"| {' | '.join(cells)} |" in results, method
+    for method in ("none", "skip distil"):
+        key = (32768, "ntk", method)
+        assert f"| {' | '.join([*written(key, *lengths[32768]), forced(key, 32768)])} | - |" in results
+        for schedule in ("yarn", "ntk"):
+            shares = [cell if cell != "0" else ".00" for cell in written((32768, schedule, method), *lengths[32768])]
+            assert f"| {' | '.join(shares)} |" in choosing.replace("| 0 |", "| .00 |")
+    native, full = (65536, None, "native"), (65536, "yarn", "full length")
+    for n in (8192, 65536):
+        cells = [*written(native, n), *written((65536, "yarn", "none"), n), *written((65536, "yarn", "pose"), n)]
+        cells += [forced((65536, "yarn", "pose"), n), *written(full, n), forced(full, n)]
+        assert f"| {n} | {' | '.join('.00' if cell == '0' else cell for cell in cells)} |" in choosing
+
+
+def keeping_differences(runs, arm, beside):
+    """Mean and interval of each measure of an arm, less those of another."""
+    header, _, *rows = keeping_results.tables(runs, beside=beside).splitlines()[2:]
+    (row,) = (row for row in rows if row.startswith(f"| {arm},"))
+    cells = zip(header.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True)
+    return {name: [float(x) for x in re.findall(r"[+-]\d\.\d+", cell)] for name, cell in cells}
+
+
+def split_row(row):
+    """Cells of a row of a markdown table."""
+    return row.strip("| ").split(" | ")
+
+
+def size(value):
+    return f"{abs(value):.3f}".removeprefix("0")
+
+
+def least_to_most(difference):
+    """A difference as pages say it, with a place for words behind the mean."""
+    low, high = sorted(map(abs, difference[1:]))
+    return f"{size(difference[0])} {{}}({size(low)} to {size(high)})"
+
+
+@pytest.mark.slow
+def test_what_the_control_of_the_first_seeds_finds_is_told_as_their_file_has_it():
+    runs, said = lines_of("keeping-seeds-h200.jsonl"), text_of("research/results/keeping.md")
+    keep, recipe = (keeping_differences(runs, "no-kl", beside) for beside in ("keep", "keep-2"))
+    lengths = (2048, 4096, 7900, 16384, 32768, 60000)
+    for beside, fewer, words in (
+        (keep, (4096, 7900), "4096 and 7900 tokens, by {} ({} to {}) and {} ({} to {}), and as many"),
+        (recipe, (16384, 32768), "16384 and 32768, by {} ({} to {}) and {} ({} to {})."),
+    ):
+        assert [n for n in lengths if beside[f"keys at {n}"][2] < 0] == list(fewer)
+        assert all(beside[f"keys at {n}"][1] < 0 for n in lengths)
+        assert all(beside[f"passkey at {n}"][2] >= 0 for n in lengths)
+        of = [beside[f"keys at {n}"] for n in fewer]
+        assert words.format(*(size(mean) for d in of for mean in (d[0], d[2], d[1]))) in said
+    less = [size(recipe[f"keys at {n}"][0]) for n in (16384, 32768)]
+    assert "{} and {} fewer at 16384 and 32768 tokens".format(*less) in text_of("docs/choosing.md")
+    assert "fewer look-alikes at 16384 and 32768 tokens, under another rescaling" in text_of("README.md")
+
+
+def test_whether_pose_keeps_more_than_yarn_alone_depends_on_the_prompts():
+    runs, page = lines_of("keeping-seeds-h200.jsonl"), text_of("docs/choosing.md")
+    more = keeping_differences(runs, "pose", "yarn")
+    near, far = ("{} ({} to {})".format(*map(size, more[f"passkey at {n}"])).split(" ", 1) for n in (2048, 7900))
+    lost = [size(keeping_differences(runs, arm, "native")["passkey at 2048"][0]) for arm in ("pose", "yarn")]
+    assert "{} of the passkeys at 2048 tokens (YaRN alone, untrained, loses {})".format(*lost) in text_of(
+        "research/results/keeping.md"
+    )
+    said = "{} more of the passkeys than YaRN alone at 2048 tokens {} and {} more at 7900 {}."
+    assert said.format(*near, *far) in page and more["passkey at 2048"][1] > 0
+
+
+@pytest.mark.slow
+def test_no_arm_of_three_seeds_stays_nearer_and_finds_as_much():
+    assert "nothing stays nearer to the predictions of the model as it came and finds as much beyond its window" in (
+        text_of("docs/choosing.md")
+    )
+    first = lines_of("keeping-seeds-h200.jsonl")
+    later = lines_of("keeping-seeds-h100.jsonl") + lines_of("keeping-long-h100.jsonl")
+    for runs in (first, later):
+        arms = {arm: list({run["seed"]: run for run in same}.values()) for arm, same in runs_by_arm(runs).items()}
+        whole = [run for arm, same in arms.items() for run in same if len(same) == 3]
+        nearness = {arm: mean(run["own"]["kl"] for run in same) for arm, same in arms.items() if len(same) == 3}
+        for arm in nearness:
+            if nearness[arm] < nearness["keep-2"]:
+                apart = keeping_differences(whole, arm, "keep-2")
+                far = [apart[f"{test} at {n}"] for test in ("passkey", "words") for n in (16384, 32768, 60000)]
+                assert min(high for *_, high in far) < 0, arm
+
+
+@pytest.mark.slow
+def test_what_three_seeds_more_gave_is_told_as_their_file_has_it():
+    runs = lines_of("keeping-seeds-h100.jsonl")
+    page, said = (RESULTS / "keeping.md").read_text(), text_of("research/results/keeping.md")
+    (table,) = keeping_results.tables(runs).split("\n\n")[:1]
+    assert table in page
+
+    beyond = partial(keeping_differences, runs)
+    control, native = beyond("no-kl-2", "keep-2"), beyond("keep-2", "native")
+    for name, words in {"keys at 32768": "more than the recipe at 32768 tokens ", "keys at 60000": "at 60000 "}.items():
+        assert control[name][1] > 0 and least_to_most(control[name]).format(words) in said
+    assert all(control[f"keys at {n}"][1] < 0 < control[f"keys at {n}"][2] for n in (2048, 4096, 7900))
+    assert all(control[f"words at {n}"][1] > 0 for n in (7900, 16384, 60000))
+    assert least_to_most(control["replies"]).format("nats likelier ") in said
+    mean_lost, low, high = native["short text"]
+    assert f"{size(mean_lost)} below the model as it came (-{size(low)} to +{size(high)})" in said and low < 0 < high
+    assert least_to_most(native["replies"]).format("nats ") in said and native["ended"][2] < 0
+    within = (2048, 4096, 7900)
+    assert all(native[f"{test} at {n}"][1] > 0 for test in ("passkey", "keys", "words") for n in within)
+    slow, adapters = beyond("keep-2-slow", "keep-2"), beyond("keep-2-lora-slow", "keep-2")
+    assert least_to_most(slow["replies"]).format("nats nearer ") in said
+    assert least_to_most(slow["passkey at 60000"]).format("fewer passkeys at 60000 ") in said
+    fewer = sorted(slow[f"words at {n}"][0] for n in within)
+    assert f"by {size(fewer[-1])} to {size(fewer[0])}, and" in said
+    assert all(slow[f"words at {n}"][2] < 0 for n in within)
+    assert least_to_most(adapters["replies"]).format("nats nearer ") in said
+    far = [adapters[f"words at {n}"] for n in (32768, 60000)]
+    for name in ("README.md", "docs/extend.md"):
+        assert "found as many numbers" in text_of(name) and "and fewer far words" in text_of(name)
+    assert f"by {size(far[0][0])} and {size(far[1][0])}." in said and max(high for *_, high in far) < 0
+    keys = [adapters[f"keys at {n}"] for n in (*within, 16384, 32768, 60000)]
+    assert all(low < 0 < high for _, low, high in keys)
+    cells = keeping_cells("keeping-seeds-h100.jsonl")
+    readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
+    texts, ended = ([short(cells[arm][k]) for arm in ("keep-2", "native")] for k in (8, 7))
+    assert "noise ({}, as it came {}); again fewer replies ended ({}, as it came {})".format(*texts, *ended) in readme
+    words = [cells[arm][11].split(" / ") for arm in ("keep-2", "native")]
+    told = [short(of[k]) for of in words for k in (0, 5)]
+    assert "finds {} at 2048 tokens and {} at 60000, as it came {} and {}".format(*told) in choosing
+    assert f"lost {size(native['short text'][0])} of short text" in choosing
+    seconds = {run["arm"]: [r["train_seconds"] for r in runs if r["arm"] == run["arm"]] for run in runs[3:]}
+    times = [f"{f(seconds[arm]):.0f}" for arm in ("keep-2-lora-slow", "keep-2") for f in (min, max)]
+    assert "{} to {} seconds in place of {} to {}".format(*times) in said
+
+
+@pytest.mark.slow
+def test_what_twice_the_rows_gave_is_told_as_the_file_has_it():
+    runs, said = lines_of("keeping-long-h100.jsonl"), text_of("research/results/keeping.md")
+    assert keeping_results.tables(runs).split("\n\n")[0] in (RESULTS / "keeping.md").read_text()
+    recipe = [run for run in lines_of("keeping-seeds-h100.jsonl") if run["arm"] == "keep-2"]
+    both = [*recipe, *(run for run in runs if run["arm"] != "keep-2")]
+    lengths = (2048, 4096, 7900, 16384, 32768, 60000)
+    found = [f"{test} at {n}" for test in ("keys", "words") for n in lengths]
+    beside = keeping_differences(both, "no-kl-2-slow-long", "keep-2-slow-long")
+    assert min(beside[f"words at {n}"][1] for n in lengths) > 0
+    assert min(beside[f"keys at {n}"][1] for n in (4096, 16384)) > 0
+    assert least_to_most(beside["words at 16384"]).format("more at 16384 tokens ") in said
+    assert least_to_most(beside["replies"]).format("nats nearer ") in said
+    control = keeping_differences(both, "no-kl-2-slow-long", "keep-2")
+    assert min(control[name][2] for name in found) > 0  # none is lower beyond noise
+    mean_far, low, high = control["replies"]
+    assert f"{size(mean_far)} nats further from the model's own, within noise (-{size(low)} to +{size(high)})" in said
+    fast = keeping_differences(lines_of("keeping-seeds-h100.jsonl"), "no-kl-2", "keep-2")
+    assert f"where at 3e-4, in one seed, they were {size(fast['replies'][0])} further" in said
+    slow = keeping_differences(both, "keep-2-slow-long", "native")
+    assert least_to_most(slow["replies"]).format("nats less likely to the model as it came than its own ") in said
+    assert least_to_most(slow["ended"]).format("fewer end ") in said
+    assert least_to_most(slow["short text"]).format("lower, just beyond noise ") in said
+    slow = keeping_differences(both, "keep-2-slow-long", "keep-2")
+    assert all(slow[name][1] < 0 < slow[name][2] for name in ("replies", "short text", "ended"))
+    assert least_to_most(slow["keys at 32768"]).format("more keys at 32768 tokens ") in said
+    fewer = sorted(slow[f"words at {n}"][0] for n in lengths[:-1])
+    assert f"{size(fewer[-1])} to {size(fewer[0])} fewer words up to 32768" in said
+    assert all(slow[f"words at {n}"][2] < 0 for n in lengths[:-1])
+    cells = keeping_cells("keeping-long-h100.jsonl")
+    kl = {arm: short(row[5].split(" ± ")[0]) for arm, row in cells.items()}
+    assert f"a KL of {kl['keep-2-slow-long']} in place of {kl['no-kl-2-slow-long']}" in said
+    choosing, readme = text_of("docs/choosing.md"), text_of("README.md")
+    recipes = short(f"{mean(run['own']['kl'] for run in recipe):.3f}")
+    assert f"KL of {recipes} in place of {kl['no-kl-2-slow-long']}" in choosing
+    assert f"KL {kl['no-kl-2-slow-long']} in place of {recipes}" in readme
+
+
+@pytest.mark.slow
+def test_questions_about_a_paragraph_are_told_as_their_files_have_them():
+    runs = lines_of("keeping-long-h100.jsonl", "keeping-squad-h200.jsonl")
+    page, said = (RESULTS / "keeping.md").read_text(), text_of("research/results/keeping.md")
+    assert keeping_results.tables(runs).split("\n\n")[-1] in page
+    rows = [split_row(row) for row in keeping_results.paragraph_table(runs, "native").splitlines()[2:]]
+    squad = {arm: short(share) for arm, _, share, *_ in rows}
+    assert {seeds for arm, seeds, *_ in rows if arm in ("keep-2", "no-kl-2-slow-long")} == {"0 1 2"}
+    beyond = {arm: [float(x) for x in re.findall(r"[+-]\d\.\d+", cell)] for arm, _, _, cell, *_ in rows[1:]}
+    assert min(low for _, low, _ in beyond.values()) > 0
+    _, low, high = beyond["keep-2"]
+    assert f"model as it came, {squad['native']}: the recipe {squad['keep-2']}, in three" in said
+    assert f"({size(low)} to {size(high)} more)" in said
+    ((_, _, _, cell, *_),) = (
+        row for row in map(split_row, keeping_results.paragraph_table(runs, "keep-2").splitlines()) if "no-kl" in row[0]
+    )
+    more, low, high = map(float, re.findall(r"[+-]\d\.\d+", cell))
+    assert squad["no-kl-2-slow-long"] == max(squad.values()) and low > 0
+    assert f"{squad['no-kl-2-slow-long']}, {size(more)} more than the recipe ({size(low)} to {size(high)})" in said
+    ((*_, cell),) = (row for row in rows if row[0] == "no-kl-2-slow-long")
+    less, low, high = map(float, re.findall(r"[+-]\d\.\d+", cell))
+    assert high <= 0 and f"is {size(less)} below that of the model as it came, just beyond" in said
+    assert f"({size(high)} to {size(low)})" in said
+    questions = {run["squad"]["questions"] for run in runs if "squad" in run}
+    assert f"SQuAD's questions, {questions.pop()} about 152 paragraphs" in said and not questions
+    told = [squad[arm] for arm in ("keep-2", "no-kl-2-slow-long", "native")]
+    assert "recipe answers {}, the control {}, the model as it came {}, [in three".format(*told) in text_of(
+        "docs/choosing.md"
+    )
+    told = [short(f"{float(share):.2f}") for share in told]
+    assert "recipe answers {}, the control {}, the model as it came {}, [in three".format(*told) in text_of("README.md")
+
+
+def test_the_table_of_long_rows_is_that_of_its_file():
+    header, *lines = lines_of("long-rows-h200.jsonl")
+    cases = [line for line in lines if "case" in line]  # another run has a header of its own
+    page = text_of("research/results/speed.md")
+    whole = {}
+    for case in cases:
+        figures = [f"{case['seconds']:.2f}", f"{case['tokens_per_second']:.0f}", f"{case['tflops']:.0f}"]
+        figures += [f"{case['peak_gib']:.1f}", f"{case['planned_gib']:.1f}" if "planned_gib" in case else "-"]
+        figures.append(f"{case['peak_gib_with_32_layers']:.0f}" if "peak_gib_with_32_layers" in case else "-")
+        assert f"| {' | '.join(figures)} |" in page
+        whole[case["case"]] = figures[-1]
+    assert f"{header['trl']}; one step a case" in page
+    seconds = {case["case"]: case["seconds"] for case in cases}
+    for length in (65536, 131072):
+        ratio = seconds[f"trl-offload:{length}"] / seconds[f"clm:{length}:on"]
+        assert f"{ratio:.2f} times" in page
+    slower = [1 - seconds[case] / seconds["clm:65536:on"] for case in ("clm:65536", "trl:65536")]
+    assert "trains {:.0%} slower, {:.0%} slower than TRL".format(*slower).replace("%", " %") in page
+    next_token = [whole[f"clm:{length}:on"] for length in (262144, 524288)]
+    assert "262144 tokens takes {} GiB with all layers and one of 524288 tokens {},".format(*next_token) in page
+    assert f"self-distillation takes {whole['self-distill:262144:on']} GiB" in page
+    by_layers = {case.get("peak_gib_with_32_layers"): case for case in cases if case["length"] == 342000}
+    gib, reckoned = f"{by_layers.pop(None)['peak_gib']:.1f}", f"{next(iter(by_layers)):.0f}"
+    assert f"A row of 342000 tokens trains with all layers in {gib} GiB" in page
+    assert f"by arithmetic from twelve layers it was {reckoned}" in page
+    assert f"[{float(gib):.0f} GiB](research/results/speed.md#long-rows-on-one-gpu)" in text_of("README.md")
+
+
+def test_the_tables_of_several_gpus_are_those_of_their_file():
+    page, of_scaling, of_engines = (text_of(f"docs/{name}.md") for name in ("results/speed", "scaling", "several_gpus"))
+    own_rows = ("self-distill", "pose", "relation-distill")
+    one, shared, efficiency, shared_memory = {}, [], {}, {}
+    for line in lines_of("several-gpus-h200.jsonl"):
+        gib = f"{line['peak_gib']:.1f}"
+        if line["case"] not in own_rows:
+            shared += [line] if "seconds" in line else []
+            shared_memory[line["case"]] = gib
+        elif line["gpus"] == 1:  # what lines of several GPUs that follow are compared with
+            one[line["case"]] = line["tokens_per_second"], gib
+        else:
+            n, (rate, gib_of_one) = line["gpus"], one[line["case"]]
+            share = f"{line['tokens_per_second'] / (n * rate):.0%}".replace("%", " %")
+            efficiency[line["case"], n] = share
+            own = [f"{rate:.0f}", gib_of_one, str(n), f"{line['tokens_per_second']:.0f}", gib, share]
+            assert f"| {line['tokens'] // n} | {' | '.join(own)} |" in page
+    assert len(efficiency) == 6
+    ring, trl = shared_memory["ring-clm"], shared_memory["ring-trl"]
+    assert f"takes {ring} GiB on each of two GPUs in a ring, and {trl} by TRL's trainer" in page
+    fsdp2 = sorted(efficiency[case, n] for case in own_rows[:2] for n in (2, 4))
+    ddp = " and ".join(efficiency["relation-distill", n].removesuffix(" %") for n in (2, 4))
+    assert f"had {fsdp2[0]} to {fsdp2[-1]} of as many times the rate of one under `fsdp2`" in of_scaling
+    assert f"and {ddp.replace(' and', ' % and')} % under `ddp`" in of_scaling
+    least, most = fsdp2[0].removesuffix(" %"), fsdp2[-1]
+    assert f"under `fsdp2`, {least} to {most} of as many times the rate" in of_engines
+    assert f"first stage under `ddp`, {ddp} %" in of_engines
+    readme = text_of("README.md")
+    assert f"[{least} to {most}](research/results/speed.md#two-and-four-gpus) of as many times" in readme
+    assert f"under `ddp` at {ddp} %" in readme
+
+    names = {"ring": "ring, `fsdp2-cp`", "ulysses": "Ulysses, `zero3-sp`"}
+    config = scaling.config_of("qwen3-4b")
+    assert len(shared) == 7
+    lost = {}
+    for line in shared:
+        config.num_hidden_layers = line["layers"] or scaling.config_of("qwen3-4b").num_hidden_layers
+        operations = scaling.flops_per_token(config, line["length"], all_weights=True)
+        runs = scaling.measured_runs()
+        ideal = line["gpus"] * scaling.speed(runs) / operations / scaling.cost(runs, "self-distill sequential")
+        figures = [str(line["gpus"]), str(line["length"])]
+        figures += [f"{config.num_hidden_layers}, {names[line['case']]}", f"{line['seconds']:.2f}"]
+        figures += [f"{line['tokens_per_second']:.0f}", f"{line['peak_gib']:.1f}"]
+        lost[line["case"], line["gpus"], line["length"]] = 1 - line["tokens_per_second"] / ideal
+        figures.append(f"{line['tokens_per_second'] / ideal:.0%}".replace("%", " %"))
+        assert f"| {' | '.join(figures)} |" in page
+        by_arithmetic = f"{line['length'] / ideal:.1f}"
+        minutes, gib = line["seconds"] / 60, line["peak_gib"]
+        if line["layers"] is None:
+            assert f"row of 262144 tokens on two H200s: {minutes:.1f} minutes a step, {gib:.1f} GiB on each" in page
+            said = f"took {line['seconds']:.1f} seconds at 262144 tokens on two, by this arithmetic {by_arithmetic}"
+            assert said in of_scaling
+        if line["length"] == 1 << 20:
+            assert f"with four layers of 36: {minutes:.1f} minutes a step, {gib:.1f} GiB on each" in page
+            said = f"{line['seconds']:.1f} at 1048576 tokens in four layers on four, by arithmetic {by_arithmetic}"
+            assert said in of_scaling
+            weights = sum(p.numel() for p in scaling._on_meta("qwen3-4b", True).model.layers[4:].parameters())
+            assert f"{gib + 16 * weights / 4 / scaling.GIB:.0f} GiB on each GPU, with the weights" in page
+            assert f"{9 * minutes:.0f} minutes a step, nine times as long" in page
+    ring, ulysses = (f"{lost[case, 4, 65536]:.0%}".replace("%", " %") for case in ("ring", "ulysses"))
+    assert f"over four GPUs, loses {ring} in a ring and {ulysses} under Ulysses" in page
+    host = scaling.memory_on("qwen3-4b", 1 << 20, "self-distill", 4, all_weights=True, shared=True).split(" / ")[-1]
+    assert f"{host} GiB of the host for each GPU, or {math.ceil(int(host) / 2)} with `passes" in page
+
+
+def keeping_cells(*files, table=0):
+    """Of each arm the cells of one of the tables of research/results/keeping.md, without their stars."""
+    rows = keeping_results.tables(lines_of(*files)).split("\n\n")[table].splitlines()[2:]
+    cells = [row.strip("| ").replace("*", "").split(" | ") for row in rows]
+    return {row[0]: row for row in cells}
+
+
+def short(cell):
+    """As pages say it: .90, and 0."""
+    return "0" if float(cell) == 0 else cell.removeprefix("0")
+
+
+@pytest.mark.slow
+def test_what_each_method_gave_and_lost_in_the_readme():
+    """A row of its table of methods: what it gave, and what it lost."""
+    readme = text_of("README.md")
+    kept, searched = keeping_cells("keeping-seeds-h200.jsonl"), keeping_cells("keeping-h200.jsonl")
+
+    def at(cells, arm, column, length):
+        lengths = [2048, 4096, 7900, 16384, 32768, 60000]
+        return short(cells[arm][{"passkey": 9, "keys": 10}[column]].split(" / ")[lengths.index(length)])
+
+    found = [at(kept, arm, "passkey", 60000) for arm in ("keep-2", "native")]
+    texts = [short(kept[arm][8]) for arm in ("native", "keep-2")]
+    ended = [short(kept[arm][7]) for arm in ("native", "keep-2")]
+    lost = f"short text {' → '.join(texts)}, replies that end {' → '.join(ended)}"
+    assert f"passkeys at 60000 tokens {found[0]}, before {found[1]} | {lost} |" in readme
+    far, declared, beyond = (at(searched, "ntk8", "passkey", n) for n in (16384, 32768, 60000))
+    keys = [at(searched, arm, "keys", 7900) for arm in ("native", "ntk8")]
+    it_gave = f"passkeys at 16384 tokens {far}, at 32768 {declared}, at 60000 {beyond}"
+    assert f"{it_gave} | look-alikes at 7900 tokens {' → '.join(keys)} |" in readme
+    losses = [kept[arm][4].split(" ± ")[0] for arm in ("pose", "keep-2")]
+    passkeys = [at(kept, arm, "passkey", 2048) for arm in ("native", "pose")]
+    said = f"loss at 32K to 64K {losses[0]}, by `extend`'s recipe {losses[1]} | passkeys at 2048 tokens"
+    assert f"{said} {' → '.join(passkeys)} |" in readme
+    by_arm = runs_by_arm(lines_of("rpsd-far-h200.jsonl"))
+    keys = [
+        share(mean(rpsd_far_results.by_exam(by_arm[arm], "multikey", 131072)))
+        for arm in ("skip", "next-token", "pose", "abf")
+    ]
+    times = [run for run in steps() if run["run"] in ("clm", "self-distill") and run["length"] < 100_000]
+    rates = {(run["shape"], run["length"], run["run"]): run["tokens_per_second"] for run in times}
+    ratios = [rates[shape, n, "clm"] / rate for (shape, n, run), rate in rates.items() if run == "self-distill"]
+    said = "131072, teacher-forced: {}; next-token training {}, on the same skips {}, no training {}".format(*keys)
+    before = {run["arm"]: run["train_seconds"] for run in lines_of("rpsd-far-h100.jsonl")}
+    ours = f"{before['skip'] / before['next-token']:.1f} times the minutes, {median(ratios):.1f} on models of 4B and 8B"
+    within = [mean(mean_of(run["loss x1"], 64, 32768) for run in by_arm[arm]) for arm in ("skip", "next-token")]
+    # held by its page's tests
+    said += "; noise on attention, its control, finds as many keys as the skip, and rows of 65536 show no gain in keys"
+    assert f"{said} | {ours}; loss in the row {share(within[0] - within[1])} higher |" in readme
+    runs = lines_of("restoration-h200.jsonl")
+
+    def over_seeds(arm, figure):
+        return mean(run[figure] for run in runs if run["arm"] == arm and run["after"] in ("extend", None))
+
+    arms = "pi4", "pi4 hidden+cpt", "pi4 clm qkv 0.001+cpt"
+    kept_share = [f"{100 * over_seeds(arm, 'short_mean') / over_seeds('native', 'short_mean'):.1f} %" for arm in arms]
+    loss = [f"{over_seeds(arm, 'loss_in_window'):.3f}" for arm in arms]
+    said = f"{kept_share[0]} → {kept_share[1]}; the control without teacher {kept_share[2]}, not beyond chance"
+    assert f"{said} | loss on books: {loss[1]}, the control {loss[2]} |" in readme
+
+
+def steps():
+    """Timed steps of models with random weights."""
+    return json.loads((RESULTS / "self-distill-step-h200.json").read_text())["runs"]
+
+
+def test_what_training_costs_in_the_readme():
+    readme = text_of("README.md")
+
+    def cells(runs):
+        """GiB, and minutes for a million tokens, of runs in the order of their lengths."""
+        minutes = [f"{1e6 / run['tokens_per_second'] / 60:.1f}" for run in runs]
+        memory = [f"{run['peak_gib']:.1f}" for run in runs]
+        return f"{' / '.join(memory)} | {' / '.join(minutes)} |"
+
+    cost = lines_of("extension-cost-h200.jsonl")
+    (gaps,) = (run for run in cost if run["method"] == "pose" and run["rows_at_once"] == 4)
+    assert f"| 4 rows of 8192 at once | {cells([gaps])}" in readme
+    for whole in (run for run in cost if run["method"] == "full length"):
+        assert f"| 65536 | {cells([whole])}" in readme
+    for shape, name, trained in (("llama-3-8b", "Llama-3-8B", "LoRA"), ("qwen3-4b", "Qwen3-4B", "all weights")):
+        runs = sorted((r for r in steps() if (r["shape"], r["run"]) == (shape, "clm")), key=lambda run: run["length"])
+        lengths = " / ".join(str(run["length"]) for run in runs)
+        assert f"| {name} | {trained} | {lengths} | {cells(runs)}" in readme
+    minutes = sorted(
+        run["train_seconds"] / 60 for run in lines_of("keeping-seeds-h200.jsonl") if run["arm"] == "keep-2"
+    )
+    assert f"took {minutes[0]:.1f} to {minutes[-1]:.1f} minutes" in readme
+    hour = json.loads((RESULTS / "first-hour-h200.json").read_text())
+    assert f"after, took [{hour['seconds']['extend'] / 60:.1f}](research/results/first_hour.md" in readme
+    steps_of = {run["case"]: run for run in json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]}
+    a_million = hour["training"]["seconds"] / hour["training"]["tokens"] * 1e6 / 60
+    assert f"| 8192 and 1024 | {steps_of['smollm2 all']['peak_gib']:.1f} | {a_million:.1f} |" in readme
+    for case in ("gemma3 all checkpointing", "llama-8b lora"):
+        run = steps_of[case]
+        a_million = run["seconds_a_row"] / run["length"] * 1e6 / 60
+        assert f"| {run['length']} | {run['peak_gib']:.1f} | {a_million:.1f} |" in readme
+
+
+@pytest.mark.slow
+def test_what_is_said_of_the_recipe_that_keeps_is_what_its_three_seeds_gave():
+    table = keeping_results.tables(lines_of("keeping-seeds-h200.jsonl")).split("\n\n")[0]
+    assert table in (RESULTS / "keeping.md").read_text()
+    cells = keeping_cells("keeping-seeds-h200.jsonl")
+    readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
+    arms = ["native", "yarn", "pose", "keep-2", "no-kl"]
+
+    def row_of(column, lengths=None):
+        told = [cells[arm][column].split(" ± ")[0].split(" / ") for arm in arms]
+        return [" / ".join(short(cell[k]) for k in (lengths or [0])) for cell in told]
+
+    for name, row in {
+        "[passkey](glossary.md#passkey), 2048 / 7900 / 60000": row_of(9, [0, 2, 5]),
+        "[keys among look-alikes](glossary.md#look-alike-keys), the same lengths": row_of(10, [0, 2, 5]),
+        "away from its own chats ([nats](glossary.md#nats) a token)": row_of(5),
+        "replies that end within 128 tokens": row_of(7),
+        "[short benchmarks](glossary.md#short-benchmarks)": row_of(8),
+    }.items():
+        assert f"| {name} | {' | '.join(row)} |" in choosing
+    for name, row in {
+        "[short benchmarks](docs/glossary.md#short-benchmarks), accuracy": row_of(8),
+        "replies that end within 128 tokens": row_of(7),
+        "distance from its own way of speaking ([KL](docs/glossary.md#kl), nats a token)": row_of(5),
+    }.items():
+        assert f"| {name} | {' | '.join(row)} |" in readme
+    assert {arm: int(cells[arm][1]) for arm in ("keep-2", "no-kl")} == {"keep-2": 3, "no-kl": 2}
+    recipe = (ROOT / "examples" / "recipes" / "smollm2_keep_64k.yaml").read_text()
+    passkeys, keys = (cells["keep-2"][k].split(" / ") for k in (9, 10))
+    lost = float(cells["native"][8]) - float(cells["keep-2"][8])
+    for text in (choosing, " ".join(recipe.replace("#", "").split())):
+        assert f"1.00 to 32768 tokens and {short(passkeys[5])} at 60000" in text and set(passkeys[:5]) == {"1.00"}
+        assert short(keys[5]) in text and f"{lost:.3f}".removeprefix("0") in text
+        assert short(cells["keep-2"][7]) in text and short(cells["native"][7]) in text
+
+
+def test_controls_of_self_distillation_stand_beside_it():
+    """Untrained ABF in the table, and how strong each control's KL was."""
+    runs = lines_of("rpsd-small-scale-h200.jsonl")
+    page, results = text_of("docs/self_distillation.md"), text_of("research/results/self_distillation.md")
+    for arm in ("abf", "standard", "pose baseline", "longce", "skip", "skip, Y = 3 L"):
+        keys, mentions = means([run for run in runs if run["arm"] == arm], "multikey", "ordinal")
+        assert f"| {keys} | {mentions} |" in page, arm
+    for arm, sentence in (
+        ("skip", "is {:.3f} nats for the skip"),
+        ("noise", "{:.3f} nats"),
+        ("dropout", "{:.2f} nats"),
+    ):
+        late = [
+            e["kl"] for run in runs if run["arm"] == arm for e in run["log"] if e.get("step", 0) > 192 and "kl" in e
+        ]
+        assert sentence.format(median(late)) in results
+    plain, skip = sorted(lines_of("rpsd-small-scale-32k-rows-h200.jsonl"), key=lambda run: run["arm"] == "skip")
+    for span in (0, -1):
+        losses = [run["loss_by_position"][span]["loss"] for run in (skip, plain)]
+        assert f"{losses[0]:.3f} and {losses[1]:.3f}" in results
+
+
+def test_rows_of_four_windows_are_told_as_their_file_has_them():
+    runs, said = lines_of("rpsd-far-h200.jsonl"), text_of("research/results/self_distillation.md")
+    page = (RESULTS / "self_distillation.md").read_text()
+    for table in rpsd_far_results.tables(runs).split("\n\n"):
+        assert table in page
+    arms = runs_by_arm(runs)
+    names = ("skip", "next-token", "next-token x1.6", "pose", "abf", "cyclic")
+    assert set(arms) == set(names) and {len(same) for same in arms.values()} == {3}
+
+    def found(same, kind, length):
+        return f"{mean(rpsd_far_results.by_exam(same, kind, length)):.3f}".removeprefix("0")
+
+    keys, mentions = ([found(arms[name], kind, 131072) for name in names] for kind in ("multikey", "ordinal"))
+    assert "{} of the keys, in place of {} by next-token".format(*keys) in said
+    assert "{2} by 1.6 times its steps, and {3} by next-token training on the same".format(*keys) in said
+    assert "Of the mentions it finds {}, in place of {}, {} and {}. ABF".format(*mentions) in said
+    assert f"ABF alone finds {keys[4]} and {mentions[4]} there" in said
+    assert f"finds less than next-token training, {keys[5]} and {mentions[5]}" in said
+    for name in names[1:]:
+        for seed, skip in enumerate(arms["skip"]):
+            for kind in ("multikey", "ordinal"):
+                ours, theirs = (found([run], kind, 131072) for run in (skip, arms[name][seed]))
+                assert ours > theirs, (name, seed, kind)
+    pose = seed_pairs(arms["skip"], arms["pose"])
+    for kind, sentence in (("multikey", "{} of the keys ({} to {})"), ("ordinal", "{} of the mentions ({} to {})")):
+        differences = rpsd_far_results.differences(pose, (kind, 131072, 4))
+        figures = (mean(differences), *paired_interval(differences, bounds=(-1, 1)))
+        assert sentence.format(*(f"{figure:.3f}".removeprefix("0") for figure in figures)) in said
+    page = text_of("docs/self_distillation.md")
+    for name in names:
+        cells = [
+            ", ".join(share(mean(rpsd_far_results.by_exam(arms[name], kind, n))) for n in (32768, 65536, 131072))
+            for kind in ("multikey", "ordinal")
+        ]
+        assert "| {} | {} |".format(*cells) in page, name
+    near = [found(arms[name], "multikey", 32768) for name in ("skip", "next-token", "abf")]
+    assert "keys {}, {} with next-token training, {} without training".format(*near) in said
+
+    def loss(name, field, first, end):
+        return mean(mean_of(run[field], first, end) for run in arms[name])
+
+    cost = [loss(name, "loss x1", 64, 32768) - loss("next-token", "loss x1", 64, 32768) for name in ("skip", "cyclic")]
+    assert [f"{nats:.2f}" for nats in cost] == ["0.02", "0.07"]
+    assert "It costs .02 nats of loss within the row" in said and "costs .07 nats" in said
+    far = {name: loss(name, "loss x4", 32768, 131072) for name in names}
+    lower = [f"{far[name] - far['skip']:.3f}".removeprefix("0") for name in ("next-token", "pose")]
+    assert "the skip's loss is {} lower, {} lower than PoSE's".format(*lower) in said
+    kl = {name: mean(map(rpsd_far_results.kl, arms[name])) for name in ("skip", "cyclic")}
+    assert round(kl["cyclic"] / kl["skip"]) == 9 and "its KL is nine times the skip's" in said
+
+    before = {run["arm"]: run for run in lines_of("rpsd-far-h100.jsonl")}
+    order = ("skip", "next-token", "abf")
+    keys, mentions = ([found([before[arm]], kind, 131072) for arm in order] for kind in ("multikey", "ordinal"))
+    assert "keys {}, {} and {} by the skip, next-token training and none".format(*keys) in said
+    assert "mentions {}, {} and {}.".format(*mentions) in said
+    ratio = before["skip"]["train_seconds"] / before["next-token"]["train_seconds"]
+    assert f"the skip took {ratio:.1f} times as long" in said and round(10 * 1.6 / ratio) == 9
+
+
+def test_rates_of_the_relation_kernel_count_its_products():
+    """Six products of matrices over the causal half, attention's seven."""
+
+    def rate(file, peer):
+        rows = json.loads((RESULTS / file).read_text())["rows"]
+        row = next(r for r in rows if r["n"] == 8192 and r["shape"].startswith("H32"))
+        return round(100 * (6 / row["relation_kl"]["both_ms"]) / (7 / row[peer]["both_ms"]))
+
+    cudnn, flash = rate("relation-kl-h200.json", "cudnn"), rate("relation-kl-flash4-h200.json", "flash4")
+    assert f"{cudnn} % of cuDNN's rate, and in the run below at {flash} % of FlashAttention-4's" in text_of(
+        "research/results/kernels.md"
+    )
+    assert f"{cudnn} % of cuDNN's and {flash} % of FlashAttention-4's" in text_of("docs/distillation.md")

@@ -1,0 +1,82 @@
+"""An adapter that is loaded onto a patched model was trained with the RoPE of the model, whoever loads it.
+
+PEFT and Transformers know nothing of RoPE when they load. Both ask the decoder for its modules before they change the
+model; the call that loads is then among those in progress.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.utils import logging
+
+from ..base.call_stack import frames
+from ..forward.state import RopeState
+from .sidecar import SIDECAR_NAME, require_rope_of_adapter
+
+logger = logging.get_logger(__name__)
+
+_CONFIG = "adapter_config.json"
+_LOADS = {
+    ("peft", "from_pretrained"): "model_id",
+    ("peft", "load_adapter"): "model_id",
+    ("peft", "hotswap_adapter"): "model_name_or_path",
+    ("transformers", "load_adapter"): "peft_model_id",
+}
+_OF_HUB = ("revision", "cache_dir", "token")
+
+
+def require_rope_of_loads(state: RopeState) -> None:
+    """Raise ValueError if an adapter is being loaded that was trained with other RoPE parameters than `state` has."""
+    for model_id, of_hub in _loads_in_progress():
+        subfolder = of_hub.get("subfolder") or ""
+        folder: Path | None = Path(model_id, subfolder)
+        if not Path(model_id, subfolder, _CONFIG).is_file():
+            folder = _from_hub(str(model_id), subfolder, {name: of_hub.get(name) for name in _OF_HUB})
+        if folder is not None:
+            require_rope_of_adapter(folder, state)
+
+
+def _loads_in_progress() -> Iterator[tuple[str | os.PathLike[str], dict[str, Any]]]:
+    """The folder or repository of each adapter that is being loaded, and what was said of where on the hub it lies."""
+    for frame in frames():
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        argument = _LOADS.get((package, frame.f_code.co_name))
+        if argument is None:
+            continue
+        given = frame.f_locals
+        # PEFT's configs and Transformers' state dicts are loaded by methods of these names too
+        if not any(isinstance(given.get(name), nn.Module) for name in ("model", "self")) or given.get(argument) is None:
+            continue
+        of_transformers = getattr(given.get("load_config"), "download_kwargs", None)
+        of_hub = [given.get(name) for name in ("kwargs", "hf_hub_download_kwargs", "adapter_kwargs")]
+        yield given[argument], {k: v for entries in (*of_hub, of_transformers) for k, v in (entries or {}).items()}
+
+
+def _from_hub(repository: str, subfolder: str, of_hub: dict[str, Any]) -> Path | None:
+    """The folder of an adapter in the cache of the hub, with its specification if it has one; None if it is not there.
+
+    Whoever loads it has its config already, and an answer that it has no specification is kept in the cache too: the
+    hub is asked once.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    at = {"revision": of_hub["revision"], "cache_dir": of_hub["cache_dir"]}
+    inside = f"{subfolder}/" if subfolder else ""
+    try:
+        config = try_to_load_from_cache(repository, inside + _CONFIG, **at)
+    except HFValidationError:  # a folder that is none
+        return None
+    if not isinstance(config, str):
+        return None
+    if try_to_load_from_cache(repository, inside + SIDECAR_NAME, **at) is None:
+        try:
+            hf_hub_download(repository, inside + SIDECAR_NAME, **of_hub)
+        except EntryNotFoundError:  # without a network too: then nobody knows, which the caller warns of
+            pass
+        except (HfHubHTTPError, OSError) as error:
+            logger.warning_once(f"Whether {repository} has a {inside}{SIDECAR_NAME} could not be asked: {error}")
+    return Path(config).parent

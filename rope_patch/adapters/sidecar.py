@@ -1,0 +1,290 @@
+"""An adapter does not record RoPE: what it was trained with is written beside it, and put back when it is loaded.
+
+`adapter_config.json` has no key for it, so a plain reload on the base model gives another model. Where this package is
+not imported, nothing can refuse that: the config gets a key that PEFT does not know, and PEFT warns by its name.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers.utils import logging
+
+from ..base.json_records import read_record
+from ..base.registry import unknown
+from ..base.version import __version__
+from ..methods import resolve_rescaling, resolve_view
+from ..rescalings import Rescaling
+from ..rope.rotary import find_causal_lm, find_decoder, with_factors
+from ..views import View
+
+if TYPE_CHECKING:
+    from ..forward.state import RopeState
+
+logger = logging.get_logger(__name__)
+
+SIDECAR_NAME = "rope_patch.json"
+# PEFT shows it, in quotation marks and without its value, to whoever loads the adapter without this package
+CONFIG_MARK = (
+    "This adapter needs the RoPE scaling that it was trained with and gives wrong output without it: load it with "
+    "rope_patch.load_adapter (pip install rope-patch). Upgrading PEFT does not help."
+)
+CONFIG_MARKS = frozenset((CONFIG_MARK, "load_with_rope_patch_load_adapter"))  # the other one is of older versions
+_FORMAT = 1
+_STACKED = 2  # of several rescalings, which a version that knows format 1 alone would load as the last one
+
+
+def specification(state: "RopeState") -> dict[str, Any]:
+    """What an adapter of this model needs to know about RoPE, as JSON values."""
+    sampled = state.ended if state.source is None else (state.source.view, state.when)
+    view: dict[str, Any] | None = None
+    if sampled is not None:
+        view = {
+            "method": sampled[0].name,
+            "repr": repr(sampled[0]),
+            "when": sampled[1],
+            "options": _options_of(sampled[0]),
+            "seed": 0 if state.source is None else state.source.clock.seed,
+        }
+    # those that come back, inside a `native_rope` block
+    current = state.current if state.beside_native is None else state.beside_native[0]
+    rescalings = [{"method": rescaling.name, "options": rescaling.options()} for rescaling in state.rescalings]
+    return {
+        "format": _STACKED if rescalings[1:] else _FORMAT,
+        "rescaling": rescalings[-1] if rescalings else None,
+        **({"rescalings": rescalings} if rescalings[1:] else {}),
+        "view": view,
+        "rope_parameters": current.rope_parameters,
+        "max_position_embeddings": current.max_position_embeddings,
+        "native_rope_parameters": state.native.rope_parameters,
+        "native_max_position_embeddings": state.native.max_position_embeddings,
+        "rope_patch_version": __version__,
+    }
+
+
+def mark_config(directory: Path) -> None:
+    """Let PEFT warn, by an unknown key in the config of the adapter in `directory`, whoever loads it without RoPE."""
+    path = directory / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config[CONFIG_MARK] = f"It was trained with the RoPE in {SIDECAR_NAME}: PEFT alone runs it with that of its base."
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def require_no_lost_sidecar(directory: Path) -> None:
+    """Raise FileNotFoundError if an adapter was saved with a specification that does not lie beside it any more."""
+    path = directory / "adapter_config.json"
+    if path.is_file() and not CONFIG_MARKS.isdisjoint(read_adapter_config(directory)):
+        raise FileNotFoundError(
+            f"{directory / SIDECAR_NAME} does not exist, and an entry of {path} says that it was saved with the "
+            "adapter, whose RoPE is not that of its base model: copy it from where the adapter was saved. If you know "
+            "the RoPE, remove that entry, load the adapter with peft.PeftModel.from_pretrained, and call patch_model."
+        )
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """PEFT's config of the adapter in a folder.
+
+    Raises:
+        ValueError: it is no JSON, or not what PEFT writes.
+    """
+    shape = {"base_model_name_or_path": str | None, "revision": str | None, "peft_type": str | None}
+    return read_record(directory / "adapter_config.json", "Copy it again from where the adapter was saved.", shape)
+
+
+def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The specification beside an adapter.
+
+    Raises:
+        FileNotFoundError: there is no such directory, or no specification in it.
+        ValueError: it is of another format, or not what `specification` makes.
+    """
+    path = Path(directory) / SIDECAR_NAME
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"there is no directory {directory}: name the one that the adapter was saved in. One that is on the hub "
+            "is downloaded with huggingface_hub.snapshot_download."
+        )
+    if not path.is_file():
+        require_no_named_adapters(path.parent)
+        require_no_lost_sidecar(path.parent)
+        raise FileNotFoundError(
+            f"{path} does not exist: this adapter was not saved from a model patched by rope_patch, so what RoPE "
+            "it was trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model if "
+            "you know it."
+        )
+    specification = read_record(path, "Copy it again from where the adapter was saved.")
+    try:
+        if specification.get("format") not in (_FORMAT, _STACKED):
+            raise ValueError(
+                f"must be of format {_FORMAT} or {_STACKED}, got {specification!r:.200}. Update rope-patch."
+            )
+        _check(specification)
+        rescalings_of(specification)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return specification
+
+
+def require_no_named_adapters(directory: Path) -> None:
+    """Raise FileNotFoundError if adapters were saved there under names of their own, each in a folder within."""
+    named = sorted(path.parent.name for path in directory.glob(f"*/{SIDECAR_NAME}"))
+    if named and not (directory / "adapter_config.json").is_file():
+        raise FileNotFoundError(
+            f"{directory} holds adapters by name, each in its own folder: {', '.join(named)}. Name the folder of one, "
+            f"e.g. {directory / named[0]}."
+        )
+
+
+_KEYS = {
+    "format": int,
+    "rescaling": dict | None,
+    "view": dict | None,
+    "rope_parameters": dict,
+    "max_position_embeddings": int | None,
+    "native_rope_parameters": dict,
+    "native_max_position_embeddings": int | None,
+    "rope_patch_version": str,
+}
+_OPTIONAL_KEYS = {"rescalings": list, "adapter_weights": str | None}
+_METHOD_KEYS = {"method": str, "options": dict}
+_VIEW_KEYS = {"method": str, "repr": str, "when": str}
+_OPTIONAL_VIEW_KEYS = {"options": dict | None, "seed": int}
+
+
+def _check(specification: dict[str, Any]) -> None:
+    _require_keys("it", specification, _KEYS, _OPTIONAL_KEYS)
+    if (specification["format"] == _STACKED) != ("rescalings" in specification):
+        raise ValueError(
+            f"'rescalings' belongs to format {_STACKED}, and that to it; got format {specification['format']}."
+        )
+    for rescaling in [
+        *specification.get("rescalings", []),
+        *([specification["rescaling"]] if specification["rescaling"] is not None else []),
+    ]:
+        _require_keys("a rescaling", rescaling, _METHOD_KEYS)
+    if specification["view"] is not None:
+        _require_keys("'view'", specification["view"], _VIEW_KEYS, _OPTIONAL_VIEW_KEYS)
+        if specification["view"]["when"] not in ("train", "always"):
+            raise ValueError(f"'when' of 'view' must be 'train' or 'always', got {specification['view']['when']!r}.")
+
+
+def _require_keys(owner: str, entry: object, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
+    """Raise ValueError unless `entry` has these keys and no others, with values of these types."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{owner} must be an object, got {entry!r:.200}.")
+    known = {**required, **(optional or {})}
+    for name, value in entry.items():
+        if name not in known:
+            raise unknown("key", name, known, of=owner)
+        if not isinstance(value, known[name]) or isinstance(value, bool):
+            raise ValueError(f"{name!r} of {owner} must be {known[name]}, got {value!r:.200}.")
+    missing = [name for name in required if name not in entry]
+    if missing:
+        raise ValueError(f"{owner} must have {', '.join(map(repr, missing))}, got {', '.join(map(repr, entry))}.")
+
+
+def rescalings_of(specification: dict[str, Any]) -> list[Rescaling]:
+    """Each rescaling of a specification, in the order in which they are applied.
+
+    Raises:
+        ValueError: one of them is none, e.g. the name of a view, or has options that it does not take.
+    """
+    last = specification["rescaling"]
+    recorded = specification["rescalings"] if specification["format"] == _STACKED else [last] if last else []
+    return [resolve_rescaling(entry["method"], entry["options"]) for entry in recorded]
+
+
+def always_view_of(specification: dict[str, Any]) -> tuple[View, int] | None:
+    """The view that changes inference too, when="always", and its seed; None if there is none.
+
+    Raises:
+        ValueError: the file does not say how to make it.
+    """
+    view = specification["view"]
+    if view is None or view["when"] != "always":
+        return None
+    if view.get("options") is None:
+        raise ValueError(
+            f"the adapter was saved with {view['repr']} in force in inference too, and how to make that view is not "
+            'recorded. Set "view" to null in the file, load the adapter, and call patch_model(model, view, '
+            "when='always') with that view."
+        )
+    return resolve_view(view["method"], view["options"]), view.get("seed", 0)
+
+
+def _options_of(view: View) -> dict[str, Any] | None:
+    """The options of a view as JSON values, of which an equal one can be made; None if there are none such."""
+    try:
+        options = json.loads(json.dumps(view.options(), default=_as_recipe))
+        return options if resolve_view(view.name, options) == view else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _as_recipe(value: object) -> dict[str, Any]:
+    if not isinstance(value, View):
+        raise TypeError(f"{value!r} has no form in JSON.")
+    return {"view": value.name, **value.options()}
+
+
+def require_rope_of_adapter(directory: Path, state: "RopeState") -> None:
+    """Raise ValueError if the adapter in `directory` was trained with other RoPE parameters than a model runs with.
+
+    FileNotFoundError tells of one whose specification is lost. One that was saved without it passes, on a rescaled
+    model with a warning, as does what is no folder.
+    """
+    if not (directory / "adapter_config.json").is_file():
+        return
+    if not (directory / SIDECAR_NAME).is_file():
+        require_no_lost_sidecar(directory)
+        if state.rescalings:
+            logger.warning_once(  # the modules are asked for several times in a load
+                f"The adapter in {directory} has no {SIDECAR_NAME}, so what RoPE it was trained with is not known: it "
+                f"runs with that of this model, which is rescaled ({', '.join(map(str, state.rescalings))})."
+            )
+        return
+    saved, in_force = read_sidecar(directory), specification(state)
+    with_adapter, with_model = (
+        with_factors(s["rope_parameters"], s["max_position_embeddings"]) for s in (saved, in_force)
+    )
+    if with_adapter != with_model:
+        raise ValueError(
+            f"the adapter in {directory} was trained with RoPE {_shown([saved['rope_parameters']])}, and this model "
+            f"has {_shown([in_force['rope_parameters']])}, which holds for all of its adapters. Load it on a base "
+            "model of its own with rope_patch.load_adapter, or call patch_model with its rescaling before."
+        )
+
+
+def require_same_rope(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
+    """Raise ValueError if the adapter or model saved in `checkpoint` has other RoPE parameters than `model`.
+
+    Its weights would load without an error and be those of another model. A checkpoint that says nothing passes.
+    """
+    sidecar, config = Path(checkpoint) / SIDECAR_NAME, Path(checkpoint) / "config.json"
+    causal_lm_config: Any = find_causal_lm(model).config
+    if sidecar.is_file():
+        saved = [read_sidecar(checkpoint)["rope_parameters"]]
+        in_force = [json.loads(json.dumps(find_decoder(model).config.rope_parameters))]
+    elif config.is_file():
+        saved = _rope_parameters_in(read_record(config, "Resume from another checkpoint."))
+        in_force = _rope_parameters_in(json.loads(causal_lm_config.to_json_string()))  # as `save_pretrained` writes it
+    else:
+        return
+    if saved != in_force:
+        raise ValueError(
+            f"{checkpoint} was trained with RoPE {_shown(saved)}, and this model has {_shown(in_force)}. Give the "
+            "rescaling that it was trained with, or begin anew in another output_dir."
+        )
+
+
+def _rope_parameters_in(config: dict[str, Any]) -> list[Any]:
+    """Every `rope_parameters` in a config and the configs within it."""
+    of_config = [config["rope_parameters"]] if "rope_parameters" in config else []
+    nested = [value for name, value in config.items() if isinstance(value, dict) and name != "rope_parameters"]
+    return of_config + [entry for nested_config in nested for entry in _rope_parameters_in(nested_config)]
+
+
+def _shown(parameter_sets: list[Any]) -> str:
+    return ", ".join(map(str, parameter_sets)) or "by default"

@@ -1,0 +1,308 @@
+"""Every adapter on a patched model writes `rope_patch.json` when it is saved, however and whenever it came there.
+
+PEFT asks the adapter's config to save itself. The config gets a cover that writes the specification too: at the patch,
+whenever the decoder is asked for its state, as in most saving, and whenever it is asked for its modules, as PEFT does
+where it is given the weights (DeepSpeed ZeRO-3); by then the wrappers are known. A whole model that is saved with such
+weights goes through its own `save_pretrained`, which gets a cover too, once somebody has asked it for its weights.
+"""
+
+import copy
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..base.call_stack import frames
+from ..forward.config_agrees import require_saved_rope
+from ..forward.state import RopeState, state_of
+from ..rope.rotary import find_causal_lm, find_decoder
+from .loads import require_rope_of_loads
+from .sidecar import SIDECAR_NAME, mark_config, specification
+from .weights import digest, digest_of_folder
+
+
+class _SaveWithSidecar:
+    """Stands in for `save_pretrained` of one `PeftConfig`, which PEFT calls with the folder of its adapter.
+
+    Args:
+        peft_config: the config.
+        causal_lm: the model with the config. Weak: a model that held itself through its configs would stay in memory
+            until the garbage collector comes by.
+    """
+
+    def __init__(self, peft_config: Any, causal_lm: nn.Module | None) -> None:
+        self.peft_config = peft_config
+        self.causal_lm = _weak(causal_lm)
+        self.has_written = False
+
+    def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        type(self.peft_config).save_pretrained(self.peft_config, save_directory, **kwargs)
+        # one config may be that of adapters on several models: it is saved for the one that asks
+        model = next((m for m in _callers() if hasattr(m, "peft_config")), None)
+        owner = self.causal_lm() if model is None else model
+        state = None if owner is None else _state_to_save(owner)
+        path = Path(save_directory) / SIDECAR_NAME
+        if state is None:
+            path.unlink(missing_ok=True)  # of what was saved here before
+            return
+        if isinstance(model, PreTrainedModel):  # Transformers writes the weights after the config, PEFT before
+            saved: Any = model
+            weights = digest(saved.get_adapter_state_dict().values())
+        else:
+            weights = digest_of_folder(save_directory)
+        text = json.dumps({**specification(state), "adapter_weights": weights}, indent=2, sort_keys=True)
+        path.write_text(text + "\n", encoding="utf-8")
+        self.has_written = True
+        if state.rescalings or (state.source is not None and state.source.view.perturbs and state.when == "always"):
+            mark_config(path.parent)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SaveWithSidecar":
+        causal_lm = self.causal_lm()
+        other = type(self)(copy.deepcopy(self.peft_config, memo), memo.get(id(causal_lm), causal_lm))
+        other.has_written = self.has_written
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "causal_lm": self.causal_lm()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.causal_lm = _weak(state["causal_lm"])
+
+
+class _OfModel:
+    """What is kept on a model and knows it. Weakly, as configs do; a copy belongs to the copy of the model."""
+
+    def __init__(self, causal_lm: nn.Module | None) -> None:
+        self.causal_lm = _weak(causal_lm)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(memo.get(id(self.causal_lm()), self.causal_lm()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"causal_lm": self.causal_lm()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["causal_lm"])  # type: ignore[misc]
+
+
+class _TraversalWatch(_OfModel):
+    """Stands in for `named_modules` of one decoder: finds adapters and models around it that nobody named to us.
+
+    PEFT goes through all modules of what it saves, also where it is given the weights, as DeepSpeed ZeRO-3 gathers
+    them, and nothing else of such a save meets the decoder. Each module asks those in it, so that the calls in progress
+    are those of the modules around. It goes through all before it loads an adapter, too, which is checked here.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        decoder: Any = self.causal_lm()
+        if decoder is None:
+            raise ReferenceError("the model of this named_modules is gone: keep the model, and call its own method.")
+        if not torch.compiler.is_compiling():  # Dynamo traces forwards that ask for their dtype, and no calls
+            self._look(decoder)
+        modules: Iterator[tuple[str, nn.Module]] = type(decoder).named_modules(decoder, *args, **kwargs)
+        return modules
+
+    def _look(self, decoder: nn.Module) -> None:
+        around, gathers = _traversed()
+        outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
+        state = state_of(decoder)
+        if state is not None:
+            require_rope_of_loads(state)
+        for module in around:
+            _cover(module, outermost)
+            if gathers and state is not None and state.rescalings:
+                _check_saves(module)
+
+
+class _CheckedSave(_OfModel):
+    """Stands in for `save_pretrained` of one model, which may be given weights that nobody asked the decoder for."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self.causal_lm()
+        if model is None:
+            raise ReferenceError("the model of this save_pretrained is gone: keep the model, and call its own method.")
+        decoder = find_decoder(model)
+        state = state_of(decoder)
+        if state is not None:
+            _cover(model, model)
+            require_saved_rope(model, decoder, state)
+            require_no_adapter_beside(model, kwargs["save_directory"] if "save_directory" in kwargs else args[0])
+        return type(model).save_pretrained(model, *args, **kwargs)
+
+
+class _SaveWatch:
+    """Pre-hook of a decoder's `state_dict`: covers the adapters of every model that is being saved around it.
+
+    Only the calls in progress tell which those are: a module does not know what holds it, and PEFT keeps the configs of
+    prompts on its wrapper alone.
+    """
+
+    def __call__(self, decoder: Any, prefix: str, keep_vars: bool) -> None:
+        around = _around(decoder)
+        for module in around:
+            _cover(module, find_causal_lm(module))
+        outermost = next((m for m in reversed(around) if isinstance(m, PreTrainedModel)), decoder)
+        state = state_of(decoder)
+        if state is not None:
+            require_saved_rope(outermost, decoder, state)
+            for call in frames():
+                if call.f_code.co_name == "save_pretrained" and call.f_locals.get("self") is outermost:
+                    require_no_adapter_beside(call.f_locals["self"], call.f_locals["save_directory"])
+
+
+def watch_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
+    """Let every adapter on `model` write the sidecar when it is saved, also one that is added later.
+
+    One that is loaded from then on has its own sidecar checked.
+    """
+    for module in model.modules():
+        _cover(module, causal_lm)
+    decoder = find_decoder(causal_lm)
+    if not any(isinstance(hook, _SaveWatch) for hook in decoder._state_dict_pre_hooks.values()):
+        decoder.register_state_dict_pre_hook(_SaveWatch())
+        decoder.named_modules = _TraversalWatch(decoder)  # type: ignore[method-assign]
+
+
+def forget_adapters(model: nn.Module, causal_lm: nn.Module) -> None:
+    """Undo `watch_adapters`, as far as `model` reaches; a cover beyond it writes nothing for an unpatched model.
+
+    A config that has written a sidecar stays covered: saved again to that folder, the adapter has the same weights and
+    no rescaling, and the sidecar has to go.
+    """
+    decoder = find_decoder(causal_lm)
+    hooks = decoder._state_dict_pre_hooks
+    for handle in [h for h, hook in hooks.items() if isinstance(hook, _SaveWatch)]:
+        del hooks[handle]
+    if isinstance(vars(decoder).get("named_modules"), _TraversalWatch):
+        del decoder.named_modules
+    for module in model.modules():
+        if isinstance(vars(module).get("save_pretrained"), _CheckedSave):
+            del module.save_pretrained
+        for peft_config in _adapter_configs(module).values():
+            cover = vars(peft_config).get("save_pretrained")
+            if isinstance(cover, _SaveWithSidecar) and not cover.has_written:
+                del peft_config.save_pretrained
+
+
+def adapter_configs(model: nn.Module) -> dict[str, Any]:
+    """Name -> PEFT's config of each adapter on `model`, prompts included."""
+    return {name: config for module in model.modules() for name, config in _adapter_configs(module).items()}
+
+
+def require_no_adapter_beside(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Raise ValueError if whole weights without adapters would lie in the folder of an adapter.
+
+    Transformers puts the adapter that it finds beside weights on them: on those that it was merged into once more.
+    """
+    if not adapter_configs(model) and (Path(directory) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{directory} holds an adapter, which Transformers would put on this model's weights when it loads the "
+            "folder, also if it is merged into them already: take another folder, or delete adapter_config.json there."
+        )
+
+
+def base_revision(model: nn.Module) -> str | None:
+    """The revision on the hub of the model under the adapters of `model`; None where they name none, or several."""
+    revisions = {getattr(config, "revision", None) for config in adapter_configs(model).values()}
+    return revisions.pop() if len(revisions) == 1 else None
+
+
+def require_no_decoder_in_adapters(causal_lm: nn.Module) -> None:
+    """Raise ValueError if an adapter brought a decoder of its own, which a patch of the model would leave as it is."""
+    for name, peft_config in _adapter_configs(causal_lm).items():
+        if getattr(peft_config, "peft_type", None) == "SHADOW":
+            raise ValueError(
+                f"adapter {name!r} is PEFT's Shadow, which has a decoder of its own with the RoPE that the model had "
+                "when the adapter came: it would go on with that. Patch the model before get_peft_model, with a "
+                "rescaling alone, and unpatch it after model.unload()."
+            )
+
+
+def _state_to_save(model: nn.Module) -> RopeState | None:
+    """The state of the decoder that is adapted.
+
+    Raises:
+        ValueError: the adapter has a decoder of its own (PEFT's Shadow), which knows nothing of the model's view. It
+            takes its frequencies from the config of the model, also when it is loaded.
+    """
+    state = state_of(find_decoder(find_causal_lm(model)))
+    if state is not None and state.source is not None and state.source.view.perturbs:
+        find_decoder(model)  # asked of the whole model, it raises where an adapter has a second decoder
+    return state
+
+
+def _cover(module: nn.Module, causal_lm: nn.Module) -> None:
+    for peft_config in _adapter_configs(module).values():
+        if not isinstance(vars(peft_config).get("save_pretrained"), _SaveWithSidecar):
+            peft_config.save_pretrained = _SaveWithSidecar(peft_config, causal_lm)
+
+
+def _check_saves(model: nn.Module) -> None:
+    """Let `model.save_pretrained` check what it is about to write, unless somebody else stands in for it.
+
+    Not before somebody asks the model for its weights, to hand them over: what stands in for a method does not keep the
+    model, which `patch_model(from_pretrained(...), ...).save_pretrained(folder)` leaves to the method alone.
+    """
+    if isinstance(model, PreTrainedModel) and "save_pretrained" not in vars(model):
+        model.save_pretrained = _CheckedSave(model)  # type: ignore[method-assign]
+
+
+def _adapter_configs(module: nn.Module) -> dict[str, Any]:
+    """PEFT leaves the adapters' configs on its wrapper, of prompts under another name, and on the model in it."""
+    for name in ("peft_config", "_peft_config"):
+        configs = vars(module).get(name)
+        if isinstance(configs, dict):
+            return configs
+    return {}
+
+
+def _weak(causal_lm: nn.Module | None) -> Callable[[], nn.Module | None]:
+    return _gone if causal_lm is None else weakref.ref(causal_lm)
+
+
+def _gone() -> None:
+    """What a reference to a model says that is no more."""
+
+
+def _callers() -> Iterator[nn.Module]:
+    """Modules whose methods are being called, innermost first."""
+    for frame in frames():
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, nn.Module):
+            yield caller
+
+
+def _traversed() -> tuple[list[nn.Module], bool]:
+    """Modules around a decoder whose `named_modules` are being called, innermost first; whether for `named_parameters`.
+
+    Whoever hands weights over to be saved has to have their names; `parameters` is called for a device or a dtype, too,
+    and PEFT asks for names to freeze what it wraps.
+    """
+    calls = islice(frames(), 2, None)  # behind the watch's own
+    around: list[nn.Module] = []
+    for frame in calls:
+        if frame.f_code.co_name != "named_modules":
+            callers = [frame, *islice(calls, 2)]
+            names = [caller.f_code.co_name for caller in callers]
+            of_peft = str(callers[-1].f_globals.get("__name__")).startswith("peft.")
+            by_name = names[:2] == ["_named_members", "named_parameters"] and names[2:] != ["parameters"]
+            return around, by_name and not of_peft
+        around.append(frame.f_locals["self"])
+    return around, False
+
+
+def _around(decoder: nn.Module) -> list[nn.Module]:
+    """Modules that hold `decoder` and whose methods are being called, innermost first."""
+    return [module for module in _callers() if _holds(module, decoder)]
+
+
+def _holds(module: nn.Module, decoder: nn.Module) -> bool:
+    return any(m is decoder for m in module.modules())

@@ -1,0 +1,101 @@
+"""Loading a checkpoint, or an adapter onto its base model, of which no weight is missing or damaged."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ..adapters.sidecar import SIDECAR_NAME
+from ..base.remote_code import load_pretrained
+from ..loading import LOAD_CHANGED_BASE, fit_embeddings, load_adapter, take_along
+
+_SHOWN = 3  # names of weights in a message
+
+
+def load_checkpoint(name: str | Path, *, dtype: Any = "auto", revision: str | None = None, **options: Any) -> Any:
+    """The model of a checkpoint, every weight of which is from its files: Transformers draws others at random.
+
+    Args:
+        name: folder or hub id.
+        dtype: of the weights, as `from_pretrained` takes it.
+        revision: on the hub, None for "main".
+        **options: of `load_pretrained`.
+
+    Raises:
+        OSError: there is none.
+        ValueError: a weight is missing, or of another shape than the config says, a file is damaged, or the model has
+            code of its own.
+    """
+    options["revision"] = revision or "main"
+    return require_whole(name, partial(load_pretrained, AutoModelForCausalLM, name, dtype=dtype, **options))
+
+
+def require_whole(name: str | Path, from_pretrained: Callable[..., Any]) -> Any:
+    """The model that `from_pretrained` loads, every weight of which is from the files in `name`.
+
+    Args:
+        name: folder or hub id, for messages.
+        from_pretrained: Transformers', of any class, which is called with what makes it tell what it found.
+
+    Raises:
+        ValueError: a weight is missing, or of another shape than the config says, or a file is damaged.
+    """
+    try:
+        model, loaded = from_pretrained(output_loading_info=True, ignore_mismatched_sizes=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, RuntimeError) as error:
+        raise ValueError(f"the weights in {name} cannot be read: {error}. Save or download them again.") from error
+    except (UnpicklingError, EOFError, LookupError) as error:  # of torch.load, which says how to run the code in a file
+        raise ValueError(
+            f"the weights in {name} are damaged, or hold code beside tensors, which is not run. Save or download them "
+            "again, as safetensors."
+        ) from error
+    other_shapes = [weight for weight, *_ in loaded["mismatched_keys"]]
+    for what, weights in (("lack", sorted(loaded["missing_keys"])), ("have another shape for", sorted(other_shapes))):
+        if weights:
+            shown = ", ".join(weights[:_SHOWN]) + (", ..." if len(weights) > _SHOWN else "")
+            raise ValueError(
+                f"the weights in {name} {what} {shown} of the {type(model).__name__} that its config.json describes, "
+                "which would get random ones. Name a folder in which save_pretrained of that model has written both."
+            )
+    return model
+
+
+def with_adapter(base: Any, folder: str | Path) -> nn.Module:
+    """`base` with the adapter in `folder`, all of it, and with the RoPE of its training as far as that is recorded.
+
+    Raises:
+        FileNotFoundError: there are no weights of an adapter.
+        ValueError: a weight is missing, which PEFT would draw at random, or does not fit `base`, or a file is damaged.
+    """
+    if not any(Path(folder).glob("adapter_model*")):  # PEFT would look for them on the hub
+        raise FileNotFoundError(
+            f"{folder} holds adapter_config.json and no weights beside it (adapter_model.safetensors): copy them there "
+            "from where the adapter was saved."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*Found missing adapter keys")
+            if (Path(folder) / SIDECAR_NAME).is_file():
+                return load_adapter(base, folder)
+            from peft import PeftModel
+
+            fit_embeddings(base, Path(folder))
+            adapted = PeftModel.from_pretrained(base, str(folder))
+        take_along(base, Path(folder))
+        return adapted
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, RuntimeError, UserWarning, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(  # PEFT does not look at the types of what adapter_config.json says
+            f"the adapter in {folder} is not whole, or does not fit its base model, or its adapter_config.json has a "
+            f"wrong entry: {str(error):.400}. Save it or copy it again. {LOAD_CHANGED_BASE}"
+        ) from error

@@ -1,0 +1,443 @@
+"""Checks that this package is right on a model: any causal LM with RoPE. `rope-patch check` runs all of them.
+
+One copy of the weights is held. What needs a second one runs on the first layers of a model that is large.
+"""
+
+import copy
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..attention.rounding import differs_by_rounding, inputs_rounded_otherwise
+from ..base.attention_calls import attention_name, watched_attention
+from ..forward.cache_arguments import cache_argument, returned_cache
+from ..layout.labelled import Labelled
+from ..losses import TAPE, CopiedTeacher, RelationDistiller, RelationTargets, SelfDistiller, ViewConsistency, ViewTape
+from ..patch import patch_model, rope_view, unpatch_model
+from ..views import Skip
+
+# largest relative error of what equals up to rounding, which the layers of a deep model add up; a view moves logits by
+# more: "prefix under a skip" says how far. Gradients of a model that makes more of rounding are held against what
+# rounding alone moves them by: those of Gemma-3-270M in bfloat16 were 0.07 apart
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+LARGE = 4 * 2**30  # bytes of weights from which a second copy is made of the first layers only
+IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+class WrongError(Exception):
+    """A check has found numbers that should not be."""
+
+
+class Subject:
+    """The model with what the checks share.
+
+    Args:
+        model: loaded, in eval mode, not patched.
+        n_tokens: of a row.
+    """
+
+    def __init__(self, model: PreTrainedModel, n_tokens: int) -> None:
+        self.model = model
+        self.n_tokens, self.split = n_tokens, n_tokens // 2
+        self.dtype = next(model.parameters()).dtype
+        self.tolerance = TOLERANCE[self.dtype]
+        vocabulary = model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        # the first ids of most vocabularies are special
+        ids = torch.randint(min(1000, vocabulary // 2), vocabulary, (2, n_tokens), generator=generator)
+        self.ids = ids.to(model.device)
+        self.view = Skip(split=self.split, skip=4 * n_tokens)
+        self.is_large = sum(p.numel() * p.element_size() for p in model.parameters()) > LARGE
+
+    def logits(self, ids: torch.Tensor | None = None, **inputs: Any) -> torch.Tensor:
+        """Float32 logits of a forward without a cache."""
+        inputs = {"input_ids": self.ids if ids is None else ids, "use_cache": False, **inputs}
+        with torch.no_grad():
+            return self.model(**inputs).logits.float()
+
+    @cached_property
+    def plain(self) -> torch.Tensor:
+        """Logits of the model as it came."""
+        return self.logits()
+
+    def require_equal(self, actual: torch.Tensor, expected: torch.Tensor, what: str, rounding: float = 0.0) -> str:
+        """Raise if the error's norm is above the tolerance times that of what is wanted, plus what rounding moves.
+
+        Else say how large it is, as a part of what is wanted.
+        """
+        error = _error(actual, expected)
+        if not error <= self.tolerance + (rounding / expected.double().norm()).item():
+            raise WrongError(f"{what}: relative error {error:.1e}, allowed {self.tolerance:.0e}")
+        return f"{error:.0e}"
+
+    @contextmanager
+    def trained_weights(self) -> Iterator[dict[str, torch.nn.Parameter]]:
+        """Training mode, with gradients of the first and last attention's weights alone: those of all may not fit."""
+        weights = [(n, p) for n, p in self.model.named_parameters() if "attn" in n or "attention" in n]
+        weights = [(n, p) for n, p in weights or self.model.named_parameters() if p.ndim == 2]
+        chosen = dict([*weights[:3], *weights[-3:]])
+        self.model.requires_grad_(False).train()
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+        try:
+            yield chosen
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            self.model.requires_grad_(False).eval()
+
+    def first_layers(self) -> PreTrainedModel:
+        """A model of the first layers' weights, as many as show each kind of layer, or the model itself if it is small.
+
+        Every kind: a rescaling may leave some of them as they are.
+        """
+        if not self.is_large:
+            return self.model
+        config = copy.deepcopy(self.model.config)
+        text = config.get_text_config(decoder=True)
+        n_layers, types = text.num_hidden_layers, getattr(text, "layer_types", None) or []
+        kept = min(n_layers, max([2, *(1 + types.index(kind) for kind in set(types))]))
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == n_layers:
+                setattr(text, name, value[:kept])
+        text.num_hidden_layers = kept
+        small = type(self.model)._from_config(config, dtype=self.dtype, attn_implementation=attention_name(self.model))
+        small.load_state_dict(self.model.state_dict(), strict=False)
+        return small.to(self.model.device).eval().requires_grad_(False)
+
+
+Check = Callable[[Subject], str]
+
+
+# Each check says what it saw, or raises: WrongError for numbers that should not be, ValueError for what a model cannot.
+
+
+def _identity(subject: Subject) -> str:
+    with rope_view(subject.model, "standard"):
+        seen = subject.logits()
+    patch_model(subject.model, "skip")
+    asleep = subject.logits()
+    unpatch_model(subject.model)
+    for name, logits in {
+        "under view 'standard'": seen,
+        "patched, in eval": asleep,
+        "unpatched": subject.logits(),
+    }.items():
+        if not torch.equal(logits, subject.plain):
+            raise WrongError(f"logits {name} are off by {(logits - subject.plain).abs().max():.1e}")
+    return "same bits under view 'standard', patched and unpatched"
+
+
+def _constant_shift(subject: Subject) -> str:
+    with rope_view(subject.model, index=(torch.arange(subject.n_tokens) + 7)[None]):
+        return "error " + subject.require_equal(subject.logits(), subject.plain, "all indices moved by 7")
+
+
+def _prefix_under_skip(subject: Subject) -> str:
+    with rope_view(subject.model, subject.view):
+        seen = subject.logits()
+    error = subject.require_equal(seen[:, : subject.split], subject.plain[:, : subject.split], "rows before the skip")
+    moved = (seen - subject.plain)[:, subject.split :].norm() / subject.plain[:, subject.split :].norm()
+    if moved == 0:
+        raise WrongError("a skip does not reach the rows behind it")
+    return f"error {error}; rows behind it move by {moved:.0e}"
+
+
+def _prefix_reaches_the_end(subject: Subject) -> str:
+    for token in (0, subject.split // 2, subject.split - 1):
+        changed = subject.ids.clone()
+        changed[:, token] = changed[:, token + 1]
+        if torch.equal(subject.logits(changed)[:, -1], subject.plain[:, -1]):
+            continue  # out of reach of sliding windows
+        with rope_view(subject.model, subject.view):
+            moved = (subject.logits(changed) - subject.logits())[:, -1].abs().max().item()
+        if moved == 0:
+            raise WrongError(f"token {token} does not reach the last row: a jump was read as a document border")
+        return f"another token {token} moves logits of the last row by {moved:.0e}"
+    raise ValueError("no token before the skip reaches the last row through this model's windows: give fewer --tokens")
+
+
+def _packed_documents(subject: Subject) -> str:
+    halves = subject.ids[:1].split([subject.split, subject.n_tokens - subject.split], 1)
+    positions = torch.cat([torch.arange(h.shape[1], device=subject.ids.device) for h in halves])[None]
+    alone = torch.cat([subject.logits(h) for h in halves], 1)
+    plain = subject.logits(subject.ids[:1], position_ids=positions)
+    if (plain - alone).norm() > subject.tolerance * alone.norm():
+        raise ValueError("this model's own attention crosses the borders of packed documents: give it padded rows")
+    view = Skip(split=3, skip=4 * subject.n_tokens)
+    with rope_view(subject.model, view):
+        expected = torch.cat([subject.logits(h) for h in halves], 1)
+        return "error " + subject.require_equal(
+            subject.logits(subject.ids[:1], position_ids=positions), expected, "packed documents"
+        )
+
+
+def _cached_decoding(subject: Subject) -> str:
+    with rope_view(subject.model, subject.view), torch.no_grad():
+        first = subject.model(subject.ids[:, :-2], use_cache=True)
+        cache = returned_cache(first)
+        if cache is None:
+            raise ValueError("this model returns no key-value cache")
+        rest = []
+        for ids in (subject.ids[:, -2:-1], subject.ids[:, -1:]):
+            rest.append(subject.model(ids, **cache_argument(subject.model, cache), use_cache=True))
+            cache = returned_cache(rest[-1])
+        logits = torch.cat([out.logits for out in rest], 1).float()
+        return "error " + subject.require_equal(logits, subject.logits()[:, -2:], "tokens decoded with a cache")
+
+
+def _rescale(model: PreTrainedModel) -> str:
+    """Rescale by the first method that the family takes, and say which."""
+    tried: dict[str, dict[str, Any]] = {"yarn": {"factor": 2.0}, "pi": {"factor": 2.0}, "abf": {"theta": 1e7}}
+    reasons = []
+    for method, options in tried.items():
+        try:
+            patch_model(model, method, **options)
+            return method
+        except ValueError as error:
+            reasons.append(str(error))
+    raise ValueError(reasons[0])
+
+
+def _save_and_reload(subject: Subject) -> str:
+    model = subject.first_layers()
+    part = Subject(model, subject.n_tokens)
+    native = part.logits()
+    try:
+        method = _rescale(model)
+        rescaled = part.logits()
+        if torch.equal(rescaled, native):
+            raise WrongError(f"{method} changes nothing")
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            again: Any = type(model).from_pretrained(
+                folder, dtype=subject.dtype, attn_implementation=attention_name(model), device_map=None
+            )
+        reloaded = Subject(again.to(model.device).eval(), subject.n_tokens).logits()
+    finally:
+        unpatch_model(model)
+    if not torch.equal(part.logits(), native):
+        raise WrongError("unpatch_model does not give the native bits back")
+    same = (
+        "same bits"
+        if torch.equal(reloaded, rescaled)
+        else "error " + part.require_equal(reloaded, rescaled, "reloaded")
+    )
+    return f"{method}: {same}{_size_note(subject, model)}"
+
+
+def _captured_attention(subject: Subject) -> str:
+    plain, plain_logits = _captured(subject.model, subject)
+    if not plain:
+        raise ValueError("attention is not called through Transformers' table: relations cannot be distilled")
+    if not torch.equal(plain_logits, subject.plain):
+        raise WrongError("looking at attention changes logits")
+    with rope_view(subject.model, subject.view):
+        seen, _ = _captured(subject.model, subject)
+    first = min(plain)
+    subject.require_equal(seen[first][2], plain[first][2], "values of the first layer under a view")
+    turned = [layer for layer in plain if not torch.equal(seen[layer][0], plain[layer][0])]
+    if not turned:
+        raise WrongError("no layer's queries change under a view")
+    q, k, v = plain[first]
+    return f"{len(plain)} layers; queries {q.shape[1]} x {q.shape[3]}, keys {k.shape[1]}, values {v.shape[1]} heads"
+
+
+def _checkpointing(subject: Subject) -> str:
+    if not subject.model.supports_gradient_checkpointing:
+        raise ValueError("this model has no gradient checkpointing")
+    gradients = []
+    with subject.trained_weights() as weights:
+        for on in (False, True):
+            if on:
+                subject.model.gradient_checkpointing_enable({"use_reentrant": False})
+            torch.manual_seed(0)  # dropout
+            try:
+                with rope_view(subject.model, subject.view):
+                    loss = subject.model(subject.ids, labels=subject.ids, use_cache=False).loss
+                loss.backward()
+            finally:
+                subject.model.gradient_checkpointing_disable()
+            gradients.append(_gradients(weights))
+            subject.model.zero_grad(set_to_none=True)
+    return "error " + subject.require_equal(gradients[1], gradients[0], "gradients")
+
+
+def _self_distillation(subject: Subject) -> str:
+    patch_model(subject.model, subject.view)
+    with subject.trained_weights() as weights:
+        loss, kl, gradients, in_one_pass = _distilled(subject, weights, one_pass=True)
+        wanted_loss, _, expected, _ = _distilled(subject, weights, one_pass=False)
+        # where the views hardly differ, as in a model that was never trained, rounding can make the KL negative
+        if kl == 0 or not kl > -_rounding_of_kl(subject.ids.numel(), subject.plain.shape[-1]):
+            raise WrongError(f"the KL between the views is {kl.item()}")
+        subject.require_equal(loss, wanted_loss, "loss of one forward against two")
+        error, alone = _error(gradients, expected), ""
+        if not error <= subject.tolerance:
+            with inputs_rounded_otherwise(subject.model):
+                moved = _distilled(subject, weights, one_pass=False)[2]
+            alone = _within_rounding(gradients, expected, moved)
+    reason = "" if in_one_pass else "; this model needs two passes"
+    return f"gradients of one forward against two: error {error:.0e}{alone}{reason}"
+
+
+def _distilled(
+    subject: Subject, weights: dict[str, torch.nn.Parameter], one_pass: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Loss, KL and gradients of self-distillation, and whether both views ran in one pass."""
+    distiller = SelfDistiller(subject.model, ViewConsistency(), one_pass=one_pass)
+    labelled = Labelled.of({"input_ids": subject.ids, "labels": subject.ids})
+    tape = ViewTape(labelled, labelled.n_labels, labelled.n_documents)
+    with distiller.active():
+        subject.model(subject.ids, logits_to_keep=1, use_cache=False, **{TAPE: tape})
+        tape.result.loss.backward()
+    gradients = _gradients(weights)
+    subject.model.zero_grad(set_to_none=True)
+    return tape.result.loss.detach(), tape.result.rows.kl.sum(), gradients, distiller.one_pass
+
+
+def _within_rounding(gradients: torch.Tensor, expected: torch.Tensor, moved: torch.Tensor) -> str:
+    """Raise if gradients are further off than `moved` ones, of embeddings rounded otherwise, let expect."""
+    error, rounding = _error(gradients, expected), _error(moved, expected)
+    if not differs_by_rounding(gradients[None], expected[None], moved[None]):
+        raise WrongError(f"gradients: relative error {error:.1e}, where rounding alone moves them by {rounding:.1e}")
+    return f", where rounding alone moves them by {rounding:.0e}"
+
+
+def _relation_distillation(subject: Subject) -> str:
+    model = subject.first_layers()
+    part = Subject(model, subject.n_tokens)
+    taught, _ = _captured(model, part)
+    method = _rescale(model)
+    try:
+        with part.trained_weights() as weights:
+            distiller = RelationDistiller(model, RelationTargets(), CopiedTeacher(model))
+            with distiller.active():
+                tape = distiller.tape(part.ids)
+                model(part.ids, use_cache=False, logits_to_keep=1, **{TAPE: tape})
+                loss = sum(tape.loss(name) for name in "qkv")
+                loss.backward()
+            gradients = _gradients(weights)
+        learned, _ = _captured(model, part)
+    finally:
+        unpatch_model(model)
+    if not gradients.isfinite().all() or not gradients.norm() > 0:
+        raise WrongError(f"the gradient's norm is {gradients.norm():.1e}")
+    expected: Any = sum(_relation_kl(learned[i][x], taught[i][x]) for i in taught for x in range(3)) / len(taught)
+    rounding = _rounding_of_kl(3 * part.ids.numel(), part.n_tokens)
+    error = part.require_equal(loss.detach(), expected, "loss", rounding)
+    return f"{method}: error {error}{_size_note(subject, model)}"
+
+
+def _attention_implementations(subject: Subject) -> str:
+    mine = attention_name(subject.model)
+    with rope_view(subject.model, subject.view):
+        expected, notes = subject.logits(), [mine]
+        for name in IMPLEMENTATIONS:
+            half = subject.dtype in (torch.float16, torch.bfloat16)
+            if name == mine or (name.startswith("flash") and not (half and subject.ids.is_cuda)):
+                continue
+            try:
+                subject.model.set_attn_implementation(name)
+            except (ValueError, ImportError):
+                continue  # not installed, or not for this family
+            try:
+                with nullcontext() if subject.ids.is_cuda else _without_compiling():
+                    notes.append(f"{name} {subject.require_equal(subject.logits(), expected, name)}")
+            except ValueError:
+                continue  # not on this device
+            finally:
+                subject.model.set_attn_implementation(mine)
+    if len(notes) == 1:
+        raise ValueError(f"{mine} is the only implementation that runs here")
+    return ", ".join(notes)
+
+
+@contextmanager
+def _without_compiling() -> Iterator[None]:
+    """Flex attention compiles, which takes longer than it saves without a GPU; else it warns of what that costs."""
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        yield
+
+
+CHECKS: dict[str, Check] = {
+    "identity": _identity,
+    "constant shift": _constant_shift,
+    "prefix under a skip": _prefix_under_skip,
+    "prefix to last row": _prefix_reaches_the_end,
+    "packed documents": _packed_documents,
+    "cached decoding": _cached_decoding,
+    "save and reload": _save_and_reload,
+    "q, k, v capture": _captured_attention,
+    "checkpointing": _checkpointing,
+    "self-distill": _self_distillation,
+    "relation-distill": _relation_distillation,
+    "attention": _attention_implementations,
+}
+
+
+def _size_note(subject: Subject, model: PreTrainedModel) -> str:
+    if model is subject.model:
+        return ""
+    return f" (first {model.config.get_text_config(decoder=True).num_hidden_layers} layers)"
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the error, relative to what is wanted."""
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def _gradients(weights: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+    gradients = [p.grad.flatten().float() for p in weights.values() if p.grad is not None]
+    if not gradients:
+        raise WrongError(f"no gradient reaches {', '.join(weights)}")
+    return torch.cat(gradients)
+
+
+def _captured(model: PreTrainedModel, subject: Subject) -> tuple[dict[int, tuple[torch.Tensor, ...]], torch.Tensor]:
+    """(q, k, v) of each layer, and the logits."""
+    inputs_by_layer: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def keep(call: Any) -> None:
+        inputs_by_layer[call.module.layer_idx] = tuple(x.detach().clone() for x in (call.query, call.key, call.value))
+
+    with watched_attention(model, keep):
+        logits = subject.logits()
+    return inputs_by_layer, logits
+
+
+def _rounding_of_kl(n_rows: int, n_columns: int) -> float:
+    """What float32 may move a sum of `n_rows` KLs by: of each, two log-sum-exps of about ln(n_columns) are rounded."""
+    return torch.finfo(torch.float32).eps * math.log(n_columns) * n_rows
+
+
+def _relation_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """KL of the causal rows of softmax(X X^T / sqrt(d)), summed over rows and tokens, mean over heads."""
+    n = student.shape[2]
+    hidden = torch.ones(n, n, dtype=torch.bool, device=student.device).triu(1)
+    scores = [
+        (x.double() @ x.double().mT * x.shape[-1] ** -0.5).masked_fill(hidden, -1e300) for x in (teacher, student)
+    ]
+    p, q = (x.log_softmax(-1) for x in scores)
+    return (p.exp() * (p - q)).sum() / student.shape[1]
+
+
+def run_check(subject: Subject, check: Check) -> tuple[str, str]:
+    """Outcome of a check, "ok", "refused" or "WRONG", and what it says; the model is as before."""
+    try:
+        return "ok", check(subject)
+    except WrongError as error:
+        return "WRONG", str(error)
+    except (ValueError, ImportError) as error:  # by which the library, and Transformers, refuse
+        return "refused", str(error).partition("\n")[0]
+    except Exception as error:  # the other checks still have something to say
+        return "WRONG", f"{type(error).__name__}: {error}".partition("\n")[0]
+    finally:
+        unpatch_model(subject.model)

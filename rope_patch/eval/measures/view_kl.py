@@ -1,0 +1,134 @@
+"""How much a model's predictions change when the end of a row is moved away: brittleness without labels."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import torch
+from torch import nn
+
+from ...generation.subject import Subject
+from ...patch import rope_view
+from ...views import Skip
+from ..results.progress import token_bar
+from ..results.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Direction = Literal["reverse", "forward"]
+
+_CHUNK = 512  # tokens whose log-probabilities are held at once
+
+
+@dataclass(frozen=True)
+class ViewKL(Result):
+    """KL between the predictions under a skip and those under standard positions.
+
+    Args:
+        direction: "reverse", KL(skip, standard), or "forward", KL(standard, skip).
+        seq_len: tokens in a row.
+        split: token index from which on positions are moved.
+        skips: by how many positions.
+        kl: for each skip, the mean over the moved tokens, in nats per token.
+        n_rows: rows that the means are over.
+    """
+
+    title: ClassVar[str] = "View KL by skip length"
+    column: ClassVar[str] = "kl"
+
+    direction: Direction
+    seq_len: int
+    split: int
+    skips: list[int]
+    kl: list[float]
+    n_rows: int
+
+    def headline(self) -> dict[str, float]:
+        return {f"view KL at a skip of {self.skips[-1]} (nats per token)": self.kl[-1]}
+
+    def table(self) -> list[dict[str, Any]]:
+        return [{"skip": y, "kl": kl} for y, kl in zip(self.skips, self.kl, strict=True)]
+
+    @classmethod
+    def figure(cls, results: Mapping[str, Self]) -> "Figure":
+        from ..results.figures import add_legend, new_figure
+
+        figure, (axes,) = new_figure()
+        for label, result in results.items():
+            axes.plot(result.skips, result.kl, marker="o", markersize=4, label=label, linewidth=1.8)
+        first = next(iter(results.values()))
+        arguments = "skip, standard" if first.direction == "reverse" else "standard, skip"
+        axes.set(
+            title=f"tokens from {first.split} of {first.seq_len} on moved away by the skip",
+            xlabel="skip (positions)",
+            ylabel=f"KL({arguments}) (nats per token)",
+        )
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        add_legend(figure, axes)
+        return figure
+
+    @classmethod
+    def readings(cls, results: Mapping[str, Self]) -> list[str]:
+        said = [f"{label}: {r.kl[-1]:.3f} nats per token at a skip of {r.skips[-1]}." for label, r in results.items()]
+        return [
+            *said,
+            "Zero: predictions do not change when the end of the text is moved that far. No labels are needed.",
+        ]
+
+
+def view_kl(
+    model: nn.Module,
+    rows: torch.Tensor,
+    skips: Sequence[int],
+    *,
+    split: int | None = None,
+    direction: Direction = "reverse",
+    progress: bool = True,
+) -> ViewKL:
+    """KL of next-token predictions between `Skip(split, skip)` and standard positions, over tokens split..n-1.
+
+    Args:
+        model: a causal LM, patched or not.
+        rows: token ids, int64 [n_rows, n], each beginning as the tokenizer begins a text.
+        skips: positions to skip, each at least 0.
+        split: first moved token, 0 < split < n; None means n // 2.
+        direction: "reverse", as RPSD trains it, or "forward".
+        progress: whether to show a bar.
+
+    Raises:
+        ValueError: an unknown direction.
+
+    Source: RPSD, arXiv:2604.14339, its KL between views, here as a measurement.
+    """
+    subject = Subject(model)
+    subject.check_rows(rows)
+    split = rows.shape[1] // 2 if split is None else split
+    if direction not in ("reverse", "forward"):
+        raise ValueError(f"direction must be 'reverse' or 'forward', got {direction!r}.")
+    totals = torch.zeros(len(skips), dtype=torch.float64)
+    with (
+        subject.evaluating(),
+        token_bar(model, rows.numel() * (1 + len(skips)), "view KL", show=progress) as done,
+    ):
+        for n, row in enumerate(rows):
+            ids = row[None].to(subject.device)
+            with rope_view(model, "standard"):  # also of a model whose view is always in force
+                standard = subject.hidden(ids)[0, split:]
+            for k, skip in enumerate(skips):
+                with rope_view(model, Skip(split=split, skip=skip) if skip else "standard"):
+                    moved = subject.hidden(ids)[0, split:]
+                totals[k] += _mean_kl(subject, moved, standard, direction) / len(rows)
+                done((n * (1 + len(skips)) + k + 2) * rows.shape[1])
+    return ViewKL(direction, rows.shape[1], split, list(skips), totals.tolist(), len(rows))
+
+
+def _mean_kl(subject: Subject, moved: torch.Tensor, standard: torch.Tensor, direction: Direction) -> float:
+    total = 0.0
+    for a, b in zip(moved.split(_CHUNK), standard.split(_CHUNK), strict=True):
+        p, q = subject.log_probabilities(a), subject.log_probabilities(b)
+        if direction == "forward":
+            p, q = q, p
+        total += (p.exp() * (p - q)).sum(-1).double().sum().item()
+    return total / len(moved)

@@ -1,0 +1,310 @@
+"""What a family cannot do, and why. Distillers ask before they start, `describe` tells."""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..base.attention_calls import attention_kernel, attention_name
+from ..rope.layerwise import hands_embeddings
+from ..rope.rotary import (
+    find_causal_lm,
+    find_decoder,
+    is_nested,
+    layers_call_rotary,
+    named_rotary_modules,
+    rotary_states,
+    text_modules,
+)
+from ..views.base import TRUE_POSITIONS
+from .local_layers import LocalLayers, why_no_layers
+from .source import function_tree
+
+_MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
+_MODELLING_FILES = ("transformers.models.", "transformers_modules.")
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+# q or k gets a weight a channel after RoPE there, so that scores no longer depend on differences of indices alone
+_WEIGHTS_AFTER_ROPE = ("dory", "hunyuan_v1_dense", "hunyuan_v1_moe")
+
+
+def missing_capabilities(model: nn.Module) -> dict[str, str]:
+    """What cannot be done with a model that has RoPE -> the reason; what is not named can."""
+    causal_lm, decoder = find_causal_lm(model), find_decoder(model)
+    reasons = {
+        "views": why_no_views(decoder, LocalLayers.of(decoder)),
+        "native_rope": why_no_native_rope(decoder),
+        "gradient checkpointing": why_no_checkpointing(decoder),
+        "self-distillation": why_no_self_distillation(causal_lm, decoder),
+        "relation distillation": why_no_relations(causal_lm, decoder),
+    }
+    if reasons["self-distillation"] is None:
+        two = why_two_passes(causal_lm, decoder)
+        reasons["self-distillation in one pass"] = two and f"the model has {two}."
+    return {what: reason for what, reason in reasons.items() if reason is not None}
+
+
+def why_no_views(decoder: Any, local: LocalLayers) -> str | None:
+    """Why there are no layers that a view could act on, given those that it leaves as they are."""
+    reason = why_no_layers(decoder)
+    if reason is not None:
+        return f"a view acts on layers that look back over a whole text, and {reason}"
+    scale = _scale_by_position(decoder.config)
+    if scale is not None:
+        return (
+            f"{type(decoder).__name__} scales queries by their position ({scale}) beside RoPE, and a view moves RoPE "
+            f"alone. Use view {TRUE_POSITIONS!r}; rescalings and distillation at true positions go with it."
+        )
+    if local.layers and not hands_embeddings(decoder):
+        return (
+            f"a view leaves local layers at true positions, and {type(decoder).__name__} does not hand cosines and "
+            "sines to each of its layers, local and others."
+        )
+    return None
+
+
+def _scale_by_position(config: Any) -> str | None:
+    """What makes a config scale queries by their position, in any layer."""
+    rope_parameters = config.rope_parameters
+    if not is_nested(rope_parameters) and rope_parameters.get("llama_4_scaling_beta"):
+        return "llama_4_scaling_beta"
+    # Llama 4 does so in its layers without RoPE
+    if getattr(config, "attn_temperature_tuning", False) and 0 in getattr(config, "no_rope_layers", ()):
+        return "attn_temperature_tuning"
+    return "a learned scale" if config.model_type == "mistral_large4_text" else None
+
+
+def why_no_layers_apart(decoder: nn.Module) -> str | None:
+    """Why layers cannot have positions of their own.
+
+    They can where one rotary module with one set of RoPE parameters gives each layer its cosines and sines.
+    """
+    rope_types = [rotary.attributes.get("rope_type") for rotary in rotary_states(decoder).values()]
+    one_pair = not layers_call_rotary(decoder) and len(rope_types) == 1 and not isinstance(rope_types[0], dict)
+    if one_pair and hands_embeddings(decoder):
+        return None
+    return (
+        f"{type(decoder).__name__} does not hand one pair of cosines and sines to each of its layers, which a view "
+        "with positions of their own in some layers needs: take one that moves all layers alike."
+    )
+
+
+def why_no_checkpointing(decoder: nn.Module) -> str | None:
+    """Why a view and gradient checkpointing do not go together."""
+    if layers_call_rotary(decoder):
+        return (
+            f"{type(decoder).__name__} applies RoPE inside its layers, which gradient checkpointing runs again in "
+            "backward, when the view has ended: gradients would be wrong. Switch gradient checkpointing off."
+        )
+    return None
+
+
+def why_no_self_distillation(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
+    """Why two views of one model cannot be compared."""
+    reason = why_unreachable(causal_lm, decoder) or why_no_losses(causal_lm, decoder)
+    if reason is None and layers_call_rotary(decoder):
+        return (
+            f"{type(causal_lm).__name__} computes RoPE inside its layers, which have one view a step: objective "
+            "'self-distill' needs two. Use objective='clm' with the view."
+        )
+    return reason
+
+
+def why_two_passes(causal_lm: nn.Module, decoder: Any) -> str | None:
+    """Why a model needs two passes for two views, None where one is exact."""
+    kernel = attention_kernel(causal_lm)
+    if kernel is None:
+        return f"attention implementation {attention_name(causal_lm)!r}"
+    if kernel == "flash" and _aligns_masks_at_the_top():
+        return "a FlashAttention that aligns causal masks at the first query"
+    config = decoder.config
+    other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if other:
+        return f"layers of type {', '.join(sorted(other))}"
+    keeps = keeps_from_attention(decoder)
+    if keeps is not None:
+        return f"attention that cannot be told of copies: {keeps}"
+    if any(hasattr(module, "mrope_section") for _, module in named_rotary_modules(decoder)):
+        return "positions with several axes, which take another shape than those of tokens"
+    absolute = why_not_relative(decoder)
+    if absolute is not None:
+        return absolute
+    for _, module in text_modules(decoder):
+        if _MIXES_TOKENS.search(type(module).__name__):
+            return f"{type(module).__name__}, which carries a state from token to token"
+        if is_noisy(module):
+            return f"dropout or noise in {type(module).__name__}, which two passes draw apart"
+    if kernel == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        return "soft-capped attention scores"
+    return None
+
+
+def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
+    """Why logits are not the product of last hidden states and a matrix, scaled and capped."""
+    if causal_lm is decoder:
+        return None
+    head = causal_lm.get_output_embeddings()
+    if head is None:
+        return _without_head(causal_lm)
+    for name, child in causal_lm.named_children():
+        beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
+        if beside and name in _read_by(causal_lm):
+            return (
+                f"{type(causal_lm).__name__} puts its {name} ({type(child).__name__}) between the decoder and the "
+                "output head, and losses of hidden states take the head alone."
+            )
+    return None
+
+
+def _without_head(causal_lm: nn.Module) -> str:
+    """What a classifier, say, is told, whose own head gives no logits of tokens."""
+    return f"{type(causal_lm).__name__} has no output head over the vocabulary, whose logits losses of tokens need."
+
+
+def why_no_losses(causal_lm: Any, decoder: nn.Module) -> str | None:
+    """Why a loss through the weight of the output head would be of other logits than the model's."""
+    if causal_lm is decoder:
+        return None
+    head = causal_lm.get_output_embeddings()
+    if head is None:
+        return _without_head(causal_lm)
+    if hasattr(head, "base_layer"):
+        return (
+            "the output head has an adapter, which a loss through its weight would leave out without an error: take "
+            "lm_head out of target_modules, or train it whole with modules_to_save=['lm_head']."
+        )
+    if type(head).forward is not nn.Linear.forward and type(head).__module__.startswith(_MODELLING_FILES):
+        return (
+            f"the output head, {type(head).__name__}, computes logits in a forward of its own, and losses of hidden "
+            "states multiply by its weight alone."
+        )
+    return why_no_head(causal_lm, decoder)
+
+
+def why_no_relations(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
+    """Why queries, keys and values cannot be taken as attention gets them."""
+    keeps = keeps_from_attention(decoder)
+    return why_unreachable(causal_lm, decoder) or (keeps and f"{keeps}, so that relations cannot be distilled.")
+
+
+def why_no_native_rope(decoder: nn.Module) -> str | None:
+    """Why the native RoPE parameters cannot be put in force for a while, the config staying as it is."""
+    reason = why_fixed_frequencies(decoder)
+    for _, module in text_modules(decoder):
+        if reason is None and module is not decoder and "rope_parameters" in _read_by(module):
+            reason = f"{type(module).__name__} reads the RoPE parameters from the config in every forward"
+    return reason and f"{reason}, so the native ones cannot be put in force for a while: use a copy."
+
+
+def why_fixed_frequencies(decoder: nn.Module) -> str | None:
+    """Why frequencies cannot be others than those of the config for the time of a forward."""
+    for _, module in named_rotary_modules(decoder):
+        if "config" in _read_by(module):
+            return f"{type(module).__name__} works its frequencies out from the config in every forward"
+    return None
+
+
+def why_not_relative(decoder: Any) -> str | None:
+    """Why a shift of all indices changes predictions."""
+    if decoder.config.model_type in _WEIGHTS_AFTER_ROPE:
+        return "weights on queries and keys after RoPE, so that a shift of all indices counts"
+    return None
+
+
+def is_noisy(module: Any) -> bool:
+    """Whether a module draws something in training: dropout as a module, or a rate of dropout or jitter of its own."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    return any(
+        isinstance(rate, float) and rate > 0 and any(word in name for word in ("dropout", "pdrop", "jitter"))
+        for name, rate in vars(module).items()
+    )
+
+
+def _aligns_masks_at_the_top() -> bool:
+    from transformers.integrations import flash_attention
+
+    return flash_attention._use_top_left_mask
+
+
+def has_sinks(decoder: nn.Module) -> bool:
+    """Whether a layer's softmax has one more score, of each head, which attends to nothing."""
+    return any(getattr(module, "sinks", None) is not None for _, module in text_modules(decoder))
+
+
+def keeps_from_attention(decoder: nn.Module) -> str | None:
+    """What keeps keyword arguments of a forward from the attention functions of Transformers, None if nothing does."""
+    places = [name for name, module in text_modules(decoder) if _asks_for_attention(module)]
+    if not places:
+        return f"{type(decoder).__name__} computes attention in code of its own, outside Transformers' functions"
+    modules = dict(decoder.named_modules())
+    chain = {type(modules[part]) for name in places for part in _above(name)}
+    for kind in sorted(chain - set(_CONTAINERS), key=lambda kind: kind.__name__):
+        if not _passes_on(kind.forward):
+            return f"{kind.__name__} does not pass keyword arguments on to attention"
+    return None
+
+
+def why_unreachable(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
+    """Why a keyword argument of a causal LM does not reach its decoder."""
+    modules = dict(causal_lm.named_modules())
+    name = next(name for name, module in modules.items() if module is decoder)
+    kinds = [type(modules[part]) for part in _above(name)[:-1]]
+    for kind in kinds:
+        if not _passes_on(kind.forward):
+            return (
+                f"{kind.__name__} does not pass keyword arguments on to its decoder, so a distillation cannot reach it."
+            )
+    return None
+
+
+def computes_own_attention(model: nn.Module) -> bool:
+    """Whether no module of a model looks its attention up in Transformers' table, where calls can be watched."""
+    return not any(_asks_for_attention(module) for module in model.modules())
+
+
+def _asks_for_attention(module: nn.Module) -> bool:
+    """Whether `forward` looks its attention up in Transformers' table; a family may have a table of its own."""
+    table = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
+    return table is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _read_by(module)
+
+
+def _above(name: str) -> list[str]:
+    """The names of a module and of all that hold it, outermost first."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+
+
+def _read_by(module: nn.Module) -> frozenset[str]:
+    """Names and attributes that the module's `forward` mentions."""
+    return _names_in(type(module).forward)
+
+
+@cache
+def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
+    function = function_tree(forward)
+    if function is None:
+        return frozenset()
+    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    return frozenset(names | {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)})
+
+
+@cache
+def _passes_on(forward: Callable[..., Any]) -> bool:
+    """Whether a `forward` hands its own **kwargs to more than the loss; yes where its code cannot be read."""
+    function = function_tree(forward)
+    if function is None:
+        return True
+    keywords = function.args.kwarg
+    return keywords is not None and any(
+        keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords.arg
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        and not (isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function")
+        for keyword in call.keywords
+    )

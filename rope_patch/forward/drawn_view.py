@@ -1,0 +1,128 @@
+"""The RoPE indices of one forward: what a decoder was called with, and the indices that a view or a table gives it."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..layout.documents import Documents
+from ..views.base import Parameters, View
+
+
+@dataclass
+class Batch:
+    """What a decoder was called with, as far as positions go."""
+
+    rows: int
+    seq_len: int
+    device: torch.device
+    position_ids: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    cached: int  # tokens that the KV cache already holds
+    training: bool
+    ids: torch.Tensor | None = None  # [rows, seq_len]; None where the call has embeddings
+    cache: Any = None
+    compresses: bool = False  # rotary modules are asked for other positions than those of the tokens
+
+
+class BoundIndex(Protocol):
+    """The RoPE indices of one forward."""
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """RoPE indices in the shape that `position_ids` broadcasts to."""
+        ...
+
+
+@dataclass(eq=False)  # not frozen: Dynamo before torch 2.13 loses the fields of frozen ones made while tracing
+class BoundView:
+    """A view with its draws: a function of the true positions, elementwise."""
+
+    view: View
+    documents: Documents
+    parameters: Parameters
+    continues: bool = False  # a cache that holds these draws
+
+    def rows(self, order: torch.Tensor) -> "BoundView":
+        """The same for other rows: row i is what row order[i] was."""
+        n_rows = len(self.documents.start)
+        taken = {
+            name: p.index_select(p.ndim - 2, order.to(p.device)) if p.ndim >= 2 and p.shape[-2] == n_rows else p
+            for name, p in self.parameters.items()
+        }
+        return BoundView(self.view, self.documents.rows(order), taken)
+
+    def total(self, name: str) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Sum in float64, and number, of what was drawn of a parameter: each document counts once.
+
+        Packed rows say a document's value once a token, of which the first one counts. A view that reads tokens may
+        draw for each of them, so all of its values count.
+        """
+        ordinal, drawn = self.documents.ordinal, self.parameters[name].double()
+        if ordinal.shape[1] == 1 or self.view.reads_tokens or drawn.shape[-2:] != ordinal.shape:
+            return drawn.sum(), drawn.numel()
+        begins = torch.ones_like(ordinal, dtype=torch.bool)
+        begins[:, 1:] = ordinal[:, 1:] != ordinal[:, :-1]
+        # not drawn[..., begins]: the CPU would wait for the GPU to learn its shape
+        return torch.where(begins, drawn, 0.0).sum(), begins.expand(drawn.shape).sum()
+
+    def affected_from(self, t: torch.Tensor, n_layers: int) -> torch.Tensor:
+        """First token of each document that any of `n_layers` layers sees at another distance, as `View` says it.
+
+        Args:
+            t: index of each token in its document, [1 or batch, seq_len], -1 on padding; whole documents.
+            n_layers: of the model.
+        """
+        firsts = [
+            group.view.affected_from(t, group.documents, group.parameters) for _, group in self.by_layer(n_layers)
+        ]
+        return torch.stack(firsts).amin(0)
+
+    def by_layer(self, n_layers: int) -> "list[tuple[list[int], BoundView]]":
+        """Groups of layers that share positions."""
+        groups = self.view.layer_groups(n_layers, self.parameters)
+        return [(layers, BoundView(view, self.documents, parameters)) for layers, view, parameters in groups if layers]
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Start + r(position - start) for each document; padding gets some index, which nothing attends to."""
+        start = self.documents.start
+        if start.shape[-1] not in (1, position_ids.shape[-1]):
+            return self._by_row()(position_ids)
+        return start + self.view.rope_index(position_ids - start, self.parameters)
+
+    def _by_row(self) -> "BoundView":
+        """The same, said once a row instead of once a token, for positions of other things than the tokens."""
+        drawn = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
+        if not all(bool((x == x[..., -1:]).all()) for x in (self.documents.ordinal, *drawn.values())):
+            raise ValueError(
+                "a rotary module of this model asks for positions of windows of tokens, which may lie across "
+                "documents: a RoPE view there needs one document a row, and one draw for all of it. Leave packing "
+                "(position_ids that begin anew) out."
+            )
+        rows = {name: p[..., -1:] for name, p in drawn.items()}
+        return BoundView(self.view, self.documents.last_column(), {**self.parameters, **rows}, self.continues)
+
+
+@dataclass(eq=False)
+class BoundTable:
+    """Explicit indices for the tokens of this forward, [batch, seq_len]; `table` has those of earlier ones too.
+
+    Compressed keys, as of DeepSeek-V4, stand for windows of tokens and ask at the place of a window's first token,
+    which may lie before this forward: they get the index of that token. A forward of one token asks for both in one
+    shape, so that only the positions themselves tell them apart: `own` are those of the tokens.
+    """
+
+    index: torch.Tensor
+    table: torch.Tensor
+    own: torch.Tensor | None = None  # [1 or batch, seq_len]; None where no rotary module is asked for other ones
+    continues: bool = False  # a cache that holds keys at earlier ones
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
+        n_asked, n_tokens = position_ids.shape[-1], self.index.shape[-1]
+        if self.own is None and n_asked != n_tokens:
+            raise ValueError(
+                f"index holds {n_tokens} RoPE indices a row, but a rotary module of this model asked for {n_asked}. "
+                "Use a view, which is a function of positions, instead."
+            )
+        if self.own is None or (n_asked == n_tokens and bool((position_ids == self.own.to(position_ids)).all())):
+            return self.index
+        return self.table.gather(1, position_ids.to(self.table.device).expand(self.table.shape[0], -1))

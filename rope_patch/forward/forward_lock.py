@@ -1,0 +1,42 @@
+"""One thread at a time in a forward of a patched model."""
+
+import threading
+
+from torch import nn
+
+from ..base.call_stack import frames
+
+
+class Turns:
+    """One thread at a time is in a forward of the model: the indices in flight are the model's, not the thread's.
+
+    A thread's own storage would do, but Dynamo drops what a traced forward writes there. A copy of the model has turns
+    of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: threading.Thread | None = None
+
+    def __reduce__(self) -> "tuple[type[Turns], tuple[()]]":
+        return Turns, ()
+
+    def begin(self, decoder: nn.Module) -> None:
+        """Wait until no other thread is in a forward of `decoder`."""
+        if self._owner is threading.current_thread():
+            return  # an interrupt threw it out of a forward, past `end`
+        while not self._lock.acquire(timeout=0.5):
+            if self._owner is not None and not _is_inside(self._owner, decoder):
+                break  # the owner was thrown out of its forward by an exception, past `end`
+        self._owner = threading.current_thread()
+
+    def end(self) -> None:
+        """Let the next thread in."""
+        if self._owner is threading.current_thread():
+            self._owner = None
+            self._lock.release()
+
+
+def _is_inside(thread: threading.Thread, module: nn.Module) -> bool:
+    """Whether a call of `module` is on the stack of `thread`."""
+    return any(f.f_code.co_name == "_call_impl" and f.f_locals.get("self") is module for f in frames(thread))

@@ -1,0 +1,324 @@
+"""The hooks that carry a view from the call of the decoder to its rotary modules.
+
+All are picklable objects. Only what a rotary module receives changes: `position_ids` stay what the caller made them,
+since Transformers reads a jump in them as the border of a packed document and masks across it.
+"""
+
+import weakref
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.call_stack import frames
+from ..families.capabilities import why_no_checkpointing
+from ..layout.documents import real_tokens_of
+from ..rope.layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
+from ..rope.rotary import parameter_names, picks_by_row, rope_types
+from ..views.base import TRUE_POSITIONS
+from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_in
+from .cached_draws import forget_draws
+from .drawn_view import Batch, BoundIndex, BoundView
+from .sources import ViewSource
+from .state import RopeState
+from .trainers import is_generating
+from .training_step import learn_step
+
+
+class DecoderEntry:
+    """Forward pre-hook of the decoder: draws the view of this forward."""
+
+    def __init__(self, state: RopeState, decoder: nn.Module, patch: Callable[..., Any]) -> None:
+        self.state = state
+        self.decoder = weakref.ref(decoder)
+        self.patch = patch  # `patch_model`, for a trainer's reference model; it imports this module
+        self.parameters = parameter_names(decoder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "decoder": self.decoder()}  # of a copy of the model its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, decoder=weakref.ref(state["decoder"]))
+
+    def __call__(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._draw(decoder, args, kwargs)
+        shard = self.state.shard
+        return None if shard is None else (args, shard.without_padding_mask(kwargs))
+
+    def _draw(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a lock cannot be traced: compiled forwards of threads are not kept apart
+            self.state.turns.begin(decoder)
+        # families and callers differ in what they give by place
+        call = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        cache = cache_of(call)
+        in_training = self.state.in_training(decoder)
+        training = in_training and not is_generating(cache)
+        source = self.state.active(training)
+        # a `rope_view` block draws for itself; for the view of the model, whoever trains it says which step it is
+        if source is None or source is self.state.source:
+            # replies are sampled before the reference reads them, which then has to have the view already
+            forward = (in_training, training, call.get("input_ids") is not None)
+            if not (torch.compiler.is_compiling() and self._step_is_known(*forward)):
+                self._learn_step(*forward)
+        position_ids, attention_mask = call.get("position_ids"), call.get("attention_mask")
+        axes = 2 if position_ids is None else position_ids.ndim
+        if axes != 2 and isinstance(source, ViewSource) and not source.view.perturbs:
+            source = None  # which is the same, and reads no documents out of positions of another shape
+        if source is None:
+            self.state.bound = None
+            if not training:
+                forget_draws(cache)
+            return
+        tokens = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if tokens is None:
+            return  # the decoder itself raises for this call
+        if position_ids is not None and axes != 2:
+            raise ValueError(
+                "a RoPE view that moves positions needs position_ids of shape [batch, seq_len] or None, got "
+                f"{tuple(position_ids.shape)}: of positions with several axes (mRoPE) no view says what they become. "
+                f"Use view {TRUE_POSITIONS!r}; rescalings and distillation at true positions go with it."
+            )
+        if has_paged_cache(call):
+            raise ValueError(
+                "a RoPE view needs to know where documents begin and end, and continuous batching (generate_batch) "
+                "hands over pieces of them: use generate, or leave the view."
+            )
+        if position_ids is None and call.get("cu_seq_lens_q") is not None:
+            raise ValueError(
+                "cu_seq_lens_q says that rows hold several documents, and a RoPE view begins anew in each: give "
+                "position_ids that count from 0 in each document too."
+            )
+        if self.state.layers_call_rotary and torch.is_grad_enabled() and is_checkpointing(decoder):
+            raise ValueError(why_no_checkpointing(decoder))
+        if isinstance(source, ViewSource) and source.view.perturbs and _is_chunk_of_a_prompt(cache):
+            raise ValueError(
+                "prefill_chunk_size hands over a prompt in pieces, and a RoPE view draws for the whole of it: leave "
+                "prefill_chunk_size out."
+            )
+        if isinstance(source, ViewSource) and source.view.layerwise:
+            attach_layer_hooks(decoder)
+        ids = call.get("input_ids")
+        if self.state.shard is not None:  # draws go by whole rows
+            whole = self.state.shard.batch
+            tokens = ids = whole["input_ids"]
+            position_ids, attention_mask = whole.get("position_ids"), whole.get("attention_mask")
+        cached = tokens_in(cache)
+        self.state.enter(
+            Batch(
+                rows=tokens.shape[0],
+                seq_len=tokens.shape[1],
+                device=tokens.device,
+                position_ids=position_ids,
+                attention_mask=real_tokens_of(attention_mask, cached),
+                cached=cached,
+                training=training,
+                cache=cache,
+                ids=ids,
+                compresses=self.state.layers_call_rotary,
+            )
+        )
+
+    @torch.compiler.disable
+    def _learn_step(self, training: bool, draws: bool, has_ids: bool) -> None:
+        decoder = self.decoder()
+        assert decoder is not None
+        learn_step(self.state, decoder, self.patch, training=training, draws=draws, has_ids=has_ids)
+
+    @torch.compiler.assume_constant_result  # whose arguments are constants, before torch 2.13 no modules
+    def _step_is_known(self, training: bool, draws: bool, has_ids: bool) -> bool:
+        """Whether `learn_step` passes. Dynamo calls it while it traces, inside the trainer's step.
+
+        Where it does not pass, the graph breaks and the error is raised outside of it, as what it is.
+        """
+        try:
+            self._learn_step(training, draws, has_ids)
+        except ValueError:
+            return False
+        return True
+
+
+class DecoderExit:
+    """Forward hook of the decoder, also called when it raises: ends the view of this forward."""
+
+    def __init__(self, state: RopeState) -> None:
+        self.state = state
+
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        try:
+            in_graph = decoder.training and torch.compiler.is_compiling()
+            cache = None if in_graph else returned_cache(output)
+            self.state.leave(finished=output is not None, cache=cache)
+        finally:
+            if not torch.compiler.is_compiling():
+                self.state.turns.end()
+
+
+class RotaryEntry:
+    """Forward pre-hook of a rotary module: gives it the RoPE indices of the view instead of the true positions."""
+
+    def __init__(self, state: RopeState, name: str) -> None:
+        self.state = state
+        self.name = name
+        self.frozen_type: Any = None
+        self.by_layer: dict[int, Any] = {}  # for the exit of the same call, as is
+        self.frequencies: dict[str, torch.Tensor] = {}  # of the RoPE parameters, where the view has others
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.restore(module)  # after a forward that an interrupt threw out, of which no hook is told
+        current = self.state.current.rotary[self.name]
+        # `model.to(bfloat16)` casts buffers too, and frequencies of 8 bits turn far positions by whole radians;
+        # `.float()` after it hides that from their dtype
+        if current.was_rounded_in(module) or current.was_replaced_in(module):
+            current.write(module)
+        bound = self.state.bound
+        self.by_layer = {}
+        if bound is None or _layer_type(args, kwargs) in self.state.local.types:
+            self._by_whole_rows(module, args, kwargs)
+            return None
+        view = bound.view if isinstance(bound, BoundView) else None
+        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        x = kwargs["x"] if "x" in kwargs else args[0]
+        stays = self.state.local.layers if view is None or (view.perturbs and not view.names_layers) else ()
+        picks = any(picks_by_row(t) for t in rope_types(module))
+        # `forward`, as a call of the module would come by this hook again
+        if picks and self.state.shard is not None:
+            self._choose_by_whole_rows(module, args, kwargs)
+        at_true_positions = module.forward(*args, **kwargs) if stays or picks else None
+        if picks:
+            # these pick frequencies by the largest index: they saw the true ones, now hold on to the choice
+            self._freeze(module)
+        self.state.applied = True
+        if isinstance(bound, BoundView) and bound.view.rescales:
+            self.frequencies = {name: getattr(module, name) for name in current.buffers}
+            for name, inv_freq in self.frequencies.items():
+                module._buffers[name] = bound.view.frequencies(inv_freq, bound.parameters)
+        if isinstance(bound, BoundView) and bound.view.layerwise:
+            for layers, of_layers in bound.by_layer(module.config.num_hidden_layers):
+                embeddings = module.forward(x, self._index(of_layers, position_ids).to(x.device))
+                self.by_layer.update(dict.fromkeys(layers, embeddings))
+                bound = of_layers  # any will do for the call itself, whose output no layer takes
+        self.by_layer.update(dict.fromkeys(stays, at_true_positions))
+        rope_index = self._index(bound, position_ids).to(x.device)
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": rope_index}
+        return (args[0], rope_index, *args[2:]), kwargs
+
+    def _index(self, bound: BoundIndex, position_ids: torch.Tensor) -> torch.Tensor:
+        """RoPE indices of the tokens at hand, which may be a part of whole rows."""
+        shard = self.state.shard
+        return bound(position_ids) if shard is None else shard.local(bound(shard.positions))
+
+    def _by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let ranks that share a sequence take the same frequencies at true positions."""
+        if self.state.shard is not None and any(picks_by_row(t) for t in rope_types(module)):
+            self._choose_by_whole_rows(module, args, kwargs)
+
+    def _choose_by_whole_rows(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let a module that picks frequencies by the largest position see those of whole rows, and hold on to that."""
+        assert self.state.shard is not None
+        positions = self.state.shard.positions
+        if "position_ids" in kwargs:
+            module.forward(*args, **{**kwargs, "position_ids": positions})
+        else:
+            module.forward(args[0], positions, *args[2:], **kwargs)
+        self._freeze(module)
+
+    def _freeze(self, module: Any) -> None:
+        """Keep the frequencies that the module has picked, until `restore`."""
+        if self.frozen_type is None:
+            self.frozen_type = rope_type = module.rope_type
+            module.rope_type = dict.fromkeys(rope_type, "default") if isinstance(rope_type, dict) else "default"
+
+    def restore(self, module: Any) -> None:
+        """Give the module back what it has of its RoPE parameters."""
+        if self.frozen_type is not None:
+            module.rope_type = self.frozen_type
+            self.frozen_type = None
+        if self.frequencies:
+            module._buffers.update(self.frequencies)
+            self.frequencies = {}
+
+
+class RotaryExit:
+    """Forward hook of a rotary module, also called when it raises: lets go of what the entry holds."""
+
+    def __init__(self, entry: RotaryEntry) -> None:
+        self.entry = entry
+
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        self.entry.restore(module)
+        if not self.entry.by_layer:
+            return None
+        by_layer, self.entry.by_layer = self.entry.by_layer, {}
+        return None if output is None else LayerwiseEmbeddings.of(output, by_layer)
+
+
+def _let_graphs_see_hooks() -> None:
+    """Let graphs of torch.compile notice hooks that come and go, also graphs that are there already.
+
+    By default Dynamo takes it that nobody hooks a module after the first call: a view would then change nothing, and a
+    graph that was traced with one would serve other models of the same class.
+    """
+    import torch._dynamo  # Transformers has imported it
+
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch._dynamo.reset()
+
+
+def attach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], state: RopeState, patch: Callable[..., Any]) -> None:
+    """Register the hooks of a model that has none; `patch` is `patch_model`."""
+    _let_graphs_see_hooks()
+    decoder.register_forward_pre_hook(DecoderEntry(state, decoder, patch), with_kwargs=True)
+    # always_call: a forward that raises has to let go of its view, too, or the next one would run under it
+    decoder.register_forward_hook(DecoderExit(state), always_call=True)
+    for name, module in rotary.items():
+        entry = RotaryEntry(state, name)
+        module.register_forward_pre_hook(entry, with_kwargs=True)
+        module.register_forward_hook(RotaryExit(entry), always_call=True)
+    if state.local.layers and hands_embeddings(decoder):
+        attach_layer_hooks(decoder)
+
+
+def detach_hooks(decoder: nn.Module, rotary: dict[str, nn.Module], *, layers: bool = True) -> None:
+    """Take them off again, if asked also those of layers. By class, as handles do not survive a copy of the model."""
+    if layers:
+        detach_layer_hooks(decoder)
+    ours = (DecoderEntry, DecoderExit, RotaryEntry, RotaryExit)
+    for module in (decoder, *rotary.values()):
+        for hooks, companions in (
+            (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
+            (module._forward_hooks, [module._forward_hooks_always_called, module._forward_hooks_with_kwargs]),
+        ):
+            for handle in [h for h, hook in hooks.items() if isinstance(hook, ours)]:
+                del hooks[handle]
+                for companion in companions:
+                    companion.pop(handle, None)
+
+
+def _layer_type(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """For which type of layers a rotary module is called; None in families that call it once for all."""
+    return kwargs.get("layer_type", args[2] if len(args) > 2 else None)
+
+
+def _is_chunk_of_a_prompt(cache: Any) -> bool:
+    """Whether `generate` fills the cache by chunks, of which nothing but its own call tells."""
+    if cache is None or torch.compiler.is_compiling() or tokens_in(cache):
+        return False
+    for frame in islice(frames(), 41):  # calls of modules and hooks lie between
+        if frame.f_code.co_name == "_prefill":
+            return getattr(frame.f_locals.get("generation_config"), "prefill_chunk_size", None) is not None
+    return False
+
+
+def is_checkpointing(decoder: nn.Module) -> bool:
+    """Whether layers run again in backward."""
+    return decoder.training and any(getattr(m, "gradient_checkpointing", False) for m in decoder.modules())

@@ -1,0 +1,102 @@
+"""Whose forward it is: of `generate` or of a trainer; and the reference model that a trainer has."""
+
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.call_stack import frames
+from ..rescalings.in_place import RopeParameters
+from ..rope.rotary import find_decoder
+from .state import RopeState
+
+_VETTED = "_rope_patch_vetted"  # on a trainer: its ref_model has the RoPE of its model
+
+
+def reference_of(trainer: Any) -> Any:
+    """The decoder of a trainer's `ref_model`, None if it has none of its own."""
+    reference = getattr(trainer, "ref_model", None)
+    return find_decoder(reference) if isinstance(reference, nn.Module) else None
+
+
+def give_rope_to_reference(trainer: Any, decoder: Any, state: RopeState, patch: Callable[..., Any]) -> None:
+    """Give a `ref_model` that a trainer loads by name the rescaling of its model, with which training begins; once.
+
+    Args:
+        trainer: in whose training or evaluation a forward of the model is in flight.
+        decoder: of the model.
+        state: of the decoder.
+        patch: `patch_model`.
+
+    Raises:
+        ValueError: the `ref_model` has other frequencies for another reason, was already read, or replies are sampled
+            by a program that loads the model by name.
+    """
+    if getattr(trainer, _VETTED, False) or find_decoder(trainer.model) is not decoder:
+        return
+    if state.rescalings and getattr(trainer.args, "use_vllm", False):
+        raise ValueError(
+            "use_vllm=True samples replies from a model that vLLM loads by its name, without the rescaling that "
+            "this one has: save the rescaled model with save_pretrained, and train the saved one."
+        )
+    reference = reference_of(trainer)
+    if reference is not None and reference is not decoder:
+        of_model, of_reference = RopeParameters.of(decoder), RopeParameters.of(reference)
+        if not _alike(of_model, of_reference):
+            was_read = getattr(trainer.args, "precompute_ref_log_probs", False)
+            if state.start_rescalings or was_read or not _alike(state.native, of_reference):
+                raise ValueError(
+                    "ref_model must have the RoPE frequencies that training begins with: model has "
+                    f"{of_model.rope_parameters}, ref_model {of_reference.rope_parameters}. Give it those of the model "
+                    "before training, as in patch_model(trainer.ref_model, 'yarn', factor=...), or train adapters, "
+                    "whose reference is the model itself."
+                )
+            patch(trainer.ref_model, state.rescaling)
+    setattr(trainer, _VETTED, True)
+
+
+def _alike(parameters: RopeParameters, other: RopeParameters) -> bool:
+    if parameters.rotary.keys() != other.rotary.keys():
+        return False
+    for name, module in parameters.rotary.items():
+        other_module = other.rotary[name]
+        if module.buffers.keys() != other_module.buffers.keys():
+            return False
+        for buffer, (value, _) in module.buffers.items():
+            against = other_module.buffers[buffer][0].to(value)
+            # one of the two may have been rounded to 16 bits
+            if value.shape != against.shape or not torch.allclose(value, against, rtol=1e-2, atol=0.0):
+                return False
+        scales = [state.attributes.get("attention_scaling") for state in (module, other_module)]
+        if scales[0] != scales[1]:
+            return False
+    return True
+
+
+def is_generating(cache: Any) -> bool:
+    """Whether a forward is one of `generate`, which trainers also call in training mode: it samples no view there.
+
+    A reply is sampled token by token, from prefixes that a view would draw for one by one.
+    """
+    if torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():  # the call is out of sight in a graph; `generate` compiles forwards with a cache
+        return cache is not None
+    return any(_is_generate(frame.f_code) for frame in frames())
+
+
+def _is_generate(code: CodeType) -> bool:
+    path = code.co_filename.replace("\\", "/")
+    return code.co_name == "generate" and path.endswith("transformers/generation/utils.py")
+
+
+def running_trainer(*methods: str) -> Any:
+    """The Trainer whose method of one of these names the forward in flight belongs to, None if there is none."""
+    module = sys.modules.get("transformers.trainer")
+    if module is None:
+        return None
+    callers = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name in methods)
+    return next((caller for caller in callers if isinstance(caller, module.Trainer)), None)

@@ -1,0 +1,157 @@
+"""Keys and values of several prompts in fixed buffers, and the attention that reads them without masks of n x n.
+
+Transformers' own caches either grow, so that no CUDA graph can hold a step of decoding, or are static and then make
+attention take a mask, which keeps it from its fast kernels and repeats keys for every query head.
+"""
+
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicLayer
+
+from rope_kernels import decode_attention
+from rope_kernels.common.autocast import as_multiplied
+
+from ..attention.masks import finished_mask
+from ..attention.plain import Windows, require_plain
+from ..base.attention_calls import AttentionCall, sliding_window, watched_attention
+from ..forward.cache_arguments import cache_argument
+from ..rope.rotary import frequencies_kept
+
+
+class KVRows:
+    """Buffers for `n_rows` prompts of up to `capacity` tokens, and what the forward in flight reads and writes.
+
+    Args:
+        causal_lm: a causal LM with SDPA attention.
+        n_rows: prompts that are held at once.
+        capacity: tokens of a prompt and its answer.
+    """
+
+    def __init__(self, causal_lm: Any, n_rows: int, capacity: int) -> None:
+        self.causal_lm, self.n_rows, self.capacity = causal_lm, n_rows, capacity
+        self.config = causal_lm.config.get_text_config(decoder=True)
+        self.first, self.last, self.begin = 0, n_rows, 0
+        self.slots: torch.Tensor | None = None  # of the tokens to be decoded, one a row; None while prompts are read
+        self.index = torch.arange(n_rows, device=causal_lm.get_input_embeddings().weight.device)
+        self.layers = [_Layer(self) for _ in range(self.config.num_hidden_layers)]
+        self._cache = cache_argument(causal_lm, Cache(layers=list(self.layers)))
+        self.calls = 0
+        self._modules = {id(module) for module in causal_lm.modules()}
+        self._windows = Windows()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values of one token in all layers, once a forward has filled any."""
+        held = sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
+        return math.ceil(held / (self.n_rows * self.capacity))
+
+    def read(self, ids: torch.Tensor, first: int, begin: int, chunk: int, *, keep: int = 1) -> torch.Tensor:
+        """Read tokens begin, begin + 1, ... of rows first, first + 1, ..., whose earlier tokens are there.
+
+        Args:
+            ids: the tokens, [rows, n].
+            first: row of ids[0].
+            begin: place of ids[:, 0] in its prompt.
+            chunk: tokens of each row read in one forward.
+            keep: tokens at the end of the last forward whose logits are returned.
+
+        Returns:
+            Logits of what follows each of these tokens, [rows, keep, vocab_size].
+        """
+        self.slots, self.first, self.last = None, first, first + len(ids)
+        for part in ids.split(chunk, dim=1):
+            self.begin = begin
+            positions = torch.arange(begin, begin + part.shape[1], device=ids.device).expand(part.shape)
+            logits = self._forward(part, positions, keep)
+            begin += part.shape[1]
+        return logits
+
+    def decode(self, token: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab_size] after one more token of each row from the first on.
+
+        Args:
+            token: ids, [rows].
+            slots: place of each in its row, [rows] int64.
+        """
+        self.slots, self.begin = slots, 1  # 1: some families ask whether the cache is empty
+        return self._forward(token[:, None], slots[:, None], 1)[:, 0]
+
+    def copy_prefix(self, source: int, first: int, last: int, n_tokens: int) -> None:
+        """Give rows first, ..., last - 1 the first tokens of row `source`."""
+        for layer in self.layers:
+            for held in (layer.keys, layer.values):
+                if held is not None:
+                    for row in range(first, last):
+                        if row != source:
+                            held[row, :, :n_tokens] = held[source, :, :n_tokens]
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Let the model attend as the rows need it; `read` and `decode` are called inside."""
+        with watched_attention(self.causal_lm, self._attend), frequencies_kept(self.causal_lm):
+            yield
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, keep: int) -> torch.Tensor:
+        output = self.causal_lm(
+            input_ids=ids,
+            attention_mask=finished_mask(1, ids.device),
+            position_ids=positions,
+            **self._cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor | None:
+        if id(call.module) not in self._modules:
+            return None  # another model, in another thread
+        self.calls += 1
+        require_plain(call)
+        window = sliding_window(call, self.config)
+        if self.slots is not None:
+            end = self.slots.to(call.key.device) + 1
+            begin = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
+            query = as_multiplied(call.query[:, :, 0])
+            return decode_attention(query, call.key, call.value, begin, end, call.scale)[:, None]
+        return self._windows.attend(call, window)
+
+
+class _Layer(DynamicLayer):
+    """One layer's buffers, [n_rows, n_kv_heads, capacity, head_dim], made when the first keys come."""
+
+    def __init__(self, rows: KVRows) -> None:
+        super().__init__()
+        self.rows: KVRows = weakref.proxy(rows)  # a cycle would hold gigabytes until the garbage collector comes by
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write, in what autocast multiplies in, and return all that the rows of the forward hold."""
+        rows = self.rows
+        key_states, value_states = as_multiplied(key_states), as_multiplied(value_states)
+        if self.keys is None:
+            self.keys, self.values = (
+                x.new_zeros(rows.n_rows, x.shape[1], rows.capacity, x.shape[3]) for x in (key_states, value_states)
+            )
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        assert self.keys is not None and self.values is not None
+        if rows.slots is None:
+            here, end = slice(rows.first, rows.last), rows.begin + key_states.shape[2]
+            self.keys[here, :, rows.begin : end] = key_states
+            self.values[here, :, rows.begin : end] = value_states
+            return self.keys[here, :, :end], self.values[here, :, :end]
+        n = len(key_states)
+        row, slot = rows.index[:n].to(self.device), rows.slots.to(self.device)
+        self.keys[row, :, slot] = key_states[:, :, 0]
+        self.values[row, :, slot] = value_states[:, :, 0]
+        return self.keys[:n], self.values[:n]
+
+    def get_seq_length(self) -> int:
+        """Tokens that the rows of the forward hold before it."""
+        return self.rows.begin

@@ -1,0 +1,75 @@
+"""Whether a model gives the same logits when its prompts are read by rows of keys and values."""
+
+from typing import Any
+
+import torch
+
+from ..attention.rounding import SAMPLES, differs_by_rounding, inputs_rounded_otherwise
+from ..forward.cache_arguments import cache_argument, returned_cache
+from .kv_rows import KVRows
+
+_CHECKED = 24  # tokens; read in the parts below, the last two one by one
+_PARTS = (12, 20, 22, 23)
+
+
+def bytes_if_alike(causal_lm: Any) -> int:
+    """Bytes of keys and values of a token if rows give the logits that the model gives otherwise, else -1.
+
+    They do where they are as near to a plain forward's as those of the model's own cache are. Kernels of a GPU may
+    round alike in both of these and otherwise for rows: then embeddings that are rounded otherwise say how much the
+    model makes of rounding, as long as two tokens that change places move logits more than twice as far as rows do.
+    """
+    vocab_size = causal_lm.get_output_embeddings().weight.shape[0]
+    device = causal_lm.get_input_embeddings().weight.device
+    steps = 7919 + 2 * 104729 * torch.arange(SAMPLES, device=device)
+    ids = torch.outer(steps, torch.arange(1, _CHECKED + 1, device=device)) % vocab_size
+    plain = _plain(causal_lm, ids)
+    try:
+        known = _by_own_cache(causal_lm, ids)
+        rows = KVRows(causal_lm, 2 * SAMPLES, _CHECKED)
+        with rows.attention():
+            by_rows = _by_rows(rows, ids)
+            if by_rows.shape != plain.shape or not rows.calls:
+                return -1
+            if differs_by_rounding(by_rows, plain, known):
+                return rows.bytes_per_token
+        with inputs_rounded_otherwise(causal_lm):
+            moved = _plain(causal_lm, ids)
+        order = torch.arange(_CHECKED, device=device)
+        order[[_PARTS[1] - 2, _PARTS[1] - 1]] = order[[_PARTS[1] - 1, _PARTS[1] - 2]]
+        misplaced = _plain(causal_lm, ids[:, order])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever a family does not take: its own `generate` knows how to call it
+        return -1
+    alike = differs_by_rounding(by_rows, plain, moved) and not differs_by_rounding(misplaced, plain, by_rows)
+    return rows.bytes_per_token if alike else -1
+
+
+def _plain(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits behind ids [n, 24] of one forward, [n, vocab_size]."""
+    logits: torch.Tensor = causal_lm(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+    return logits
+
+
+def _by_own_cache(causal_lm: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits behind ids [n, 24], read in parts, [n, vocab_size]."""
+    cache, begin = None, 0
+    for end in (*_PARTS, _CHECKED):
+        behind = cache_argument(causal_lm, cache)
+        out = causal_lm(input_ids=ids[:, begin:end], **behind, use_cache=True, logits_to_keep=1)
+        cache, begin = returned_cache(out), end
+    logits: torch.Tensor = out.logits[:, -1]
+    return logits
+
+
+def _by_rows(rows: KVRows, ids: torch.Tensor) -> torch.Tensor:
+    """The same by rows, each of which has its beginning from another one."""
+    n, (chunk, copied, read, _) = len(ids), _PARTS
+    rows.read(ids[:, :copied], 0, 0, chunk)
+    for row in range(n):
+        rows.copy_prefix(row, n + row, n + row + 1, copied)
+    rows.read(ids[:, copied:read].repeat(2, 1), 0, copied, chunk=8)
+    for place in range(read, _CHECKED):
+        logits = rows.decode(ids[:, place].repeat(2), torch.full((2 * n,), place, device=ids.device))
+    return logits[n:]

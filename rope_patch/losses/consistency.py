@@ -1,0 +1,301 @@
+"""Consistency of predictions: which rows are compared, and the loss of them in one sweep over the vocabulary."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from rope_kernels import RowMetrics
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
+from rope_kernels.vocabulary.rows import ce_factors
+
+from ..base.validators import require_number
+from ..layout.labelled import Labelled, Rows
+from .heads import head_losses
+from .longce import LongCE, head_weights
+from .next_token import NextTokenLoss
+
+Direction = Literal["reverse", "forward", "jsd"]
+Reduction = Literal["sequence", "token", "uniform"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewConsistency:
+    """L = L_CLM(standard view) + view_clm L_CLM(view) + weight L_KL.
+
+    p is the view's next-token distribution, q the standard view's, held fixed.
+
+    For a document of L tokens whose RoPE indices are true before token s,
+
+        L_KL = mean over documents of 1 / (L - s) sum_{t=s}^{L-2} KL(p_t || q_t)
+
+    with t the query's token: the paper's Eq. 6 sums over the tokens i = t + 1 that are predicted from i = s on, and the
+    first of these, predicted from query s - 1, has a KL of 0. With labels on some tokens only, the sum and L - s count
+    those.
+
+    A document counts in the mean if some draw can change a prediction that is compared. One that ends before a fixed
+    split, has a single token or no labels adds nothing and is no part of any divisor.
+
+    With weight 0 and view_clm 0 training runs true positions alone, without a second view; evaluation measures the KL.
+
+    Args:
+        weight: lambda.
+        view_clm: of the view's own cross-entropy, with the labels and the divisor of the standard view's; 1 with weight
+            0 is the paper's ablation "w/ CLM".
+        direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
+        rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
+        reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s; "uniform"
+            divides each KL_t by the probability that t lies behind a drawn s, and the sum by the sum of L, so that each
+            token weighs the same in the mean over draws. With s uniform on 0 .. L - 1, "sequence" weighs token i by
+            about ln(L / (L - i)) and "token" by i / L.
+        kl_longce: LongCE's weights on the rows of the KL: w_t = min(p(x_(t+1) | all before) / p(x_(t+1) | a short
+            context), cap) multiplies KL_t, so that rows that need no far token, and have no reason to be held, count
+            less. None weighs all alike.
+        kl_top: share of a document's rows, those with the largest KL, whose KL counts; None for all. Divisors stay in
+            both, so that fewer rows make a smaller term. Both look at the rows once more, without gradients, and only
+            in training.
+
+    Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations; "uniform", kl_longce and kl_top are ours.
+    """
+
+    weight: float = 1.0
+    view_clm: float = 0.0
+    direction: Direction = "reverse"
+    rows: Rows = "paper"
+    reduction: Reduction = "sequence"
+    kl_longce: LongCE | None = None
+    kl_top: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "view_clm"):
+            require_number(name, getattr(self, name), least=0)
+        for name, allowed in (("direction", Direction), ("rows", Rows), ("reduction", Reduction)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
+        if self.kl_longce is not None and not isinstance(self.kl_longce, LongCE):
+            raise ValueError(f"kl_longce must hold the fields of LongCE, or be None, got {self.kl_longce!r}.")
+        if self.kl_top is not None:
+            require_number("kl_top", self.kl_top, below=1)
+        for name in ("kl_longce", "kl_top"):
+            if getattr(self, name) is not None and not self.weight:
+                raise ValueError(
+                    f"{name} chooses rows of a KL that weighs 0, got {name}={getattr(self, name)!r}: leave it out, or "
+                    "give the KL a weight above 0."
+                )
+
+
+@dataclass(frozen=True)
+class ComparedRows:
+    """Which queries of a batch count, and what the KL of each weighs.
+
+    Args:
+        queries: indices of the rows among the flattened tokens, [N]: those with a label, and those that are compared.
+        labels: of the rows, -100 for none, [N].
+        document: ordinal of each row's document, [N].
+        in_kl: queries that the KL sums over, bool [batch, n].
+        kl_factor: what the reduction makes of the KL of each row, but for lambda and the divisor, float32 [N].
+        kl_weight: what the KL of each row weighs in the loss, float32 [N].
+    """
+
+    queries: torch.Tensor
+    labels: torch.Tensor
+    document: torch.Tensor
+    in_kl: torch.Tensor
+    kl_factor: torch.Tensor
+    kl_weight: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        consistency: ViewConsistency,
+        labelled: Labelled,
+        first_changed: torch.Tensor,
+        counted: torch.Tensor,
+        share: torch.Tensor | None,
+        *,
+        kl_divisor: int,
+        training: bool,
+    ) -> "ComparedRows":
+        """Choose the rows.
+
+        Args:
+            consistency: rows, divisors and weight.
+            labelled: the batch.
+            first_changed: s of each document, in the shape of its documents.
+            counted: which documents count in the mean of the KL, bool [documents].
+            share: probability over draws that each token lies behind s, [batch, n]; for "uniform" alone.
+            kl_divisor: what the sum of the KL is divided by.
+            training: whether the KL weighs lambda; evaluation measures it whatever it weighs.
+        """
+        in_kl, suffix_length = labelled.suffix(first_changed, consistency.rows)
+        in_kl = in_kl & counted[labelled.ordinal]
+        weight = consistency.weight if training else 1.0
+        factor = in_kl.double()
+        if consistency.reduction == "sequence":
+            factor = factor / suffix_length.clamp(min=1)
+        elif consistency.reduction == "uniform":
+            assert share is not None
+            factor = torch.where(in_kl, factor / share, 0.0)
+        factor = factor.flatten().float()
+        labels = labelled.next_label.flatten()
+        queries = ((labels != IGNORE_INDEX) | (weight * factor != 0)).nonzero().squeeze(1)
+        factor, document = factor[queries], labelled.ordinal.flatten()[queries]
+        return cls(queries, labels[queries], document, in_kl, factor, factor * (weight / kl_divisor))
+
+    def held(self, labelled: Labelled) -> "ComparedRows":
+        """Those that the rank holds, where ranks share a sequence."""
+        if labelled.shard is None:
+            return self
+        here = labelled.shard.held(self.queries)
+        names = ("queries", "labels", "document", "kl_factor", "kl_weight")
+        return replace(self, **{name: getattr(self, name)[here] for name in names})
+
+    def weighed(self, factor: torch.Tensor) -> "ComparedRows":
+        """The same with `factor`, [N], on the KL of each row."""
+        return replace(self, kl_factor=self.kl_factor * factor, kl_weight=self.kl_weight * factor)
+
+    def without(self, dropped: torch.Tensor) -> "ComparedRows":
+        """The same without the KL of the rows at these indices among the N."""
+        kept, in_kl = torch.ones_like(self.kl_factor), self.in_kl.clone()
+        kept[dropped] = 0.0
+        in_kl.view(-1)[self.queries[dropped]] = False
+        return replace(self.weighed(kept), in_kl=in_kl)
+
+
+@dataclass(frozen=True)
+class ShortContexts:
+    """`LongCE.reference` of a batch for what is weighed by it, [batch, n], None where nothing is.
+
+    Args:
+        ce: for the cross-entropy.
+        kl: for `kl_longce`.
+    """
+
+    ce: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ConsistencyLoss(NextTokenLoss):
+    """The loss of both views with its parts, row by row: loss = ce + view_clm view_ce + weight kl.
+
+    Args:
+        in_kl: queries that the KL sums over, bool [batch, n].
+        kl_factor: sum(kl_factor rows.kl) / divisor is the KL, [N].
+        view_ce: sum of the view's own cross-entropies, as LongCE weighs them; None where it does not count.
+    """
+
+    in_kl: torch.Tensor
+    kl_factor: torch.Tensor
+    view_ce: torch.Tensor | None
+
+
+def consistency_loss(
+    causal_lm: Any,
+    consistency: ViewConsistency,
+    rows: ComparedRows,
+    standard: torch.Tensor,
+    view: torch.Tensor,
+    *,
+    ce_divisor: int,
+    training: bool,
+    teacher: tuple[Any, torch.Tensor] | None = None,
+    longce: LongCE | None = None,
+    short: ShortContexts = ShortContexts(),  # noqa: B008  # frozen
+    earlier: NextTokenLoss | None = None,
+    **options: Any,
+) -> ConsistencyLoss:
+    """Cross-entropy of the standard view, the KL of the other one to it, and the view's own cross-entropy.
+
+    Args:
+        causal_lm: the model, for its head.
+        consistency: weights and direction.
+        rows: which rows count.
+        standard: last hidden states of the rows under true positions, [N, H].
+        view: last hidden states of the rows in the other forward, [N, H].
+        ce_divisor: what sums of cross-entropies are divided by.
+        training: whether `view_clm` and `kl_top` are in force.
+        teacher: output head and last hidden states of the rows in another model, [N, H_t], which the KL is to; None
+            takes the standard view's.
+        longce: token weights of the cross-entropies, or None.
+        short: cross-entropies in short contexts, which `longce` and `kl_longce` go by.
+        earlier: the standard view's cross-entropy, if its own call has had it: it is no part of this loss then.
+        **options: of `rope_kernels.linear_ce_kl`.
+    """
+    if short.kl is not None or consistency.kl_top is not None:
+        rows = _chosen(causal_lm, consistency, rows, standard, view, teacher, short.kl, training)
+    n_rows, kl_weight = len(rows.queries), rows.kl_weight
+    labels = rows.labels if earlier is None else torch.full_like(rows.labels, IGNORE_INDEX)
+    ce_weight = torch.full_like(kl_weight, 1 / ce_divisor)
+    of_longce = head_weights(longce, short.ce, rows.queries)
+    options |= of_longce
+    other, two_ce = view, bool(consistency.view_clm) and training
+    if two_ce:
+        # the view's states once more, as rows of their own that have no KL
+        standard, other = torch.cat([standard, view]), torch.cat([view, view])
+        labels = torch.cat([labels, rows.labels])
+        ce_weight = torch.cat([ce_weight, consistency.view_clm * ce_weight])
+        kl_weight = torch.cat([kl_weight, torch.zeros_like(kl_weight)])
+        teacher = teacher and (teacher[0], teacher[1].repeat(2, 1))
+        options = {name: x.repeat(2) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    direction = consistency.direction
+    loss, metrics = head_losses(
+        causal_lm, standard, other, labels, ce_weight, kl_weight, teacher, direction=direction, **options
+    )
+    of_rows = RowMetrics(*(x[:n_rows] for x in vars(metrics).values()))
+    if earlier is not None:
+        of_rows = _with_kl_of(earlier, of_rows, rows)
+    view_ce = (metrics.ce_factor * metrics.ce)[n_rows:].sum() if two_ce else None
+    token_weight = of_rows.ce_factor if of_longce else None
+    return ConsistencyLoss(loss, of_rows, rows.queries, token_weight, rows.in_kl, rows.kl_factor, view_ce)
+
+
+@torch.no_grad()
+def _chosen(
+    causal_lm: Any,
+    consistency: ViewConsistency,
+    rows: ComparedRows,
+    standard: torch.Tensor,
+    view: torch.Tensor,
+    teacher: tuple[Any, torch.Tensor] | None,
+    short_ce: torch.Tensor | None,
+    training: bool,
+) -> ComparedRows:
+    """The rows as `kl_longce` weighs them and `kl_top` chooses among them."""
+    on = (rows.kl_weight != 0).nonzero().squeeze(1)
+    none = torch.zeros(len(on), device=on.device)
+    chosen = rows
+    if short_ce is not None:
+        assert consistency.kl_longce is not None
+        _, metrics = head_losses(causal_lm, standard[on], None, rows.labels[on], none, None)
+        reference = short_ce.flatten()[rows.queries[on]].to(metrics.ce.dtype)
+        factor = torch.ones_like(rows.kl_weight)
+        factor[on] = ce_factors(metrics.ce, reference, consistency.kl_longce.cap).to(factor.dtype)
+        chosen = chosen.weighed(factor)
+    if consistency.kl_top is not None and training:
+        labels = torch.full_like(on, IGNORE_INDEX)
+        other = None if teacher is None else (teacher[0], teacher[1][on])
+        direction = consistency.direction
+        _, metrics = head_losses(causal_lm, standard[on], view[on], labels, none, none + 1, other, direction=direction)
+        chosen = chosen.without(on[~top_share(metrics.kl, rows.document[on], consistency.kl_top)])
+    return chosen
+
+
+def top_share(value: torch.Tensor, group: torch.Tensor, share: float) -> torch.Tensor:
+    """Which values are among the ceil(share m) largest of the m of their group, bool [N], given [N] each."""
+    order = value.argsort(descending=True, stable=True)
+    order = order[group[order].argsort(stable=True)]  # by group, and falling within
+    _, counts = group[order].unique_consecutive(return_counts=True)
+    rank = torch.arange(len(value), device=value.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    kept = torch.zeros_like(value, dtype=torch.bool)
+    kept[order] = rank < (share * counts.repeat_interleave(counts)).ceil()
+    return kept
+
+
+def _with_kl_of(earlier: NextTokenLoss, metrics: RowMetrics, rows: ComparedRows) -> RowMetrics:
+    """The metrics of an earlier call, at the rows of this one, with the KL of this one."""
+    metrics_of_queries = {}
+    for name, values in vars(earlier.rows).items():
+        every = values.new_zeros(rows.in_kl.numel()).index_copy(0, earlier.queries, values)
+        metrics_of_queries[name] = every[rows.queries]
+    return RowMetrics(**{**metrics_of_queries, "kl": metrics.kl})

@@ -1,0 +1,183 @@
+"""The model as it was pretrained, at true positions, teaches all predictions of the model under a view, in one pass."""
+
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from rope_kernels import RowMetrics
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
+
+from ..base.validators import require_number
+from ..families.capabilities import why_no_losses
+from ..layout.labelled import Labelled
+from .consistency import Direction
+from .distiller import Distiller
+from .forward_loss import DecoderCall, Steps, Tape, require
+from .heads import head_losses
+from .teacher import CopiedTeacher, SharedTeacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeTargets:
+    """Loss of a model that keeps what it predicted at true positions.
+
+    loss = weight mean over tokens of KL(q_t || p_t) + clm_weight mean over labels of -ln p(label) + text_weight mean
+    over next tokens of -ln p(next token).
+
+    p is the student's next-token distribution under the view in force, q that of the model as it was pretrained:
+    adapters off or a frozen copy, native RoPE, true positions. The KL counts every token that is not padding, those
+    whose labels are masked and the last one of a document too: short documents and prompts hold what is to be kept.
+    Next tokens are all tokens of a document but its first, whether they are labels or not; a label counts in both
+    means. Evaluation has the same loss at true positions, without draws.
+
+    Args:
+        weight: of the KL; 0 leaves it out, and with it the teacher: next-token losses alone are trained.
+        clm_weight: of the cross-entropy under the view, which labels alone count in: with prompts masked, answers. It
+            is what teaches more than the teacher knows, such as an answer whose key is far away. 0 leaves it out of
+            training; evaluation then measures it.
+        text_weight: of the cross-entropy of all next tokens under the view. It lowers the loss of running text below
+            the native model's, and moves the model further from what it said.
+        temperature: divides the logits of both sides of the KL, which is not multiplied by its square.
+        direction: "forward" KL(q || p), "reverse" KL(p || q), or their Jensen-Shannon divergence "jsd".
+
+    Source: ours. LongReD's short-to-long distillation (arXiv:2502.07365) compares last hidden states of the same two
+        passes by cosine, PoSE (arXiv:2309.10400) has the views; the cross-entropy beside a KL to the start is that of
+        fine-tuning held to its start.
+    """
+
+    weight: float = 1.0
+    clm_weight: float = 0.1
+    text_weight: float = 0.0
+    temperature: float = 1.0
+    direction: Direction = "forward"
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "clm_weight", "text_weight"):
+            require_number(name, getattr(self, name), least=0)
+        require_number("temperature", self.temperature)
+        if self.direction not in get_args(Direction):
+            raise ValueError(f"direction must be one of {get_args(Direction)}, got {self.direction!r}.")
+        if self.weight:
+            return
+        if not self.has_ce:
+            raise ValueError("weight, clm_weight and text_weight are all 0, so there is nothing to learn: raise one.")
+        of_kl = {"temperature": 1.0, "direction": "forward"}
+        if given := [name for name, default in of_kl.items() if getattr(self, name) != default]:
+            raise ValueError(
+                f"weight=0 leaves the KL out, whose {' and '.join(given)} would have no effect: leave out."
+            )
+
+    @property
+    def has_ce(self) -> bool:
+        """Whether a cross-entropy is trained."""
+        return bool(self.clm_weight or self.text_weight)
+
+
+class NativeTape(Tape):
+    """A batch with its labels goes in; the loss and metrics of the student come back.
+
+    Args:
+        labelled: the batch.
+        n_tokens: what the sum of the KL is divided by.
+        n_labels: what the sum of cross-entropies of labels is divided by.
+        n_next: what the sum of cross-entropies of next tokens is divided by.
+    """
+
+    loss: torch.Tensor
+    rows: RowMetrics  # of `queries`
+
+    def __init__(self, labelled: Labelled, n_tokens: int, n_labels: int, n_next: int) -> None:
+        super().__init__(labelled.valid, labelled.ordinal)
+        self.labelled, self.n_tokens, self.n_labels, self.n_next = labelled, n_tokens, n_labels, n_next
+        # [N] indices among the flattened tokens
+        self.queries = labelled.held(labelled.valid.flatten().nonzero().squeeze(1))
+        self.labels = labelled.next_label.flatten()[self.queries]  # [N], -100 for none
+        self.has_label = self.labels != IGNORE_INDEX
+
+
+class NativeDistiller(Distiller):
+    """Distils predictions of a teacher into a student under its view, while the student's one forward runs.
+
+    Args:
+        model: the student, patched, bare or wrapped.
+        targets: what counts.
+        teacher: the same weights with adapters off, or a frozen copy; None for targets without a KL.
+        offload: whether the teacher's hidden states wait on the CPU while the student runs.
+
+    Raises:
+        ValueError: without a cross-entropy, the student's RoPE is the teacher's; or its head has an adapter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: NativeTargets,
+        teacher: SharedTeacher | CopiedTeacher | None,
+        *,
+        offload: bool = False,
+    ) -> None:
+        self.targets, self.offload = targets, offload
+        super().__init__(model, teacher)
+        require(why_no_losses(self.causal_lm, self.decoder))
+
+    def _require_difference(self) -> None:
+        # with a cross-entropy the KL holds the student to its start, by whatever RoPE
+        if not self.targets.has_ce:
+            super()._require_difference()
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether a forward gives cross-entropies."""
+        return bool(self.targets.clm_weight) or self.reads_text or not self.decoder.training
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether a forward gives cross-entropies of all next tokens."""
+        return bool(self.targets.text_weight)
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if documents of `length` tokens are more than the window of a teacher."""
+        if self.teacher is not None:
+            self.require_taught_length("the teacher, the model as it was pretrained,", length)
+
+    def _steps(self, tape: NativeTape, call: DecoderCall) -> Steps:
+        taught = None if self.teacher is None else self._taught(tape, call)
+        output = yield None
+        hidden = tape.labelled.states(output.last_hidden_state, tape.queries)
+        labels, ce_weight = self._asked(tape)
+        if taught is None:
+            tape.loss, tape.rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
+            return
+        kl_weight = torch.full_like(ce_weight, self.targets.weight / tape.n_tokens)
+        teacher = self.teacher.head, taught.to(hidden.device)
+        del taught
+        options: dict[str, Any] = {"direction": self.targets.direction, "temperature": self.targets.temperature}
+        if self.targets.temperature == 1:
+            tape.loss, tape.rows = head_losses(
+                self.causal_lm, hidden, hidden, labels, ce_weight, kl_weight, teacher, **options
+            )
+            return
+        ce, rows = head_losses(self.causal_lm, hidden, None, labels, ce_weight, None)
+        none = torch.full_like(labels, IGNORE_INDEX)
+        kl, of_kl = head_losses(self.causal_lm, hidden, hidden, none, ce_weight, kl_weight, teacher, **options)
+        tape.loss, tape.rows = ce + kl, replace(rows, kl=of_kl.kl)
+
+    def _taught(self, tape: NativeTape, call: DecoderCall) -> torch.Tensor:
+        """Last hidden states of the teacher at the queries, where they wait for the student's."""
+        self.check_length(int(tape.labelled.documents.length.max()))
+        states = tape.labelled.states(self._ask_teacher(tape, call).last_hidden_state, tape.queries)
+        return states.to("cpu") if self.offload else states
+
+    def _asked(self, tape: NativeTape) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each query is to predict, -100 for nothing, and the weight of its cross-entropy, both [N]."""
+        labels, has_label = tape.labels, tape.has_label
+        weight = has_label * (self.targets.clm_weight / tape.n_labels)
+        if self.reads_text:
+            next_token = tape.labelled.next_token.flatten()[tape.queries]
+            labels = torch.where(has_label, labels, next_token)
+            weight = weight + (next_token != IGNORE_INDEX) * (self.targets.text_weight / tape.n_next)
+        elif not self.reads_labels:
+            labels = torch.full_like(labels, IGNORE_INDEX)
+        return labels, weight.float()

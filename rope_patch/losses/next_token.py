@@ -1,0 +1,117 @@
+"""Next-token loss whose tokens differ in weight."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_kernels import RowMetrics
+from rope_kernels.vocabulary.checks import IGNORE_INDEX
+
+from ..families.capabilities import why_no_losses
+from ..layout.labelled import Labelled
+from .cue import CueWeight
+from .forward_loss import DecoderCall, ForwardLoss, Steps, Tape, require
+from .heads import head_losses
+from .longce import LongCE, head_weights
+
+
+@dataclass(frozen=True)
+class NextTokenLoss:
+    """A loss with its parts, row by row.
+
+    Args:
+        loss: what is minimised, a scalar.
+        rows: metrics of each row, detached, [N].
+        queries: indices of the rows among the flattened tokens, [N].
+        token_weight: what the cross-entropy of each row is multiplied by, [N]; None where all weigh alike.
+    """
+
+    loss: torch.Tensor
+    rows: RowMetrics
+    queries: torch.Tensor
+    token_weight: torch.Tensor | None
+
+
+class NextTokenTape(Tape):
+    """A batch with its labels goes in, the loss comes back.
+
+    Args:
+        labelled: the batch.
+        ce_divisor: what the sum of cross-entropies is divided by.
+    """
+
+    result: NextTokenLoss
+
+    def __init__(self, labelled: Labelled, ce_divisor: int) -> None:
+        super().__init__(labelled.valid, labelled.ordinal)
+        self.labelled, self.ce_divisor = labelled, ce_divisor
+
+
+def next_token_loss(
+    causal_lm: Any,
+    labelled: Labelled,
+    hidden: torch.Tensor,
+    divisor: int,
+    *,
+    longce: LongCE | None = None,
+    short_ce: torch.Tensor | None = None,
+    cue: CueWeight | None = None,
+    **options: Any,
+) -> NextTokenLoss:
+    """Loss = sum over labels of w CE / divisor, with w the product of LongCE's and the cue's weights.
+
+    Args:
+        causal_lm: the model, for its head.
+        labelled: the batch.
+        hidden: last hidden states, [batch, n, H].
+        divisor: labels of all that the mean is over.
+        longce: LongCE's weights, or None.
+        short_ce: `LongCE.reference` of the batch, [batch, n]; None weighs all alike.
+        cue: weight of the cue's tokens, or None.
+        **options: of `rope_kernels.linear_ce_kl`.
+    """
+    labels = labelled.next_label.flatten()
+    queries = labelled.held((labels != IGNORE_INDEX).nonzero().squeeze(1))
+    ce_weight = torch.full((len(queries),), 1 / divisor, device=labels.device)
+    of_cue = None if cue is None else cue.factors(labelled).flatten()[queries]
+    if of_cue is not None:
+        ce_weight = ce_weight * of_cue
+    of_longce = head_weights(longce, short_ce, queries)
+    states = labelled.states(hidden, queries)
+    loss, rows = head_losses(causal_lm, states, None, labels[queries], ce_weight, None, **options, **of_longce)
+    token_weight = rows.ce_factor if of_longce or cue is not None else None
+    if token_weight is not None and of_cue is not None:
+        token_weight = token_weight * of_cue
+    return NextTokenLoss(loss, rows, queries, token_weight)
+
+
+class WeightedNextToken(ForwardLoss):
+    """Next-token loss with weights of tokens, under whatever view is in force. Evaluation weighs all alike.
+
+    Args:
+        model: patched, bare or wrapped.
+        longce: LongCE's weights, or None.
+        cue: EndPrompt's, or None.
+    """
+
+    def __init__(self, model: nn.Module, longce: LongCE | None, cue: CueWeight | None = None) -> None:
+        super().__init__(model)
+        require(why_no_losses(self.causal_lm, self.decoder))
+        self.longce, self.cue = longce, cue
+
+    def _steps(self, tape: NextTokenTape, call: DecoderCall) -> Steps:
+        training, short_ce = self.decoder.training, None
+        if training and self.longce is not None:
+            short_ce = self.longce.reference(self.causal_lm, self.decoder, tape.labelled)
+        output = yield None
+        tape.result = next_token_loss(
+            self.causal_lm,
+            tape.labelled,
+            output.last_hidden_state,
+            tape.ce_divisor,
+            longce=self.longce,
+            short_ce=short_ce,
+            cue=self.cue if training else None,
+        )

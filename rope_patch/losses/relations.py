@@ -1,0 +1,294 @@
+"""Distillation of relations: the loss of each layer is computed inside the layer."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
+from rope_kernels.common.autocast import as_multiplied
+
+from ..base.attention_calls import AttentionCall
+from ..families.capabilities import why_no_losses, why_no_relations
+from ..rope.rotary import find_decoder, named_rotary_modules
+from .distiller import Distiller
+from .forward_loss import TAPE, DecoderCall, Steps, Tape, require
+from .heads import head_kl
+from .targets import RelationTargets, require_number
+from .teacher import CopiedTeacher, SharedTeacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitKL:
+    """KL(teacher, student) of next-token distributions on the last tokens of each document.
+
+    Args:
+        weight: in the loss; 0 computes it without a gradient, to be logged beside relations as in the paper's figure 4.
+        last: tokens from the end of each document that count.
+        temperature: divides the logits; the KL is not multiplied by its square.
+    """
+
+    weight: float
+    last: int = 512
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_number("weight", self.weight)
+        require_number("temperature", self.temperature, above_zero=True)
+        if type(self.last) is not int or self.last < 1:
+            raise ValueError(f"last must be a number of tokens of at least 1, got {self.last!r}.")
+
+    def chosen(self, document: torch.Tensor) -> torch.Tensor:
+        """Which tokens count, bool [batch, n], from the document of each, int64 [batch, n], -1 on padding."""
+        valid = document >= 0
+        in_row = valid.flip(1).cumsum(1).flip(1)  # real tokens of the row from each one on
+        n_documents = int(document.max().clamp(min=0)) + 1
+        row = torch.arange(len(document), device=document.device)[:, None]
+        place = (row * n_documents + document.clamp(min=0)).flatten()
+        at_end = in_row.new_full((len(document) * n_documents,), document.shape[1])
+        at_end.scatter_reduce_(0, place, in_row.masked_fill(~valid, document.shape[1]).flatten(), "amin")
+        return valid & (in_row - at_end[place].view_as(in_row) < self.last)
+
+
+class RelationTape(Tape):
+    """The teacher's queries, keys and values of each layer, and the losses that the student's layers write.
+
+    The loss of a layer is computed inside the layer, where a checkpoint's recompute repeats it: queries, keys and
+    values of all layers never live at once.
+
+    Args:
+        valid: which tokens are real, bool [batch, n].
+        document: of each token, int64 [batch, n], -1 on padding.
+        targets: which relations count.
+        student_factor: YaRN's attention factor in the student's q and k, 1 where there is none or it is to stay.
+        offload: whether the teacher's tensors wait on the CPU.
+    """
+
+    def __init__(
+        self,
+        valid: torch.Tensor,
+        document: torch.Tensor,
+        targets: RelationTargets,
+        student_factor: float,
+        offload: bool,
+    ) -> None:
+        super().__init__(valid, document)
+        # rows of one document without padding need causality alone, and kernels no borders to compare
+        plain = bool((document == 0).all()) or bool((document == document[:, :1]).all() and valid.all())
+        self.visibility = Visibility(True) if plain else Visibility.of_documents(document)
+        self.targets = targets
+        self.student_factor = student_factor
+        self.offload = offload
+        self.with_gradient = False  # whether the student's forward was called with gradients on
+        self.rotations: dict[bool, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = {True: {}, False: {}}
+        self.teacher: dict[int, dict[str, torch.Tensor]] = {}
+        # layer -> sums over heads (each divided by heads) and tokens, one a target, in the order of targets.weights
+        self.sums: dict[int, torch.Tensor] = {}
+        self.logit_kl: torch.Tensor | None = None
+
+    def visit(self, call: AttentionCall) -> None:
+        """Record the teacher's tensors of a layer, or compute the student's loss against them."""
+        layer, query, key = call.module.layer_idx, call.query, call.key
+        if self.targets.layers is not None and layer not in self.targets.layers:
+            return
+        if self.targets.rope == "pre":
+            query, key = self._unrotated(call.module, query, key)
+        tensors = {"q": query, "k": key, "v": call.value}
+        needed = set(self.targets.weights) - {"attention"} | ({"q", "k"} if self.targets.attention else set())
+        if self.teaching:
+            if layer in self.teacher or key.shape[2] != query.shape[2]:
+                raise ValueError(_not_one_relation(call))
+            device = "cpu" if self.offload else query.device
+            self.teacher[layer] = {n: self._of_whole_rows(tensors[n].detach()).to(device) for n in sorted(needed)}
+            return
+        if self.with_gradient and not torch.is_grad_enabled():
+            raise ValueError(
+                "gradient checkpointing is reentrant here: layers first run without gradients, which drops those of "
+                "relations. Call model.gradient_checkpointing_enable({'use_reentrant': False}), also after PEFT's "
+                "prepare_model_for_kbit_training, whose default is reentrant."
+            )
+        teacher = {n: t.to(query.device, non_blocking=True) for n, t in self.teacher[layer].items()}
+        student = {n: self._of_whole_rows(tensors[n]) for n in teacher}
+        rows = self._rows(student, teacher, call.scale)
+        n_heads = {name: query.shape[1] for name in self.targets.weights}
+        if self.targets.denominator == "own_heads":
+            n_heads |= {name: tensors[name].shape[1] for name in n_heads if name != "attention"}
+        losses = [rows[name].sum() / n_heads[name] for name in self.targets.weights]
+        # in a recompute the value is known; only its graph counts
+        self.sums.setdefault(layer, torch.stack(losses))
+
+    def _of_whole_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is compared: whole rows, of a share of the heads where ranks share a sequence."""
+        x = as_multiplied(x)
+        return x if self.shard is None else self.shard.by_heads(x)
+
+    def _rows(
+        self, student: dict[str, torch.Tensor], teacher: dict[str, torch.Tensor], scaling: float
+    ) -> dict[str, torch.Tensor]:
+        """Target -> divergence of each row, [batch, its heads, n]."""
+        factor = self.student_factor**-2  # squared: queries and keys both carry it, and products of two are compared
+        rows: dict[str, torch.Tensor] = {}
+        # relations of one width and scale are heads of one launch: a few heads alone leave a GPU idle
+        alike: dict[tuple[int, float], list[str]] = {}
+        for name in self.targets.weights:
+            if name == "attention":
+                rows[name] = attention_map_kl(
+                    student["q"],
+                    student["k"],
+                    teacher["q"],
+                    teacher["k"],
+                    student_scale=scaling * factor,
+                    teacher_scale=scaling,
+                    visibility=self.visibility,
+                )
+            else:
+                alike.setdefault((student[name].shape[-1], 1.0 if name == "v" else factor), []).append(name)
+        divergence = relation_kl if self.targets.divergence == "kl" else relation_mse
+        for (head_dim, correction), names in alike.items():
+            together = divergence(
+                torch.cat([student[name] for name in names], 1) if len(names) > 1 else student[names[0]],
+                torch.cat([teacher[name] for name in names], 1) if len(names) > 1 else teacher[names[0]],
+                student_scale=head_dim**-0.5 * correction,
+                teacher_scale=head_dim**-0.5,
+                visibility=self.visibility,
+            )
+            parts = together.split([student[name].shape[1] for name in names], 1)
+            rows.update(zip(names, parts, strict=True))
+        return rows
+
+    def _unrotated(self, module: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys before RoPE, by the family's own rotation with the opposite angle."""
+        rotations = self.rotations[self.teaching]
+        kind = getattr(module, "layer_type", None) or getattr(module, "attention_type", None)
+        cos, sin = rotations[kind] if kind in rotations else rotations[None]
+        rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        if rotate is None:
+            raise ValueError(
+                f"rope='pre' undoes the rotation with the family's apply_rotary_pos_emb; {type(module).__name__} has "
+                "none. Use rope='post'."
+            )
+        # cos and sin carry the attention factor m: m^2 = cos^2 + sin^2, and 1 / m undoes it; clones, as the rotation of
+        # Liger turns what it is given in place, which here is what attention is about to read
+        square = cos.float().square() + sin.float().square()
+        return rotate(query.clone(), key.clone(), (cos / square).to(cos.dtype), (-sin / square).to(sin.dtype))
+
+    def loss(self, name: str) -> torch.Tensor:
+        """Mean over layers of the sums of one target: divided by tokens, it is its part of the loss."""
+        if not self.sums:
+            raise RuntimeError(
+                "no attention call saw the relation tape: this family does not pass keyword arguments on to its "
+                "attention, so relations cannot be distilled."
+            )
+        place = list(self.targets.weights).index(name)
+        return torch.stack([self.sums[layer][place] for layer in sorted(self.sums)]).mean()
+
+
+def _not_one_relation(call: AttentionCall) -> str:
+    layer, kind = call.module.layer_idx, type(call.module).__name__
+    if call.key.shape[2] != call.query.shape[2]:
+        what = f"{kind} attends to {call.key.shape[2]} keys in a row of {call.query.shape[2]} tokens"
+    else:
+        what = f"attention of layer {layer} ({kind}) runs more than once a forward"
+    return f"{what}, so that relations of its tokens cannot be told apart: choose other `layers`, or another objective."
+
+
+class RelationDistiller(Distiller):
+    """Distils relations of a teacher into a rescaled student while the student's forward runs.
+
+    Args:
+        model: the student, patched, bare or wrapped.
+        targets: which relations count.
+        teacher: the same weights with adapters off, or a frozen copy.
+        logit_kl: a KL on the last tokens beside them, or None.
+        offload: whether the teacher's tensors wait on the CPU until the student's layer needs them.
+
+    Raises:
+        ValueError: the student's RoPE is the teacher's, a layer does not exist, or a choice that this family lacks; in
+            the first forward, gradient checkpointing that is reentrant.
+
+    Source: LinearARD, arXiv:2604.00004.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: RelationTargets,
+        teacher: SharedTeacher | CopiedTeacher,
+        *,
+        logit_kl: LogitKL | None = None,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(model, teacher)
+        self.targets, self.logit_kl, self.offload = targets, logit_kl, offload
+        if targets.rope == "pre" and self.state is not None and self.state.layers_call_rotary:
+            raise ValueError(
+                f"rope='pre' needs RoPE outside the layers, which {type(self.causal_lm).__name__} has inside."
+            )
+        require(why_no_relations(self.causal_lm, self.decoder))
+        if logit_kl is not None:
+            require(why_no_losses(self.causal_lm, self.decoder))
+        n_layers = self.decoder.config.num_hidden_layers
+        if targets.layers is not None and max(targets.layers) >= n_layers:
+            raise ValueError(f"layers must be below {n_layers}, the layers of this model, got {targets.layers}.")
+        self._student_factor = self._attention_factor() if targets.strip_attention_factor else 1.0
+        self._in_flight: RelationTape | None = None
+
+    def _new_tape(self, valid: torch.Tensor, document: torch.Tensor) -> RelationTape:
+        return RelationTape(valid, document, self.targets, self._student_factor, self.offload)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.targets.rope == "pre":
+                copies = [] if isinstance(self.teacher, SharedTeacher) else [find_decoder(self.teacher.copy)]
+                for decoder in (self.decoder, *copies):
+                    handles = [decoder.register_forward_pre_hook(self._take_off, with_kwargs=True)]
+                    for _, module in named_rotary_modules(decoder):
+                        handles.append(module.register_forward_hook(self._keep_rotation, with_kwargs=True))
+                    for handle in handles:
+                        stack.callback(handle.remove)
+            yield
+
+    def _steps(self, tape: RelationTape, call: DecoderCall) -> Steps:
+        tape.with_gradient = torch.is_grad_enabled()
+        taught = self._ask_teacher(tape, call).last_hidden_state
+        if self.logit_kl is None:
+            del taught  # or this generator would hold the states as long as the student's forward runs
+            yield None  # the layers compute their losses
+            return
+        chosen = self.logit_kl.chosen(tape.document)
+        if tape.shard is not None:
+            chosen = tape.shard.local(chosen)
+        taught = taught[chosen]
+        output = yield None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.logit_kl.weight > 0):
+            tape.logit_kl = head_kl(
+                self.causal_lm,
+                self.teacher.head,
+                output.last_hidden_state[chosen],
+                taught,
+                temperature=self.logit_kl.temperature,
+            ).sum()
+
+    def _take_off(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # rotary modules are called without the decoder's keywords, so that their hooks do not see the tape
+        self._in_flight = kwargs.get(TAPE)
+
+    def _keep_rotation(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self._in_flight is not None:
+            kind = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
+            self._in_flight.rotations[self._in_flight.teaching][kind] = output
+
+    def _attention_factor(self) -> float:
+        factors = {getattr(m, "attention_scaling", 1.0) for _, m in named_rotary_modules(self.decoder)}
+        partial = getattr(self.decoder.config, "partial_rotary_factor", None) not in (None, 1, 1.0)
+        if len(factors) > 1 or not isinstance(next(iter(factors)), float | int) or (partial and factors != {1.0}):
+            raise ValueError(
+                "strip_attention_factor needs one factor on all features of q and k; this model has several factors or "
+                "rotates a part of the features. Leave it off, or rescale with attention_factor=1.0."
+            )
+        return float(factors.pop())

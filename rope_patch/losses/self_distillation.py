@@ -1,0 +1,341 @@
+"""Self-distillation: a model's predictions under true positions teach those under a view, or under noise."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ..families.capabilities import why_no_losses, why_no_self_distillation, why_two_passes
+from ..forward.drawn_view import BoundView
+from ..forward.sources import ViewSource
+from ..layout.labelled import Labelled
+from ..rope.rotary import parameter_names
+from ..views import Standard
+from .consistency import ComparedRows, ShortContexts, ViewConsistency, consistency_loss
+from .controls import Control, NoisyPasses
+from .distiller import Distiller
+from .forward_loss import DecoderCall, Steps, require
+from .longce import LongCE
+from .next_token import NextTokenTape, next_token_loss
+from .passes import OnePass, Passes, SequentialPasses, StandardTape, TwoPasses, ViewTape
+from .teacher import CopiedTeacher, SharedTeacher
+
+logger = logging.get_logger(__name__)
+
+_LOGITS_BYTES = 2**29  # of float32 logits of both views
+
+
+class SelfDistiller(Distiller):
+    """Distils the standard view of a model into its sampled view, in one call of the model.
+
+    Gradients of the KL flow through all of the view's path, the keys and values of its unchanged prefix included.
+
+    A `ViewTape` goes through one call. Training in two calls, of which one graph lives at a time, has a `StandardTape`
+    first, under true positions, whose loss may run backward at once, then a `ViewTape` made with it, which has the rest
+    of the loss. Gradients are those of one call.
+
+    Args:
+        model: patched with a view, or with none that perturbs under a control; bare or wrapped.
+        consistency: rows, divisors and direction.
+        longce: token weights of the cross-entropy, or None.
+        teacher: the model as it was pretrained, in the same weights with adapters off or as a copy, which is then
+            what the view is compared with, in all rows; None takes the standard view of the model itself.
+        control: noise in place of a view, or None.
+        one_pass: whether one forward may give both views, where that is exact; else the standard view's runs first.
+
+    Raises:
+        ValueError: the model has no view that perturbs, or one that a checkpointed layer would not repeat; under a
+            control it has one.
+    """
+
+    passes: Passes
+    changes: "ViewChanges | AllChanges"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        consistency: ViewConsistency,
+        longce: LongCE | None = None,
+        *,
+        teacher: SharedTeacher | CopiedTeacher | None = None,
+        control: Control | None = None,
+        one_pass: bool = True,
+    ) -> None:
+        super().__init__(model, teacher)
+        require(why_no_losses(self.causal_lm, self.decoder))
+        self.consistency, self.longce = consistency, longce
+        self.view: ViewSource | None = None
+        if control is None:
+            self._compare_views(one_pass)
+        else:
+            self._compare_noise(control)
+
+    def _compare_noise(self, control: Control) -> None:
+        if self.state is not None and self.state.source is not None and self.state.source.view.perturbs:
+            raise ValueError("a control compares true positions with themselves: leave view at 'standard'.")
+        self.passes, self.changes = NoisyPasses(self.causal_lm, self.decoder, control), AllChanges()
+
+    def _compare_views(self, one_pass: bool) -> None:
+        source = None if self.state is None else self.state.source
+        if self.state is None or source is None or (self.teacher is None and not source.view.perturbs):
+            raise ValueError(
+                "objective 'self-distill' compares a view with true positions: give view='skip' or another that "
+                "perturbs. With teacher='native' and a rescaled model, view='standard' does too."
+            )
+        require(why_no_self_distillation(self.causal_lm, self.decoder))
+        n_layers = self.decoder.config.num_hidden_layers
+        self.view = source
+        uniform = self.consistency.reduction == "uniform" and self.teacher is None
+        self.drawn = ViewChanges.of(source, n_layers, needs_share=uniform)
+        # another model differs from the first row on
+        self.changes = self.drawn if self.teacher is None else AllChanges()
+        reason = why_two_passes(self.causal_lm, self.decoder) if one_pass else "been asked for it"
+        if source.view.layerwise or source.view.rescales:
+            reason = "a view that differs by layer or rescales frequencies"
+        self.passes = TwoPasses(source, n_layers)
+        if reason is None:
+            self.passes = OnePass(self.causal_lm, self.decoder, parameter_names(self.decoder), self.state, source)
+        self._tell_passes(reason)
+
+    def _tell_passes(self, reason: str | None) -> None:
+        if not self.consistency.weight and not self.consistency.view_clm:
+            logger.info("The view weighs nothing: training runs true positions alone, and evaluation measures the KL.")
+        elif reason is None:
+            logger.info("Both views run in one forward.")
+        else:
+            logger.warning(f"Both views run, in two passes instead of one: the model has {reason}.")
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether one forward gives both views."""
+        return isinstance(self.passes, OnePass)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a forward runs the second view: in training only where it weighs something, in evaluation always."""
+        return not self.decoder.training or bool(self.consistency.weight or self.consistency.view_clm)
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if documents of `length` tokens are more than the native teacher's window, if it teaches."""
+        if self.teacher is not None:
+            self.require_taught_length("teacher='native'", length)
+
+    def compared(self, labelled: Labelled) -> torch.Tensor:
+        """Which documents count in the mean of the KL, bool [documents]."""
+        return self.changes.can_differ(labelled.last_queries(self.consistency.rows), labelled.lengths)
+
+    def kl_count(self, labelled: Labelled) -> int:
+        """What the sum of the KL is divided by, as its reduction has it.
+
+        The number of documents that count, for "token" the sum of their L - s under the clock's next draws, for
+        "uniform" that of their L.
+        """
+        compared = self.compared(labelled)
+        if self.consistency.reduction == "sequence":
+            return int(compared.sum())
+        first = self.changes.next_first(labelled) if self.consistency.reduction == "token" else 0
+        return labelled.suffix_total(first, compared)
+
+    def copies(self, labelled: Labelled) -> float:
+        """Tokens that one forward runs once more under the clock's next draw, over all of a row, of the row with most.
+
+        1 where the views take two forwards.
+        """
+        if not self.one_pass:
+            return 1.0
+        moved = labelled.valid & (labelled.t >= self.drawn.next_first(labelled))
+        return int(moved.sum(1).max()) / labelled.t.shape[1]
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with self.passes.active(), self._view_in_force():
+            yield
+
+    @contextmanager
+    def _view_in_force(self) -> Iterator[None]:
+        """The view in evaluation, which samples none by itself, and none where training does not compare."""
+        if self.view is None:
+            yield
+            return
+        assert self.state is not None
+        n_before = len(self.state.overrides)
+        if not self.decoder.training and self.state.when == "train":
+            self.state.overrides.append(self.view)
+        elif not self.compares:
+            self.state.overrides.append(ViewSource(Standard(), 0))
+        try:
+            yield
+        finally:
+            while len(self.state.overrides) > n_before:  # also what a forward that raised has left
+                self.state.overrides.pop()
+
+    def _steps(self, tape: NextTokenTape, call: DecoderCall) -> Steps:
+        if isinstance(tape, StandardTape):
+            return self._standard_steps(tape, call)
+        assert isinstance(tape, ViewTape)
+        return self._both_steps(tape, call) if self.compares else self._next_token_steps(tape, call)
+
+    def _next_token_steps(self, tape: ViewTape, call: DecoderCall) -> Steps:
+        """The cross-entropy of the standard view alone."""
+        short = self._read_short(tape.labelled)
+        hidden = yield from self.passes.standard(call)
+        tape.result = next_token_loss(
+            self.causal_lm, tape.labelled, hidden, tape.ce_divisor, longce=self.longce, short_ce=short.ce
+        )
+
+    def _standard_steps(self, tape: StandardTape, call: DecoderCall) -> Steps:
+        """The first of two calls."""
+        tape.short = self._read_short(tape.labelled)
+        hidden = yield from self.passes.standard(call)
+        tape.result = next_token_loss(
+            self.causal_lm,
+            tape.labelled,
+            hidden,
+            tape.ce_divisor,
+            longce=self.longce,
+            short_ce=tape.short.ce,
+            chunk_rows=self._few_rows(),
+        )
+        tape.states = hidden.detach()
+
+    def _both_steps(self, tape: ViewTape, call: DecoderCall) -> Steps:
+        """Both views, or the second of two calls."""
+        earlier, passes = tape.earlier, self.passes
+        short = self._read_short(tape.labelled) if earlier is None else earlier.short
+        if earlier is not None:
+            assert self.view is not None
+            passes = SequentialPasses(self.view, self.decoder.config.num_hidden_layers)
+        taught = self._taught_states(tape, call)
+        pair = yield from passes.pair(call, tape)
+        rows = self._choose_rows(tape, pair.first_changed).held(tape.labelled)
+        standard, view = pair.at(rows.queries)
+        teacher = None if taught is None else (self.teacher.head, tape.labelled.states(taught, rows.queries))
+        del pair, taught  # states of all tokens, before memory peaks in the loss
+        tape.result = consistency_loss(
+            self.causal_lm,
+            self.consistency,
+            rows,
+            standard,
+            view,
+            ce_divisor=tape.ce_divisor,
+            training=self.decoder.training,
+            teacher=teacher,
+            longce=self.longce,
+            short=short,
+            earlier=None if earlier is None else earlier.result,
+            chunk_rows=None if earlier is None else self._few_rows(),
+        )
+
+    def _choose_rows(self, tape: ViewTape, first_changed: torch.Tensor) -> ComparedRows:
+        labelled = tape.labelled
+        share = self.changes.share(labelled) if self.consistency.reduction == "uniform" else None
+        return ComparedRows.of(
+            self.consistency,
+            labelled,
+            first_changed if self.teacher is None else torch.zeros_like(first_changed),
+            self.compared(labelled),
+            share,
+            kl_divisor=tape.kl_divisor,
+            training=self.decoder.training,
+        )
+
+    def _taught_states(self, tape: ViewTape, call: DecoderCall) -> torch.Tensor | None:
+        """Last hidden states of the teacher, [batch, n, H], None without one."""
+        if self.teacher is None:
+            return None
+        self.check_length(int(tape.labelled.documents.length.max()))
+        states: torch.Tensor = self._ask_teacher(tape, call).last_hidden_state
+        return states
+
+    def _read_short(self, labelled: Labelled) -> ShortContexts:
+        """Cross-entropies in short contexts, where something is weighed by them."""
+        if not self.decoder.training:
+            return ShortContexts()
+        of_kl, ce, kl = self.consistency.kl_longce, None, None
+        if self.longce is not None:
+            ce = self.longce.reference(self.causal_lm, self.decoder, labelled)
+        if of_kl is not None:
+            same = self.longce is not None and replace(self.longce, cap=of_kl.cap) == of_kl
+            kl = ce if same else of_kl.reference(self.causal_lm, self.decoder, labelled)
+        return ShortContexts(ce, kl)
+
+    def _few_rows(self) -> int:
+        """Rows at a time of the loss in two calls, whose memory peaks there, beside the gradients of all weights."""
+        vocabulary = self.causal_lm.get_output_embeddings().weight.shape[0]
+        rows = _LOGITS_BYTES // (2 * 4 * vocabulary)
+        return max(1, rows // 128 * 128 or rows)
+
+
+@dataclass(frozen=True)
+class AllChanges:
+    """Every prediction of every document differs: under noise, and from another model."""
+
+    def can_differ(self, last: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Which documents have a prediction, bool, given t of the last query that is compared, -1 for none."""
+        return last >= 0
+
+    def next_first(self, labelled: Labelled) -> torch.Tensor:
+        """S of each document, 0, in the shape of the batch's documents."""
+        return torch.zeros_like(labelled.documents.length)
+
+    def share(self, labelled: Labelled) -> torch.Tensor:
+        """Probability that each token lies behind s, 1, [batch, n]."""
+        return torch.ones_like(labelled.t, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class ViewChanges:
+    """Which predictions the draws of a view change.
+
+    Args:
+        source: of the view.
+        n_layers: of the model.
+        knows_share: whether the view knows how often a token lies behind the first one that it moves.
+    """
+
+    source: ViewSource
+    n_layers: int
+    knows_share: bool
+
+    @classmethod
+    def of(cls, source: ViewSource, n_layers: int, *, needs_share: bool) -> "ViewChanges":
+        """Those of a view.
+
+        Raises:
+            ValueError: `needs_share`, and the view does not know it.
+        """
+        try:
+            source.view.affected_share(torch.ones(1, 1, dtype=torch.int64), torch.full((1, 1), 2))
+        except ValueError:
+            if needs_share:
+                raise
+            return cls(source, n_layers, knows_share=False)
+        return cls(source, n_layers, knows_share=True)
+
+    def can_differ(self, last: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Whether some draw changes the prediction of a document's query `last` or of one before it.
+
+        Args:
+            last: t of the last query that is compared, int64, -1 for none.
+            length: tokens of the document, in the same shape.
+
+        Returns:
+            bool in that shape.
+        """
+        view = self.source.view
+        changes = view.can_change(length) & (last >= 1)  # query 0 sees itself alone
+        # how often a query lies behind the first changed token rises with it: the last one says whether any ever does
+        return changes & (view.affected_share(last, length) > 0) if self.knows_share else changes
+
+    def next_first(self, labelled: Labelled) -> torch.Tensor:
+        """The first token of each document that the clock's next draw moves, in the shape of the batch's documents."""
+        documents, view = labelled.documents, self.source.view
+        draws = view.draw_for(labelled.ids, labelled.drawn_at, documents, self.source.clock.key(documents))
+        return BoundView(view, documents, draws).affected_from(labelled.drawn_at, self.n_layers)
+
+    def share(self, labelled: Labelled) -> torch.Tensor:
+        """Probability over draws that each token lies behind s, [batch, n]."""
+        return self.source.view.affected_share(labelled.t, labelled.documents.length)

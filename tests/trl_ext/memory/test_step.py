@@ -1,0 +1,138 @@
+"""The arithmetic of memory against what was measured, research/results/*.json, on an H200."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.shapes import size
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rope_patch.rope.rotary import find_decoder
+from trl_ext.memory.step import ModelSize, Step, peak_memory, saved_of_layer
+
+RESULTS = Path(__file__).parents[3] / "research" / "results"
+GIB = 1 << 30
+
+
+def steps_of_llama_and_qwen():
+    """One row a step, weights in bfloat16, adapters in float32."""
+    for name in ("self-distill-step-h200.json", "distillation-step-h200.json"):
+        for run in json.loads((RESULTS / name).read_text())["runs"]:
+            if run["run"] == "clm":
+                train = "lora" if run["lora_rank"] else "all"
+                yield pytest.param(
+                    run["shape"],
+                    {"train": train, "lora_rank": run["lora_rank"], "accumulates": False, "weight_bytes": 2},
+                    run["length"],
+                    run["peak_gib"],
+                    id=f"{run['shape']}-{run['length']}",
+                )
+
+
+def steps_of_smollm2():
+    """Weights in float32 under autocast; rows of 8192, one or four at once, or one of 65536."""
+    found = set()
+    for line in (RESULTS / "extension-cost-h200.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        if run["method"] not in ("pose", "full length"):
+            continue
+        length = (65536 if run["method"] == "full length" else 8192) * run["rows_at_once"]
+        if length not in found:
+            found.add(length)
+            more = {"train": "all", "lora_rank": 0, "accumulates": run["rows_a_step"] > run["rows_at_once"]}
+            yield pytest.param("smollm2-135m", more, length, run["peak_gib"], id=f"smollm2-{length}")
+
+
+EXTENSIONS = json.loads((RESULTS / "extension-memory-h200.json").read_text())["runs"]
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run["case"]) for run in EXTENSIONS])
+def test_the_plan_is_near_what_a_step_of_extend_took(run):
+    """All weights, q k v, adapters; with a teacher and without; checkpointing or not; a model with sliding windows."""
+    step = Step(
+        run["train"], 64, run["length"], True, run["checkpointing"], run["objective"] == "native-distill",
+        weight_bytes=2 if run["train"] == "lora" else 4,
+    )  # fmt: skip
+    assert peak_memory(size(run["shape"]), step).total / GIB == pytest.approx(run["peak_gib"], rel=0.05)
+
+
+@pytest.mark.parametrize(("shape", "more", "length", "measured"), [*steps_of_llama_and_qwen(), *steps_of_smollm2()])
+def test_the_plan_is_near_what_a_step_took(shape, more, length, measured):
+    step = Step(row_length=length, autocast=True, checkpointing=True, teacher=False, **more)
+    planned = peak_memory(size(shape), step).total / GIB
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
+N_TOKENS, RANK = 250, 8  # a number of tokens that is no weight's, by which saved activations are told from casts
+
+
+@pytest.mark.parametrize("train", ["all", "qkv", "lora", "lora of all matrices"])
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_a_layer_keeps_what_pytorch_saves_for_its_backward(model_type, dtype, autocast, train):
+    """Counted on a CPU with hooks; the arithmetic leaves out sums over features, a few numbers a token."""
+    shape = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        model_type, **shape, head_dim=32, vocab_size=64, num_hidden_layers=2, layer_types=["full_attention"] * 2
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    sizes = ModelSize.of(model)
+    train, adapts_mlp = train.split()[0], "matrices" in train
+    if train == "lora":
+        names = ["q_proj", "k_proj", "v_proj", "o_proj", *["gate_proj", "up_proj", "down_proj"] * adapts_mlp]
+        model = get_peft_model(model, LoraConfig(r=RANK, target_modules=names), autocast_adapter_dtype=True)
+    elif train == "qkv":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in ("q_proj", "k_proj", "v_proj")))
+    counted = saved_bytes(model, 2, autocast) - saved_bytes(model, 1, autocast)
+    step = Step(train, RANK, N_TOKENS, autocast, False, False, weight_bytes=dtype.itemsize, adapts_mlp=adapts_mlp)
+    expected = saved_of_layer(sizes, step)
+    few = 4 * 2 * (8 + 2 + 2 * sizes.norms)
+    if model_type == "gemma3_text" and train == "all" and autocast:  # its norms stay in float32 to their end
+        few += 2 * sizes.normed + (2 * sizes.norms * sizes.hidden if dtype == torch.bfloat16 else 0)
+    assert expected <= counted / N_TOKENS <= expected + few
+
+
+def saved_bytes(model, n_layers, autocast):
+    """Bytes of all activations that a forward through the first layers saves."""
+    decoder, saved = find_decoder(model), {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.numel() >= N_TOKENS and N_TOKENS in tensor.shape:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    layers, decoder.layers, decoder.config.num_hidden_layers = decoder.layers, decoder.layers[:n_layers], n_layers
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        decoder(input_ids=torch.arange(N_TOKENS)[None] % 64, use_cache=False)
+    decoder.layers, decoder.config.num_hidden_layers = layers, len(layers)
+    return sum(n_bytes for n_bytes, _ in saved.values())
+
+
+def test_each_way_to_save_memory_saves_it():
+    def total(train, checkpointing):
+        of_lora = 2 if train == "lora" else 4
+        step = Step(train, 64, 8192, True, checkpointing, True, weight_bytes=of_lora)
+        return peak_memory(size("llama-3-8b"), step).total
+
+    ways = [total(train, on) for train in ("all", "qkv", "lora") for on in (False, True)]
+    assert ways[0] > ways[1] > ways[3] > ways[5] and ways[2] > ways[3] and ways[4] > ways[5]
+
+
+def test_a_teacher_costs_a_copy_of_the_weights_unless_adapters_are_trained():
+    def teacher(train):
+        return peak_memory(size("smollm2-135m"), Step(train, 8, 1024, True, True, True)).teacher
+
+    assert teacher("all") == teacher("qkv") == 4 * 134_515_008 and teacher("lora") == 0
+
+
+def test_parameters_are_counted_as_they_are_tied():
+    assert size("smollm2-135m").parameters == 134_515_008
+    assert size("llama-3-8b").parameters == 8_030_261_248

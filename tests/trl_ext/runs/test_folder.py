@@ -1,0 +1,82 @@
+"""What a process that was killed has left in the folder of its run."""
+
+import json
+import os
+
+import pytest
+
+from trl_ext.runs.folder import Stopwatch, last_checkpoint, only_run, record_settings, require_same_settings
+
+
+def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path):
+    assert last_checkpoint(tmp_path / "none") is None and last_checkpoint(tmp_path) is None
+    for name, state in (("9", "{}"), ("10", "{}"), ("11", None), ("12", ""), ("13", '{"epoch": 1'), ("14-old", "{}")):
+        checkpoint = tmp_path / f"checkpoint-{name}"
+        checkpoint.mkdir()
+        (checkpoint / "model.safetensors").write_text("weights")
+        if state is not None:
+            (checkpoint / "trainer_state.json").write_text(state)
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_settings_that_differ_are_told_entry_by_entry_and_hashes_in_words(tmp_path):
+    file, begun = tmp_path / "run.json", {"seed": 0, "stage": {"steps": 2, "rate": 1e-3}, "text": "0d46"}
+    require_same_settings(file, begun, "--output")
+    record_settings(file, begun, "--output")
+    require_same_settings(file, begun, "--output", {"text": "contents of --data"})
+    other = {"seed": 1, "stage": {"steps": 3, "rate": 1e-3, "mix": None}, "text": "0d47"}
+    with pytest.raises(ValueError) as error:
+        require_same_settings(file, other, "--output", {"text": "contents of --data"})
+    assert str(error.value) == (
+        f"{tmp_path} holds a run with other settings: seed 0 there and 1 here, stage: steps 2 there and 3 here, "
+        "stage: mix not set there and None here, contents of --data changed. Use another --output."
+    )
+
+
+def test_a_file_of_a_run_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "seconds.json"
+
+    def write(step):
+        with Stopwatch(file)(step):
+            pass
+
+    write("one")
+    before = file.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            write("two")
+    assert file.read_text() == before and os.listdir(tmp_path) == ["seconds.json"]
+    write("three")
+    assert "three" in json.dumps(json.loads(file.read_text()))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_settings_are_recorded_whole_or_not_at_all(links, tmp_path, monkeypatch):
+    file = tmp_path / "new" / "run.json"
+    if not links:
+        monkeypatch.setattr(os, "link", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", full)
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            record_settings(file, {"seed": 0}, "--output")
+    assert os.listdir(file.parent) == []
+    record_settings(file, {"seed": 0}, "--output")
+    assert json.loads(file.read_text()) == {"seed": 0} and os.listdir(file.parent) == ["run.json"]
+
+
+def test_of_two_runs_that_begin_at_once_one_has_the_folder(tmp_path):
+    """Its record stays the one that it holds: the other's in its place would be another file to hold."""
+    file = tmp_path / "run.json"
+    record_settings(file, {"seed": 0}, "--output")
+    with only_run(file, "--output"):
+        with pytest.raises(ValueError, match=f"{tmp_path} is in use: another process writes there. .* another --out"):
+            record_settings(file, {"seed": 1}, "--output")
+        with pytest.raises(ValueError, match="is in use"), only_run(file, "--output"):
+            pass
+    assert json.loads(file.read_text()) == {"seed": 0} and os.listdir(tmp_path) == ["run.json"]
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")

@@ -1,0 +1,305 @@
+"""A checkpoint of another method is not resumed; the same one, said otherwise, is, and so is one without a record."""
+
+import json
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.tiny import tiny
+from support.training import documents, logged, tokenizer, trainer
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from rope_patch import load_adapter, patch_model
+from rope_patch.forward.state import state_of
+from rope_patch.rope.rotary import find_decoder
+from rope_patch.views import PosAug, View
+from trl_ext import RopeSFTConfig
+from trl_ext.runs.method_record import RECORD_NAME
+
+SKIP = {"view": "skip", "view_args": {"max_skip": 40}}
+SELF = {"objective": "self-distill", **SKIP}
+RELATION = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}}
+LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}}
+COMPOSE = {"views": [{"view": "skip", "max_skip": 8}, {"view": "posaug", "law": "discrete", "values": [1, 2]}]}
+END = {
+    "view": "endprompt",
+    "cue": "word",
+    "processing_class": tokenizer(),
+    "rescale": "pi",
+    "rescale_args": {"factor": 2.0},
+}
+
+
+def lora():
+    return LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def saved(folder, **options):
+    """A run of one step with its checkpoint, `folder/checkpoint-1`."""
+    run = trainer(folder, **{"max_steps": 1, **options}, save_strategy="steps", save_steps=1)
+    run.train()
+    return run
+
+
+def resumed(folder, **options):
+    run = trainer(folder, **{"max_steps": 2, **options})
+    run.train(resume_from_checkpoint=True)
+    return run
+
+
+OTHERS = [
+    (SKIP, {"view": "cyclic"}, "view='skip', and", "view='cyclic'."),
+    ({}, SKIP, "view='standard', and", "view='skip'."),
+    (SKIP, {**SKIP, "view_args": {"max_skip": 20}}, "view_args.max_skip=40", "view_args.max_skip=20"),
+    (SKIP, {"view": "skip"}, "view_args.max_skip=40", "view_args.max_skip=None"),
+    (
+        {"view": "compose", "view_args": COMPOSE},
+        {"view": "compose", "view_args": {"views": COMPOSE["views"][::-1]}},
+        "view_args.views=[{'view': 'skip', 'split': None",
+        "view_args.views=[{'view': 'posaug'",
+    ),
+    ({**SKIP, "seed": 3}, {**SKIP, "seed": 4}, "view_seed=3", "view_seed=4"),
+    (SKIP, SELF, "objective='clm'", "objective='self-distill'"),
+    (SELF, {**SELF, "kl_weight": 2.0}, "kl_weight=1.0", "kl_weight=2.0"),
+    (
+        SELF,
+        {**SELF, "self_distill_args": {"reduction": "token", "direction": "forward"}},
+        "self_distill_args.direction='reverse', self_distill_args.reduction='sequence'",
+        "self_distill_args.direction='forward', self_distill_args.reduction='token'",
+    ),
+    (
+        {"objective": "self-distill", "self_distill_args": {"control": "dropout"}},
+        {"objective": "self-distill", "self_distill_args": {"control": "dropout", "strength": 0.2}},
+        "self_distill_args.strength=0.1",
+        "self_distill_args.strength=0.2",
+    ),
+    (
+        {**SELF, **RELATION, "objective": "self-distill", "restore_every": 2},
+        {**SELF, **RELATION, "objective": "self-distill", "restore_every": 3, "relation_args": {"v": 0.5}},
+        "restore_every=2, relation_args.v=1.0",
+        "restore_every=3, relation_args.v=0.5",
+    ),
+    (
+        RELATION,
+        {**RELATION, "logit_kl_args": {"weight": 0.5}},
+        "logit_kl_args=None",
+        "logit_kl_args={'weight': 0.5",
+    ),
+    (
+        {"objective": "hidden-distill", "rescale": "pi", "rescale_args": {"factor": 2.0}},
+        {**RELATION, "objective": "hidden-distill", "hidden_args": {"weight": 2.0}},
+        "hidden_args.weight=5.0",
+        "hidden_args.weight=2.0",
+    ),
+    (
+        {**RELATION, "objective": "native-distill"},
+        {**RELATION, "objective": "native-distill", "native_args": {"clm_weight": 0.0}},
+        "native_args.clm_weight=0.1",
+        "native_args.clm_weight=0.0",
+    ),
+    (SKIP, {**SKIP, **LONGCE}, "token_weighting=None", "token_weighting='longce'"),
+    (
+        LONGCE,
+        {**LONGCE, "longce_args": {"short_context": 7, "stride": 4}},
+        "longce_args.short_context=6",
+        "longce_args.short_context=7",
+    ),
+    ({}, {"trainable": "qkv"}, "trainable='all'", "trainable='qkv'"),
+    ({}, {"shifted_attention": 0.25}, "shifted_attention=None", "shifted_attention=0.25"),
+    ({}, {"long_documents": "split"}, "long_documents='truncate'", "long_documents='split'"),
+    (
+        {**END, "view_args": {"target": 128}},
+        {**END, "view_args": {"target": 128}, "cue": "w3", "cue_weight": 0.1},
+        "cue='End.', cue_weight=1.0",
+        "cue='w3', cue_weight=0.1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "was", "given"), OTHERS, ids=[case[3].partition("=")[0] for case in OTHERS])
+def test_a_checkpoint_of_another_method_is_not_resumed(before, now, was, given, tmp_path):
+    saved(tmp_path, **before)
+    run = trainer(tmp_path, **now, max_steps=2)
+    with pytest.raises(ValueError, match="Give the values that it was trained with, or start a new run") as error:
+        run.train(resume_from_checkpoint=True)
+    first, _, second = str(error.value).partition(", and this run has ")
+    assert "checkpoint-1 was trained with " in first and was in f"{first}, and" and given in second
+    assert run.state.global_step == 0 and not run.state.log_history, "it stopped before the first step"
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_adapters_and_whole_models_have_the_record_in_every_checkpoint(peft, tmp_path):
+    options = {**SKIP, "rescale": "yarn", "rescale_args": {"factor": 2.0}, "peft_config": lora() if peft else None}
+    run = saved(tmp_path, **options)
+    run.save_model(str(tmp_path / "last"))
+    for folder in ("checkpoint-1", "last"):
+        assert json.loads((tmp_path / folder / RECORD_NAME).read_text())["view_args"]["max_skip"] == 40
+    with pytest.raises(ValueError, match="view_args.max_skip=40, and this run has view_args.max_skip=20"):
+        resumed(tmp_path, **{**options, "view_args": {"max_skip": 20}})
+    assert resumed(tmp_path, **options).state.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (SKIP, {"view": "skip", "view_args": '{"max_skip": 40, "law": "uniform", "split": null}', "view_seed": 42}),
+        (
+            {"view": "posaug", "view_args": {"law": "discrete", "values": (1.0, 2.0)}},
+            {"view": "posaug", "view_args": {"law": "discrete", "values": [1, 2], "granularity": "step"}},
+        ),
+        ({"view": "posaug", "view_args": {"low": 1}}, {"view": "posaug", "view_args": {"low": 1.0, "high": 8}}),
+        (
+            {"view": "compose", "view_args": COMPOSE},
+            {"view": "compose", "view_args": json.dumps(COMPOSE)},
+        ),
+        ({"seed": 3, "data_seed": 1}, {"seed": 4, "data_seed": 1, "view_args": {}}),
+        (
+            {**SELF, "self_distill_args": {"passes": "two"}},
+            {**SELF, "kl_weight": 1, "self_distill_args": {"passes": "sequential", "teacher": "self", "kl_top": None}},
+        ),
+        (
+            {**SELF, "self_distill_args": {"kl_longce": {"short_context": 6, "stride": 4}}},
+            {**SELF, "self_distill_args": '{"kl_longce": {"short_context": 6, "stride": 4, "cap": 5}}'},
+        ),
+        (
+            {**RELATION, "relation_args": {"layers": (0, 2)}},
+            {**RELATION, "relation_args": {"layers": [0, 2], "q": 1}, "logit_kl_args": {}, "teacher_offload": True},
+        ),
+        ({**END, "view_args": {"target": 128}}, {**END, "view_args": {"target": 128}, "cue": "End."}),
+    ],
+    ids=["json", "tuples", "defaults", "compose", "seed-without-draws", "passes", "kl_longce", "relations", "cue"],
+)
+def test_the_same_method_said_otherwise_goes_on(before, now, tmp_path, caplog):
+    saved(tmp_path, **before)
+    with caplog.at_level("WARNING"):
+        assert resumed(tmp_path, **now).state.global_step == 2
+    assert RECORD_NAME not in caplog.text
+
+
+def test_what_trl_decides_may_change(tmp_path):
+    saved(tmp_path, **SKIP)
+    options = {
+        "learning_rate": 1e-4, "lr_scheduler_type": "linear", "max_steps": 3, "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2,
+        "eval_dataset": documents(2), "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    assert resumed(tmp_path, **SKIP, **options).state.global_step == 3
+
+
+def test_a_view_that_the_model_came_with_counts_like_one_of_the_config(tmp_path):
+    saved(tmp_path, model=patch_model(tiny(), PosAug(high=4.0), seed=7))
+    with pytest.raises(ValueError, match="view='posaug', and this run has view='standard'"):
+        resumed(tmp_path)
+    run = resumed(tmp_path, view="posaug", view_args={"high": 4}, view_seed=7)
+    assert state_of(find_decoder(run.model)).ended == (PosAug(high=4.0), "train")
+
+
+@dataclass(frozen=True)
+class Stretch(View):
+    """A user's view, with an option that JSON does not have."""
+
+    name = "stretch"
+    by: Fraction
+
+    def draw(self, length, key):
+        return {}
+
+    def rope_index(self, t, parameters):
+        return t * float(self.by)
+
+
+def test_a_view_of_ones_own_is_compared_too(tmp_path):
+    saved(tmp_path, model=patch_model(tiny(), Stretch(Fraction(3, 2))))
+    with pytest.raises(ValueError, match="view_args.by='Fraction\\(3, 2\\)', and this run has view_args.by='Fraction"):
+        resumed(tmp_path, model=patch_model(tiny(), Stretch(Fraction(2))))
+    assert resumed(tmp_path, model=patch_model(tiny(), Stretch(Fraction(6, 4)))).state.global_step == 2
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["trl", "earlier"])
+def test_a_checkpoint_without_a_record_is_resumed_with_a_warning(plain, tmp_path, caplog):
+    classes = {"trainer_class": SFTTrainer, "config_class": SFTConfig} if plain else {}
+    saved(tmp_path, **classes, **({} if plain else SKIP))
+    (tmp_path / "checkpoint-1" / RECORD_NAME).unlink(missing_ok=plain)
+    with caplog.at_level("WARNING"):
+        assert resumed(tmp_path, view="cyclic").state.global_step == 2
+    assert caplog.text.count(f"checkpoint-1 has no {RECORD_NAME}") == 1
+
+
+def test_a_record_of_another_version_is_compared_where_both_say_something(tmp_path):
+    saved(tmp_path, **SKIP)
+    file = tmp_path / "checkpoint-1" / RECORD_NAME
+    record = json.loads(file.read_text())
+    del record["shifted_attention"], record["view_args"]["law"]
+    file.write_text(json.dumps({**record, "of_a_later_version": 3}))
+    assert resumed(tmp_path, **SKIP).state.global_step == 2
+    file.write_text(json.dumps({**record, "format": 2}))
+    with pytest.raises(ValueError, match=f"{RECORD_NAME} must be of format 1, .* Update rope-patch to read it"):
+        resumed(tmp_path, **SKIP)
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+def test_a_new_run_starts_from_the_weights_of_the_checkpoint(peft, tmp_path):
+    """The way out that the error names."""
+    options = {**SKIP, "rescale": "pi", "rescale_args": {"factor": 2.0}, "peft_config": lora() if peft else None}
+    first = saved(tmp_path / "first", **options)
+    folder = tmp_path / "first" / "checkpoint-1"
+    model = load_adapter(tiny(), folder, is_trainable=True) if peft else AutoModelForCausalLM.from_pretrained(folder)
+    trained = {name: p for name, p in first.model.named_parameters() if p.requires_grad}
+    second = trainer(tmp_path / "second", model=model, view="cyclic", max_steps=1)
+    weights = dict(second.model.named_parameters())
+    assert trained and all(torch.equal(p, weights[name]) for name, p in trained.items())
+    assert second.model.config.rope_parameters == first.model.config.rope_parameters
+    second.train()
+    assert logged(second, "loss")
+
+
+def test_every_field_of_ours_is_compared_or_may_change(tmp_path):
+    """A field that is added later is to be thought of here."""
+    may_change = {"teacher_offload", "long_rows"}
+    by_its_objective = {"objective_args"}  # one of another package, whose options say what is recorded
+    by_rescaling = {"rescale", "rescale_args"}  # require_same_rope
+    recorded = set()
+    restore = {**SELF, **RELATION, "objective": "self-distill", "restore_every": 2}
+    distil = [{**RELATION, "objective": name} for name in ("hidden-distill", "native-distill")]
+    for options in ({}, {**restore, **LONGCE}, *distil):
+        recorded |= trainer(tmp_path, **options)._record.method.keys()
+    ours = {f.name for f in fields(RopeSFTConfig)} - {f.name for f in fields(SFTConfig)}
+    assert recorded == ours - may_change - by_rescaling - by_its_objective
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["at once", "while another is under way"])
+def test_a_push_while_training_goes_on_has_the_rope_of_the_adapter(busy, tmp_path, monkeypatch):
+    pushed = []
+
+    class Hub:
+        def upload_folder(self, folder_path, **kwargs):
+            pushed.append({path.name for path in Path(folder_path).iterdir()})
+
+    # the one that this version of Transformers calls
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub, raising=False)
+    monkeypatch.setattr("transformers.trainer.upload_folder", Hub().upload_folder, raising=False)
+    run = trainer(
+        tmp_path, rescale="yarn", rescale_args={"factor": 2.0}, peft_config=lora(), max_steps=1,
+        save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    run.train()
+    run.hub_model_id, run.push_in_progress = "owner/model", SimpleNamespace(is_done=lambda: not busy)
+    run._push_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    ours = {"adapter_model.safetensors", "adapter_config.json", "rope_patch.json", "rope_patch_training.json"}
+    assert not (busy and any((tmp_path / name).exists() for name in ours))
+    assert pushed == [] if busy else ours <= pushed[0]
+    if not busy:
+        load_adapter(tiny(), tmp_path)
+
+
+def test_a_run_without_adapters_does_not_begin_in_the_folder_of_one(tmp_path):
+    trainer(tmp_path, peft_config=lora(), max_steps=1).save_model()
+    run = trainer(tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match="holds an adapter, which Transformers would put on this model's weights"):
+        run.train()
+    assert run.state.global_step == 0

@@ -1,0 +1,25 @@
+"""Long documents of a batch cut to what a view reads of them."""
+
+from typing import Any
+
+import torch
+
+from rope_patch.base.draws import DrawKey
+from rope_patch.views import View
+
+
+def cut_rows(view: View, batch: dict[str, Any], key: DrawKey) -> bool:
+    """Cut the rows of a collator's batch, one document each, in place; whether one was too long."""
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    length = mask.sum(1, keepdim=True)
+    content = view.cut(length, key)
+    if content is None:
+        return False
+    begin = mask.long().argmax(1, keepdim=True)  # rows may be padded on the left
+    kept = torch.arange(content.shape[1], device=content.device) < length.clamp(max=content.shape[1])
+    place = (begin + content).clamp(max=mask.shape[1] - 1)
+    for name, value in list(batch.items()):
+        if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+            none = -100 if name == "labels" else 0
+            batch[name] = value.gather(1, place).masked_fill(~kept, none)
+    return True

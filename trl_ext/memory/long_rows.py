@@ -1,0 +1,127 @@
+"""Rows as long as memory allows: what is done where a step would not fit, by its plan.
+
+Attention does without masks of n x n also where all fits: they cost time besides.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from rope_patch.attention.rows import MaskFreeRows, why_masks_stay
+from rope_patch.base.attention_calls import attention_kernel
+from rope_patch.layout.document_lengths import longest_document
+from rope_patch.losses import CopiedTeacher
+from rope_patch.rope.rotary import find_causal_lm
+from trl_ext.memory.offloaded import offloaded_checkpoints
+from trl_ext.memory.tiled import TILE, tiled
+
+from ..engines.sequence_ranks import SequenceRanks
+from ..engines.sharding import Sharding
+from .plan import GIB, MemoryPlan, plan_memory
+from .step import MASKS_TO
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
+    from ..trainer.trainer import RopeSFTTrainer
+
+logger = logging.get_logger(__name__)
+
+_PAGED = "paged_adamw_32bit"
+
+
+class LongRowTraining:
+    """Inside `active()`, steps run without masks of n x n; in tiles and with checkpoints on the host if the plan is on.
+
+    Args:
+        model: as it is trained, bare or wrapped.
+        plan: which says what is done, and how many layers are offloaded.
+        *others: models that run beside it, such as a copy that teaches.
+        shared: whether several ranks share a sequence, whose engine then attends without masks.
+    """
+
+    def __init__(self, model: nn.Module, plan: MemoryPlan, *others: nn.Module, shared: bool = False) -> None:
+        self.models, self.plan = (model, *others), plan
+        reason = None if shared else why_masks_stay(model)
+        least = 0 if plan.on else MASKS_TO
+        self.rows = None if shared or reason is not None else MaskFreeRows(model, *others, least=least)
+        if reason is not None and attention_kernel(find_causal_lm(model)) == "sdpa":
+            logger.warning(f"long_rows: attention keeps the masks that Transformers makes, since {reason}")
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """To be open around forward and backward, outside of what watches the model's attention."""
+        with ExitStack() as stack:
+            if self.plan.on:
+                for model in self.models:
+                    stack.enter_context(tiled(model, TILE))
+                stack.enter_context(offloaded_checkpoints(self.models[0], self.plan.offloaded_layers))
+            if self.rows is not None:
+                stack.enter_context(self.rows.active())
+            yield
+
+
+def plan_long_rows(
+    trainer: "RopeSFTTrainer", ranks: SequenceRanks | None, copy: CopiedTeacher | None
+) -> tuple[MemoryPlan, LongRowTraining | None]:
+    """Decide whether rows are long for the device, and say so.
+
+    Args:
+        trainer: its model is patched, and its optimizer not made yet unless the user has.
+        ranks: those that share each sequence.
+        copy: that teaches.
+
+    Returns:
+        The plan, and what steps run inside of, None where nothing is to be done.
+    """
+    model, args = trainer.model, trainer.args
+    rows = _row_length(args, trainer.train_dataset)
+    plan = plan_memory(model, args, rows, args.device, args.long_rows, Sharding.of(trainer.accelerator))
+    if args.process_index == 0:
+        (logger.warning if plan.on else logger.info)(str(plan))
+    if not plan.on and (not plan.mask_free or ranks is not None):
+        return plan, None
+    if plan.on and trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
+        offload_optimizer(args, plan, args.device)
+    copies = [] if copy is None else [copy.copy]
+    return plan, LongRowTraining(model, plan, *copies, shared=ranks is not None)
+
+
+def _row_length(args: "RopeSFTConfig", train_dataset: Any) -> int | None:
+    """Tokens of the longest row, None where only reading all of them would say."""
+    longest = None if args.packing else longest_document(train_dataset)
+    return args.max_length if longest is None else longest  # TRL may not have truncated
+
+
+def offload_optimizer(args: "RopeSFTConfig", plan: MemoryPlan, device: torch.device) -> bool:
+    """Let states of AdamW be paged out of the device where they are what does not fit; whether that was done.
+
+    bitsandbytes' paged AdamW has the states in float32 where CUDA moves them to the host when memory runs out. An
+    optimizer other than Trainer's default is the user's choice and stays, and so does one whose states an engine splits
+    over ranks, which it cannot read.
+    """
+    is_default = args.optim in ("adamw_torch", "adamw_torch_fused")
+    if not plan.on or not is_default or plan.needed_when_on <= plan.capacity or device.type != "cuda":
+        return False
+    if plan.sharding.optimizer > 1:
+        logger.warning(
+            f"long_rows: the step needs {plan.needed_when_on / GIB:.1f} GiB on each GPU, and there are "
+            f"{plan.capacity / GIB:.1f}. Take more GPUs, or a file of accelerate's with fsdp_offload_params: true "
+            "(FSDP2) or offload_optimizer_device: cpu (ZeRO)."
+        )
+        return False
+    if find_spec("bitsandbytes") is None:
+        logger.warning(
+            f"long_rows: states of the optimizer take {plan.optimizer / GIB:.1f} GiB that do not fit: pip install "
+            f"bitsandbytes, and {_PAGED} keeps them where they can be moved to the host."
+        )
+        return False
+    args.optim = _PAGED
+    logger.warning(
+        f"long_rows: the optimizer is {_PAGED}, whose states of {plan.optimizer / GIB:.1f} GiB can move to the host."
+    )
+    return True

@@ -1,0 +1,209 @@
+"""Feed-forward layers and norms of long rows, some tokens at a time: exact, and their inner activations never whole.
+
+A feed-forward layer of Llama 3 8B makes 14336 numbers of each token several times over, and a norm three of 4096 in
+float32. Neither looks at other tokens, so a row can pass through in tiles.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from rope_patch.families.capabilities import is_noisy
+from rope_patch.rope.rotary import find_decoder, text_modules
+
+TILE = 4096
+"""Tokens that pass through at once: enough to keep a GPU busy, at 128 MiB for each 16-bit copy of 16384 channels."""
+
+_OF_TOKENS = ("MLP", "RMSNorm", "LayerNorm")  # how classes are called whose outputs depend on one token each
+
+
+def tiled_modules(model: nn.Module) -> list[nn.Module]:
+    """Feed-forward layers, norms and adapted matrices of the decoder, which take one tensor [batch, n, ...].
+
+    Args:
+        model: bare or wrapped.
+    """
+    found = []
+    for _, module in text_modules(find_decoder(model)):
+        kind = type(module)
+        of_tokens = kind.__name__.endswith(_OF_TOKENS) and _takes_one_tensor(kind)
+        if (of_tokens or _is_adapted(module)) and not _is_partitioned(module):
+            found.append(module)
+    return found
+
+
+def _takes_one_tensor(kind: type[nn.Module]) -> bool:
+    return len(inspect.signature(kind.forward).parameters) == 2  # self and the tensor
+
+
+def _is_adapted(module: Any) -> bool:
+    """Whether an adapter of PEFT adds to a matrix: it casts inputs to its own dtype, once for each matrix."""
+    return isinstance(getattr(module, "base_layer", None), nn.Linear) and hasattr(module, "active_adapters")
+
+
+def _is_partitioned(module: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 holds the weights, which its hooks gather once for each call of a module."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+@contextmanager
+def tiled(model: nn.Module, tile: int = TILE) -> Iterator[None]:
+    """Run feed-forward layers and norms of a model on `tile` tokens at a time, forward and backward.
+
+    With f such a layer and x_i tiles of its input x, the output is that of f, [f(x_1), f(x_2), ...]. Backward runs
+    f(x_i) again, one tile after the other, and forms the gradients of x and of the weights from them: those of f up to
+    the order in which sums are formed. The layer keeps x alone. Inside a checkpointed Transformers layer this costs no
+    additional work, as the checkpoint's recompute ends where x is known.
+
+    Backward has to run inside the block too, where layers are checkpointed. Modules get their own forward back.
+
+    Args:
+        model: bare or wrapped.
+        tile: tokens, at least 1.
+    """
+    with ExitStack() as stack:
+        for module in tiled_modules(model):
+            stack.callback(_restore, module, vars(module).get("forward"))
+            module.forward = _TiledForward(module, module.forward, tile)
+        yield
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
+class _TiledForward:
+    """Stands in for a module's forward."""
+
+    def __init__(self, module: nn.Module, forward: Any, tile: int) -> None:
+        self.module, self.forward, self.tile = module, forward, tile
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the module's own forward gives, [batch, n, ...]."""
+        if args or kwargs or x.ndim < 3 or x.shape[1] <= self.tile:
+            output: torch.Tensor = self.forward(x, *args, **kwargs)
+            return output
+        weights = [p for p in self.module.parameters() if p.requires_grad]
+        if not torch.is_grad_enabled() or not (x.requires_grad or weights):
+            return _in_tiles(self.forward, x, self.tile)
+        # saved before anything runs: a checkpoint's recompute ends when all that was saved is there again
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+        kept: Any = _Keep.apply(anchor, x)
+        # in a tuple, as backward is not to go through it; the tensor itself, as its node lets go of x with it
+        tiled_output: torch.Tensor = _Tiled.apply(x, (kept,), self, *weights)
+        return tiled_output
+
+
+def _in_tiles(forward: Any, x: torch.Tensor, tile: int) -> torch.Tensor:
+    """[forward(x_1), forward(x_2), ...] in one tensor that no second one of its size is needed for."""
+    output: torch.Tensor | None = None
+    for first in range(0, x.shape[1], tile):
+        part = forward(x[:, first : first + tile])
+        if output is None:
+            output = part.new_empty(*x.shape[:2], *part.shape[2:])
+        output[:, first : first + tile] = part
+    assert output is not None
+    return output
+
+
+class _Keep(torch.autograd.Function):
+    """A node of the graph that holds a tensor as saved, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise AssertionError("nothing depends on what this node gives")
+
+
+class _Tiled(torch.autograd.Function):
+    """A forward in tiles that are computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, kept: tuple[torch.Tensor], forward: _TiledForward, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.kept, ctx.run, ctx.n_weights = kept, forward, len(weights)
+        ctx.autocast = _autocast(x.device.type)
+        ctx.draws = _Draws(x) if any(is_noisy(module) for module in forward.module.modules()) else None
+        return _in_tiles(forward.forward, x, forward.tile)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.kept[0].grad_fn.saved_tensors
+        run, needs_x = ctx.run, ctx.needs_input_grad[0]
+        weights = [p for p in run.module.parameters() if p.requires_grad]
+        assert len(weights) == ctx.n_weights, "weights were frozen or unfrozen between forward and backward"
+        grad_x = torch.empty_like(x) if needs_x else None
+        sums: list[torch.Tensor | None] = [None] * len(weights)
+        device_type, autocast = ctx.autocast
+        with (
+            torch.enable_grad(),
+            _kept_where_they_are(),
+            torch.autocast(device_type, **autocast),
+            nullcontext() if ctx.draws is None else ctx.draws.again(),
+        ):
+            for first in range(0, x.shape[1], run.tile):
+                tile = slice(first, first + run.tile)
+                part = x[:, tile].detach().requires_grad_(needs_x)
+                output = run.forward(part)
+                wanted = [*([part] if needs_x else []), *weights]
+                found = list(torch.autograd.grad(output, wanted, grad[:, tile], allow_unused=True))
+                if grad_x is not None:
+                    grad_x[:, tile] = found.pop(0)
+                _add(sums, found)
+        cast = [s if s is None else s.to(w.dtype) for s, w in zip(sums, weights, strict=True)]
+        return grad_x, None, None, *cast
+
+
+def _add(sums: list[torch.Tensor | None], found: Sequence[torch.Tensor | None]) -> None:
+    """Add gradients of a tile, in float32 or better: sums in 16 bits would lose what the last of many tiles add."""
+    for i, gradient in enumerate(found):
+        if gradient is None:
+            continue
+        exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        own = sums[i]
+        sums[i] = exact if own is None else own.add_(exact)
+
+
+def _autocast(device_type: str) -> tuple[str, dict[str, Any]]:
+    """Autocast as it is now, without its cache: weights that a backward casts are of no use to later forwards."""
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return device_type, {"enabled": enabled, "dtype": dtype, "cache_enabled": False}
+
+
+@contextmanager
+def _kept_where_they_are() -> Iterator[None]:
+    """What tiles save for a backward that follows at once stays on its device, whatever hooks are in force."""
+    with saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+
+class _Draws:
+    """The state of the random generators at a forward, for drawing the same in backward."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.device_type, self.of_cpu = x.device.type, torch.get_rng_state()
+        self.devices, self.states = get_device_states(x)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw as the forward did; afterwards generators go on as if nothing had been drawn."""
+        kind = self.device_type if self.devices else "cuda"
+        with torch.random.fork_rng(self.devices, device_type=kind):
+            torch.set_rng_state(self.of_cpu)
+            if self.devices:
+                set_device_states(self.devices, self.states, device_type=kind)
+            yield

@@ -1,0 +1,250 @@
+"""Recipes: YAML files whose keys are fields of the dataclasses that a parser is made of."""
+
+import argparse
+import os
+import re
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from transformers.hf_argparser import string_to_bool
+from trl import DatasetMixtureConfig, TrlParser
+from trl.scripts.utils import DatasetConfig
+
+from rope_patch.base.registry import unknown
+
+from ..config import LONG_DOCUMENTS, RopeSFTConfig
+from .home import with_home
+
+_ARGPARSE_WORDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", dict: "a mapping", list: "a list"}
+
+
+def leave_precision_to_recipe() -> None:
+    """Forget the precision of a launcher's config, which Trainer takes where it is told neither bf16 nor fp16."""
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+class RecipeParser(TrlParser):
+    """[`~trl.TrlParser`] whose errors name the file, the key and what was meant.
+
+    The command line wins over the recipe behind `--config`, as in TRL. Long documents are cut where neither says
+    otherwise (`LONG_DOCUMENTS`). A recipe may also be named first, with no flag.
+
+    Args:
+        dataclass_types: whose fields are the keys of the recipe and the flags of the command line.
+        kind: of the recipe, for messages, e.g. "a restoration".
+        **kwargs: of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, dataclass_types: Any = None, *, kind: str = "", **kwargs: Any) -> None:
+        # a flag in part would be taken for another one
+        super().__init__(dataclass_types, **{"allow_abbrev": False, **kwargs})
+        if RopeSFTConfig in list(self.dataclass_types):
+            self.set_defaults(**LONG_DOCUMENTS)
+        self.add_argument("--help-all", action="help", dest="help", help="explain every field and exit")
+        self.kind = kind and f", {kind}"
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError, where argparse would print the flags of all fields, which are several pages."""
+        match = re.match(r"argument --(\w+)\S*: (?:invalid (\w+) value: (.*)|(.*))", message, re.DOTALL)
+        if match is None:
+            raise ValueError(message)
+        name, kind, value, rest = match.groups()
+        chosen = re.match(r"invalid choice: '(.*)' \(choose from (.*)\)", rest or "")
+        if chosen is not None:
+            known = re.findall(r"'([^']*)'", chosen[2])
+            raise ValueError(f"{unknown(name, chosen[1], known)} --help-all lists them.")
+        if kind is None:
+            raise ValueError(f"--{name}: {rest}")
+        raise ValueError(f"--{name} must be {_ARGPARSE_WORDS.get(kind, f'of type {kind}')}, got {value}.")
+
+    def parse_args_and_config(  # type: ignore[override]  # whose other options are for launchers
+        self, args: Iterable[str] | None = None
+    ) -> tuple[Any, ...]:
+        """The dataclasses, from the recipe behind `--config` and the flags.
+
+        Args:
+            args: of the command line; None takes those of the process.
+
+        Raises:
+            ValueError: a key, a flag or a value that no field takes, or what the dataclasses refuse.
+            OSError: there is no such recipe.
+        """
+        arguments = with_config_flag(with_home(list(sys.argv[1:] if args is None else args)))
+        recipe = recipe_of(arguments)
+        if recipe is not None:
+            path, keys = recipe
+            self._check_keys(path, keys)
+            self._check_values(path, keys)
+        *parsed, rest = super().parse_args_and_config(arguments, return_remaining_strings=True)
+        if rest:
+            raise self._unknown_argument(rest[0])
+        return tuple(parsed)
+
+    def set_defaults_with_config(self, **kwargs: Any) -> Any:
+        """TRL's, which takes the values of the recipe for defaults, with the user's home in their paths."""
+        return super().set_defaults_with_config(**with_home(kwargs))
+
+    def _check_keys(self, path: str, recipe: dict[Any, Any]) -> None:
+        known = {action.dest for action in self._actions} - {"help"} | {"env"}  # TRL sets what is under `env`
+        for name in recipe:
+            if name not in known:
+                raise ValueError(f"{unknown('key', name, known, of=path + self.kind)} --help-all explains each.")
+        if DatasetMixtureConfig in list(self.dataclass_types) and recipe.get("datasets") is not None:
+            _check_datasets(path, recipe["datasets"])
+
+    def _check_values(self, path: str, recipe: dict[str, Any]) -> None:
+        for kind in self.dataclass_types:
+            for name, hint in get_type_hints(kind).items():
+                if name != "datasets" and recipe.get(name) is not None and not _fits(hint, recipe[name]):
+                    raise ValueError(f"{name} in {path} must be {_described(hint)}, got {_shown(recipe[name])}.")
+
+    def _unknown_argument(self, argument: str) -> ValueError:
+        if not argument.startswith("-"):
+            return ValueError(f"{argument!r} belongs to no flag; a recipe comes first, and flags are --NAME VALUE.")
+        flag, _, _ = argument.partition("=")
+        known = {f"--{action.dest}" for action in self._actions}  # --learning-rate is --learning_rate
+        return ValueError(f"{unknown('flag', flag, known)} --help-all explains them.")
+
+
+def with_config_flag(arguments: Sequence[str]) -> list[str]:
+    """`RECIPE.yaml ...` and `--config=RECIPE.yaml ...` as `--config RECIPE.yaml ...`.
+
+    Raises:
+        ValueError: a recipe is named in both ways.
+    """
+    parts = [part for argument in arguments for part in _parts(argument)]
+    if not parts or parts[0].startswith("-"):
+        return parts
+    if "--config" in parts:
+        raise ValueError(f"the recipe is named twice, as {parts[0]} and by --config: leave one out.")
+    return ["--config", *parts]
+
+
+def recipe_of(arguments: Sequence[str]) -> tuple[str, dict[Any, Any]] | None:
+    """The path behind `--config` and the keys and values of that recipe; None without one.
+
+    Raises:
+        ValueError: nothing stands behind `--config`, or the file is no YAML mapping.
+        OSError: it cannot be read.
+    """
+    if "--config" not in arguments:
+        return None
+    if arguments[-1] == "--config":
+        raise ValueError("--config must name a recipe, a YAML file.")
+    path = Path(arguments[list(arguments).index("--config") + 1])
+    recipe = read_yaml(path, f"the recipe {path}")
+    if not isinstance(recipe, dict):
+        raise ValueError(f"the recipe {path} must be a YAML mapping, lines of `name: value`, got {_shown(recipe)}.")
+    return str(path), recipe
+
+
+class _OnceEach(yaml.SafeLoader):
+    """Reads YAML as `yaml.safe_load`, which takes the last of two values of a key without a word; this one refuses."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    problem = f"{key.value!r} stands twice: leave one of them out"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+
+def read_yaml(path: Path, called: str) -> Any:
+    """What a YAML file holds; errors name it as it is `called`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no YAML, is nested too deeply, or has a key twice.
+    """
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _OnceEach)  # noqa: S506
+    except OSError as error:
+        raise OSError(f"{called} cannot be read: {error.strerror or error}.") from error
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+        raise ValueError(f"{called} is no YAML: {error.problem}{line}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{called} is no YAML: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{called} is nested too deeply: write lines of `name: value`.") from None
+
+
+def _parts(argument: str) -> list[str]:
+    return argument.split("=", 1) if argument.startswith("--config=") else [argument]
+
+
+def _check_datasets(path: str, entries: object) -> None:
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(
+            f"datasets in {path} must be a list of mappings, each `- path: json` with `data_files`, or "
+            f"`- path: HUB_ID`; got {_shown(entries)}."
+        )
+    known = {f.name for f in fields(DatasetConfig)}
+    for name in [name for entry in entries for name in entry]:
+        if name not in known:
+            raise unknown("key", name, known, of=f"`datasets` in {path}")
+    if any("path" not in entry for entry in entries):
+        raise ValueError(f"each entry of datasets in {path} needs `path`: `json` for files of yours, or a hub id.")
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value of YAML is one of the type, or a text that the command line would read as one."""
+    origin = get_origin(hint) or hint
+    if origin in (Union, types.UnionType):
+        return any(_fits(kind, value) for kind in get_args(hint) if kind is not type(None))
+    if origin is Literal:
+        return value in get_args(hint)
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return value in [member.value for member in origin]
+    if origin is bool and isinstance(value, str):
+        return _reads_as(string_to_bool, value)
+    if origin in (int, float):
+        return _is_number(origin, value)
+    if origin is list:
+        return isinstance(value, list | str)  # TRL's parser makes a list of one of a text
+    return not isinstance(origin, type) or isinstance(value, origin)
+
+
+def _is_number(kind: type, value: Any) -> bool:
+    if isinstance(value, str):  # YAML reads 1e-5, which has no dot, as a text
+        return _reads_as(kind, value)
+    return not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
+
+
+def _reads_as(kind: Any, text: str) -> bool:
+    try:
+        kind(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        return False
+    return True
+
+
+def _described(hint: Any) -> str:
+    origin = get_origin(hint) or hint
+    if origin in (Union, types.UnionType):
+        kinds = [_described(kind) for kind in get_args(hint) if kind is not type(None)]
+        chosen = [kind for kind in kinds if kind.startswith("one of")]  # Transformers' enums are texts, too
+        return " or ".join(dict.fromkeys(chosen or kinds))
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, get_args(hint)))
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return "one of " + ", ".join(repr(member.value) for member in origin)
+    return _WORDS.get(origin, str(hint))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):  # `no` and `off`, without quotation marks
+        return f"{value}, as YAML reads yes, no, on and off: put the word in quotation marks if it is meant as a text"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

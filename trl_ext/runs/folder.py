@@ -1,0 +1,199 @@
+"""A folder that belongs to one run, which may be stopped and go on. Imports nothing heavy."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_STEP = re.compile(r"^checkpoint-(\d+)$")
+
+
+def require_same_settings(
+    file: Path, settings: Mapping[str, Any], option: str, hashed: Mapping[str, str] | None = None
+) -> None:
+    """Raise ValueError if an earlier run has other settings.
+
+    Args:
+        file: that the run is recorded in.
+        settings: of this one; of those that are mappings the entries that differ are told.
+        option: names another folder, for the message.
+        hashed: of settings that are hashes, which tell nobody anything, what they are of.
+    """
+    if not file.is_file():
+        return
+    recorded = read_run_record(file)
+    other: list[str] = []
+    for name, here in settings.items():
+        there = recorded.get(name)
+        if there == here:
+            continue
+        if hashed is not None and name in hashed:
+            other.append(f"{hashed[name]} changed")
+        elif isinstance(there, Mapping) and isinstance(here, Mapping):
+            entries = {**there, **here}
+            other += [_differing(f"{name}: {k}", there, here, k) for k in entries if _said(there, k) != _said(here, k)]
+        else:
+            other.append(_differing(name, recorded, settings, name))
+    if other:
+        raise ValueError(f"{file.parent} holds a run with other settings: {', '.join(other)}. Use another {option}.")
+
+
+def read_run_record(file: Path) -> dict[str, Any]:
+    """What a run has recorded in a JSON file, which is there.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    from rope_patch.base.json_records import read_record  # with which torch comes
+
+    return read_record(file, "Restore it from a copy, or begin anew in another folder.")
+
+
+def _differing(name: str, there: Mapping[str, Any], here: Mapping[str, Any], key: str) -> str:
+    return f"{name} {_said(there, key)} there and {_said(here, key)} here"
+
+
+def _said(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"
+
+
+def record_settings(file: Path, settings: Mapping[str, Any], option: str) -> None:
+    """Make the folder of `file` the run's.
+
+    Args:
+        file: that is not there.
+        settings: of the run.
+        option: names another folder, for the message.
+
+    Raises:
+        ValueError: another process has begun a run there meanwhile.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _written_beside(file, settings) as beside:
+        try:
+            os.link(beside, file)
+        except FileExistsError as error:
+            raise ValueError(_in_use(file.parent, option)) from error
+        except OSError:  # a file system without such links
+            os.replace(beside, file)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a training that was stopped in `folder`, None if there is none.
+
+    A training that is stopped while it saves leaves a newer one, which is not whole.
+    """
+    checkpoints = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _STEP.search(path.name))]
+    return next((path for _, path in sorted(checkpoints, reverse=True) if is_whole(path)), None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether Transformers' state of the trainer is there, which it writes behind all else."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or cut
+        return False
+    return True
+
+
+def write_whole(file: Path, values: Mapping[str, Any]) -> None:
+    """Write `values` as JSON; a process that is stopped meanwhile leaves the file as it was before."""
+    with _written_beside(file, values) as beside:
+        os.replace(beside, file)
+
+
+@contextmanager
+def _written_beside(file: Path, values: Mapping[str, Any]) -> Iterator[Path]:
+    beside = file.with_name(f"{file.name}.{os.getpid()}.new")
+    try:
+        beside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        yield beside
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def only_run(path: Path, option: str) -> Iterator[None]:
+    """Hold the folder of a run: two of them would write the same checkpoints, and remove each other's.
+
+    Where the system or the file system has no locks, nothing is held. The end of the process lets go, however it ends.
+
+    Args:
+        path: the file of `record_settings`, or the folder itself where there is none. Network file systems lock files
+            alone.
+        option: names another folder, for the message.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    is_folder = path.is_dir()
+    held = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(_in_use(path if is_folder else path.parent, option)) from error
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def forgotten_unless_begun(record: Path, *other: Path) -> Iterator[None]:
+    """Remove the record of a run that fails before it saves anything: corrected, it would be another run in its folder.
+
+    Args:
+        record: the file of `record_settings`, which this process holds.
+        other: files beside it that such a run may have written.
+    """
+    folder = record.parent
+    try:
+        yield
+    except BaseException:
+        if {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()} <= {record, *other}:
+            for file in (record, *other):
+                file.unlink(missing_ok=True)
+            for empty in sorted(folder.rglob("*"), reverse=True):  # each before the folder that it is in
+                with suppress(OSError):  # a network file system keeps the record while it is held, under another name
+                    empty.rmdir()
+        raise
+
+
+def _in_use(folder: Path, option: str) -> str:
+    return f"{folder} is in use: another process writes there. Wait for it, stop it, or use another {option}."
+
+
+class Stopwatch:
+    """Seconds per step, kept in a file so that a run that was stopped still knows those of its earlier parts.
+
+    Args:
+        file: that keeps them.
+        writes: whether this process writes it: of several ranks, one.
+    """
+
+    def __init__(self, file: Path, *, writes: bool = True) -> None:
+        self.file, self.writes = file, writes
+        self.times: dict[str, float] = read_run_record(file) if file.is_file() else {}
+
+    def __call__(self, step: str) -> "Stopwatch":
+        self.step = step
+        return self
+
+    def __enter__(self) -> None:
+        self.begin = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.times[self.step] = self.times.get(self.step, 0.0) + time.perf_counter() - self.begin
+        if self.writes:
+            write_whole(self.file, self.times)

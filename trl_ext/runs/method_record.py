@@ -1,0 +1,110 @@
+"""What a run trains with is written beside each of its checkpoints, and none of another method is resumed."""
+
+import json
+import os
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from rope_patch.base.json_records import read_record
+from rope_patch.base.version import __version__
+from rope_patch.model_card import RECORD_NAME
+from rope_patch.views import View
+
+from ..config import RopeSFTConfig
+from ..data.cues import CUES
+
+logger = logging.get_logger(__name__)
+
+_FORMAT = 1
+
+
+def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any]:
+    """The fields that define what is trained, defaults filled in, as JSON reads them back.
+
+    Options come from the objects that they stand for, so that a list and a tuple, or a default that is given and one
+    that is not, are the same. Left out are fields that move work and change no number (`teacher_offload`, `passes` of
+    `self_distill_args`), what TRL decides by itself on resuming, and `rescale`, whose RoPE parameters the checkpoint
+    has.
+
+    Args:
+        args: of the trainer.
+        view: in force, which may be one that the model came with.
+        seed: of its draws.
+    """
+    method: dict[str, Any] = {
+        "objective": args.objective,
+        "view": view.name,
+        "view_args": view.options(),
+        "trainable": args.trainable,
+        "long_documents": args.long_documents,
+        "shifted_attention": args.shifted_attention,
+        "cue": _texts(args.cue),
+        **args.objective_options.record(),
+    }
+    if view.perturbs:
+        method["view_seed"] = seed
+    return json.loads(json.dumps(method, default=_as_json))
+
+
+def record_of(method: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """A `training_method` and what it was trained on, as it is recorded."""
+    return {"format": _FORMAT, "rope_patch_version": __version__, **method, "run": run}
+
+
+def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[str]) -> None:
+    """Raise ValueError if `checkpoint` was trained with another `training_method`.
+
+    Fields that only one of the two names, being of another version, pass; a checkpoint without a record, of plain TRL
+    or an earlier version, passes with a warning.
+    """
+    file = Path(checkpoint) / RECORD_NAME
+    if not file.is_file():
+        logger.warning(
+            f"{checkpoint} has no {RECORD_NAME}, as plain TRL and earlier versions leave it: whether it was trained "
+            "with the same view, objective and options is not known. It is resumed with those given."
+        )
+        return
+    recorded = read_record(file, "Resume from another checkpoint, or start a new run from its weights.")
+    if recorded.get("format") != _FORMAT:
+        raise ValueError(f"{file} must be of format {_FORMAT}, got {recorded!r:.200}. Update rope-patch to read it.")
+    if recorded.get("view") != method["view"]:  # options of the one say nothing of the other
+        recorded.pop("view_args", None)
+    others = differences(recorded, method)
+    if others:
+        raise ValueError(
+            f"{checkpoint} was trained with {', '.join(was for was, _ in others)}, and this run has "
+            f"{', '.join(now for _, now in others)}. Give the values that it was trained with, or start a new run "
+            "from its weights, in another output_dir and without resume_from_checkpoint: load it as the model, an "
+            "adapter with rope_patch.load_adapter(base_model, checkpoint, is_trainable=True)."
+        )
+
+
+def differences(recorded: dict[str, Any], current: dict[str, Any], owner: str = "") -> list[tuple[str, str]]:
+    """Of the fields that both have, those that differ: as they were found, and as they are wanted."""
+    found = []
+    for name, now in current.items():
+        was = recorded.get(name, now)
+        if isinstance(was, dict) and isinstance(now, dict):
+            found += differences(was, now, f"{owner}{name}.")
+        elif was != now:
+            found.append((f"{owner}{name}={was!r:.200}", f"{owner}{name}={now!r:.200}"))
+    return found
+
+
+def _texts(cue: str | list[str] | None) -> Any:
+    """Cues as the texts that their names stand for."""
+    return [CUES.get(name, name) for name in cue] if isinstance(cue, list) else cue and CUES.get(cue, cue)
+
+
+def _as_json(value: Any) -> Any:
+    """Views within views as a recipe has them, objects that check options as their fields."""
+    if isinstance(value, View):
+        return {"view": value.name, **value.options()}
+    return _fields(value) if is_dataclass(value) else repr(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value)}

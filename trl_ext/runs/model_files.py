@@ -1,0 +1,100 @@
+"""The files or the commit of a model when a run began, so that it goes on with the same model, or not at all."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file, extract_commit_hash
+
+from .folder import read_run_record
+
+_KINDS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")  # weights, config and tokenizer
+_END = 1 << 20  # bytes of either end of a large file that are looked at
+
+
+def model_files(name: str) -> dict[str, list[Any]]:
+    """Name -> size and SHA-256 of each file of a checkpoint in a folder; nothing of a model on the hub.
+
+    Of files above two MiB, which weights are, the first and the last MiB are hashed.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return {}
+    files = (file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix in _KINDS)
+    return {file.name: [file.stat().st_size, _hash(file)] for file in files}
+
+
+def require_same_model(record: Path, name: str, files: dict[str, list[Any]], option: str) -> None:
+    """Raise ValueError if the run in `record`, a JSON file, was begun with other `files` in the model's folder.
+
+    Args:
+        record: of the run.
+        name: of the model.
+        files: that are there now.
+        option: names another folder than that of `record`, for the message.
+    """
+    before = recorded_files(record)
+    if before is None:
+        return
+    changed = sorted(file for file in before.keys() | files.keys() if before.get(file) != files.get(file))
+    if changed:
+        raise ValueError(
+            f"the model in {name} is another than the one that {record.parent} was begun with: {', '.join(changed)} "
+            f"changed. Put the model back, or use another {option}."
+        )
+
+
+def recorded_files(record: Path) -> dict[str, list[Any]] | None:
+    """The files that a run was begun with; None where there is no run, or one of an older version, which kept none."""
+    return begun_with(record).get("model_files")
+
+
+def begun_with(record: Path) -> dict[str, Any]:
+    """What a run recorded in a JSON file when it was begun; nothing where there is no run."""
+    return read_run_record(record) if record.is_file() else {}
+
+
+def recorded_commit(begun: Mapping[str, Any], name: str, revision: str | None) -> str | None:
+    """The commit on the hub that a run of this model and revision was begun with; None of another run, or of none.
+
+    Its branch may have moved since, and a run that goes on goes on with the same weights.
+
+    Args:
+        begun: `model`, `model_revision` and `model_commit` of the run, as it recorded them.
+        name: of the model.
+        revision: that is asked for.
+    """
+    same = (begun.get("model"), begun.get("model_revision")) == (name, revision)
+    commit: str | None = begun.get("model_commit") if same else None
+    return commit
+
+
+def commit_of(name: str, revision: str | None, *, cache_dir: str | None = None, subfolder: str = "") -> str | None:
+    """The commit that a revision is in the cache, into which its config was just read; None of a folder.
+
+    Args:
+        name: hub id or folder.
+        revision: branch, tag or commit; None is "main".
+        cache_dir: of `from_pretrained`.
+        subfolder: of `from_pretrained`.
+    """
+    if Path(name).is_dir():
+        return None
+    where = {"revision": revision or "main", "cache_dir": cache_dir, "subfolder": subfolder}
+    try:
+        file = cached_file(name, "config.json", local_files_only=True, **where)
+    except OSError:
+        return None
+    return extract_commit_hash(file, None)
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as content:
+        size = file.stat().st_size
+        if size <= 2 * _END:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        digest = hashlib.sha256(content.read(_END))
+        content.seek(-_END, 2)
+        digest.update(content.read())
+    return digest.hexdigest()

@@ -1,0 +1,143 @@
+"""A model before it is trained: what earlier training left on it, its rescaling and view, which weights train."""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from rope_patch import patch_model, unpatch_model
+from rope_patch.forward.state import state_of
+from rope_patch.layout.document_lengths import longest_document
+from rope_patch.methods import resolve_view
+from rope_patch.patch import view_source
+from rope_patch.rescalings import Rescaling
+from rope_patch.rope.rotary import find_causal_lm, find_decoder
+from rope_patch.views import View
+
+from ..config import RopeSFTConfig
+from .window_check import farthest_target
+
+
+def has_rope(model: nn.Module) -> bool:
+    """Whether `patch_model` takes the model."""
+    try:
+        find_decoder(model)
+    except ValueError:
+        return False
+    return True
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `patch_model` has patched the model already."""
+    return has_rope(model) and state_of(find_decoder(model)) is not None
+
+
+def with_base_revision(peft_config: Any, revision: str | None) -> Any:
+    """The config of new adapters, which records the revision on the hub that their base model is loaded from.
+
+    PEFT records it only if it is told, and whoever loads the adapter takes the newest revision otherwise. The config
+    that a user gave is left as it is: it may serve for another base.
+    """
+    if peft_config is None or revision in (None, "main"):
+        return peft_config
+    told = copy.copy(peft_config)
+    told.revision = revision
+    return told
+
+
+def patch_by_config(model: nn.Module, args: RopeSFTConfig, train_dataset: Any) -> None:
+    """Apply the rescaling and the view that `args` names; if they cannot be, leave the model as it came.
+
+    Args:
+        model: with its adapters.
+        args: of the trainer.
+        train_dataset: as TRL has prepared it.
+    """
+    rescaling = args.make_rescaling()
+    view = resolve_view(args.view, args.view_options)
+    was_patched = is_patched(model)
+    try:
+        if rescaling is not None:
+            _require_new_rescaling(rescaling, model)
+            patch_model(model, _with_window(rescaling, model, args, view, train_dataset))
+        # a view that changes nothing is the default: it does not take off a view that the user has put on
+        before = view_source(model)
+        if view.perturbs or before is None or before.of_trainer:
+            patch_model(model, view, seed=args.seed if args.view_seed is None else args.view_seed)
+            view_source(model).of_trainer = True  # type: ignore[union-attr]
+    except Exception:
+        if not was_patched:
+            unpatch_model(model)
+        raise
+
+
+def _require_new_rescaling(rescaling: Rescaling, model: nn.Module) -> None:
+    """Raise if an adapter that was loaded brought this rescaling: PI 4x on top of PI 4x would be 16x."""
+    state = state_of(find_decoder(model))
+    if state is not None and rescaling in state.start_rescalings:
+        raise ValueError(
+            f"rescale: the adapter of this model was trained with {rescaling}, which load_adapter has put in force, "
+            "and a second one would go on top of it. Leave rescale out to go on with the adapter's, or call "
+            "patch_model before the trainer for both."
+        )
+
+
+def _with_window(
+    rescaling: Rescaling, model: nn.Module, args: RopeSFTConfig, view: View, train_dataset: Any
+) -> Rescaling:
+    """Where a rescaling does not say how far it reaches, promise the rows and the target that it is trained on."""
+    if not rescaling.wants_window:
+        return rescaling
+    rows = max(args.max_length or 0, longest_document(train_dataset) or 0)
+    window = max(rows, farthest_target(view), find_decoder(model).config.max_position_embeddings)
+    return rescaling.with_window(window)
+
+
+def forget_earlier_trainer(model: nn.Module) -> None:
+    """Take off what accelerate put on a model that another trainer has trained.
+
+    accelerate wraps no model twice, and TRL puts its own forward over the wrapper: a second stage would run without
+    autocast, in float32, and say nothing.
+    """
+    forward = model.__dict__.pop("_original_forward", None)
+    if forward is not None:
+        model.forward = forward
+    model.__dict__.pop("_is_accelerate_prepared", None)
+
+
+def keep_quantised_weights(model: nn.Module) -> None:
+    """On CPUs with AVX512-BF16, the first forward in evaluation repacks 4-bit weights of bitsandbytes for good.
+
+    What is trained afterwards gets no gradient, without an error. The flag that this sets is bitsandbytes' own.
+    """
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+_QKV = re.compile(r"(^|\.)(q_proj|k_proj|v_proj|qkv_proj|query_key_value|Wqkv|c_attn)\.")
+
+
+def train_qkv_only(model: nn.Module) -> None:
+    """Freeze every weight but those of the projections to queries, keys and values.
+
+    Raises:
+        ValueError: the model has adapters, or no projection with a known name.
+    """
+    decoder = find_decoder(model)
+    if find_causal_lm(model) is not model:
+        raise ValueError(
+            "trainable='qkv' is for training without adapters: name target_modules in peft_config instead."
+        )
+    names = [name for name, _ in decoder.named_parameters() if _QKV.search(name)]
+    if not names:
+        raise ValueError(
+            f"trainable='qkv' knows no projections to queries, keys and values in {type(model).__name__}: set "
+            "trainable='all', or train adapters."
+        )
+    chosen = {id(parameter) for name, parameter in decoder.named_parameters() if name in names}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in chosen)

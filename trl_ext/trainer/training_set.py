@@ -1,0 +1,508 @@
+"""What becomes of a training set before the first step: what is told of it, and what is refused."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset, IterableDataset, LargeList, List
+from transformers.utils import logging
+
+from rope_patch.layout.document_lengths import document_lengths
+from rope_patch.layout.special_tokens import SpecialTokens
+
+from ..config import RopeSFTConfig
+from ..data.document_survey import Survey
+from ..data.long_documents import STAY_WHOLE, cut_batch
+
+logger = logging.get_logger(__name__)
+
+Prepare = Callable[[Any, RopeSFTConfig, bool], Any]
+"""TRL's preparation of a dataset, with a config and whether to pack."""
+
+_PART = 2**16  # tokens that are looked at together
+
+
+def require_text(dataset: Any, name: str, args: RopeSFTConfig) -> None:
+    """Raise ValueError if `dataset`, one or several by name, or a row, has no text or chat where TRL looks for it."""
+    for part_name, part in named_sets(dataset, name):
+        _require_text_in(part, part_name, args)
+
+
+def _require_text_in(dataset: Any, name: str, args: RopeSFTConfig) -> None:
+    prepared: Any = args.dataset_kwargs or {}
+    if not isinstance(dataset, Dataset) or prepared.get("skip_prepare_dataset"):
+        return
+    columns = dataset.column_names
+    if len(dataset) == 0:
+        raise ValueError(f"{name} must have at least one row, got none.")
+    if dataset.format["type"] == "custom":  # a function of the user makes what is read
+        return
+    chats = ("messages", "conversations")  # TRL goes by the first row
+    chat = next((c for c in chats if c in columns and (args.dataset_text_field not in columns or dataset[0][c])), None)
+    if "input_ids" in columns:
+        _require_integers_in_each_row(dataset, name)
+    elif {"prompt", "completion"} <= set(columns):
+        _require_chats_in_each_row(dataset, name, ("prompt", "completion"))
+    elif chat is not None:
+        _require_chats_in_each_row(dataset, name, (chat,))
+    elif args.dataset_text_field in columns:
+        _require_text_in_each_row(dataset, name, args.dataset_text_field)
+    else:
+        raise ValueError(
+            f"{name} must have a column {args.dataset_text_field!r}, or prompt and completion, messages, or input_ids, "
+            f"got {', '.join(columns)}. Set dataset_text_field if the text has another name."
+        )
+
+
+def named_sets(dataset: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The sets in `dataset`, which is one, several by name or None, each with its name for messages."""
+    if isinstance(dataset, Mapping):
+        for key, part in dataset.items():
+            yield f"{name}[{key!r}]", part
+    elif dataset is not None:
+        yield name, dataset
+
+
+def require_kept_borders(dataset: Any, name: str, args: RopeSFTConfig, packing: bool) -> None:
+    """Raise ValueError if rows of `dataset` hold several documents that TRL's collator would not keep apart.
+
+    Args:
+        dataset: as the trainer was given it.
+        name: of it, for messages.
+        args: of the trainer.
+        packing: whether it will be packed.
+    """
+    packs = args.packing_strategy != "wrapped"
+    if args.padding_free or (args.packing and packs):
+        return
+    packed = isinstance(dataset, Dataset | IterableDataset) and "seq_lengths" in _column_names(dataset)
+    if packed or (packing and packs):
+        why = "it has a column seq_lengths" if packed else f"eval_packing={args.eval_packing}"
+        raise ValueError(
+            f"rows of {name} hold several documents ({why}), which are kept apart only with padding_free=True, or "
+            f"packing=True and packing_strategy='bfd_split' or 'bfd'; got padding_free={args.padding_free}, "
+            f"packing={args.packing}, packing_strategy={args.packing_strategy!r}. Set padding_free=True, or give "
+            "documents one a row and do not pack them."
+        )
+
+
+def _require_chats_in_each_row(dataset: Dataset, name: str, columns: tuple[str, ...]) -> None:
+    """Raise ValueError for a row without messages, or prompt and completion that are not both texts or both chats."""
+    kind = "a list" if len(columns) == 1 else "texts, or lists"
+    for number, row in enumerate(dataset.select_columns(list(columns)).with_format(None)):
+        values = [row[column] for column in columns]
+        are_texts = len(values) == 2 and all(isinstance(value, str) for value in values)
+        if not are_texts and not (all(map(_is_chat, values)) and values[0]):
+            raise ValueError(
+                f"{name}: row {number} must have in {' and '.join(map(repr, columns))} {kind} of messages with a role "
+                f"and content, such as [{{'role': 'user', 'content': '...'}}], got {row!r:.120}. Correct the row, or "
+                "leave it out."
+            )
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role") or ("value" in message and message.get("from")), str)
+        for message in value
+    )
+
+
+def _require_integers_in_each_row(dataset: Dataset, name: str) -> None:
+    """Raise ValueError for rows of tokens, or of their labels, that are no lists of integers."""
+    for column in {"input_ids", "labels"} & set(dataset.column_names):
+        feature = dataset.features[column]
+        kind = getattr(feature, "feature", feature)
+        if not (isinstance(feature, List | LargeList) and "int" in str(getattr(kind, "dtype", ""))):
+            raise ValueError(f"{name} must have a list of integers in {column!r} of each row, got {feature}.")
+        for first, rows in _batches(dataset, column):
+            if rows.null_count or pc.list_flatten(rows).null_count:
+                row = next(i for i, ids in enumerate(rows.to_pylist()) if ids is None or None in ids)
+                raise ValueError(
+                    f"{name}: row {first + row} must have a list of integers in {column!r}, got null in it or in its "
+                    "place. Correct the row, or leave it out."
+                )
+
+
+def require_known_tokens(dataset: Any, name: str, vocab_size: int | None) -> None:
+    """Raise ValueError if a row has a token, or a label, that the model has no embedding of.
+
+    Args:
+        dataset: tokenized; a stream is not looked at.
+        name: of it, for messages.
+        vocab_size: of the model.
+    """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or vocab_size is None:
+        return
+    for column in [c for c in ("input_ids", "labels") if isinstance(dataset.features.get(c), List | LargeList)]:
+        for first, rows in _batches(dataset, column):
+            ids = pc.list_flatten(rows).to_numpy()
+            unknown = ((ids < 0) | (ids >= vocab_size)) & ((ids != -100) | (column == "input_ids"))
+            if unknown.any():
+                at = int(unknown.argmax())
+                row = int(np.searchsorted(np.cumsum(pc.list_value_length(rows).to_numpy()), at, side="right"))
+                masked = ", or -100 for none" if column == "labels" else ""
+                raise ValueError(
+                    f"{name}: row {first + row} of its tokenized rows has {ids[at]} in {column!r}, and the model knows "
+                    f"tokens 0 to {vocab_size - 1}{masked}. Use the model's own tokenizer, or, where it was given more "
+                    "tokens, call model.resize_token_embeddings(len(tokenizer))."
+                )
+
+
+def _batches(dataset: Dataset, column: str) -> Iterator[tuple[int, Any]]:
+    """An Arrow column in parts, each with the number of its first row."""
+    first = 0
+    for batch in dataset.select_columns([column]).with_format("arrow").iter(1000):
+        yield first, batch[column]
+        first += len(batch)
+
+
+def _require_text_in_each_row(dataset: Dataset, name: str, field: str) -> None:
+    parts = dataset.select_columns([field]).with_format("arrow").iter(1000)
+    n_missing = sum(part[field].null_count for part in parts)
+    if n_missing:
+        raise ValueError(
+            f"{name} must have a text in every row: {n_missing:,} of {len(dataset):,} rows have no {field!r}, or null. "
+            "Leave these rows out."
+        )
+    feature = dataset.features[field]
+    kind = getattr(feature, "dtype", feature)
+    if kind not in ("string", "large_string", "string_view"):
+        raise ValueError(
+            f"{name} must have a string in {field!r}, got {kind}. Set dataset_text_field to the column of the text."
+        )
+
+
+def with_masked_loss(args: RopeSFTConfig, *datasets: Any) -> RopeSFTConfig:
+    """`args`, or a copy in which the loss is of completions, where the rows of one of `datasets` say what those are.
+
+    TRL decides so by itself for prompts and completions, and would not read the mask of rows of token ids. It counts
+    every token of rows without a mask either way.
+
+    Args:
+        args: of the trainer.
+        datasets: to train on and to evaluate on, each one, several by name or None.
+    """
+    sets = [part for dataset in datasets for _, part in named_sets(dataset, "")]
+    if args.completion_only_loss is None and any({"input_ids", "completion_mask"} <= _first_columns(p) for p in sets):
+        args = copy.copy(args)
+        args.completion_only_loss = True
+    return args
+
+
+def document_tokens(dataset: Dataset) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids of the documents that `document_lengths` counts, in parts of 2**16 tokens on average.
+
+    Yields:
+        The ids of some documents, one behind the other, int64 [tokens], and how many each has, int64 [documents].
+    """
+    tokens = document_lengths(dataset)
+    assert tokens is not None
+    packed = "seq_lengths" in dataset.column_names
+    rows = dataset.select_columns(["input_ids", *(["seq_lengths"] if packed else [])])
+    for batch in rows.with_format("arrow").iter(max(_PART * len(dataset) // max(int(tokens.sum()), 1), 1)):
+        lengths = pc.list_flatten(batch["seq_lengths"]) if packed else pc.list_value_length(batch["input_ids"])
+        ids = pc.list_flatten(batch["input_ids"])
+        yield _int64(ids), _int64(lengths)
+
+
+def _int64(column: Any) -> torch.Tensor:
+    return torch.tensor(column.to_numpy(), dtype=torch.int64)
+
+
+def prepare_rows(
+    dataset: Any,
+    name: str,
+    args: RopeSFTConfig,
+    tokenizer: Any,
+    packing: bool,
+    prepare: Prepare,
+) -> Any:
+    """Rows of a dataset for training, by TRL's own preparation, and one line of what is left out of them.
+
+    TRL tokenizes first. With `long_documents="split"` documents without a token to predict are then left out, and those
+    longer than `max_length` are cut where the kind of data allows it. Otherwise the rows are TRL's.
+
+    Args:
+        dataset: as the trainer was given it.
+        name: of it, for messages.
+        args: of the trainer.
+        tokenizer: of the model.
+        packing: whether rows hold several documents.
+        prepare: TRL's preparation; it leaves a tokenized dataset as it is but for truncation, packing and shuffling.
+
+    Raises:
+        ValueError: no document has a token to predict, `max_length` leaves no room for one, or a row that is packed
+            already has more tokens.
+    """
+    columns = _column_names(dataset)
+    if "seq_lengths" in columns:
+        return _prepare_packed(dataset, name, args, prepare)
+    as_it_is = copy.copy(args)
+    as_it_is.max_length, as_it_is.shuffle_dataset = None, False
+    tokenized = prepare(dataset, as_it_is, False)
+    way = _Way.of(args, tokenizer, packing, columns)
+    if isinstance(tokenized, IterableDataset):
+        return _prepare_stream(tokenized, name, args, way, lambda rows: prepare(*way.truncated(rows), packing))
+    if not all(isinstance(tokenized.features[column], List | LargeList) for column in ("input_ids", "labels")):
+        return prepare(tokenized, args, packing)
+    limit = args.max_length if way.truncates else None
+    survey = partial(Survey.of, special=way.special, labelled=way.labelled, joined=way.wraps)
+    documents = survey(tokenized, limit=limit, keep_end=args.truncation_mode == "keep_end")
+    _require_text_to_predict(documents.teaches, name)
+    if not (documents.teaches & documents.teaches_kept).any():
+        raise ValueError(
+            f"max_length={args.max_length} truncates all that could be predicted in {name}: all completions lie behind "
+            "it. Raise max_length."
+        )
+    notes: list[str] = []
+    left_out: list[str] = []
+    untaught = ~documents.teaches
+    if untaught.any():
+        (left_out if way.splits else notes).append(
+            f"{_count(untaught.sum(), 'document')} of {_count(documents.lengths[untaught].sum(), 'token')} "
+            "without a token to predict (empty, one token, special tokens only, or all masked)"
+        )
+    lost = documents.teaches & ~documents.teaches_kept & (not packing)  # in a pack TRL keeps what is left of them
+    if lost.any():
+        left_out.append(
+            f"{_count(lost.sum(), 'document')} of {_count(documents.lengths[lost].sum(), 'token')} "
+            "whose completion lies behind max_length"
+        )
+    kept = ~(lost | untaught if way.splits else lost)
+    if way.splits and not kept.all():
+        tokenized = tokenized.select(np.flatnonzero(kept))
+    lengths, masked = documents.lengths[kept], documents.masked[kept]
+    longer = lengths > args.max_length if args.max_length is not None else np.zeros_like(masked)
+    cut = longer & way.cuts(masked)
+    if cut.any():
+        tokenized = way.cut(tokenized)
+        notes.append(f"{_count(cut.sum(), 'document')} longer than max_length cut into rows that are all read")
+        if (cut & (masked | way.whole)).any():
+            notes.append("also conversations, prompts and completions, whose later rows lack what came before")
+        pieces = survey(tokenized)
+        if not pieces.teaches.all():
+            tokenized = tokenized.select(np.flatnonzero(pieces.teaches))
+            tokens = pieces.lengths[~pieces.teaches].sum()
+            left_out.append(f"{_count(tokens, 'token')} in rows of a cut document that have no token to predict")
+    truncated = longer & ~cut & way.truncates
+    if truncated.any():
+        tokens = (lengths[truncated] - args.max_length).sum()
+        left_out.append(
+            f"{_count(tokens, 'token')} ({tokens / documents.tokens:.1%} of all) behind max_length in "
+            f"{_count(truncated.sum(), 'document')} ({way.remedy()})"
+        )
+    rows = prepare(*way.truncated(tokenized), packing)
+    if way.splits and way.wraps and (single := int((survey(rows).lengths == 1).sum())):
+        left_out.append(f"{_count(single, 'token')} in rows of one token, at the end of what is packed at once")
+    if args.process_index == 0:
+        size = "" if args.max_length is None else f" of at most {args.max_length}"
+        what = f"{name}: {_count(len(documents.lengths), 'document')} of {_count(documents.tokens, 'token')}"
+        notes = [f"{what} in {_count(len(rows), 'packed row' if packing else 'row')}{size}", *notes, *way.notes]
+        logger.warning(f"{', '.join(notes)}. Left out: {'; '.join(left_out) or 'nothing'}.")
+    return rows
+
+
+def _prepare_packed(dataset: Any, name: str, args: RopeSFTConfig, prepare: Prepare) -> Any:
+    """Rows that are packed already, whole and as they are: packed again they would be one document each."""
+    if isinstance(dataset, Dataset) and isinstance(dataset.features["input_ids"], List | LargeList):
+        rows = dataset.select_columns(["input_ids"]).with_format("arrow").iter(1000)
+        longest = max((int(_int64(pc.list_value_length(batch["input_ids"])).max()) for batch in rows), default=0)
+        if args.max_length is not None and longest > args.max_length:
+            raise ValueError(
+                f"{name} has a column seq_lengths, so its rows are packed already and must have at most max_length="
+                f"{args.max_length} tokens, got one of {longest}. Raise max_length, or give documents one a row."
+            )
+    as_it_is = copy.copy(args)
+    as_it_is.max_length = None
+    return prepare(dataset, as_it_is, False)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What is done with documents longer than `max_length`."""
+
+    args: RopeSFTConfig
+    tokenizer: Any
+    begin: tuple[int, ...] | None  # None: it cannot be told
+    special: tuple[int, ...]
+    packing: bool
+    columns: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: RopeSFTConfig, tokenizer: Any, packing: bool, columns: Sequence[str]) -> "_Way":
+        begin = _begin(tokenizer)
+        if args.max_length is not None and args.max_length <= max(len(begin or ()), 1):
+            raise ValueError(
+                f"max_length must leave room for a token to predict beside the {len(begin or ())} tokens that the "
+                f"tokenizer puts before a text, got {args.max_length}."
+            )
+        return cls(args, tokenizer, begin, tuple(tokenizer.all_special_ids), packing, tuple(columns))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the kind of data must stay whole."""
+        return any(column in self.columns for column in STAY_WHOLE)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether rows are cut from documents that are joined."""
+        return self.packing and self.args.packing_strategy == "wrapped"
+
+    @property
+    def labelled(self) -> bool:
+        return not self.args.objective_options.counts_every_token
+
+    @property
+    def splits(self) -> bool:
+        return self.args.long_documents == "split"
+
+    @property
+    def truncates(self) -> bool:
+        """Whether TRL truncates what is still longer."""
+        return self.args.max_length is not None and (not self.packing or self.args.packing_strategy == "bfd")
+
+    @property
+    def notes(self) -> list[str]:
+        view = self.args.make_view()
+        if view.cuts is None:
+            return []
+        return [f"of longer rows view {view.name!r} reads another part each epoch ({view.cuts})"]
+
+    def cuts(self, masked: np.ndarray) -> np.ndarray:
+        """Which documents may be cut, given which have masked labels."""
+        if not self.splits or self.wraps:
+            return np.zeros_like(masked)
+        return np.ones_like(masked) if self.packing else ~masked & (not self.whole)
+
+    def cut(self, tokenized: Any) -> Any:
+        """The dataset with its long documents cut."""
+        assert self.args.max_length is not None
+        begin = self.begin
+        if begin is None:  # rows as input_ids begin as they are given
+            begin = () if "input_ids" in self.columns else SpecialTokens.of(self.tokenizer).begin
+        others = not self.args.remove_unused_columns
+        function = partial(
+            cut_batch, max_length=self.args.max_length, begin=begin, whole=not self.packing, others=others
+        )
+        options: dict[str, Any] = {"batched": True, "batch_size": 16, "remove_columns": _column_names(tokenized)}
+        if isinstance(tokenized, IterableDataset):
+            return tokenized.map(function, **options)
+        style = tokenized.format["type"]
+        with self.args.main_process_first(desc="cutting long documents"):
+            made = tokenized.with_format(None).map(
+                function,
+                **options,
+                writer_batch_size=64,  # rows may be long
+                num_proc=self.args.dataset_num_proc,
+                desc="Cutting documents longer than max_length",
+            )
+        return made.with_format(style)
+
+    def truncated(self, tokenized: Any) -> tuple[Any, RopeSFTConfig]:
+        """What TRL is to prepare, and with which config: documents already truncated, where their labels do not matter.
+
+        TRL drops documents without any label as it truncates, and objectives that distil learn from these too.
+        """
+        if self.labelled or self.packing or self.args.max_length is None:
+            return tokenized, self.args
+        n, keeps_end = self.args.max_length, self.args.truncation_mode == "keep_end"
+        part = slice(-n, None) if keeps_end else slice(n)
+        columns = ("input_ids", "labels")
+        args = copy.copy(self.args)
+        args.max_length = None
+        options: dict[str, Any] = {} if isinstance(tokenized, IterableDataset) else {"desc": "Truncating documents"}
+        with self.args.main_process_first(desc="truncating documents"):
+            return tokenized.map(lambda row: {name: row[name][part] for name in columns}, **options), args
+
+    def remedy(self) -> str:
+        """How to lose less."""
+        if not self.splits and (self.packing or not self.whole):
+            return "long_documents='split' keeps them"
+        return "documents with prompts, completions or masked labels stay whole: raise max_length"
+
+
+def _prepare_stream(
+    tokenized: IterableDataset, name: str, args: RopeSFTConfig, way: _Way, prepare: Callable[[Any], Any]
+) -> Any:
+    """`prepare_rows` of a dataset that can be read once only: nothing of it is counted."""
+    cuts = args.max_length is not None and bool(way.cuts(np.zeros(1, dtype=bool)).any())
+    if cuts:
+        tokenized = way.cut(tokenized)
+    taught = tokenized.filter(partial(_teaches, special=frozenset(way.special), labelled=way.labelled))
+    if next(iter(taught), None) is None:
+        _require_text_to_predict(np.zeros(0, dtype=bool), name)
+    if args.process_index == 0:
+        longer = f"Documents longer than max_length={args.max_length}"
+        sentences = [f"{name} is a stream, whose documents and tokens are not counted"]
+        if cuts:
+            sentences.append(f"{longer} are cut into rows that are all read")
+        if way.truncates and (way.whole or not cuts):
+            sentences.append(f"{longer} are truncated, and what is behind is left out ({way.remedy()})")
+        elif way.truncates:
+            sentences.append("Of those with masked labels what is behind max_length is left out")
+        if way.splits:
+            sentences.append("Documents without a token to predict are left out")
+        logger.warning(". ".join([*sentences, *way.notes]) + ".")
+    return prepare(taught if way.splits else tokenized)
+
+
+def require_taught(dataset: Any, name: str, args: RopeSFTConfig, tokenizer: Any) -> None:
+    """Raise ValueError if no document of a set that TRL is told not to prepare has a token to predict; tell how many.
+
+    Such a set stays as it is.
+    """
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or "seq_lengths" in dataset.column_names:
+        return
+    columns = dataset.features
+    if not all(isinstance(columns.get(column), List | LargeList) for column in ("input_ids", "labels")):
+        return
+    labelled = not args.objective_options.counts_every_token
+    documents = Survey.of(dataset, tuple(tokenizer.all_special_ids), labelled=labelled)
+    _require_text_to_predict(documents.teaches, name)
+    if not documents.teaches.all() and args.process_index == 0:
+        logger.warning(
+            f"{name}: {_count((~documents.teaches).sum(), 'document')} without a token to predict stay in it."
+        )
+
+
+def _require_text_to_predict(teaches: np.ndarray, name: str) -> None:
+    if not teaches.any():
+        raise ValueError(
+            f"{name} must have a document of at least two tokens, of which one that is not the first has a label, and "
+            f"none of its {len(teaches) or ''} documents has: they are empty, of one token, of special tokens only, or "
+            "all masked. Look at the column that the text is read from."
+        )
+
+
+def _teaches(row: Mapping[str, Any], special: frozenset[int], labelled: bool) -> bool:
+    ids, labels = row["input_ids"], row["labels"] if labelled else row["input_ids"]
+    return any(label != -100 for label in labels[1:]) and any(token not in special for token in ids)
+
+
+def _begin(tokenizer: Any) -> tuple[int, ...] | None:
+    try:
+        return SpecialTokens.of(tokenizer).begin
+    except ValueError:
+        return None  # an error only where a text has to be cut
+
+
+def _first_columns(dataset: Any) -> set[str]:
+    """Columns of a dataset, or of the first row of a stream, which does not name them once rows are computed."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and isinstance(dataset, IterableDataset):
+        names = next(iter(dataset), ())
+    return set(names or ())
+
+
+def _column_names(dataset: Any) -> list[str]:
+    return list(next(iter(dataset)) if dataset.column_names is None else dataset.column_names)
+
+
+def _count(n: Any, what: str) -> str:
+    return f"{int(n):,} {what}{'' if n == 1 else 's'}"

@@ -1,0 +1,132 @@
+"""The training set as a view wants it, before TRL tokenizes it."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from torch import nn
+from transformers import AutoTokenizer, ProcessorMixin
+from trl import is_conversational
+
+from rope_patch.methods import find_view
+
+from ..data.cues import CueTokens, append_cue
+
+if TYPE_CHECKING:
+    from ..config import RopeSFTConfig
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """What `View.prepare_text` is given.
+
+    Args:
+        model: of the trainer, or its name.
+        args: of the trainer.
+        dataset: to train on, as the trainer was given it.
+        processing_class: tokenizer or processor that the trainer was given, None if it is to load the model's.
+        formatting_func: of the trainer.
+    """
+
+    model: str | nn.Module
+    args: "RopeSFTConfig"
+    dataset: Any
+    processing_class: Any
+    formatting_func: Any = None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The one that the trainer was given, or the model's, as it will be once TRL has set what `args` name."""
+        tokenizer = self._given_or_loaded()
+        template = self._template_file
+        if self.args.eos_token is None and template is None:
+            return tokenizer
+        tokenizer = copy.deepcopy(tokenizer)  # TRL sets the user's own when all of this is accepted
+        if self.args.eos_token is not None:
+            tokenizer.eos_token = self.args.eos_token
+        if template is not None:
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
+        return tokenizer
+
+    @property
+    def _template_file(self) -> Path | None:
+        """`chat_template_path` where it is a template, as TRL tells it from the name of a tokenizer."""
+        path = Path(self.args.chat_template_path or "")
+        return path if path.suffix in (".jinja", ".j2") and path.is_file() else None
+
+    def _given_or_loaded(self) -> Any:
+        if self.processing_class is not None:
+            processor = isinstance(self.processing_class, ProcessorMixin)
+            return self.processing_class.tokenizer if processor else self.processing_class
+        if isinstance(self.model, str):
+            loading: Any = self.args.model_init_kwargs or {}  # parsed from JSON by now
+            name, revision = self.model, loading.get("revision")
+        else:
+            config: Any = self.model.config
+            name, revision = config._name_or_path, None
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=self.args.trust_remote_code)
+
+    def ended_with(self, cue: str | Sequence[str]) -> tuple[Dataset, CueTokens]:
+        """The rows with a cue, or one of several, behind each document, tokenized and cut by `append_cue`.
+
+        Returns:
+            The dataset, and the cue's number of tokens, or the token ids of each of several.
+
+        Raises:
+            ValueError: a training set that is no `datasets.Dataset`, what would be read as if the trainer's settings
+                for texts and chats were not there, or what `append_cue` refuses.
+        """
+        args = self.args
+        if not isinstance(self.dataset, Dataset):
+            raise ValueError(f"cue needs a datasets.Dataset as train_dataset, got {type(self.dataset).__name__}.")
+        self._require_read_as_by_trl()
+        assert args.max_length is not None  # the configuration refuses a cue without one
+        seed = args.seed if args.view_seed is None else args.view_seed
+        return append_cue(
+            self.dataset,
+            self.tokenizer,
+            cue=cue,
+            max_length=args.max_length,
+            seed=seed,
+            text_field=args.dataset_text_field,
+        )
+
+    def _require_read_as_by_trl(self) -> None:
+        """Raise ValueError for settings by which TRL reads rows, and which it leaves out where they are token ids."""
+        args = self.args
+        if self.formatting_func is not None:
+            raise ValueError(
+                "cue goes without formatting_func, as documents are tokenized before it would be called: give "
+                "train_dataset.map(lambda row: {'text': formatting_func(row)}, remove_columns=train_dataset"
+                ".column_names)."
+            )
+        if args.assistant_only_loss:
+            raise ValueError(
+                "cue goes without assistant_only_loss, as chats are token ids before TRL looks for replies in them: "
+                "leave it out, and give prompt and completion, or input_ids and assistant_masks."
+            )
+        columns = self.dataset.column_names
+        chats = len(self.dataset) > 0 and "input_ids" not in columns and is_conversational(self.dataset[0])
+        if chats and args.chat_template_path is not None and self._template_file is None:
+            raise ValueError(
+                "cue goes with a chat_template_path that is a file of a template, .jinja or .j2, as chats are "
+                f"tokenized before TRL loads a tokenizer for it, got {args.chat_template_path!r}."
+            )
+
+
+def prepare_text(
+    model: str | nn.Module, args: "RopeSFTConfig", dataset: Any, processing_class: Any, formatting_func: Any = None
+) -> tuple["RopeSFTConfig", Any]:
+    """A trainer's `args` and training set as its view prepares them; those given stay as they are."""
+    options = args.view_options
+    prepared, dataset = find_view(args.view).prepare_text(
+        dict(options), TrainingText(model, args, dataset, processing_class, formatting_func)
+    )
+    if prepared != options:
+        args = copy.copy(args)
+        args.view_args = prepared
+    return args, dataset

@@ -1,0 +1,91 @@
+"""Whether a view changes anything that is learned from the documents of a run, told before it starts."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+from transformers.utils import logging
+
+from rope_patch.base.draws import DrawKey
+from rope_patch.forward.drawn_view import BoundView
+from rope_patch.layout.documents import locate_documents
+from rope_patch.views import View
+from rope_patch.views.base import TRUE_POSITIONS
+
+logger = logging.get_logger(__name__)
+
+_LENGTHS, _DRAWS = 16, 4
+
+Part = tuple[torch.Tensor | None, torch.Tensor]
+"""Token ids of documents, one behind the other, None where only lengths count, and the number of each one's."""
+
+
+def require_effect_on(
+    view: View,
+    lengths: torch.Tensor,
+    n_layers: int,
+    *,
+    reads_last: bool,
+    controls: bool,
+    documents: Callable[[], Iterable[Part]],
+) -> None:
+    """Draw for documents of a run, and raise if no draw changes a distance that the loss depends on.
+
+    A view that goes by lengths draws for documents of 16 of the run's lengths, four times each. One that goes by tokens
+    (`View.reads_tokens`) draws for the run's own documents until one is changed, which the first few are, and four
+    times for all of them before it is refused.
+
+    Args:
+        view: that is drawn in training.
+        lengths: tokens of each document, int64 [documents].
+        n_layers: of the model.
+        reads_last: whether the loss depends on what the last token of a document sees, which has no next token.
+        controls: whether views pass that are there to change nothing (`View.why_control`). It is told.
+        documents: gives token ids of all documents, int64 [tokens], and their lengths, int64 [documents], in parts.
+
+    Raises:
+        ValueError: nothing changes.
+    """
+    if not view.perturbs:
+        return
+    alternatives = view.alternatives()
+    if len(alternatives) > 1:  # a few draws may all be of one view: each is looked at by itself
+        for part in alternatives:
+            require_effect_on(part, lengths, n_layers, reads_last=reads_last, controls=controls, documents=documents)
+        return
+    control = view.why_control() if controls else None
+    if control is not None:
+        logger.warning(f"view {view.name!r} is a control: {control}, so this trains as view={TRUE_POSITIONS!r} does.")
+        return
+    distinct = lengths.unique()
+    look = documents if view.reads_tokens else partial(_of_lengths, distinct[view.can_change(distinct)])
+    if any(_changes(view, part, step, n_layers, reads_last) for step in range(_DRAWS) for part in look()):
+        return
+    where = "" if reads_last else ", but for the last token of a document, behind which nothing is predicted"
+    size = f"{distinct[0]} tokens" if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]} tokens"
+    tokens = " No document has the tokens that it goes by where they would change one." if view.reads_tokens else ""
+    conditions = "; ".join(view.conditions())
+    raise ValueError(
+        f"view_args: {view!r} changes no distance between tokens in documents of {size}{where}: training would be that "
+        f"of view={TRUE_POSITIONS!r}.{tokens} {conditions and f'Of this view: {conditions}. '}Change view_args, or "
+        f"choose view={TRUE_POSITIONS!r}."
+    )
+
+
+def _of_lengths(lengths: torch.Tensor) -> Iterator[Part]:
+    """A document of each of some lengths: a view reaches the shortest, or the longest, or those in between."""
+    tried = torch.linspace(0, len(lengths) - 1, min(_LENGTHS, len(lengths))).round().long()
+    return ((None, length) for length in lengths[tried].split(1))
+
+
+def _changes(view: View, part: Part, step: int, n_layers: int, reads_last: bool) -> bool:
+    ids, lengths = part
+    if not view.can_change(lengths).any():
+        return False
+    t = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+    # one document has its draws once, and not at each token
+    documents = locate_documents(1, t.shape[1], t.device, t if len(lengths) > 1 else None, None)
+    key = DrawKey(0, step, documents.ordinal, progress=torch.ones((), dtype=torch.float64))
+    bound = BoundView(view, documents, view.draw_for(None if ids is None else ids[None], t, documents, key))
+    counted = documents.length - (0 if reads_last else 1)
+    return bool((bound.affected_from(t, n_layers) < counted).any())

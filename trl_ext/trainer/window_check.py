@@ -1,0 +1,83 @@
+"""Whether the positions of a training run lie within the window of the model, told before it starts."""
+
+import math
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from rope_patch.forward.state import state_of
+from rope_patch.rescalings import Rescaling, advised_rescaling
+from rope_patch.rescalings.in_place import names_no_window
+from rope_patch.rope.rotary import find_decoder, grows_with_rows
+from rope_patch.views import View
+
+logger = logging.get_logger(__name__)
+
+
+def check_window(model: Any, view: View, longest: int | None, *, tell: bool = True) -> None:
+    """Compare the window of a model with the positions that it will be trained on.
+
+    Args:
+        model: patched; its window is `config.max_position_embeddings`.
+        view: that trains, the standard one if none does.
+        longest: tokens of the longest document of a row; None if it is not known.
+        tell: whether this process writes the lines that are told.
+
+    Raises:
+        ValueError: a view's `target`, or a document under a rescaling, lies beyond the window.
+    """
+    decoder = find_decoder(model)
+    window = getattr(decoder.config, "max_position_embeddings", None)
+    state = state_of(decoder)
+    rescaling = None if state is None else state.rescaling
+    if window is None or _is_open(decoder, rescaling, window):
+        return
+    for name, target in view.targets():
+        if target > window:
+            raise ValueError(
+                f"view_args: target of view {name!r} must not exceed the model's window of {window} positions, got "
+                f"target={target}. {_remedy(rescaling, window, target)}, or lower target."
+            )
+    if longest is None:
+        return
+    if longest > window:
+        if rescaling is not None:
+            raise ValueError(
+                f"max_length must not let documents exceed the model's window of {window} positions under {rescaling}, "
+                f"and the longest document of a row has {longest} tokens. {_remedy(rescaling, window, longest)}, or "
+                "lower max_length."
+            )
+        if tell:
+            logger.warning(
+                f"documents of rows have up to {longest} tokens, beyond the model's window of {window}, and no "
+                f"rescaling is in force. {_remedy(None, window, longest)}, or lower max_length, unless this is meant."
+            )
+    reach = view.reach(longest)
+    if tell and view.perturbs and reach is not None and reach >= max(window, longest):
+        logger.warning(
+            f"view {view.name!r} shows RoPE indices up to {reach}, beyond the model's window of {window} positions. "
+            "Nothing is to do if this is meant."
+        )
+
+
+def farthest_target(view: View) -> int:
+    """The window that a view trains, in positions; 0 if it names none."""
+    return max((target for _, target in view.targets()), default=0)
+
+
+def _is_open(decoder: PreTrainedModel, rescaling: Rescaling | None, window: int) -> bool:
+    """Whether no window is promised that could be passed: frequencies follow the row, or the rescaling says none."""
+    rope: Any = getattr(decoder.config, "rope_parameters", None) or {}
+    # some families have a set of parameters for each layer type
+    parameter_sets = [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
+    if any(grows_with_rows(entry.get("rope_type", "")) for entry in parameter_sets):
+        return True
+    return rescaling is not None and names_no_window(rescaling, window)
+
+
+def _remedy(rescaling: Rescaling | None, window: int, required: int) -> str:
+    if rescaling is not None:
+        return rescaling.remedy(window, required)
+    factor = math.ceil(required / window)
+    return f"Rescale the model by a factor of at least {factor}, e.g. {advised_rescaling(float(factor))}"
