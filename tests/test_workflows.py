@@ -8,6 +8,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -48,7 +49,7 @@ def test_only_a_tag_publishes():
     assert [load(path)["on"] for path in publishing] == [{"push": {"tags": ["v*"]}}]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_an_issue_template_asks_for_something(path):
     form = load(path)
     assert form["name"] and form["description"] and all(field["attributes"]["label"] for field in form["body"])
