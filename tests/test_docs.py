@@ -8,8 +8,7 @@ from support.pages import RESULTS, ROOT
 from support.training import trainer
 
 from rope_patch.patch import view_source
-from rope_patch.rescalings import Rescaling
-from rope_patch.views import VIEWS, View
+from rope_patch.views import VIEWS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -33,21 +32,13 @@ def test_the_view_of_the_page_on_positions_trains(tmp_path, monkeypatch):
         VIEWS.pop("far-half", None)
 
 
-@pytest.mark.parametrize(("heading", "base"), [("Add a view", View), ("Add a rescaling", Rescaling)])
-def test_contributing_names_every_method(heading, base):
-    text = (ROOT / "CONTRIBUTING.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[1])}
-    assert named == {name for name in {*vars(base), *base.__annotations__} if name[0] != "_"} - {"name"}
-
-
 def anchors(page):
     """Of each heading what GitHub links to."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", sorted({*PAGES, *ROOT.glob("*.md")}), ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         file, _, anchor = link.partition("#")

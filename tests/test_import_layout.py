@@ -93,18 +93,35 @@ def test_objectives_do_not_import_the_config_that_lists_them():
     assert printed.splitlines()[-1] == "False"
 
 
-def test_help_is_shown_without_torch():
+def test_help_and_methods_are_shown_without_torch():
     code = """
 import sys
 from importlib.metadata import entry_points
+from trl_ext.cli.console import _parser
 (command,) = set(entry_points(group="console_scripts", name="rope-patch"))
-sys.argv = ["rope-patch", "--help"]
-try:
-    status = command.load()()
-except SystemExit as end:
-    status = end.code
-print(status or 0, sorted({"torch", "transformers", "trl"} & set(sys.modules)))
+main = command.load()
+(commands,) = [action.choices for action in _parser()._actions if action.dest == "command"]
+for arguments in [["--help"], *([name, "--help"] for name in commands), ["methods"], ["methods", "self-distill"]]:
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert not status, arguments
+print(sorted({"torch", "transformers", "trl", "rope_patch"} & set(sys.modules)))
 """
     printed = run_in_root(code)
-    assert printed.splitlines()[-1] == "0 []"
-    assert "usage" in printed.lower()
+    assert printed.splitlines()[-1] == "[]"
+    assert "usage: rope-patch extend" in printed and "self-distill, an objective" in printed
+
+
+@pytest.mark.slow
+def test_commands_do_not_show_that_bitsandbytes_lacks_a_kernel():
+    pytest.importorskip("bitsandbytes")
+    code = """
+import sys
+from trl_ext.cli import main
+main(["methods", "skip"])
+import peft
+print(sys.modules["bitsandbytes.backends.cpu.ops"].logger.getEffectiveLevel())
+"""
+    assert run_in_root(code).splitlines()[-1] == "40", "ERROR, above the warning"

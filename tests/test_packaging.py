@@ -105,8 +105,16 @@ def test_the_sdist_holds_all_that_tests_and_documentation_need(unpacked_sdist):
     folders = {"benchmarks", "docs", "examples", "kernels", "rope_patch", "tests", "trl_ext"}
     for folder in folders:
         assert files_under(unpacked_sdist / folder) == files_under(ROOT / folder)
-    pages = {"README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"}
-    settings = {"Makefile", "constraints.txt", "pyproject.toml", ".ci", ".gitignore", ".pre-commit-config.yaml"}
+    pages = {"README.md", "AGENTS.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE"}
+    settings = {
+        "Makefile",
+        "constraints.txt",
+        "pyproject.toml",
+        ".ci",
+        ".github",
+        ".gitignore",
+        ".pre-commit-config.yaml",
+    }
     assert {path.name for path in unpacked_sdist.iterdir()} == folders | pages | settings | {"PKG-INFO"}
 
 

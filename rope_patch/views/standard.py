@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from ..base.draws import DrawKey
-from .base import TRUE_POSITIONS, VIEWS, Parameters, View
+from .base import VIEWS, Parameters, View
 
 
-@VIEWS.register(TRUE_POSITIONS)
+@VIEWS.register("standard")
 @dataclass(frozen=True)
 class Standard(View):
     """r(t) = t: the positions that the model was trained with.

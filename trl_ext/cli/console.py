@@ -1,9 +1,11 @@
 """The console script `rope-patch`."""
 
 import argparse
+import logging
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,11 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from rope_patch.base.plugins import load_plugins
-
+    # PEFT imports bitsandbytes wherever that is installed, which then warns of a kernel that nothing here needs
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if args.command != "train":
         require_one_process(f"rope-patch {args.command}")
-    load_plugins()
+    if any(group.startswith("rope_patch.") for group in entry_points().groups):  # which imports torch
+        from rope_patch.base.plugins import load_plugins
+
+        load_plugins()
     status: int = args.run(args)
     return status
 

@@ -1,17 +1,16 @@
-"""`rope-patch methods`: every view, rescaling and objective that is registered, from their classes and docstrings."""
+"""`rope-patch methods`: every view, rescaling and objective, from their docstrings."""
 
 import argparse
 import shutil
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rope_patch.base.catalogue import Method, Option
+from .catalogue import Method, methods
 
 HEADS = {
     "rescaling": "Rescalings: how the RoPE frequencies are stretched to a longer window (rescale, rescale_args)",
     "view": "Views: the positions at which a training row is read (view, view_args)",
-    "objective": "Objectives: what is minimised (objective)",
+    "objective": "Objectives: what is minimised (objective); they need TRL, pip install 'rope-patch[trl]'",
 }
 
 
@@ -29,74 +28,31 @@ def add_commands(commands: Any) -> None:
 
 def run_methods(args: argparse.Namespace) -> int:
     """Print the list, or one method."""
-    methods = registered()
+    known = methods()
     if args.name is None:
-        print(_listed(methods))
+        print(_listed(known))
         return 0
-    chosen = [method for method in methods if args.name == method.name]
+    chosen = [method for method in known if args.name == method.name]
     if not chosen:
         from rope_patch.base.registry import unknown
 
-        synonyms = {other: method.name for method in methods for other in method.synonyms}
-        error = unknown("method", args.name, [method.name for method in methods], synonyms=synonyms)
-        if not any(method.kind == "objective" for method in methods):
-            raise ValueError(f"{error} Objectives need TRL besides: pip install 'rope-patch[trl]'.")
-        raise error
+        synonyms = {other: method.name for method in known for other in method.synonyms}
+        raise unknown("method", args.name, [method.name for method in known], synonyms=synonyms)
     print("\n\n".join(_explained(method) for method in chosen))
     return 0
 
 
-def registered() -> "list[Method]":
-    """All methods: rescalings, views, objectives, each kind by name. Without TRL there are no objectives."""
-    from rope_patch.base.catalogue import method
-    from rope_patch.rescalings import RESCALINGS
-    from rope_patch.views import VIEWS
-
-    methods = [
-        method(kind, name, cls)
-        for kind, known in (("rescaling", RESCALINGS), ("view", VIEWS))
-        for name, cls in sorted(known.items())
-    ]
-    try:
-        import trl  # noqa: F401  # alone, so that nothing else that is missing is hidden
-    except ImportError:
-        return methods
-    from ..objectives import OBJECTIVES
-
-    return [*methods, *(method("objective", n, cls, _options_of(cls)) for n, cls in sorted(OBJECTIVES.items()))]
-
-
-def _options_of(objective: Any) -> "list[Option]":
-    """The fields of the configuration that an objective reads, each followed by the options that it holds."""
-    from rope_patch.base.catalogue import Option, classes_named, options_of
-
-    from ..config import RopeSFTConfig
-
-    options: list[Option] = []
-    for option in options_of(RopeSFTConfig, objective.options_class.config_fields):
-        options.append(option)
-        for cls in classes_named(option.meaning):
-            options += [
-                Option(f"{option.name}.{own.name}", own.default, own.meaning)
-                for own in options_of(cls)
-                if own.name != "weight" or "but its weight" not in option.meaning
-            ]
-    return options
-
-
-def _listed(methods: "list[Method]") -> str:
-    width = max(len(method.name) for method in methods) + 4
+def _listed(known: list[Method]) -> str:
+    width = max(len(method.name) for method in known) + 4
     parts = []
     for kind, head in HEADS.items():
-        own = [method for method in methods if method.kind == kind]
+        own = [method for method in known if method.kind == kind]
         rows = [_paragraph(f"  {m.name:{width}}", " ".join([m.when, *m.papers]) or "-", width + 2) for m in own]
-        if not own:
-            rows = ["  none: they need TRL, pip install 'rope-patch[trl]'."]
         parts.append("\n".join([head, "", *rows]))
     return "\n\n".join([*parts, "`rope-patch methods NAME` explains one, with its formula and its options."])
 
 
-def _explained(method: "Method") -> str:
+def _explained(method: Method) -> str:
     parts = [f"{method.name}, a{'n' if method.kind[0] in 'aeiou' else ''} {method.kind}", method.what]
     parts += [method.when] if method.when else []
     rows = [
