@@ -4,12 +4,10 @@ import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from importlib import import_module
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 _SECTION = re.compile(r"^(Args|When|Source|Returns|Raises|Example): ?", re.MULTILINE)
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
-_CLASS = re.compile(r"`(rope_patch[\w.]*)\.([A-Z]\w*)`")
 
 
 @dataclass(frozen=True)
@@ -77,22 +75,35 @@ def method(kind: str, name: str, cls: type, options: Iterable[Option] | None = N
     )
 
 
-def options_of(cls: type, only: Iterable[str] | None = None) -> list[Option]:
-    """The fields of a dataclass, with their meanings from its docstring.
+def options_of(cls: type, owner: str = "") -> list[Option]:
+    """The fields of a dataclass, with their meanings from its docstring and those of its bases.
+
+    The options of an option that is a dataclass itself follow it, as `option.name`.
 
     Args:
         cls: the dataclass.
-        only: names of fields; None takes those that its constructor takes.
+        owner: what the names begin with.
     """
-    meanings = _arguments(inspect.getdoc(cls) or "")
-    chosen = {f.name: f for f in fields(cls) if f.init}
-    return [Option(name, _default(chosen[name]), meanings.get(name, "")) for name in (only or chosen) if name in chosen]
+    meanings: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        meanings |= _arguments(inspect.cleandoc(base.__doc__ or ""))
+    within, options = option_classes(cls), []
+    for f in fields(cls):
+        if f.init:
+            options.append(Option(owner + f.name, _default(f), meanings.get(f.name, "")))
+            options += options_of(within[f.name], f"{owner}{f.name}.") if f.name in within else []
+    return options
 
 
-def classes_named(meaning: str) -> list[type]:
-    """The dataclasses of this package that the meaning of an option names as `rope_patch.<module>.<Class>`."""
-    classes: list[type] = [getattr(import_module(module), name) for module, name in _CLASS.findall(meaning)]
-    return [*filter(is_dataclass, classes)]
+def option_classes(cls: type) -> dict[str, type]:
+    """The fields of a dataclass that hold a dataclass, or None, each with its class."""
+    hints = get_type_hints(cls)
+    return {
+        f.name: kind
+        for f in fields(cls)
+        for kind in (hints[f.name], *get_args(hints[f.name]))
+        if isinstance(kind, type) and is_dataclass(kind)
+    }
 
 
 def _sections(cls: type) -> dict[str, str]:

@@ -26,7 +26,7 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
 
     Options come from the objects that they stand for, so that a list and a tuple, or a default that is given and one
     that is not, are the same. Left out are fields that move work and change no number (`teacher_offload`, `passes` of
-    `self_distill_args`), what TRL decides by itself on resuming, and `rescale`, whose RoPE parameters the checkpoint
+    "self-distill"), what TRL decides by itself on resuming, and `rescale`, whose RoPE parameters the checkpoint
     has.
 
     Args:
@@ -36,13 +36,13 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
     """
     method: dict[str, Any] = {
         "objective": args.objective,
+        "objective_args": args.objective_options.record(),
         "view": view.name,
         "view_args": view.options(),
         "trainable": args.trainable,
         "long_documents": args.long_documents,
         "shifted_attention": args.shifted_attention,
         "cue": _texts(args.cue),
-        **args.objective_options.record(),
     }
     if view.perturbs:
         method["view_seed"] = seed

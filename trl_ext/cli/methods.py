@@ -6,12 +6,12 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rope_patch.catalogue import Method, Option
+    from rope_patch.catalogue import Method
 
 HEADS = {
     "rescaling": "Rescalings: how the RoPE frequencies are stretched to a longer window (rescale, rescale_args)",
     "view": "Views: the positions at which a training row is read (view, view_args)",
-    "objective": "Objectives: what is minimised (objective)",
+    "objective": "Objectives: what is minimised (objective, objective_args)",
 }
 
 
@@ -48,7 +48,7 @@ def run_methods(args: argparse.Namespace) -> int:
 
 def registered() -> "list[Method]":
     """All methods: rescalings, views, objectives, each kind by name. Without TRL there are no objectives."""
-    from rope_patch.catalogue import method
+    from rope_patch.catalogue import method, options_of
     from rope_patch.rescalings import RESCALINGS
     from rope_patch.views import VIEWS
 
@@ -63,25 +63,10 @@ def registered() -> "list[Method]":
         return methods
     from ..objectives import OBJECTIVES
 
-    return [*methods, *(method("objective", n, cls, _options_of(cls)) for n, cls in sorted(OBJECTIVES.items()))]
-
-
-def _options_of(objective: Any) -> "list[Option]":
-    """The fields of the configuration that an objective reads, each followed by the options that it holds."""
-    from rope_patch.catalogue import Option, classes_named, options_of
-
-    from ..config import RopeSFTConfig
-
-    options: list[Option] = []
-    for option in options_of(RopeSFTConfig, objective.options_class.config_fields):
-        options.append(option)
-        for cls in classes_named(option.meaning):
-            options += [
-                Option(f"{option.name}.{own.name}", own.default, own.meaning)
-                for own in options_of(cls)
-                if own.name != "weight" or "but its weight" not in option.meaning
-            ]
-    return options
+    return [
+        *methods,
+        *(method("objective", n, cls, options_of(cls.options_class)) for n, cls in sorted(OBJECTIVES.items())),
+    ]
 
 
 def _listed(methods: "list[Method]") -> str:
