@@ -70,8 +70,9 @@ def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[st
     recorded = read_record(file, "Resume from another checkpoint, or start a new run from its weights.")
     if recorded.get("format") != _FORMAT:
         raise ValueError(f"{file} must be of format {_FORMAT}, got {recorded!r:.200}. Update rope-patch to read it.")
-    if recorded.get("view") != method["view"]:  # options of the one say nothing of the other
-        recorded.pop("view_args", None)
+    for name in ("view", "objective"):
+        if recorded.get(name) != method[name]:  # options of the one say nothing of the other
+            recorded.pop(f"{name}_args", None)
     others = differences(recorded, method)
     if others:
         raise ValueError(

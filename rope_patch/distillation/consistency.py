@@ -36,11 +36,9 @@ class ViewConsistency:
     A document counts in the mean if some draw can change a prediction that is compared. One that ends before a fixed
     split, has a single token or no labels adds nothing and is no part of any divisor.
 
-    With kl_weight 0 and view_clm 0 training runs true positions alone, without a second view; evaluation measures the
-    KL.
-
     Args:
-        kl_weight: lambda.
+        kl_weight: lambda. With 0 and view_clm 0 training runs true positions alone, without a second view; evaluation
+            measures the KL.
         view_clm: of the view's own cross-entropy, with the labels and the divisor of the standard view's; 1 with
             kl_weight 0 is the paper's ablation "w/ CLM".
         direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rope_patch.catalogue import Option, classes_named, method, options_of
-from rope_patch.distillation import HiddenTargets
+from rope_patch.catalogue import Option, method, option_classes, options_of
 
 
 @dataclass
@@ -48,7 +47,32 @@ def test_options_are_fields_with_default_and_meaning():
         Option("marks", "[1]", "where it stops."),
         Option("unexplained", "None", ""),
     ]
-    assert [option.name for option in options_of(Own, ["marks"])] == ["marks"]
+
+
+def test_an_option_that_is_a_dataclass_is_followed_by_what_it_holds():
+    @dataclass
+    class Walk:
+        own: Own | None = None
+
+    names = ["own", "own.pace", "own.marks", "own.unexplained"]
+    assert [option.name for option in options_of(Walk)] == names and option_classes(Walk) == {"own": Own}
+
+
+def test_meanings_are_those_of_the_bases_too():
+    @dataclass
+    class Slower(Own):
+        """Slower.
+
+        Args:
+            marks: where it rests.
+        """
+
+        marks: list[int] = field(default_factory=list)
+
+    assert [option.meaning for option in options_of(Slower)][:2] == [
+        "how fast: in positions a token.",
+        "where it rests.",
+    ]
 
 
 def test_a_class_without_a_docstring_has_no_words():
@@ -57,8 +81,3 @@ def test_a_class_without_a_docstring_has_no_words():
 
     assert method("view", "bare", Bare, ()) == method("view", "bare", Bare, [])
     assert not method("view", "bare", Bare, ()).what
-
-
-def test_classes_that_a_meaning_names_are_found():
-    assert classes_named("fields of `rope_patch.distillation.HiddenTargets`, e.g. `{}`.") == [HiddenTargets]
-    assert classes_named("`rope_patch.views.base.View` has no fields, and `HiddenTargets` no module") == []
