@@ -74,9 +74,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "clm": {"objective": "clm"},
     "relation-distill": {"objective": "relation-distill"},
     "self-distill": {"objective": "self-distill"},
-    "self-distill with a bound": {"objective": "self-distill", "self_distill_args": {"max_copies": 0.5}},
-    "self-distill in two passes": {"objective": "self-distill", "self_distill_args": {"passes": "two"}},
-    "self-distill sequential": {"objective": "self-distill", "self_distill_args": {"passes": "sequential"}},
+    "self-distill with a bound": {"objective": "self-distill", "objective_args": {"max_copies": 0.5}},
+    "self-distill in two passes": {"objective": "self-distill", "objective_args": {"passes": "two"}},
+    "self-distill sequential": {"objective": "self-distill", "objective_args": {"passes": "sequential"}},
 }
 # functions of the kernels that a profile shows: those of the KL of rows and of its gradient
 RELATION_KERNELS = (

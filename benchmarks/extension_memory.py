@@ -85,11 +85,11 @@ def choices_of(length: int, train: str, checkpointing: bool, objective: str, win
         return Choice("", value, "", "", "asked for", "")
 
     pose = {"view": "pose", "target": 8 * window, "chunks": 4}
-    native = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3} if objective == "native-distill" else None
+    native = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3} if objective == "native-distill" else {}
     return Choices(
         rescaling=one({"rescale": "ntk", "rescale_args": {"factor": 16.0}}),
         view=one({"view": "mix", "view_args": {"views": ["standard", pose]}}),
-        objective=one({"objective": objective, "native_args": native}),
+        objective=one({"objective": objective, "objective_args": native}),
         rows=one({"length": length}),
         weights=one({"train": train, "lora_rank": 64, "gradient_checkpointing": checkpointing}),
         rate=one(1e-4),

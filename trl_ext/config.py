@@ -60,33 +60,16 @@ class RopeSFTConfig(SFTConfig):
             KL of the sampled view's predictions to those (RPSD); "relation-distill" makes the rescaled model's
             relations those of the model as it was pretrained (LinearARD); "hidden-distill" its hidden states (LongReD);
             "native-distill" its predictions, under the sampled view, with a next-token loss beside.
+        objective_args: its options, e.g. `{"kl_weight": 0.5}`; `rope-patch methods NAME` explains those of each.
         view: view to sample in every training forward, by name; "standard" changes nothing.
         view_args: its options, e.g. `{"max_skip": 32768}`.
         view_seed: seed of the view's draws; None takes `seed`.
         trainable: without adapters, "all" trains every weight, "qkv" the projections to queries, keys and values only.
-        relation_args: of "relation-distill", fields of `rope_patch.losses.RelationTargets`, e.g. `{"v": 0.0}`.
-        logit_kl_args: of "relation-distill", a KL of next-token distributions beside it, fields of
-            `rope_patch.losses.LogitKL`, e.g. `{"weight": 0.1}`; None leaves it out.
-        hidden_args: of "hidden-distill", fields of `rope_patch.losses.HiddenTargets`.
-        native_args: of "native-distill", fields of `rope_patch.losses.NativeTargets`, e.g. `{"clm_weight": 0.0}`.
-        kl_weight: of "self-distill", lambda. 0 without `view_clm` trains under true positions alone, without a second
-            view: the KL is then measured in evaluation only.
-        self_distill_args: of "self-distill", fields of `rope_patch.losses.ViewConsistency` but its weight, e.g.
-            `{"direction": "forward"}`; `teacher`, "self" or "native",
-            the model as it was pretrained; `passes`; and `control`, a `kind` of `Control`, with its
-            `strength`, which stands in for a view.
-        restore_every: of "self-distill", every how many optimizer steps one of "relation-distill", with its
-            relation_args, takes the place, at true positions; None: never.
-        token_weighting: "longce" weighs each token's cross-entropy by how much its long context helps, in "clm" and
-            "self-distill"; None weighs all alike.
-        longce_args: of "longce", fields of `rope_patch.losses.LongCE`, e.g. `{"short_context": 4096}`.
-        objective_args: of an objective of your own, whose `config_fields` name it: its options.
         shifted_attention: LongLoRA: in training each head attends within groups of this share of `max_length` tokens,
             half of the heads with shifted borders (`rope_patch.shifted_attention`); the paper takes 0.25. None: full
             attention, as evaluation and everything afterwards has.
         cue: what `append_cue` puts behind each document of the training set for view "endprompt", whose `cue_tokens` it
             then sets; of a list, one behind each document; None, if documents end with a cue already.
-        cue_weight: of "clm" with view "endprompt", what the cross-entropy of the cue's tokens counts.
         teacher_offload: whether what a teacher needs waits on the CPU: its tensors and, without adapters, its weights.
 
     > Parameters that control memory
@@ -99,17 +82,7 @@ class RopeSFTConfig(SFTConfig):
             any case, but of compiled models. "off" does none of it. "on" needs `gradient_checkpointing`.
     """
 
-    _OWN_DICT_FIELDS: ClassVar = [
-        "rescale_args",
-        "view_args",
-        "relation_args",
-        "logit_kl_args",
-        "hidden_args",
-        "native_args",
-        "self_distill_args",
-        "longce_args",
-        "objective_args",
-    ]
+    _OWN_DICT_FIELDS: ClassVar = ["rescale_args", "objective_args", "view_args"]
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, *_OWN_DICT_FIELDS]
 
     long_documents: Literal["truncate", "split"] = field(
@@ -130,6 +103,9 @@ class RopeSFTConfig(SFTConfig):
         default="clm",
         metadata={"help": f"Loss: {'; '.join(f'{name!r} {kind.help}' for name, kind in sorted(OBJECTIVES.items()))}."},
     )
+    objective_args: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of the objective as a JSON object, e.g. '{\"kl_weight\": 0.5}'."}
+    )
     view: str = field(
         default=TRUE_POSITIONS,
         metadata={
@@ -144,39 +120,6 @@ class RopeSFTConfig(SFTConfig):
     trainable: Literal["all", "qkv"] = field(
         default="all", metadata={"help": "Weights to train without adapters: all, or those of q, k and v projections."}
     )
-    relation_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of 'relation-distill' as a JSON object, e.g. '{\"v\": 0.0}'."}
-    )
-    logit_kl_args: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "A logit KL beside 'relation-distill', e.g. '{\"weight\": 0.1}', weight 0 to log it. None: none."
-        },
-    )
-    hidden_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of 'hidden-distill' as a JSON object, e.g. '{\"weight\": 5.0}'."}
-    )
-    native_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of 'native-distill' as a JSON object, e.g. '{\"clm_weight\": 0.0}'."}
-    )
-    kl_weight: float = field(default=1.0, metadata={"help": "Weight of the KL between views in 'self-distill'."})
-    self_distill_args: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Options of 'self-distill' as a JSON object, e.g. '{\"direction\": \"forward\"}'."},
-    )
-    restore_every: int | None = field(
-        default=None,
-        metadata={"help": "In 'self-distill', distil relations at true positions in every so many steps. None: never."},
-    )
-    token_weighting: Literal["longce"] | None = field(
-        default=None, metadata={"help": "Weights of tokens in the cross-entropy: 'longce', or None for all alike."}
-    )
-    longce_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of 'longce' as a JSON object, e.g. '{\"stride\": 1024}'."}
-    )
-    objective_args: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of an objective of another package, as a JSON object."}
-    )
     shifted_attention: float | None = field(
         default=None,
         metadata={
@@ -189,9 +132,6 @@ class RopeSFTConfig(SFTConfig):
             "help": f"Cue behind each document for {views_with_cues()}: 'sentence', 'word', 'end-of-turn', a text, or, "
             "in a recipe, a list of which each document gets one."
         },
-    )
-    cue_weight: float = field(
-        default=1.0, metadata={"help": f"Weight of the cue's tokens in the loss of {views_with_cues()}."}
     )
     teacher_offload: bool = field(
         default=False, metadata={"help": "Keep what the teacher needs on the CPU while it is not in use."}
@@ -334,10 +274,8 @@ class RopeSFTConfig(SFTConfig):
         return resolve_view(self.view, {**stand_ins, **self.view_options})
 
     def _check_objective(self) -> None:
-        objective_of(self)  # a name that is not known stops here
         if self.trainable not in ("all", "qkv"):
             raise ValueError(f"trainable must be 'all' or 'qkv', got {self.trainable!r}.")
-        self._refuse_fields_of_other_objectives()
         options = self.objective_options
         if self.shifted_attention is not None:
             self._check_shifted_attention()
@@ -348,19 +286,13 @@ class RopeSFTConfig(SFTConfig):
                 "teacher_offload needs a teacher, the model as it was pretrained, and objective "
                 f"{self.objective!r} has none with these options: leave it out."
             )
-        if self.neftune_noise_alpha and self.has_own_loss:
-            raise ValueError(
-                "neftune_noise_alpha goes with objective='clm' without token_weighting and cue_weight: it adds other "
-                "noise to each forward, and other losses compare forwards or keep what they gave. Got "
-                f"neftune_noise_alpha={self.neftune_noise_alpha}, objective={self.objective!r}, token_weighting="
-                f"{self.token_weighting!r}, cue_weight={self.cue_weight}. Leave it out."
-            )
-        if self.has_own_loss and self.label_smoothing_factor:
-            raise ValueError(
-                "label_smoothing_factor is of TRL's own loss, which objective 'clm' without token_weighting and "
-                f"cue_weight has; got objective={self.objective!r}, label_smoothing_factor="
-                f"{self.label_smoothing_factor}."
-            )
+        for name in ("neftune_noise_alpha", "label_smoothing_factor"):
+            if getattr(self, name) and not options.is_trl_loss:
+                raise ValueError(
+                    f"{name} goes with TRL's own loss, objective='clm' without objective_args, got {name}="
+                    f"{getattr(self, name)}, objective={self.objective!r}, objective_args={self.objective_args}. Leave "
+                    "it out."
+                )
         if self.loss_type == "dft" and not options.takes_dft:
             raise ValueError(
                 "loss_type='dft' weighs the tokens of a next-token loss, and that of objective "
@@ -377,19 +309,6 @@ class RopeSFTConfig(SFTConfig):
                 f"{self.gradient_checkpointing} and use_reentrant={checkpointing.get('use_reentrant')}: set "
                 "gradient_checkpointing=True and gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
-
-    def _refuse_fields_of_other_objectives(self) -> None:
-        """Raise ValueError for a field that only objectives read which are not this run's."""
-        readers: dict[str, list[str]] = {"objective_args": []}
-        for objective, kind in sorted(OBJECTIVES.items()):
-            for name in kind.options_class.config_fields:
-                readers.setdefault(name, []).append(objective)
-        defaults = {f.name: f.default for f in fields(self)}
-        for name, objectives in readers.items():
-            # an empty dict of options is none; a field that an objective from outside names may be no field here
-            if self.objective not in objectives and getattr(self, name, None) not in (defaults.get(name), {}):
-                owners = " or ".join(map(repr, objectives)) or "one that is installed and reads it"
-                raise ValueError(f"{name} belongs to objective={owners}, got objective={self.objective!r}.")
 
     @property
     def objective_options(self) -> ObjectiveOptions:
@@ -431,7 +350,7 @@ class RopeSFTConfig(SFTConfig):
         if self.objective_options.compares_forwards:
             raise ValueError(
                 "shifted_attention is for next-token training: other objectives and LongCE compare forwards that would "
-                f"all attend so; got objective={self.objective!r}, token_weighting={self.token_weighting!r}."
+                f"all attend so; got objective={self.objective!r}, objective_args={self.objective_args}."
             )
 
     def _require_json(self, name: str) -> None:

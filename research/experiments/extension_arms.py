@@ -69,7 +69,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
     scaled = {**by_rows, "law": "log-uniform"}
 
     def with_args(**args: Any) -> dict[str, Any]:
-        return {**skip, "self_distill_args": args}
+        return {**skip, "objective_args": args}
 
     fields_by_name: dict[str, dict[str, Any]] = {
         # what of the view or of the distillation does it
@@ -81,7 +81,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
             "objective": "self-distill",
             "view": "pose",
             "view_args": {"target": target, "chunks": 4},
-            "self_distill_args": {"reduction": "token"},
+            "objective_args": {"reduction": "token"},
         },
         # another teacher, other weights of rows
         "native teacher": with_args(teacher="native"),
@@ -96,7 +96,7 @@ def combinations(window: int, target: int) -> dict[str, Method]:
             "view": "compose",
             "view_args": {"views": [{"view": "skip", "max_skip": far}, {"view": "posaug", **scaled}]},
         },
-        "restore and extend": {**skip, "restore_every": 4},
+        "restore and extend": {**skip, "objective_args": {"restore": {"every": 4}}},
     }
     long = {f"skip distil, {share:.0%} long": Method(skip, window, window, share) for share in (0.25, 0.5)}
     return {**{name: Method(fields, window, window) for name, fields in fields_by_name.items()}, **long}

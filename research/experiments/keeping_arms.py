@@ -76,15 +76,15 @@ def arms(
         {"text": 1.0, kind_of_own: 1.0, "questions": 1.0},
         {"short": 0.25},
         row_length,
-        training={**distilled, "native_args": weights},
+        training={**distilled, "objective_args": weights},
     )
-    no_kl = replace(keep, training={**distilled, "native_args": {**weights, "weight": 0.0}})
+    no_kl = replace(keep, training={**distilled, "objective_args": {**weights, "weight": 0.0}})
     keep_2, no_kl_2 = (replace(arm, rescale=ntk_2) for arm in (keep, no_kl))
     # next-token loss of answers alone: that of all tokens doubles the KL from the native model
-    answers = replace(keep_2, training={**distilled, "native_args": {**weights, "text_weight": 0.0}})
+    answers = replace(keep_2, training={**distilled, "objective_args": {**weights, "text_weight": 0.0}})
     # arXiv:2405.09673: adapters take ten times the rate of all weights
-    lora = replace(keep_2, training={**distilled, "native_args": weights, "learning_rate": 3e-3}, lora=64)
-    qkv = replace(keep_2, training={**distilled, "native_args": weights, "trainable": "qkv"})
+    lora = replace(keep_2, training={**distilled, "objective_args": weights, "learning_rate": 3e-3}, lora=64)
+    qkv = replace(keep_2, training={**distilled, "objective_args": weights, "trainable": "qkv"})
     slow, no_kl_slow = (replace(arm, training={**arm.training, "learning_rate": 1e-4}) for arm in (keep_2, no_kl_2))
     # fewer steps than of other arms, at their rate; from trained weights at a third of it, as less is left to learn
     evidence = Arm(
@@ -112,7 +112,7 @@ def arms(
         "keep": keep,
         "keep-2": keep_2,
         "keep-2-long": replace(keep_2, times=2),
-        "keep-2-kl-3": replace(keep_2, training={**distilled, "native_args": {**weights, "weight": 3.0}}),
+        "keep-2-kl-3": replace(keep_2, training={**distilled, "objective_args": {**weights, "weight": 3.0}}),
         "keep-2-quarter": replace(keep_2, kept=0.25, after="keep-2"),
         "keep-2-half": replace(keep_2, kept=0.5, after="keep-2"),
         "keep-2-three-quarters": replace(keep_2, kept=0.75, after="keep-2"),
@@ -127,7 +127,7 @@ def arms(
         "drop": replace(
             keep_2,
             rescale=("drop-rope", {"max_position_embeddings": target}),
-            training={"objective": "native-distill", "native_args": weights, "learning_rate": 3e-4},
+            training={"objective": "native-distill", "objective_args": weights, "learning_rate": 3e-4},
         ),
         "keep-2-answers": answers,
         "keep-2-answers-half": replace(answers, kept=0.5, after="keep-2-answers"),

@@ -71,12 +71,12 @@ DISTIL_LR, EXTEND_LR = {"learning_rate": 1e-3}, {"learning_rate": 2e-4}
 EQUAL = {"max_steps": 34}
 # the rows of a step of stage 1 together and without checkpointing: the same batch in fewer launches
 AT_ONCE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "gradient_checkpointing": False}
-ATTENTION: dict[str, Any] = {"relation_args": {"q": 0.0, "k": 0.0, "attention": 1.0}}
-LOGITS: dict[str, Any] = {"logit_kl_args": {"weight": 1.0}}
+ATTENTION: dict[str, Any] = {"objective_args": {"q": 0.0, "k": 0.0, "attention": 1.0}}
+LOGITS: dict[str, Any] = {"objective_args": {"logit_kl": {"weight": 1.0}}}
 # what did better than the paper's form, together
-BETTER = {**ATTENTION, **LOGITS}
+BETTER = {"objective_args": {**ATTENTION["objective_args"], **LOGITS["objective_args"]}}
 # the logit KL beside relations in the log, without a part in the loss: the paper's Fig. 4
-MONITORED: dict[str, Any] = {"logit_kl_args": {"weight": 0.0}}
+MONITORED: dict[str, Any] = {"objective_args": {"logit_kl": {"weight": 0.0}}}
 # the paper's regimes: what both stages train
 REGIMES: dict[str, dict[str, Any]] = {
     "pi4 qkv": {"extended": "qkv"},
@@ -97,7 +97,7 @@ def paper_arms(n_layers: int, window: int = WINDOW) -> dict[str, Arm]:
         "": MONITORED,
         " attn+v +logit": BETTER,
         " hidden": {"objective": "hidden-distill"},
-        " hidden all": {"objective": "hidden-distill", "hidden_args": every_layer},
+        " hidden all": {"objective": "hidden-distill", "objective_args": every_layer},
         " clm": {"objective": "clm"},
     }
     rows = max(EXTEND["gradient_accumulation_steps"] * WINDOW // window, 1)
@@ -142,8 +142,7 @@ def arms(n_layers: int = 30, window: int = WINDOW) -> dict[str, Arm]:
     for weight in (1.0, 10.0):
         native = {
             "objective": "self-distill",
-            "kl_weight": weight,
-            "self_distill_args": {"teacher": "native", "direction": "forward"},
+            "objective_args": {"kl_weight": weight, "teacher": "native", "direction": "forward"},
             "learning_rate": 5e-4,
         }
         arms[f"pi4 native kl {weight:g}+cpt"] = Arm(PI4, native, EXTEND_LR, trainable="all")
@@ -151,12 +150,12 @@ def arms(n_layers: int = 30, window: int = WINDOW) -> dict[str, Arm]:
     for lr in (5e-5, 2e-4, 3e-3):
         arms[f"pi4 ard lr {lr:g}"] = Arm(PI4, {"learning_rate": lr})
     variants: dict[str, dict[str, Any]] = {
-        "w/o v": {"relation_args": {"v": 0.0}},
+        "w/o v": {"objective_args": {"v": 0.0}},
         "attn+v": ATTENTION,
         "+logit": LOGITS,
-        "query heads": {"relation_args": {"denominator": "query_heads"}},
-        "pre-rope": {"relation_args": {"rope": "pre"}},
-        "mse": {"relation_args": {"divergence": "mse"}},
+        "query heads": {"objective_args": {"denominator": "query_heads"}},
+        "pre-rope": {"objective_args": {"rope": "pre"}},
+        "mse": {"objective_args": {"divergence": "mse"}},
     }
     for name, options in variants.items():
         arms[f"pi4 ard {name}"] = Arm(PI4, {**DISTIL_LR, **options})
@@ -164,5 +163,5 @@ def arms(n_layers: int = 30, window: int = WINDOW) -> dict[str, Arm]:
     arms["pi4 hidden+cpt"] = Arm(PI4, {**DISTIL_LR, "objective": "hidden-distill"}, EXTEND_LR)
     arms["pi4 ard all weights"] = Arm(PI4, DISTIL_LR, trainable="all")
     arms["pi4 ard lora 64"] = Arm(PI4, DISTIL_LR, lora=64)
-    arms["yarn4 ard no factor"] = Arm(YARN4, {**DISTIL_LR, "relation_args": {"strip_attention_factor": True}})
+    arms["yarn4 ard no factor"] = Arm(YARN4, {**DISTIL_LR, "objective_args": {"strip_attention_factor": True}})
     return arms

@@ -24,13 +24,13 @@ class Arm:
     @property
     def strength(self) -> float | None:
         """Of the perturbation that stands in for a view, None where there is none."""
-        options: dict[str, float] = (self.fields or {}).get("self_distill_args", {})
-        return options.get("strength")
+        control: dict[str, Any] = (self.fields or {}).get("objective_args", {}).get("control", {})
+        return control.get("strength")
 
 
 def _control(kind: str, strength: float, attention: str | None = None) -> Arm:
     """A perturbation of the model in place of a view, in two passes of one batch."""
-    return Arm({**SELF, "self_distill_args": {"control": kind, "strength": strength}}, attention=attention)
+    return Arm({**SELF, "objective_args": {"control": {"kind": kind, "strength": strength}}}, attention=attention)
 
 
 def arms(row: int, noise: float = 1.6, dropout: float = 0.01) -> dict[str, Arm]:
@@ -48,9 +48,9 @@ def arms(row: int, noise: float = 1.6, dropout: float = 0.01) -> dict[str, Arm]:
         "next-token x1.6": Arm({"objective": "clm"}, steps=1.6),
         "pose": Arm({"objective": "clm", "view": "skip"}),
         "skip": Arm(SKIP),
-        "skip, lambda .2": Arm({**SKIP, "kl_weight": 0.2}),
-        "skip, lambda .5": Arm({**SKIP, "kl_weight": 0.5}),
-        "skip, lambda 2": Arm({**SKIP, "kl_weight": 2.0}),
+        "skip, lambda .2": Arm({**SKIP, "objective_args": {"kl_weight": 0.2}}),
+        "skip, lambda .5": Arm({**SKIP, "objective_args": {"kl_weight": 0.5}}),
+        "skip, lambda 2": Arm({**SKIP, "objective_args": {"kl_weight": 2.0}}),
         "skip, Y = L/2": Arm({**SKIP, "view_args": {"max_skip": row // 2}}),
         "skip, Y = 2 L": Arm({**SKIP, "view_args": {"max_skip": 2 * row}}),
         "cyclic": Arm({**SELF, "view": "cyclic"}),

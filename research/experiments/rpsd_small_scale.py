@@ -61,7 +61,7 @@ TEACH: dict[str, Any] = {
 SETTINGS = ("short", "long", "mix", "steps", "rows", "theta", "learning_rate", "exams", "spacing")  # kept in results
 SELF = {"objective": "self-distill"}
 SKIP = {**SELF, "view": "skip"}
-LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 1024, "stride": 512}}
+LONGCE = {"objective_args": {"longce": {"short_context": 1024, "stride": 512}}}
 
 
 def arms(long: int) -> dict[str, dict[str, Any] | None]:
@@ -78,13 +78,13 @@ def arms(long: int) -> dict[str, dict[str, Any] | None]:
         "chunk-permute": {**SELF, "view": "chunk-permute"},
         "nope": {**SELF, "view": "nope"},
         "fixed skip": {**SKIP, "view_args": {"split": long // 2, "skip": long // 2}},
-        "forward kl": {**SKIP, "self_distill_args": {"direction": "forward"}},
-        "w/ clm": {**SKIP, "kl_weight": 0.0, "self_distill_args": {"view_clm": 1.0}},
-        "dropout": {**SELF, "self_distill_args": {"control": "dropout", "strength": 0.1}},
+        "forward kl": {**SKIP, "objective_args": {"direction": "forward"}},
+        "w/ clm": {**SKIP, "objective_args": {"kl_weight": 0.0, "view_clm": 1.0}},
+        "dropout": {**SELF, "objective_args": {"control": {"kind": "dropout", "strength": 0.1}}},
         # a layer's mask for every score is let go of and drawn again
         "noise": {
             **SELF,
-            "self_distill_args": {"control": "attention_noise", "strength": 0.1},
+            "objective_args": {"control": {"kind": "attention_noise", "strength": 0.1}},
             "gradient_checkpointing": True,
         },
         "skip + longce": {**SKIP, **LONGCE},

@@ -75,7 +75,7 @@ def test_regimes_of_the_paper_train_the_same_weights_in_both_stages_and_have_all
         assert restoration_arms.control_of(name) in arms
         adapters = arm.adapters()
         assert adapters is None if "qkv" in name else (adapters.r, adapters.lora_alpha) == (1024, 2048)
-    assert arms["pi4 qkv hidden all"].distil["hidden_args"] == {"layers": tuple(range(1, 31)), "weight": 1.0}
+    assert arms["pi4 qkv hidden all"].distil["objective_args"] == {"layers": tuple(range(1, 31)), "weight": 1.0}
     assert restoration_arms.control_of("pi4 ard+cpt") is None is restoration_arms.control_of("pi4 qkv at our rates")
 
 

@@ -21,7 +21,7 @@ Reduction = Literal["sequence", "token", "uniform"]
 
 @dataclass(frozen=True, kw_only=True)
 class ViewConsistency:
-    """L = L_CLM(standard view) + view_clm L_CLM(view) + weight L_KL.
+    """L = L_CLM(standard view) + view_clm L_CLM(view) + kl_weight L_KL.
 
     p is the view's next-token distribution, q the standard view's, held fixed.
 
@@ -36,12 +36,11 @@ class ViewConsistency:
     A document counts in the mean if some draw can change a prediction that is compared. One that ends before a fixed
     split, has a single token or no labels adds nothing and is no part of any divisor.
 
-    With weight 0 and view_clm 0 training runs true positions alone, without a second view; evaluation measures the KL.
-
     Args:
-        weight: lambda.
-        view_clm: of the view's own cross-entropy, with the labels and the divisor of the standard view's; 1 with weight
-            0 is the paper's ablation "w/ CLM".
+        kl_weight: lambda. With 0 and view_clm 0 training runs true positions alone, without a second view; evaluation
+            measures the KL.
+        view_clm: of the view's own cross-entropy, with the labels and the divisor of the standard view's; 1 with
+            kl_weight 0 is the paper's ablation "w/ CLM".
         direction: "reverse" KL(p || q), "forward" KL(q || p), or their Jensen-Shannon divergence "jsd".
         rows: "paper" as above; "query_in_suffix" adds the document's last query, which has no label.
         reduction: "sequence" as above; "token" divides the sum over all documents by the sum of their L - s; "uniform"
@@ -58,7 +57,7 @@ class ViewConsistency:
     Source: RPSD, arXiv:2604.14339, Eq. 3-6 and its ablations; "uniform", kl_longce and kl_top are ours.
     """
 
-    weight: float = 1.0
+    kl_weight: float = 1.0
     view_clm: float = 0.0
     direction: Direction = "reverse"
     rows: Rows = "paper"
@@ -67,7 +66,7 @@ class ViewConsistency:
     kl_top: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("weight", "view_clm"):
+        for name in ("kl_weight", "view_clm"):
             require_number(name, getattr(self, name), least=0)
         for name, allowed in (("direction", Direction), ("rows", Rows), ("reduction", Reduction)):
             if getattr(self, name) not in get_args(allowed):
@@ -77,7 +76,7 @@ class ViewConsistency:
         if self.kl_top is not None:
             require_number("kl_top", self.kl_top, below=1)
         for name in ("kl_longce", "kl_top"):
-            if getattr(self, name) is not None and not self.weight:
+            if getattr(self, name) is not None and not self.kl_weight:
                 raise ValueError(
                     f"{name} chooses rows of a KL that weighs 0, got {name}={getattr(self, name)!r}: leave it out, or "
                     "give the KL a weight above 0."
@@ -129,7 +128,7 @@ class ComparedRows:
         """
         in_kl, suffix_length = labelled.suffix(first_changed, consistency.rows)
         in_kl = in_kl & counted[labelled.ordinal]
-        weight = consistency.weight if training else 1.0
+        weight = consistency.kl_weight if training else 1.0
         factor = in_kl.double()
         if consistency.reduction == "sequence":
             factor = factor / suffix_length.clamp(min=1)
@@ -177,7 +176,7 @@ class ShortContexts:
 
 @dataclass(frozen=True)
 class ConsistencyLoss(NextTokenLoss):
-    """The loss of both views with its parts, row by row: loss = ce + view_clm view_ce + weight kl.
+    """The loss of both views with its parts, row by row: loss = ce + view_clm view_ce + kl_weight kl.
 
     Args:
         in_kl: queries that the KL sums over, bool [batch, n].

@@ -47,7 +47,7 @@ class Control:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise ValueError(f"control must be one of {get_args(Kind)} or None, got {self.kind!r}.")
+            raise ValueError(f"kind must be one of {get_args(Kind)}, got {self.kind!r}.")
         largest = 1.0 if self.kind == "dropout" else float("inf")
         require_number(f"strength of {self.kind!r}", self.strength, below=largest)
 

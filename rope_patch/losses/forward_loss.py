@@ -188,5 +188,5 @@ def _refuse_prompts(model: nn.Module) -> None:
             raise ValueError(
                 f"adapter {name!r} learns prompts ({config.peft_type.value}): its virtual tokens stand before those of "
                 "the row, and losses that read states of the decoder would take the one for the other. Use LoRA, or "
-                "objective='clm' without token_weighting and cue_weight."
+                "objective='clm' without objective_args."
             )

@@ -202,7 +202,7 @@ class OnePass(Passes):
             raise ValueError(
                 f"{type(self.causal_lm).__name__} does not call its attention through Transformers' table with the "
                 "keyword arguments that it gets, so one forward cannot give both views: ask for two passes, "
-                "self_distill_args={'passes': 'two'}."
+                "objective_args={'passes': 'two'}."
             )
         return PairedStates(output.last_hidden_state, output.last_hidden_state, first, tape.labelled, layout.seen)
 

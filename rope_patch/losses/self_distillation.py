@@ -101,7 +101,7 @@ class SelfDistiller(Distiller):
         self._tell_passes(reason)
 
     def _tell_passes(self, reason: str | None) -> None:
-        if not self.consistency.weight and not self.consistency.view_clm:
+        if not self.consistency.kl_weight and not self.consistency.view_clm:
             logger.info("The view weighs nothing: training runs true positions alone, and evaluation measures the KL.")
         elif reason is None:
             logger.info("Both views run in one forward.")
@@ -116,7 +116,7 @@ class SelfDistiller(Distiller):
     @property
     def compares(self) -> bool:
         """Whether a forward runs the second view: in training only where it weighs something, in evaluation always."""
-        return not self.decoder.training or bool(self.consistency.weight or self.consistency.view_clm)
+        return not self.decoder.training or bool(self.consistency.kl_weight or self.consistency.view_clm)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if documents of `length` tokens are more than the native teacher's window, if it teaches."""

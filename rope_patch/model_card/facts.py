@@ -33,7 +33,7 @@ LOADERS = {
 """Classes of Transformers that load a model, with the architectures that each knows and the hub's name of its task."""
 
 _LONGEST_LIST = 8  # numbers: LongRoPE has one for each frequency
-_TOLD_APART = ("format", "rope_patch_version", "objective", "view", "view_args", "trainable", "run")
+_TOLD_APART = ("format", "rope_patch_version", "objective", "objective_args", "view", "view_args", "trainable", "run")
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _run_rows(run: Mapping[str, Any]) -> Rows:
     return _filled(
         {
             "Objective": code(run["objective"]) if "objective" in run else "",
-            "Options": _options(others),
+            "Options": _options({**run.get("objective_args", {}), **others}),
             "View of positions in training": "none, true positions"
             if view == TRUE_POSITIONS
             else f"{code(view)}{_options(run.get('view_args', {}), ' (', ')')}",

@@ -12,6 +12,7 @@ from ..checkpoints.files_beside import require_no_way_out
 RECORD_NAME = "rope_patch_training.json"
 _RUN = {
     "objective": str | None,
+    "objective_args": {},
     "view": str | None,
     "view_args": {},
     "run": {
@@ -38,7 +39,7 @@ _RECORD = {**_RUN, "earlier": [_RUN]}
 def read_runs(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The training runs that made the checkpoint in `folder`, the last one at the end; [] where none is recorded.
 
-    A run is what the trainer trained with (`objective`, `view`, `view_args` and options of the objective) and, under
+    A run is what the trainer trained with (`objective`, `objective_args`, `view`, `view_args` and more) and, under
     "run", what on and how long. An earlier version recorded no such "run". "" is no folder: that of a model which was
     loaded from nowhere.
 

@@ -117,7 +117,7 @@ def test_the_command_runs_a_recipe(recipe, tmp_path, monkeypatch, capsys):
         use_cpu=True,
         bf16=False,
     )
-    longce = (settings.get("self_distill_args") or {}).get("kl_longce")
+    longce = (settings.get("objective_args") or {}).get("kl_longce")
     if longce is not None:
         longce |= {"short_context": 16, "stride": 8}  # documents have 40 tokens here
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))

@@ -34,7 +34,7 @@ ROWS = {
 SHAPE = {"max_position_embeddings": 256, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
 UNGROUPED = {**ROWS, "model": {**SHAPE, "num_key_value_heads": 4}}
 SHORT = {"short_context": 6, "stride": 4}
-NATIVE = {**PI, "self_distill_args": {"teacher": "native"}}
+NATIVE = {**PI, "objective_args": {"teacher": "native"}}
 
 FLOAT32 = {
     "skip": {"view": "skip"},
@@ -43,24 +43,24 @@ FLOAT32 = {
     "relations, checkpointed": {
         **RELATION,
         "gradient_checkpointing": True,
-        "logit_kl_args": {"weight": 0.5, "last": 5},
+        "objective_args": {"logit_kl": {"weight": 0.5, "last": 5}},
     },
-    "relations, adapters": {**RELATION, "adapters": ADAPTERS, "relation_args": {"attention": 0.5}},
-    "hidden": {"objective": "hidden-distill", **PI, "view": "skip", "hidden_args": {"short_to_long": 2.0}},
+    "relations, adapters": {**RELATION, "adapters": ADAPTERS, "objective_args": {"attention": 0.5}},
+    "hidden": {"objective": "hidden-distill", **PI, "view": "skip", "objective_args": {"short_to_long": 2.0}},
     "native": {"objective": "native-distill", **PI, "view": "skip"},
 }
 CORNERS = {
-    "longce": {"token_weighting": "longce", "longce_args": SHORT},
-    "rows by LongCE": {**SELF, "self_distill_args": {"kl_longce": SHORT}},
-    "sequential": {**SELF, "self_distill_args": {"passes": "sequential"}},
-    "some copies": {**SELF, "self_distill_args": {"max_copies": 0.6}},
+    "longce": {"objective_args": {"longce": SHORT}},
+    "rows by LongCE": {**SELF, "objective_args": {"kl_longce": SHORT}},
+    "sequential": {**SELF, "objective_args": {"passes": "sequential"}},
+    "some copies": {**SELF, "objective_args": {"max_copies": 0.6}},
 }
 OBJECTIVES = {
     "skip": {"view": "skip"},
     "self-distill": SELF,
     "self-distill, native": {**SELF, **NATIVE},
     "relations": RELATION,
-    "hidden": {"objective": "hidden-distill", **PI, "view": "skip", "hidden_args": {"short_to_long": 2.0}},
+    "hidden": {"objective": "hidden-distill", **PI, "view": "skip", "objective_args": {"short_to_long": 2.0}},
     "native": {"objective": "native-distill", **PI, "view": "skip"},
 }
 IN_BF16 = {**ROWS, "model": SHAPE, "bf16": True, "micro_batches": 4, "learning_rate": 1e-2}

@@ -84,7 +84,7 @@ def _backward(loss: torch.Tensor) -> torch.Tensor:
 
 def _self_distill(objective: str, model: Any, inputs: dict[str, Any], divisors: tuple[int, int]) -> torch.Tensor:
     labelled, two_passes = _labelled(inputs), objective.endswith("two passes")
-    distiller = SelfDistiller(model, ViewConsistency(weight=0.7), one_pass=not two_passes)
+    distiller = SelfDistiller(model, ViewConsistency(kl_weight=0.7), one_pass=not two_passes)
     assert distiller.one_pass != two_passes
 
     def call(tape: NextTokenTape) -> torch.Tensor:

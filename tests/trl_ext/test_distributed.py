@@ -26,23 +26,23 @@ for name, options in {
     "self-distill": {"objective": "self-distill", "view": "skip"},
     "self-distill-packed": {
         "objective": "self-distill", "view": "cyclic", "padding_free": True, "max_length": None,
-        "self_distill_args": {"reduction": "token"}, "gradient_checkpointing": True,
+        "objective_args": {"reduction": "token"}, "gradient_checkpointing": True,
     },
     "self-distill-sequential": {
-        "objective": "self-distill", "view": "skip", "self_distill_args": {"passes": "sequential", "view_clm": 0.5},
+        "objective": "self-distill", "view": "skip", "objective_args": {"passes": "sequential", "view_clm": 0.5},
         "gradient_checkpointing": True,
     },
     "self-distill-bounded": {
-        "objective": "self-distill", "view": "skip", "self_distill_args": {"max_copies": 0.6},
+        "objective": "self-distill", "view": "skip", "objective_args": {"max_copies": 0.6},
     },
     "relation": {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}},
     "native": {
         "objective": "native-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}, "view": "mix",
-        "view_args": {"views": ["standard", "skip"]}, "native_args": {"clm_weight": 0.5},
+        "view_args": {"views": ["standard", "skip"]}, "objective_args": {"clm_weight": 0.5},
     },
     "relation-checkpointed": {
         "objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}, "trainable": "qkv",
-        "gradient_checkpointing": True, "logit_kl_args": {"weight": 0.5, "last": 5},
+        "gradient_checkpointing": True, "objective_args": {"logit_kl": {"weight": 0.5, "last": 5}},
     },
 }.items():
     out = Path(sys.argv[1]) / f"{name}-{world}"

@@ -18,17 +18,21 @@ CASES = {
         "save_steps": 2,
     },
     # ranks read short windows in unequal numbers
-    "longce": {"token_weighting": "longce", "longce_args": SHORT},
+    "longce": {"objective_args": {"longce": SHORT}},
     "self-distill": {**SELF, "gradient_checkpointing": True},
     "self-distill, adapters": {**SELF, "adapters": ADAPTERS},
-    "self-distill, rows by LongCE": {**SELF, "self_distill_args": {"kl_longce": SHORT}},
-    "self-distill, sequential": {**SELF, "self_distill_args": {"passes": "sequential"}},
-    "self-distill, some copies": {**SELF, "self_distill_args": {"max_copies": 0.6}},
-    "relations": {**RELATION, "gradient_checkpointing": True, "logit_kl_args": {"weight": 0.5, "last": 5}},
+    "self-distill, rows by LongCE": {**SELF, "objective_args": {"kl_longce": SHORT}},
+    "self-distill, sequential": {**SELF, "objective_args": {"passes": "sequential"}},
+    "self-distill, some copies": {**SELF, "objective_args": {"max_copies": 0.6}},
+    "relations": {
+        **RELATION,
+        "gradient_checkpointing": True,
+        "objective_args": {"logit_kl": {"weight": 0.5, "last": 5}},
+    },
     "relations, adapters": {**RELATION, "adapters": ADAPTERS},
-    "hidden": {"objective": "hidden-distill", **PI, "view": "skip", "hidden_args": {"short_to_long": 2.0}},
-    "native": {"objective": "native-distill", **PI, "view": "skip", "native_args": {"clm_weight": 0.5}},
-    "alternating": {**SELF, **PI, "restore_every": 2},
+    "hidden": {"objective": "hidden-distill", **PI, "view": "skip", "objective_args": {"short_to_long": 2.0}},
+    "native": {"objective": "native-distill", **PI, "view": "skip", "objective_args": {"clm_weight": 0.5}},
+    "alternating": {**SELF, **PI, "objective_args": {"restore": {"every": 2}}},
 }
 
 

@@ -12,10 +12,14 @@ NATIVE = {
     "relation": {**PI, "objective": "relation-distill"},
     "hidden": {**PI, "objective": "hidden-distill"},
     "native": {**PI, "objective": "native-distill"},
-    "self-distill": {**PI, "objective": "self-distill", "view": "skip", "self_distill_args": {"teacher": "native"}},
-    "restore_every": {**PI, "objective": "self-distill", "view": "skip", "restore_every": 2},
+    "self-distill": {**PI, "objective": "self-distill", "view": "skip", "objective_args": {"teacher": "native"}},
+    "objective_args": {
+        "restore": {
+            "every": {**PI, "objective": "self-distill", "view": "skip", "objective_args": {"restore": {"every": 2}}}
+        }
+    },
 }
-LONGCE = {"token_weighting": "longce", "longce_args": {"short_context": 4, "stride": 2}}
+LONGCE = {"objective_args": {"longce": {"short_context": 4, "stride": 2}}}
 OWN_LOSS = {**NATIVE, "self": {"objective": "self-distill", "view": "skip"}, "longce": LONGCE}
 LORA = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 

@@ -185,7 +185,7 @@ def test_its_cue_weighs_what_it_is_told(tmp_path):
     losses = {}
     options = {"train_dataset": TEXTS, "cue": CUE, "max_steps": 1, "learning_rate": 0.0, **FAR}
     for weight in (0.0, 0.5, 1.0):
-        run = trainer(tmp_path, cue_weight=weight, **options)
+        run = trainer(tmp_path, objective_args={"cue_weight": weight}, **options)
         run.train()
         losses[weight] = logged(run, "loss")[0]["loss"]
     assert losses[0.5] == pytest.approx((losses[0.0] + losses[1.0]) / 2, rel=1e-4) and losses[0.0] != losses[1.0]
@@ -197,7 +197,7 @@ def test_errors_about_cues_name_it_beside_ours(tmp_path):
     with pytest.raises(ValueError, match="cue goes with .*, whose end_tokens it sets"):
         trainer(tmp_path, cue=CUE, **GIVEN)
     with pytest.raises(ValueError, match="cue_weight weighs the tokens of view='endprompt' or view='far-end'"):
-        trainer(tmp_path, cue_weight=0.5)
+        trainer(tmp_path, objective_args={"cue_weight": 0.5})
 
 
 def test_its_rows_are_cut_in_training_alone(as_given, caplog, tmp_path):

@@ -30,7 +30,7 @@ OF_TWO_READERS = {  # and how many documents fill the last batches of two, of tw
     "posaug": ({"view": "posaug", "documents": {"n": 18}, "evaluated": {"n": 6}}, 2),
     "self-distill": ({**SELF, "documents": {"n": 21}, "evaluated": {"n": 5}}, 3),
     "self-distill, view": (
-        {**SELF, "self_distill_args": {"view_clm": 0.5}, "documents": {"n": 18}, "evaluated": {"n": 5}},
+        {**SELF, "objective_args": {"view_clm": 0.5}, "documents": {"n": 18}, "evaluated": {"n": 5}},
         2,
     ),
     "relations": ({**RELATION, "documents": {"n": 20}, "evaluated": {"n": 9}}, 0),

@@ -54,7 +54,7 @@ ZERO = {
 }
 PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 SELF = {"objective": "self-distill", "view": "skip"}
-RELATION = {"objective": "relation-distill", "logit_kl_args": {"weight": 0.5, "last": 5}, **PI}
+RELATION = {"objective": "relation-distill", "objective_args": {"logit_kl": {"weight": 0.5, "last": 5}}, **PI}
 
 
 def lora(**options):
@@ -63,22 +63,22 @@ def lora(**options):
 
 CASES = {
     "view": {"view": "skip"},
-    "cue": {"view": "endprompt", "view_args": {"cue_tokens": 3, "target": 64}, "cue_weight": 2.5},
-    "longce": {**SELF, "token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}},
+    "cue": {"view": "endprompt", "view_args": {"cue_tokens": 3, "target": 64}, "objective_args": {"cue_weight": 2.5}},
+    "longce": {**SELF, "objective_args": {"longce": {"short_context": 6, "stride": 4}}},
     "self-distill": SELF,
     "self-distill, tied": {**SELF, "tied": True},
     "self-distill, tied, checkpointed": {**SELF, "tied": True, "gradient_checkpointing": True},
     "self-distill, adapters": {**SELF, **lora()},
     "self-distill, adapters, checkpointed": {**SELF, **lora(), "gradient_checkpointing": True},
     "self-distill, adapters and a head": {**SELF, **lora(modules_to_save=["lm_head"])},
-    "two passes": {**SELF, "self_distill_args": {"passes": "two", "view_clm": 0.5}},
-    "rows": {**SELF, "self_distill_args": {"kl_top": 0.5}},
-    "native teacher": {**SELF, **PI, "self_distill_args": {"teacher": "native"}},
+    "two passes": {**SELF, "objective_args": {"passes": "two", "view_clm": 0.5}},
+    "rows": {**SELF, "objective_args": {"kl_top": 0.5}},
+    "native teacher": {**SELF, **PI, "objective_args": {"teacher": "native"}},
     "native teacher, adapters and a head": {
-        **SELF, **PI, **lora(modules_to_save=["lm_head"]), "self_distill_args": {"teacher": "native"}
+        **SELF, **PI, **lora(modules_to_save=["lm_head"]), "objective_args": {"teacher": "native"}
     },
     # so little that nothing is dropped: noise differs between ranks
-    "control": {"objective": "self-distill", "self_distill_args": {"control": "dropout", "strength": 1e-9}},
+    "control": {"objective": "self-distill", "objective_args": {"control": {"kind": "dropout", "strength": 1e-9}}},
     "relation": {**RELATION, "tied": True, "gradient_checkpointing": True},
     "relation, adapters": {**RELATION, **lora()},
     "relation, adapters, tied": {**RELATION, **lora(), "tied": True},
@@ -89,18 +89,18 @@ CASES = {
     },
     "hidden": {"objective": "hidden-distill", **PI},
     "hidden, short to long, adapters": {
-        "objective": "hidden-distill", **PI, **lora(), "view": "skip", "hidden_args": {"short_to_long": 2.0}
+        "objective": "hidden-distill", **PI, **lora(), "view": "skip", "objective_args": {"short_to_long": 2.0}
     },
     "hidden, short to long, adapters, checkpointed": {
-        "objective": "hidden-distill", **PI, **lora(), "view": "skip", "hidden_args": {"short_to_long": 2.0},
+        "objective": "hidden-distill", **PI, **lora(), "view": "skip", "objective_args": {"short_to_long": 2.0},
         "gradient_checkpointing": True,
     },
     "native": {"objective": "native-distill", **PI, "view": "skip"},
     "native, adapters and a head": {
         "objective": "native-distill", **PI, **lora(modules_to_save=["lm_head"]), "view": "skip",
-        "native_args": {"temperature": 1.5},
+        "objective_args": {"temperature": 1.5},
     },
-    "alternating": {**SELF, **PI, "restore_every": 2},
+    "alternating": {**SELF, **PI, "objective_args": {"restore": {"every": 2}}},
 }
 
 

@@ -20,7 +20,6 @@ _REGISTERED = re.compile(rf"^@({'|'.join(KINDS)})\.register\(", re.MULTILINE)
 _SECTION = re.compile(r"^(Args|When|Source|Returns|Raises|Example): ?", re.MULTILINE)
 _OPTION = re.compile(r"^ {4}(\w+): ", re.MULTILINE)
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
-_OPTIONS_CLASS = re.compile(r"`rope_patch[\w.]*\.([A-Z]\w*)`")
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,14 @@ def _registered_as(node: ast.ClassDef) -> list[tuple[str, str]]:
 
 def _method(kind: str, name: str, node: ast.ClassDef) -> Method:
     parts = dict(_sections(node))
-    options = _objective_options(node) if kind == "objective" else _options(node)
-    synonyms = _attribute(node, "synonyms")
+    options, synonyms = _attribute(node, "options_class"), _attribute(node, "synonyms")
     return Method(
         kind,
         name,
         parts[""].strip(),
         " ".join(parts.get("When", "").split()),
         " ".join(parts.get("Source", "").split()),
-        tuple(options),
+        tuple(_options(_class(_called(options)) if options else node)),
         ast.literal_eval(synonyms) if synonyms else (),
     )
 
@@ -127,28 +125,6 @@ def _options(node: ast.ClassDef, owner: str = "") -> Iterator[Option]:
     for name, line in fields.items():
         yield Option(owner + name, _default(line.value), meanings.get(name, ""))
         yield from (option for cls in _within(line.annotation) for option in _options(cls, f"{owner}{name}."))
-
-
-def _objective_options(node: ast.ClassDef) -> Iterator[Option]:
-    """The fields of the trainer's config that an objective reads, each followed by the options that it holds."""
-    config = {option.name: option for option in _options(_class("RopeSFTConfig"))}
-    for name in _config_fields(_called(_attribute(node, "options_class"))):
-        option = config[name]
-        yield option
-        for own in (own for cls in _OPTIONS_CLASS.findall(option.meaning) for own in _options(_class(cls))):
-            if own.name != "weight" or "but its weight" not in option.meaning:
-                yield Option(f"{name}.{own.name}", own.default, own.meaning)
-
-
-def _config_fields(options_class: str) -> list[str]:
-    names: list[str] = []
-    value = _attribute(_class(options_class), "config_fields")
-    for item in value.elts if isinstance(value, ast.Tuple) else ():
-        if isinstance(item, ast.Starred):  # *OtherOptions.config_fields
-            names += _config_fields(ast.unparse(item.value).split(".")[0])
-        else:
-            names.append(ast.literal_eval(item))
-    return names
 
 
 def _lineage(node: ast.ClassDef) -> list[ast.ClassDef]:

@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser, rows_per_step: str = "8") -> No
     chosen.add_argument("--view", help="view of the positions in training")
     chosen.add_argument("--view-args", type=_json, help="its options as a JSON object")
     chosen.add_argument("--objective", help="native-distill or clm")
-    chosen.add_argument("--objective-args", type=_json, help="options of native-distill as a JSON object")
+    chosen.add_argument("--objective-args", type=_json, help="its options as a JSON object")
     chosen.add_argument("--rows", type=int, help="training rows")
     chosen.add_argument("--row-length", type=int, help="tokens of a training row")
     chosen.add_argument(

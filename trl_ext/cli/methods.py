@@ -10,7 +10,7 @@ from .catalogue import Method, methods
 HEADS = {
     "rescaling": "Rescalings: how the RoPE frequencies are stretched to a longer window (rescale, rescale_args)",
     "view": "Views: the positions at which a training row is read (view, view_args)",
-    "objective": "Objectives: what is minimised (objective); they need TRL, pip install 'rope-patch[trl]'",
+    "objective": "Objectives: what is minimised (objective, objective_args), with TRL: pip install 'rope-patch[trl]'",
 }
 
 

@@ -65,7 +65,7 @@ class Choices:
     Args:
         rescaling: {"rescale", "rescale_args"} of RopeSFTConfig.
         view: {"view", "view_args"}.
-        objective: {"objective", "native_args"}.
+        objective: {"objective", "objective_args"}.
         rows: what `trl_ext.rows.make_rows` is given, and own_tokens.
         weights: {"train", "lora_rank", "gradient_checkpointing"}.
         rate: peak learning rate.
@@ -126,7 +126,7 @@ def _step(
         autocast=precision == "bf16",
         checkpointing=checkpointing,
         teacher=_teaches(objective),
-        own_loss=objective["objective"] == "native-distill",
+        own_loss=objective["objective"] == "native-distill" or bool(objective["objective_args"]),
         weight_bytes=2 if train == "lora" and precision == "bf16" else 4,
         device=device,
     )
@@ -134,7 +134,7 @@ def _step(
 
 def _teaches(objective: dict[str, Any]) -> bool:
     """Whether the model as it came is read in training."""
-    return objective["objective"] == "native-distill" and objective["native_args"]["weight"] != 0
+    return objective["objective"] == "native-distill" and objective["objective_args"]["weight"] != 0
 
 
 def choose(facts: ModelFacts, options: ExtendOptions, machine: Machine) -> Choices:
@@ -242,15 +242,15 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
     flag = "--objective, --objective-args"
     keep = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}
     if options.objective is not None:
-        args = {**keep, **(options.objective_args or {})} if options.objective == "native-distill" else None
+        args = {**(keep if options.objective == "native-distill" else {}), **(options.objective_args or {})}
         said = f"{options.objective} {options.objective_args or ''}".strip()
-        value = {"objective": options.objective, "native_args": args}
+        value = {"objective": options.objective, "objective_args": args}
         return Choice("objective", value, said, "You asked for it.", "asked for", flag)
     reason = facts.missing.get("self-distillation")
     if reason is not None:
         return Choice(
             "objective",
-            {"objective": "clm", "native_args": None},
+            {"objective": "clm", "objective_args": {}},
             "next-token loss of all tokens",
             "Answers weigh little in it: in one seed SmolLM2-135M wrote .54 of the passkeys at 60000 tokens, and .88 "
             f"with a teacher and answers weighed. Neither is possible here: {reason}",
@@ -259,7 +259,7 @@ def _objective(facts: ModelFacts, options: ExtendOptions) -> Choice:
         )
     return Choice(
         "objective",
-        {"objective": "native-distill", "native_args": keep},
+        {"objective": "native-distill", "objective_args": keep},
         "the model as it came teaches every token; answers, and more lightly all text, have a next-token loss beside",
         "It keeps the way in which the model speaks: .13 nats from what it said, without a teacher .77. At least as "
         "many far answers are found without one: --objective native-distill --objective-args '{\"weight\": 0}'.",

@@ -33,7 +33,7 @@ class ExtendOptions:
         view: view of the RoPE indices in training, by name.
         view_args: its options.
         objective: "native-distill" or "clm".
-        objective_args: options of "native-distill".
+        objective_args: its options.
         rows: training rows of `row_length` tokens, of which some are made as shorter ones.
         row_length: tokens of a training row, at most the trained window where a teacher reads it.
         shares: kind of row -> weight, as in `trl_ext.rows.make_rows`.
@@ -103,8 +103,6 @@ class ExtendOptions:
         for name in ("rescale", "view", "objective"):
             if getattr(self, f"{name}_args") is not None and getattr(self, name) is None:
                 raise ValueError(f"--{name}-args needs --{name}, whose options they are.")
-        if self.objective_args is not None and self.objective != "native-distill":
-            raise ValueError("--objective-args are options of native-distill; clm has none.")
         if not self.data:
             raise ValueError("--data must name at least one file of documents.")
 

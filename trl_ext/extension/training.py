@@ -28,7 +28,7 @@ def training_fields(choices: Choices, options: ExtendOptions, n_steps: int) -> d
         **LONG_DOCUMENTS,
         **choices.rescaling.value,
         **choices.view.value,
-        **{name: value for name, value in choices.objective.value.items() if value is not None},
+        **choices.objective.value,
         "max_length": choices.rows.value["length"],
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": options.rows_per_step,

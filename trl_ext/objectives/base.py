@@ -1,9 +1,9 @@
 """The seam between the trainer and what it minimises: options of an objective, its loss, and their registry."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 import torch
 from accelerate import Accelerator
@@ -47,22 +47,25 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveOptions(ABC):
-    """What an objective reads of the trainer's config, as the objects that check it."""
+class ObjectiveOptions:
+    """Options of an objective: a field for each one in `objective_args`, which the docstring explains under `Args`.
 
-    config_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of `RopeSFTConfig` that it reads. With objectives that do not read them they must be left out.
-
-    One of another package names `objective_args`, a dict that it reads its own options from."""
+    Options that belong together are a field of their own, a dataclass, which a recipe gives as a mapping.
+    """
 
     @classmethod
-    @abstractmethod
     def of(cls, args: "RopeSFTConfig") -> Self:
-        """Read and check them.
+        """Those in `args.objective_args`, checked.
 
         Raises:
             ValueError: an option is unknown, missing, out of its range, or does not go with the rest of the config.
         """
+        options = _from_mapping(cls, f"objective_args of {args.objective!r}", args.objective_args or {})  # type: ignore[arg-type]  # a dict once parsed
+        options.check_run(args)
+        return options
+
+    def check_run(self, args: "RopeSFTConfig") -> None:
+        """Raise ValueError if the options do not go with the rest of the config."""
 
     @property
     def needs_teacher(self) -> bool:
@@ -108,12 +111,9 @@ class ObjectiveOptions(ABC):
         """
         return Held()
 
-    @abstractmethod
     def record(self) -> dict[str, Any]:
-        """Fields of the config that say what is trained, defaults filled in, for the record of a run.
-
-        Left out is what moves work and changes no number.
-        """
+        """The options for the record of a run, without those that move work and change no number."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 class Objective:
@@ -126,6 +126,7 @@ class Objective:
         args: of the trainer.
         accelerator: of the trainer.
         teacher: the model as it was pretrained, if there is one already.
+        options: None takes those of `args`.
     """
 
     name: ClassVar[str]
@@ -152,9 +153,10 @@ class Objective:
         args: "RopeSFTConfig",
         accelerator: Accelerator,
         teacher: SharedTeacher | CopiedTeacher | None = None,
+        options: ObjectiveOptions | None = None,
     ) -> None:
         self.args, self.accelerator, self.teacher = args, accelerator, teacher
-        self.options = self.options_class.of(args)
+        self.options = self.options_class.of(args) if options is None else options
         self.forward_loss: Any = self._make_loss(model)
 
     @classmethod
@@ -297,14 +299,30 @@ def objective_of(args: "RopeSFTConfig") -> type[Objective]:
 T = TypeVar("T")
 
 
-def from_field(cls: type[T], name: str, options: Any) -> T:
-    """The options in a field of the config, None for none, as the object that checks them.
+def option_classes(cls: type) -> dict[str, type]:
+    """The fields of a dataclass that hold a dataclass, or None, each with its class."""
+    hints = get_type_hints(cls)
+    return {
+        f.name: kind
+        for f in fields(cls)
+        for kind in (hints[f.name], *get_args(hints[f.name]))
+        if isinstance(kind, type) and is_dataclass(kind)
+    }
+
+
+def _from_mapping(cls: type[T], owner: str, options: Mapping[str, Any]) -> T:
+    """The dataclass `cls` with `options`, of which a mapping for an option that is a dataclass becomes one.
 
     Raises:
-        ValueError: an unknown option, one that is missing, or one out of its range.
+        ValueError: an unknown option, one that is missing, or one out of its range. The error names `owner`.
     """
+    made = dict(options)
+    for name, kind in option_classes(cls).items():
+        if isinstance(made.get(name), Mapping):
+            made[name] = _from_mapping(kind, f"{name} in {owner}", made[name])
+        elif made.get(name) is not None and not isinstance(made[name], kind):
+            raise ValueError(f"{name} in {owner} must be a mapping of options, or None, got {made[name]!r}.")
     try:
-        return from_options(cls, name, options or {})
+        return from_options(cls, owner, made)
     except ValueError as error:
-        known = str(error) if name in str(error) else f"{name}: {error}"
-        raise ValueError(known) from error
+        raise error if owner in str(error) else ValueError(f"{owner}: {error}") from error

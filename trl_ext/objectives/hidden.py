@@ -1,7 +1,7 @@
 """objective="hidden-distill": the short term of LongReD, a baseline."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,38 +9,20 @@ from torch import nn
 from rope_patch.base import papers
 from rope_patch.losses import HiddenDistiller, HiddenTargets
 
-from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
+from .base import OBJECTIVES, Held, Objective, ObjectiveOptions
 from .step_means import Part
-
-if TYPE_CHECKING:
-    from ..config import RopeSFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class HiddenOptions(ObjectiveOptions):
-    """Options of "hidden-distill".
-
-    Args:
-        targets: which hidden states count.
-    """
-
-    config_fields = ("hidden_args",)
-
-    targets: HiddenTargets
-
-    @classmethod
-    def of(cls, args: "RopeSFTConfig") -> Self:
-        return cls(targets=from_field(HiddenTargets, "hidden_args", args.hidden_args))
+class HiddenOptions(HiddenTargets, ObjectiveOptions):
+    """Options of "hidden-distill"."""
 
     def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
         n_layers = config.num_hidden_layers + 1  # hidden states of teacher and student, of which some are compared
-        return Held(graphs=2.0 if self.targets.short_to_long else 1.0, beside=2.0 * n_layers)
+        return Held(graphs=2.0 if self.short_to_long else 1.0, beside=2.0 * n_layers)
 
     def cited(self) -> tuple[str, ...]:
         return (papers.LONGRED,)
-
-    def record(self) -> dict[str, Any]:
-        return {"hidden_args": self.targets}
 
 
 @OBJECTIVES.register("hidden-distill")
@@ -63,7 +45,7 @@ class HiddenObjective(Objective):
     forward_loss: HiddenDistiller
 
     def _make_loss(self, model: nn.Module) -> HiddenDistiller:
-        return HiddenDistiller(model, self.options.targets, self._native(model))
+        return HiddenDistiller(model, self.options, self._native(model))
 
     def check_length(self, length: int) -> None:
         self._warn_beyond_window(length)
@@ -74,9 +56,9 @@ class HiddenObjective(Objective):
     def _combine(
         self, tape: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        loss = self.options.targets.weight * tape.distance / counts["tokens"]
+        loss = self.options.weight * tape.distance / counts["tokens"]
         parts: dict[str, Part] = {"hidden/distance": (tape.distance, batch_counts["tokens"])}
         if tape.far is not None:
-            loss = loss + self.options.targets.short_to_long * tape.far / counts["tokens"]
+            loss = loss + self.options.short_to_long * tape.far / counts["tokens"]
             parts["hidden/far"] = (tape.far, batch_counts["tokens"])
         return loss, parts

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,39 +10,21 @@ from torch import nn
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import NativeDistiller, NativeTape, NativeTargets
 
-from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+from .base import OBJECTIVES, Objective, ObjectiveOptions
 from .step_means import Part
-
-if TYPE_CHECKING:
-    from ..config import RopeSFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeOptions(ObjectiveOptions):
-    """Options of "native-distill".
-
-    Args:
-        targets: what counts in the loss.
-    """
-
-    config_fields = ("native_args",)
-
-    targets: NativeTargets
-
-    @classmethod
-    def of(cls, args: "RopeSFTConfig") -> Self:
-        return cls(targets=from_field(NativeTargets, "native_args", args.native_args))
+class NativeOptions(NativeTargets, ObjectiveOptions):
+    """Options of "native-distill"."""
 
     @property
     def needs_teacher(self) -> bool:
-        return bool(self.targets.weight)
+        return bool(self.weight)
 
     @property
     def counts_every_token(self) -> bool:
-        return bool(self.targets.weight or self.targets.text_weight)
-
-    def record(self) -> dict[str, Any]:
-        return {"native_args": self.targets}
+        return bool(self.weight or self.text_weight)
 
 
 @OBJECTIVES.register("native-distill")
@@ -67,7 +49,7 @@ class NativeObjective(Objective):
 
     def _make_loss(self, model: nn.Module) -> NativeDistiller:
         teacher = self._native(model) if self.options.needs_teacher else None
-        return NativeDistiller(model, self.options.targets, teacher, offload=self.args.teacher_offload)
+        return NativeDistiller(model, self.options, teacher, offload=self.args.teacher_offload)
 
     def check_length(self, length: int) -> None:
         self.forward_loss.check_length(length)
@@ -85,8 +67,8 @@ class NativeObjective(Objective):
 
         A mean of batches' losses would take the cross-entropy of a batch without a label for 0.
         """
-        targets = self.options.targets
-        weights = {"kl": targets.weight, "ce": targets.clm_weight, "text_ce": targets.text_weight}
+        options = self.options
+        weights = {"kl": options.weight, "ce": options.clm_weight, "text_ce": options.text_weight}
         weighed = [weight * means[name] for name, weight in weights.items() if weight and name in means]
         return sum(weighed) if weighed else math.nan
 

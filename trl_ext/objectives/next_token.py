@@ -1,7 +1,7 @@
-"""objective="clm": the next-token loss, TRL's own, or with weights of tokens by token_weighting or cue_weight."""
+"""objective="clm": the next-token loss, TRL's own, or with weights of tokens by longce or cue_weight."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -13,32 +13,77 @@ from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import DFT, CueWeight, LongCE, NextTokenLoss, NextTokenTape, WeightedNextToken
 
 from ..data.cues import views_with_cues
-from .base import OBJECTIVES, Objective, ObjectiveOptions, from_field
+from .base import OBJECTIVES, Objective, ObjectiveOptions
 from .step_means import Part
 
 if TYPE_CHECKING:
     from ..config import RopeSFTConfig
 
-_WITHOUT_LONGCE = "leave out token_weighting"
+
+@dataclass(frozen=True, kw_only=True)
+class WeighedTokens(ObjectiveOptions):
+    """Options of a next-token loss.
+
+    Args:
+        longce: weighs each token's cross-entropy by how much its long context helps, e.g. `{"short_context": 4096}`;
+            None weighs all alike.
+    """
+
+    longce: LongCE | None = None
+
+    def check_run(self, args: "RopeSFTConfig") -> None:
+        if self.longce is None:
+            return
+        if args.loss_type == "dft":
+            raise ValueError("loss_type='dft' and longce of objective_args both weigh tokens: leave one of them out.")
+        if args.max_length is not None:
+            self.check_length(args.max_length)
+
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if every document is at most `length` tokens long and so weighs 1 throughout."""
+        if self.longce is not None:
+            self.longce.check_length(length, "leave longce out of objective_args")
+
+    def token_weights(self, args: "RopeSFTConfig") -> LongCE | None:
+        """LongCE's weights of tokens, or those of TRL's `loss_type="dft"`."""
+        return DFT() if args.loss_type == "dft" else self.longce
+
+    @property
+    def counts_every_token(self) -> bool:
+        return False
+
+    @property
+    def takes_dft(self) -> bool:
+        return True
+
+    @property
+    def reads_short_contexts(self) -> bool:
+        return self.longce is not None
+
+    def cited(self) -> tuple[str, ...]:
+        return (papers.LONGCE,) if self.reads_short_contexts else ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextTokenOptions(ObjectiveOptions):
+class NextTokenOptions(WeighedTokens):
     """Options of "clm".
 
     Args:
-        longce: LongCE's or DFT's weights of tokens, or None.
-        cue: weight of a cue's tokens, or None.
+        cue_weight: what the cross-entropy of the tokens of a view's cue counts.
     """
 
-    config_fields = ("token_weighting", "longce_args", "cue_weight")
+    cue_weight: float = 1.0
 
-    longce: LongCE | None
-    cue: CueWeight | None
+    def __post_init__(self) -> None:
+        require_number("cue_weight", self.cue_weight, least=0)
 
-    @classmethod
-    def of(cls, args: "RopeSFTConfig") -> Self:
-        return cls(longce=longce_of(args), cue=_cue_of(args))
+    def check_run(self, args: "RopeSFTConfig") -> None:
+        super().check_run(args)
+        if self.cue_weight != 1.0 and not args.make_view().cue():
+            raise ValueError(
+                f"cue_weight of objective_args weighs the tokens of {views_with_cues()} with a cue of a token or more, "
+                f"got cue_weight={self.cue_weight}, view={args.view!r}."
+            )
 
     @property
     def needs_teacher(self) -> bool:
@@ -46,30 +91,14 @@ class NextTokenOptions(ObjectiveOptions):
 
     @property
     def is_trl_loss(self) -> bool:
-        return not self.reads_short_contexts and self.cue is None
-
-    @property
-    def takes_dft(self) -> bool:
-        return True
-
-    @property
-    def counts_every_token(self) -> bool:
-        return False
+        return self.longce is None and self.cue_weight == 1.0
 
     @property
     def compares_forwards(self) -> bool:
         return self.reads_short_contexts
 
-    @property
-    def reads_short_contexts(self) -> bool:
-        return type(self.longce) is LongCE
-
     def cited(self) -> tuple[str, ...]:
-        longce = (papers.LONGCE,) if self.reads_short_contexts else ()
-        return longce if self.cue is None else (*longce, papers.ENDPROMPT)
-
-    def record(self) -> dict[str, Any]:
-        return {**record_of_longce(self.longce), "cue_weight": 1.0 if self.cue is None else self.cue.weight}
+        return (*super().cited(), *(() if self.cue_weight == 1.0 else (papers.ENDPROMPT,)))
 
 
 @OBJECTIVES.register("clm")
@@ -92,7 +121,9 @@ class NextTokenObjective(Objective):
     shares_sequences = True
 
     def _make_loss(self, model: nn.Module) -> Any:
-        return WeightedNextToken(model, self.options.longce, self.options.cue)
+        weight = self.options.cue_weight
+        cue = None if weight == 1.0 else CueWeight(tokens=self.args.make_view().cue(), weight=weight)
+        return WeightedNextToken(model, self.options.token_weights(self.args), cue)
 
     def read(self, batch: dict[str, Any]) -> Labelled:
         """Labels and documents."""
@@ -125,50 +156,4 @@ class NextTokenObjective(Objective):
         return {name: (values.double().sum(), n_labels) for name, values in sums.items()}
 
     def check_length(self, length: int) -> None:
-        if self.options.longce is not None:
-            self.options.longce.check_length(length, _WITHOUT_LONGCE)
-
-
-def longce_of(args: "RopeSFTConfig") -> LongCE | None:
-    """The token weights that `args` asks for, by token_weighting or TRL's loss_type.
-
-    Raises:
-        ValueError: an unknown weighting or option, one out of its range, rows in which all tokens would weigh 1, or
-            both at once.
-    """
-    if args.token_weighting is None:
-        if args.longce_args:
-            raise ValueError(f"longce_args belongs to token_weighting='longce', got longce_args={args.longce_args}.")
-        return DFT() if args.loss_type == "dft" else None
-    if args.token_weighting != "longce":
-        raise ValueError(f"token_weighting must be 'longce' or None, got {args.token_weighting!r}.")
-    if args.loss_type == "dft":
-        raise ValueError("loss_type='dft' and token_weighting='longce' both weigh tokens: leave one of them out.")
-    longce = from_field(LongCE, "longce_args", args.longce_args)
-    if args.max_length is not None:
-        longce.check_length(args.max_length, _WITHOUT_LONGCE)
-    return longce
-
-
-def record_of_longce(longce: LongCE | None) -> dict[str, Any]:
-    """The fields of the config that say how tokens are weighed."""
-    is_longce = type(longce) is LongCE
-    return {"token_weighting": "longce", "longce_args": longce} if is_longce else {"token_weighting": None}
-
-
-def _cue_of(args: "RopeSFTConfig") -> CueWeight | None:
-    """The weight of a cue's tokens that `args` asks for.
-
-    Raises:
-        ValueError: a weight below 0, or without a cue.
-    """
-    require_number("cue_weight", args.cue_weight, least=0)
-    if args.cue_weight == 1.0:
-        return None
-    tokens = args.make_view().cue()
-    if not tokens:
-        raise ValueError(
-            f"cue_weight weighs the tokens of {views_with_cues()}, objective='clm', with a cue of a token or more; got "
-            f"cue_weight={args.cue_weight}, view={args.view!r}, objective={args.objective!r}."
-        )
-    return CueWeight(tokens=tokens, weight=args.cue_weight)
+        self.options.check_length(length)

@@ -1,7 +1,7 @@
 """objective="relation-distill": LinearARD."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,41 +10,31 @@ from rope_patch.base import papers
 from rope_patch.layout.labelled import document_of_tokens
 from rope_patch.losses import LogitKL, RelationDistiller, RelationTargets
 
-from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
+from .base import OBJECTIVES, Held, Objective, ObjectiveOptions
 from .step_means import Part
-
-if TYPE_CHECKING:
-    from ..config import RopeSFTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelationOptions(ObjectiveOptions):
+class RelationOptions(RelationTargets, ObjectiveOptions):
     """Options of "relation-distill".
 
     Args:
-        targets: which relations count.
-        logit_kl: a KL of next-token distributions beside them, None without logit_kl_args.
+        logit_kl: a KL of next-token distributions beside the relations, e.g. `{"weight": 0.1}`; None leaves it out.
     """
 
-    config_fields = ("relation_args", "logit_kl_args")
+    logit_kl: LogitKL | None = None
 
-    targets: RelationTargets
-    logit_kl: LogitKL | None
-
-    @classmethod
-    def of(cls, args: "RopeSFTConfig") -> Self:
-        logit_kl = from_field(LogitKL, "logit_kl_args", args.logit_kl_args) if args.logit_kl_args else None
-        targets = from_field(RelationTargets, "relation_args", args.relation_args)
-        if targets.alike_from_the_start and not (logit_kl is not None and logit_kl.weight):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alike_from_the_start and not (self.logit_kl is not None and self.logit_kl.weight):
             raise ValueError(
-                "relation_args: the first layer without RoPE is alike in teacher and student, so that there is nothing "
-                "to distil: name more layers, or take rope='post' with q or k."
+                "the first layer without RoPE is alike in teacher and student, so that there is nothing to distil: "
+                "name more layers, or take rope='post' with q or k."
             )
-        return cls(targets=targets, logit_kl=logit_kl)
 
     def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
         # the teacher's queries, keys and values of all layers, which are about as wide as 1.5 states
-        n_layers = config.num_hidden_layers if self.targets.layers is None else len(self.targets.layers)
+        n_layers = config.num_hidden_layers if self.layers is None else len(self.layers)
         return Held(beside=1.5 * n_layers)
 
     def cited(self) -> tuple[str, ...]:
@@ -53,7 +43,7 @@ class RelationOptions(ObjectiveOptions):
     def record(self) -> dict[str, Any]:
         # a logit KL of weight 0 is logged alone and trains nothing
         trained = self.logit_kl if self.logit_kl is not None and self.logit_kl.weight else None
-        return {"relation_args": self.targets, "logit_kl_args": trained}
+        return {**super().record(), "logit_kl": trained}
 
 
 @OBJECTIVES.register("relation-distill")
@@ -78,9 +68,7 @@ class RelationObjective(Objective):
 
     def _make_loss(self, model: nn.Module) -> RelationDistiller:
         options, offload = self.options, self.args.teacher_offload
-        return RelationDistiller(
-            model, options.targets, self._native(model), logit_kl=options.logit_kl, offload=offload
-        )
+        return RelationDistiller(model, options, self._native(model), logit_kl=options.logit_kl, offload=offload)
 
     def check_length(self, length: int) -> None:
         self._warn_beyond_window(length)
@@ -99,8 +87,8 @@ class RelationObjective(Objective):
     def _combine(
         self, tape: Any, counts: dict[str, int], batch_counts: dict[str, int]
     ) -> tuple[torch.Tensor, dict[str, Part]]:
-        sums = {name: tape.loss(name) for name in self.options.targets.weights}
-        loss = torch.stack([weight * sums[name] for name, weight in self.options.targets.weights.items()]).sum()
+        sums = {name: tape.loss(name) for name in self.options.weights}
+        loss = torch.stack([weight * sums[name] for name, weight in self.options.weights.items()]).sum()
         loss = loss / counts["tokens"]
         parts: dict[str, Part] = {name: (total, batch_counts["tokens"]) for name, total in sums.items()}
         if self.options.logit_kl is not None:

@@ -1,7 +1,7 @@
 """objective="self-distill": RPSD."""
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from accelerate import Accelerator
@@ -11,14 +11,12 @@ from transformers.utils import logging
 
 from rope_patch import rope_view
 from rope_patch.base import papers
-from rope_patch.base.registry import unknown
-from rope_patch.base.validators import require_number
+from rope_patch.base.validators import require_integer, require_number
 from rope_patch.forward.state import state_of
 from rope_patch.layout.labelled import Labelled
 from rope_patch.losses import (
     ConsistencyLoss,
     Control,
-    LongCE,
     NextTokenLoss,
     SelfDistiller,
     StandardTape,
@@ -31,8 +29,8 @@ from rope_patch.views import View
 
 from ..engines.sequence_ranks import SequenceRanks, gradient_factor
 from .alternating import AlternatingObjective
-from .base import OBJECTIVES, Held, Objective, ObjectiveOptions, from_field
-from .next_token import NextTokenObjective, longce_of, record_of_longce
+from .base import OBJECTIVES, Held, Objective
+from .next_token import NextTokenObjective, WeighedTokens
 from .relation import RelationObjective, RelationOptions
 from .step_means import Part
 
@@ -45,88 +43,84 @@ Teacher = Literal["self", "native"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfDistillOptions(ObjectiveOptions):
+class RestoringSteps(RelationOptions):
+    """Options of "relation-distill" where it takes the place of another objective in some steps, at true positions.
+
+    Args:
+        every: in every how many optimizer steps, at least 2.
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_integer("every", self.every, least=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfDistillOptions(WeighedTokens, ViewConsistency):
     """Options of "self-distill".
 
     Args:
-        consistency: rows, divisors, direction and weight.
-        control: what stands in for the view, or None.
+        teacher: "self", true positions in the model as it is, or "native", in the model as it was pretrained: adapters
+            off or a frozen copy, native RoPE. All rows are then compared, s being 0.
+        control: what stands in for the view, e.g. `{"kind": "dropout"}`, or None.
+        restore: steps that distil relations instead, e.g. `{"every": 4}`, or None.
         passes: "auto" one forward for both views where that is exact, "two", or "sequential": two, each with its own
             backward, in little more memory than next-token training takes.
         max_copies: bound of memory under "auto": a batch whose draw would run more of its tokens once more, as a share
             of all, runs sequentially. None: no bound.
-        teacher: "self", true positions in the model as it is, or "native", in the model as it was pretrained: adapters
-            off or a frozen copy, native RoPE. All rows are then compared, s being 0.
-        longce: token weights of the cross-entropy, or None.
-        restore_every: every how many steps relations are distilled instead, None for never.
-        restore: of those steps.
     """
 
-    config_fields = (
-        "kl_weight",
-        "self_distill_args",
-        "token_weighting",
-        "longce_args",
-        "restore_every",
-        *RelationOptions.config_fields,
-    )
+    teacher: Teacher = "self"
+    control: Control | None = None
+    restore: RestoringSteps | None = None
+    passes: Passes = "auto"
+    max_copies: float | None = None
 
-    consistency: ViewConsistency
-    control: Control | None
-    passes: Passes
-    max_copies: float | None
-    teacher: Teacher
-    longce: LongCE | None
-    restore_every: int | None
-    restore: RelationOptions | None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in (("passes", Passes), ("teacher", Teacher)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}.")
+        if self.max_copies is not None:
+            require_number("max_copies", self.max_copies, below=1)
+        if not self.compares_in_training and (self.passes == "sequential" or self.max_copies is not None):
+            raise ValueError(
+                "passes='sequential' and max_copies are of two views, and training runs one with kl_weight=0 and no "
+                "view_clm: leave them out, or give one of those."
+            )
+        if self.control is not None and (self.passes, self.max_copies, self.teacher) != ("auto", None, "self"):
+            raise ValueError(
+                "a control runs in two passes of the model itself: leave out passes, max_copies and teacher."
+            )
 
-    @classmethod
-    def of(cls, args: "RopeSFTConfig") -> Self:
+    def check_run(self, args: "RopeSFTConfig") -> None:
+        super().check_run(args)
         view = args.make_view()
         if view.cuts is not None:
             raise ValueError(
                 f"view {view.name!r} with {view.cuts} cuts rows in training alone, and {args.objective!r} evaluates "
                 f"the view too: use objective='clm', or leave out {view.cuts}."
             )
-        options: Any = args.self_distill_args
-        restore_every, restore = args.restore_every, None
-        if restore_every is not None:
-            if type(restore_every) is not int or restore_every < 2:
-                raise ValueError(f"restore_every must be a number of steps of at least 2, got {restore_every!r}.")
-            restore = RelationOptions.of(args)
-        for name in RelationOptions.config_fields:
-            if restore is None and getattr(args, name):
-                raise ValueError(
-                    f"{name} belongs to objective='relation-distill', or to restore_every; got objective="
-                    f"{args.objective!r} without it."
-                )
-        return cls(
-            longce=longce_of(args),
-            restore_every=restore_every,
-            restore=restore,
-            **_chosen(args.kl_weight, dict(options or {})),
-        )
+
+    def check_length(self, length: int) -> None:
+        super().check_length(length)
+        if self.kl_longce is not None:
+            self.kl_longce.check_length(length, "leave kl_longce out of objective_args")
 
     @property
     def needs_teacher(self) -> bool:
         return self.teacher == "native" or self.restore is not None
 
     @property
-    def counts_every_token(self) -> bool:
-        return False
-
-    @property
     def reads_short_contexts(self) -> bool:
-        return type(self.longce) is LongCE or self.consistency.kl_longce is not None
-
-    @property
-    def takes_dft(self) -> bool:
-        return True
+        return super().reads_short_contexts or self.kl_longce is not None
 
     @property
     def compares_in_training(self) -> bool:
         """Whether training runs the view at all."""
-        return bool(self.consistency.weight or self.consistency.view_clm)
+        return bool(self.kl_weight or self.view_clm)
 
     def held(self, config: Any, moved: float = 1.0, *, shared: bool = False) -> Held:
         # last states of both views, their rows that are compared, and the gradients that the loss forms at once
@@ -138,65 +132,12 @@ class SelfDistillOptions(ObjectiveOptions):
         return Held(graphs=1.0 + copies, at_once=1.0 + copies, states=6.0)
 
     def cited(self) -> tuple[str, ...]:
-        longce = (papers.LONGCE,) if self.reads_short_contexts else ()
-        return (papers.RPSD, *longce, *(() if self.restore is None else self.restore.cited()))
+        return (papers.RPSD, *super().cited(), *(() if self.restore is None else self.restore.cited()))
 
     def record(self) -> dict[str, Any]:
-        options = {f.name: getattr(self.consistency, f.name) for f in fields(self.consistency)}
-        weight = options.pop("weight")
-        options |= {"teacher": self.teacher, "control": None}
-        if self.control is not None:
-            options |= {"control": self.control.kind, "strength": self.control.strength}
-        of_view = {"kl_weight": weight, "self_distill_args": options, "restore_every": self.restore_every}
-        return {**of_view, **record_of_longce(self.longce), **({} if self.restore is None else self.restore.record())}
-
-
-def _chosen(kl_weight: float, rest: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `SelfDistillOptions` from kl_weight and self_distill_args, which are used up.
-
-    Raises:
-        ValueError: an unknown option, or one out of its range.
-    """
-    if "weight" in rest:
-        raise ValueError("self_distill_args has no weight: give kl_weight.")
-    require_number("kl_weight", kl_weight, least=0)
-    names = {*(f.name for f in fields(ViewConsistency)), "passes", "max_copies", "control", "strength", "teacher"}
-    names -= {"weight"}
-    for name in rest:
-        if name not in names:
-            raise unknown("option", name, names, of="self_distill_args")
-    passes, kind, teacher = rest.pop("passes", "auto"), rest.pop("control", None), rest.pop("teacher", "self")
-    for name, value, allowed in (("passes", passes, Passes), ("teacher", teacher, Teacher)):
-        if value not in get_args(allowed):
-            raise ValueError(f"{name} in self_distill_args must be one of {get_args(allowed)}, got {value!r}.")
-    max_copies = rest.pop("max_copies", None)
-    if max_copies is not None:
-        require_number("max_copies in self_distill_args", max_copies, below=1)
-    runs_one_view = not (kl_weight or rest.get("view_clm"))
-    if runs_one_view and (passes == "sequential" or max_copies is not None):
-        raise ValueError(
-            "passes='sequential' and max_copies in self_distill_args are of two views, and training runs one with "
-            "kl_weight=0 and no view_clm: leave them out, or give one of those."
-        )
-    if max_copies is not None and passes != "auto":
-        raise ValueError(f"max_copies in self_distill_args is for passes='auto', got passes={passes!r}: leave one out.")
-    if isinstance(rest.get("kl_longce"), dict):
-        rest["kl_longce"] = from_field(LongCE, "kl_longce in self_distill_args", rest["kl_longce"])
-    strength = {"strength": rest.pop("strength")} if "strength" in rest else {}
-    if kind is None and strength:
-        raise ValueError("strength in self_distill_args is that of a control: give control='dropout', or leave it out.")
-    if kind is not None and (passes, max_copies, teacher) != ("auto", None, "self"):
-        raise ValueError(
-            "a control runs in two passes of the model itself: leave out passes, max_copies and teacher of "
-            "self_distill_args."
-        )
-    return {
-        "consistency": from_field(ViewConsistency, "self_distill_args", {"weight": kl_weight, **rest}),
-        "control": None if kind is None else from_field(Control, "self_distill_args", {"kind": kind, **strength}),
-        "passes": passes,
-        "max_copies": max_copies,
-        "teacher": teacher,
-    }
+        of_memory = ("passes", "max_copies")
+        options = {name: value for name, value in super().record().items() if name not in of_memory}
+        return {**options, "restore": None if self.restore is None else self.restore.record()}
 
 
 @OBJECTIVES.register("self-distill")
@@ -222,15 +163,18 @@ class SelfDistillObjective(NextTokenObjective):
 
     @classmethod
     def build(cls, model: nn.Module, args: "RopeSFTConfig", accelerator: Accelerator) -> Objective:
-        """The objective; with restore_every LinearARD's relations take its place in every so many steps."""
-        if args.restore_every is None:
+        """The objective; with `restore` LinearARD's relations take its place in every so many steps."""
+        options = SelfDistillOptions.of(args)
+        if options.restore is None:
             return cls(model, args, accelerator)
         state = state_of(find_decoder(model))
         if state is None or not state.rescalings:
-            raise ValueError("restore_every restores a rescaled model: give rescale, e.g. 'yarn', or leave it out.")
-        restore = RelationObjective(model, args, accelerator)
+            raise ValueError(
+                "restore of objective_args restores a rescaled model: give rescale, e.g. 'yarn', or leave it out."
+            )
+        restore = RelationObjective(model, args, accelerator, options=options.restore)
         extend = cls(model, args, accelerator, teacher=restore.teacher)
-        return AlternatingObjective(extend, restore, args.restore_every)
+        return AlternatingObjective(extend, restore, options.restore.every)
 
     def _make_loss(self, model: nn.Module) -> SelfDistiller:
         options = self.options
@@ -239,8 +183,8 @@ class SelfDistillObjective(NextTokenObjective):
             self._allow_two_calls()
         return SelfDistiller(
             model,
-            options.consistency,
-            options.longce,
+            options,
+            options.token_weights(self.args),
             teacher=self._native(model) if options.teacher == "native" else None,
             control=options.control,
             one_pass=options.passes != "two" and SequenceRanks.of(self.accelerator) is None,
@@ -250,7 +194,7 @@ class SelfDistillObjective(NextTokenObjective):
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
                 "passes='sequential' and max_copies have two backward passes a batch, DeepSpeed one: use FSDP2, which "
-                "shards weights as ZeRO-3 does, or leave them out of self_distill_args."
+                "shards weights as ZeRO-3 does, or leave them out of objective_args."
             )
         logger.info(
             "Views run one after the other, each with its own backward, where one forward would copy more than "
@@ -267,9 +211,6 @@ class SelfDistillObjective(NextTokenObjective):
 
     def check_length(self, length: int) -> None:
         super().check_length(length)
-        kl_longce = self.options.consistency.kl_longce
-        if kl_longce is not None:
-            kl_longce.check_length(length, "leave kl_longce out of self_distill_args")
         self.forward_loss.check_length(length)
 
     def check_evaluation(self, length: int, view: View) -> None:
@@ -277,9 +218,9 @@ class SelfDistillObjective(NextTokenObjective):
         view.check_length(length)  # the KL is measured under it
 
     def check_documents(self, lengths: torch.Tensor) -> None:
-        if not (self.options.consistency.weight or self.options.consistency.view_clm):
+        if not self.options.compares_in_training:
             return
-        last = lengths - (2 if self.options.consistency.rows == "paper" else 1)
+        last = lengths - (2 if self.options.rows == "paper" else 1)
         last = torch.where(lengths > 1, last, -1)
         alike = ~self.forward_loss.changes.can_differ(last, lengths)
         n_alike = int(alike.sum())
@@ -348,7 +289,7 @@ class SelfDistillObjective(NextTokenObjective):
             return parts  # training without the view
         if result.view_ce is not None:
             parts["view_ce"] = result.view_ce, batch_counts["labels"]
-        if not self.options.consistency.weight and self.forward_loss.decoder.training:
+        if not self.options.kl_weight and self.forward_loss.decoder.training:
             return parts  # no KL was computed
         parts["kl"] = (result.rows.kl.double() * result.kl_factor).sum(), batch_counts["compared"]
         return {**parts, **self._by_depth(result, labelled), **self._by_skip(result, labelled)}

@@ -26,7 +26,7 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
 
     Options come from the objects that they stand for, so that a list and a tuple, or a default that is given and one
     that is not, are the same. Left out are fields that move work and change no number (`teacher_offload`, `passes` of
-    `self_distill_args`), what TRL decides by itself on resuming, and `rescale`, whose RoPE parameters the checkpoint
+    "self-distill"), what TRL decides by itself on resuming, and `rescale`, whose RoPE parameters the checkpoint
     has.
 
     Args:
@@ -36,13 +36,13 @@ def training_method(args: RopeSFTConfig, view: View, seed: int) -> dict[str, Any
     """
     method: dict[str, Any] = {
         "objective": args.objective,
+        "objective_args": args.objective_options.record(),
         "view": view.name,
         "view_args": view.options(),
         "trainable": args.trainable,
         "long_documents": args.long_documents,
         "shifted_attention": args.shifted_attention,
         "cue": _texts(args.cue),
-        **args.objective_options.record(),
     }
     if view.perturbs:
         method["view_seed"] = seed
@@ -70,8 +70,9 @@ def require_same_method(method: dict[str, Any], checkpoint: str | os.PathLike[st
     recorded = read_record(file, "Resume from another checkpoint, or start a new run from its weights.")
     if recorded.get("format") != _FORMAT:
         raise ValueError(f"{file} must be of format {_FORMAT}, got {recorded!r:.200}. Update rope-patch to read it.")
-    if recorded.get("view") != method["view"]:  # options of the one say nothing of the other
-        recorded.pop("view_args", None)
+    for name in ("view", "objective"):
+        if recorded.get(name) != method[name]:  # options of the one say nothing of the other
+            recorded.pop(f"{name}_args", None)
     others = differences(recorded, method)
     if others:
         raise ValueError(

@@ -65,22 +65,21 @@ def why_not_shared(model: nn.Module, args: "RopeSFTConfig", engine: Engine, size
     """
     view = args.make_view()
     options: Any = args.objective_options
-    consistency, targets = getattr(options, "consistency", None), getattr(options, "targets", None)
     causal_lm = find_causal_lm(model)
     config = causal_lm.config.get_text_config(decoder=True)
     n_heads = getattr(config, "num_attention_heads", 1)
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
-    attends = bool(getattr(targets, "attention", 0.0))
+    attends = bool(getattr(options, "attention", 0.0))
     attention = attention_name(causal_lm)
     of_whole_rows = {
         f"objective {args.objective!r} does not say that it can (`shares_sequences`)": not objective_of(
             args
         ).shares_sequences,
         "shifted_attention groups tokens of whole rows": args.shifted_attention is not None,
-        "token_weighting='longce' and kl_longce read short windows of whole rows": options.reads_short_contexts,
-        "kl_top chooses among all rows of a document": getattr(consistency, "kl_top", None) is not None,
+        "longce and kl_longce read short windows of whole rows": options.reads_short_contexts,
+        "kl_top chooses among all rows of a document": getattr(options, "kl_top", None) is not None,
         "a control's noise differs between ranks": getattr(options, "control", None) is not None,
-        f"attention=... of relation_args needs {n_heads} and {n_kv_heads} heads to be multiples of that": attends
+        f"attention=... of objective_args needs {n_heads} and {n_kv_heads} heads to be multiples of that": attends
         and bool(n_heads % size or n_kv_heads % size),
     }
     of_ring = {
@@ -141,13 +140,13 @@ def _refuse_short_contexts(trainer: "RopeSFTTrainer") -> None:
         return
     if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 2) == 1:
         raise ValueError(
-            "token_weighting='longce' and kl_longce read as many short windows as the rank's own documents have, and "
+            "longce and kl_longce read as many short windows as the rank's own documents have, and "
             "FSDP1 hides that weights are gathered for each: set fsdp_config={'fsdp_version': 2}, or use DDP or "
             "DeepSpeed."
         )
     if trainer._is_vision_dataset:
         raise ValueError(
-            "token_weighting='longce' and kl_longce read short windows of a row's tokens without its images: leave "
+            "longce and kl_longce read short windows of a row's tokens without its images: leave "
             "them out for a dataset with images."
         )
 

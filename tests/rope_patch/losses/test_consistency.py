@@ -55,7 +55,7 @@ def by_hand(model, data, consistency, native):
             weight = {i: weight[i] * (i in largest) for i in terms}
         factors.update({(row, begin + i): weight[i] for i in terms})
         kl = kl + sum((weight[i] * terms[i] for i in terms), torch.zeros(())) / (length - first)
-    return ce / n_labels + consistency.weight * kl / len(documents), factors
+    return ce / n_labels + consistency.kl_weight * kl / len(documents), factors
 
 
 WAYS = {
@@ -77,7 +77,7 @@ def test_rows_count_as_they_are_told(way, kind, passes, native):
         data["labels"] = data["labels"].masked_fill(data["attention_mask"] == 0, -100)
     model = patch_model(tiny("qwen3", dtype=torch.float64), "pi", factor=2.0)
     patch_model(model, "skip", split=SPLIT, skip=SKIP).train()
-    consistency = ViewConsistency(weight=0.8, **WAYS[way])
+    consistency = ViewConsistency(kl_weight=0.8, **WAYS[way])
     teacher = CopiedTeacher(model) if native else None
     distiller = SelfDistiller(model, consistency, teacher=teacher, one_pass=passes != "two")
     labelled = Labelled.of(data)

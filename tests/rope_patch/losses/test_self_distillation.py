@@ -73,7 +73,7 @@ def by_hand(model, data, view, parameters, consistency):
         suffixes += len(labelled) if consistency.reduction == "uniform" else divisor
         kl = kl + (total / max(divisor, 1) if consistency.reduction == "sequence" else total)
     kl = kl / (n_documents if consistency.reduction == "sequence" else suffixes)
-    return (ce + consistency.view_clm * view_ce) / n_labels + consistency.weight * kl, kl
+    return (ce + consistency.view_clm * view_ce) / n_labels + consistency.kl_weight * kl, kl
 
 
 def run(model, data, consistency, step=3, one_pass=True):
@@ -120,7 +120,7 @@ SKIP = {"method": "skip", "max_skip": 40}
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
 def test_loss_and_every_gradient_are_those_of_two_plain_passes(family, kind, one_pass):
-    compare(family, kind, SKIP, ViewConsistency(weight=0.7), one_pass=one_pass)
+    compare(family, kind, SKIP, ViewConsistency(kl_weight=0.7), one_pass=one_pass)
 
 
 REORDERED = {
@@ -145,7 +145,7 @@ def test_views_after_one_that_reorders_have_the_loss_of_a_loop(views, kind, one_
 @pytest.mark.parametrize("reduction", ["sequence", "token", "uniform"])
 @pytest.mark.parametrize("rows", ["paper", "query_in_suffix"])
 def test_every_direction_reduction_and_choice_of_rows(direction, reduction, rows):
-    consistency = ViewConsistency(weight=2.0, direction=direction, reduction=reduction, rows=rows)
+    consistency = ViewConsistency(kl_weight=2.0, direction=direction, reduction=reduction, rows=rows)
     compare("llama", "right", SKIP, consistency)
     compare("llama", "packed", {"method": "cyclic"}, consistency)
 
@@ -153,7 +153,7 @@ def test_every_direction_reduction_and_choice_of_rows(direction, reduction, rows
 @pytest.mark.parametrize("weight", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["left", "packed", "completion"])
 def test_next_token_loss_under_the_view_too(kind, weight):
-    compare("llama", kind, SKIP, ViewConsistency(weight=weight, view_clm=0.7))
+    compare("llama", kind, SKIP, ViewConsistency(kl_weight=weight, view_clm=0.7))
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed"])
@@ -291,7 +291,7 @@ def test_a_prefix_keeps_its_graph():
     """Detached keys and values of the prefix would leave the loss as it is and make gradients wrong."""
     data, view = batch("plain"), {"split": 12, "skip": 40}
     model = patch_model(tiny(dtype=torch.float64), "skip", **view).train()
-    distiller = SelfDistiller(model, ViewConsistency(weight=1.0))
+    distiller = SelfDistiller(model, ViewConsistency(kl_weight=1.0))
     labelled = Labelled.of(data)
     tape = ViewTape(labelled, 10**9, labelled.n_documents)  # the KL alone
     seen = {}
@@ -408,7 +408,7 @@ def test_what_cannot_be_distilled_is_refused():
     with pytest.raises(ValueError, match="direction must be one of"):
         ViewConsistency(direction="both")
     with pytest.raises(ValueError, match="weight must be a number of at least 0"):
-        ViewConsistency(weight=-1.0)
+        ViewConsistency(kl_weight=-1.0)
 
 
 def other_family(kind):

@@ -58,7 +58,7 @@ def in_formulas(model, native, data, bound, consistency):
         kl = kl + (rows if consistency.reduction == "token" else rows / length)
         n_labels, n_documents, n_tokens = n_labels + length - 1, n_documents + 1, n_tokens + length
     kl = kl / (n_tokens if consistency.reduction == "token" else n_documents)
-    loss = ce / n_labels + consistency.weight * kl
+    loss = ce / n_labels + consistency.kl_weight * kl
     return loss, torch.autograd.grad(loss, list(weights.values())), weights
 
 
@@ -96,7 +96,7 @@ def test_loss_and_gradients_are_those_of_the_formula(family, kind, direction):
     native = tiny(family, dtype=torch.float64)
     for reduction in ("sequence", "token"):
         view_clm = 0.3 if reduction == "token" else 0.0
-        consistency = ViewConsistency(weight=0.7, direction=direction, reduction=reduction, view_clm=view_clm)
+        consistency = ViewConsistency(kl_weight=0.7, direction=direction, reduction=reduction, view_clm=view_clm)
         model.zero_grad()
         distiller = SelfDistiller(model, consistency, teacher=CopiedTeacher(model))
         loss, _ = run(distiller, model, data)
@@ -185,7 +185,7 @@ def test_a_head_that_is_trained_beside_adapters_is_not_the_teachers():
 def test_a_rescaled_model_needs_no_view():
     data = batch("right")
     model = student("qwen3", view="standard")
-    distiller = SelfDistiller(model, ViewConsistency(weight=1.0), teacher=CopiedTeacher(model))
+    distiller = SelfDistiller(model, ViewConsistency(kl_weight=1.0), teacher=CopiedTeacher(model))
     loss, _ = run(distiller, model, data)
     native = tiny("qwen3", dtype=torch.float64)
     expected, grads, names = in_formulas(model, native, data, distiller.view.last, ViewConsistency())

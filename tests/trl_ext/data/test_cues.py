@@ -216,7 +216,7 @@ def test_tokens_of_the_cue_weigh_what_they_are_told(way, tmp_path):
     }
     losses = {}
     for weight in (0.0, 0.25, 1.0):
-        run = trainer(tmp_path, **options, cue_weight=weight)
+        run = trainer(tmp_path, **options, objective_args={"cue_weight": weight})
         run.train()
         losses[weight] = logged(run, "loss")[0]["loss"]
     assert losses[0.25] == pytest.approx(0.75 * losses[0.0] + 0.25 * losses[1.0], rel=1e-4)
@@ -233,15 +233,6 @@ def test_tokens_of_the_cue_weigh_what_they_are_told(way, tmp_path):
     assert losses[0.0] == pytest.approx((total / n_labels).item(), rel=1e-4)
 
 
-def test_a_cue_weight_without_a_cue_is_refused(tmp_path):
-    for options in ({}, {"view": "endprompt", "view_args": {"target": 64, "cue_tokens": 0}}):
-        with pytest.raises(ValueError, match="cue_weight weighs the tokens of view='endprompt'"):
-            trainer(tmp_path, cue_weight=0.1, **options)
-    view = {"view": "endprompt", "view_args": {"target": 64, "cue_tokens": 2}}
-    with pytest.raises(ValueError, match="cue_weight must be a number of at least 0"):
-        trainer(tmp_path, cue_weight=-0.1, **view)
-
-
 @pytest.mark.parametrize("kind", ["text", "completion", "chat"])
 def test_the_trainer_appends_cues_by_itself(kind, tmp_path):
     pairs = [{"prompt": words(4, n), "completion": " " + words(3, n + 20)} for n in range(5, 9)]
@@ -254,7 +245,14 @@ def test_the_trainer_appends_cues_by_itself(kind, tmp_path):
         ],
     }[kind]
     data, made = Dataset.from_list(rows), chatting()
-    options = {"view": "endprompt", "max_length": 32, "max_steps": 2, "learning_rate": 0.0, "cue_weight": 0.5, **PI4}
+    options = {
+        "view": "endprompt",
+        "max_length": 32,
+        "max_steps": 2,
+        "learning_rate": 0.0,
+        "objective_args": {"cue_weight": 0.5},
+        **PI4,
+    }
     config = {"cue": CUE, "view_args": {"target": 128}}
     by_itself = trainer(tmp_path, train_dataset=data, processing_class=made, **config, **options)
     assert data.column_names == list(rows[0]) and by_itself.args.view_args == {"target": 128, "cue_tokens": 3}
@@ -355,7 +353,7 @@ def test_cues_of_different_lengths_are_read_from_afar(batch, tmp_path):
     )
     options = {"target": 256, "cue_tokens": cues}
     run = trainer(
-        tmp_path, train_dataset=data, view="endprompt", view_args=options, cue_weight=0.5,
+        tmp_path, train_dataset=data, view="endprompt", view_args=options, objective_args={"cue_weight": 0.5},
         per_device_train_batch_size=6, max_steps=2, learning_rate=0.0, **PI4, **batch,
     )  # fmt: skip
     source, seen = view_source(run.model), []

@@ -20,7 +20,7 @@ CASES = {
     "chunks, checkpointed": {"view": "chunk-permute", "gradient_checkpointing": True},
     "rpe": {"view": "rpe", "view_args": {"max_index": 200}},
     "each rank's own mean": {"view": "skip", "average_tokens_across_devices": False, "gradient_accumulation_steps": 1},
-    "cue": {"view": "endprompt", "view_args": {"cue_tokens": 3, "target": 64}, "cue_weight": 2.5},
+    "cue": {"view": "endprompt", "view_args": {"cue_tokens": 3, "target": 64}, "objective_args": {"cue_weight": 2.5}},
     # a window of 16 tokens, which rows reach on one rank and not on the other
     "longrope": {
         "view": "skip",
@@ -32,25 +32,25 @@ CASES = {
     "self-distill, checkpointed": {
         **SELF,
         "gradient_checkpointing": True,
-        "self_distill_args": {"view_clm": 0.5, "reduction": "token"},
+        "objective_args": {"view_clm": 0.5, "reduction": "token"},
     },
     "self-distill, uniform, adapters": {
         **SELF,
         "adapters": ADAPTERS,
-        "self_distill_args": {"reduction": "uniform", "rows": "query_in_suffix"},
+        "objective_args": {"reduction": "uniform", "rows": "query_in_suffix"},
     },
-    "self-distill, sequential": {**SELF, "self_distill_args": {"passes": "sequential"}},
-    "self-distill, native": {**SELF, **PI, "self_distill_args": {"teacher": "native"}},
+    "self-distill, sequential": {**SELF, "objective_args": {"passes": "sequential"}},
+    "self-distill, native": {**SELF, **PI, "objective_args": {"teacher": "native"}},
     "self-distill, few labels": {**SELF, "documents": {"n_labels": 2}},
     "relations, checkpointed": {
         **RELATION,
         "gradient_checkpointing": True,
-        "logit_kl_args": {"weight": 0.5, "last": 5},
+        "objective_args": {"logit_kl": {"weight": 0.5, "last": 5}},
     },
-    "relations, attention": {**RELATION, "relation_args": {"attention": 0.5, "denominator": "own_heads"}},
-    "relations, adapters, before RoPE": {**RELATION, "adapters": ADAPTERS, "relation_args": {"rope": "pre"}},
-    "hidden": {"objective": "hidden-distill", **PI, "view": "skip", "hidden_args": {"short_to_long": 2.0}},
-    "native": {"objective": "native-distill", **PI, "view": "skip", "native_args": {"clm_weight": 0.5}},
+    "relations, attention": {**RELATION, "objective_args": {"attention": 0.5, "denominator": "own_heads"}},
+    "relations, adapters, before RoPE": {**RELATION, "adapters": ADAPTERS, "objective_args": {"rope": "pre"}},
+    "hidden": {"objective": "hidden-distill", **PI, "view": "skip", "objective_args": {"short_to_long": 2.0}},
+    "native": {"objective": "native-distill", **PI, "view": "skip", "objective_args": {"clm_weight": 0.5}},
 }
 OF_FOUR = ("skip", "self-distill, checkpointed", "self-distill, few labels", "relations, checkpointed", "native")
 
@@ -98,12 +98,15 @@ def shared_by_four(monkeypatch, engine):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({**SELF, "self_distill_args": {"kl_top": 0.5}}, "kl_top chooses among"),
-        ({**SELF, "self_distill_args": {"kl_longce": SHORT}}, "and kl_longce read short windows"),
-        ({"token_weighting": "longce", "longce_args": SHORT}, "token_weighting='longce' and .* read short windows"),
-        ({"objective": "self-distill", "self_distill_args": {"control": "dropout"}}, "noise differs between ranks"),
+        ({**SELF, "objective_args": {"kl_top": 0.5}}, "kl_top chooses among"),
+        ({**SELF, "objective_args": {"kl_longce": SHORT}}, "and kl_longce read short windows"),
+        ({"objective_args": {"longce": SHORT}}, "longce and .* read short windows"),
+        (
+            {"objective": "self-distill", "objective_args": {"control": {"kind": "dropout"}}},
+            "noise differs between ranks",
+        ),
         ({"shifted_attention": 0.25}, "groups tokens of whole rows"),
-        ({"objective": "relation-distill", **PI, "relation_args": {"attention": 1.0}}, "4 and 2 heads"),
+        ({"objective": "relation-distill", **PI, "objective_args": {"attention": 1.0}}, "4 and 2 heads"),
     ],
 )
 def test_what_needs_whole_rows_is_refused(tmp_path, monkeypatch, engine, options, text):

@@ -51,7 +51,7 @@ def test_the_measured_recipe_is_the_default_of_the_model_that_it_was_measured_on
         "view": "mix", "view_args": {"views": ["standard", {"view": "pose", "target": 65536, "chunks": 4}]},
     }  # fmt: skip
     native = {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3}
-    assert found.objective.value == {"objective": "native-distill", "native_args": native}
+    assert found.objective.value == {"objective": "native-distill", "objective_args": native}
     assert (found.rows.value["n"], found.rows.value["length"], found.rows.value["short"]) == (256, 8192, 0.25)
     assert set(found.rows.value["shares"]) == {"text", "chats", "questions"}
     assert found.weights.value["train"] == "all" and not found.weights.value["gradient_checkpointing"]
@@ -121,7 +121,7 @@ def test_the_teacher_can_be_left_out():
     given = {"objective": "native-distill", "objective_args": {"weight": 0}}
     taught, alone = (choose(facts(), options(**more), gpu(140)) for more in ({}, given))
     weights = {"weight": 0, "clm_weight": 1.0, "text_weight": 0.3}
-    assert alone.objective.value == {"objective": "native-distill", "native_args": weights}
+    assert alone.objective.value == {"objective": "native-distill", "objective_args": weights}
     assert not alone.rows.value["label_all"] and alone.rows.value == taught.rows.value
     assert (alone.rate.value, taught.rate.value) == (1e-4, 3e-4) and "without a teacher" in alone.rate.reason
     memory = [peak_memory(facts().size, found.step("cuda")) for found in (alone, taught)]
@@ -166,7 +166,7 @@ def test_an_option_wins():
     }  # fmt: skip
     found = choose(facts(), options(**given), gpu(140))
     assert {choice.basis for choice in found.all} == {"asked for"}
-    assert found.objective.value["native_args"] == {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.0}
+    assert found.objective.value["objective_args"] == {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.0}
     assert replace(found.rate, reason="").value == 1e-5 and found.weights.value["train"] == "qkv"
 
 

@@ -24,7 +24,7 @@ WAYS = {
     "kept by a teacher": {
         "objective": "native-distill", "view": "mix",
         "view_args": {"views": ["standard", {"view": "pose", "target": 64, "chunks": 4}]},
-        "native_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3},
+        "objective_args": {"weight": 1.0, "clm_weight": 1.0, "text_weight": 0.3},
     },
 }  # fmt: skip
 

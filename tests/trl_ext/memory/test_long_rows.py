@@ -19,10 +19,10 @@ YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
 SKIP = {"view": "skip", "view_args": {"max_skip": 40}}
 OBJECTIVES = {
     "clm": SKIP,
-    "clm by longce": {**SKIP, "token_weighting": "longce", "longce_args": {"short_context": 6, "stride": 4}},
+    "clm by longce": {**SKIP, "objective_args": {"longce": {"short_context": 6, "stride": 4}}},
     "self-distill": {**SKIP, "objective": "self-distill"},
-    "self-distill two": {**SKIP, "objective": "self-distill", "self_distill_args": {"passes": "two"}},
-    "self-distill sequential": {**SKIP, "objective": "self-distill", "self_distill_args": {"passes": "sequential"}},
+    "self-distill two": {**SKIP, "objective": "self-distill", "objective_args": {"passes": "two"}},
+    "self-distill sequential": {**SKIP, "objective": "self-distill", "objective_args": {"passes": "sequential"}},
     "relation-distill": {**YARN, "objective": "relation-distill"},
     "hidden-distill": {**YARN, "objective": "hidden-distill"},
     "native-distill": {**YARN, **SKIP, "objective": "native-distill"},

@@ -135,14 +135,14 @@ def test_auto_stays_off_with_a_reason(options, reason, big_host):
 def test_two_views_count_more_than_one_and_sequential_ones_do_not(big_host):
     two = {"objective": "self-distill", "view": "skip"}
     plain, both = llama_plan()[0], llama_plan(**two)[0]
-    one_by_one = llama_plan(**two, self_distill_args={"passes": "sequential"})[0]
+    one_by_one = llama_plan(**two, objective_args={"passes": "sequential"})[0]
     assert both.checkpoints == pytest.approx(2 * plain.checkpoints, rel=1e-4)  # the first token never moves
     assert both.layer == pytest.approx(2 * plain.layer, rel=1e-4)
     half = llama_plan(**two, view_args={"split": 32768})[0]
     assert half.checkpoints == 1.5 * plain.checkpoints and half.layer == 1.5 * plain.layer
     packed = llama_plan(**two, view_args={"split": 32768}, packing=True, max_length=65536)[0]
     assert packed.layer == 2 * plain.layer
-    few = llama_plan(**two, view_args={"split": 32768}, self_distill_args={"max_copies": 0.25})[0]
+    few = llama_plan(**two, view_args={"split": 32768}, objective_args={"max_copies": 0.25})[0]
     assert few.layer == 1.25 * plain.layer
     assert one_by_one.checkpoints == plain.checkpoints and one_by_one.layer == plain.layer
 

@@ -1,4 +1,4 @@
-"""restore_every: relations in some steps, views in the others, each as it is alone."""
+"""Option `restore`: relations in some steps, views in the others, each as it is alone."""
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ PI = {"rescale": "pi", "rescale_args": {"factor": 4.0}}
 def test_each_step_has_the_loss_of_its_own_objective(way, tmp_path):
     options = {"train_dataset": documents(4), "learning_rate": 0.0, "shuffle_dataset": False, "max_steps": 6, **PI}
     options |= WAYS[way]
-    both = trainer(tmp_path, **options, **EXTEND, restore_every=3, relation_args={"v": 0.5})
+    both = trainer(tmp_path, **options, **EXTEND, objective_args={"restore": {"every": 3, "v": 0.5}})
     extend = trainer(tmp_path, **options, **EXTEND)
-    restore = trainer(tmp_path, **options, objective="relation-distill", relation_args={"v": 0.5})
+    restore = trainer(tmp_path, **options, objective="relation-distill", objective_args={"v": 0.5})
     results = {}
     for name, run in (("both", both), ("extend", extend), ("restore", restore)):
         run.train()
@@ -34,7 +34,8 @@ def test_it_extends_and_restores_at_once(tmp_path):
     relation = {}
     for every in (2, None):
         torch.manual_seed(0)
-        run = trainer(tmp_path / str(every), **options, **EXTEND, eval_dataset=data, restore_every=every)
+        args = {"restore": every and {"every": every}}
+        run = trainer(tmp_path / str(every), **options, **EXTEND, eval_dataset=data, objective_args=args)
         before = run.evaluate()
         run.train()
         after = run.evaluate()
@@ -46,13 +47,20 @@ def test_it_extends_and_restores_at_once(tmp_path):
 
 
 def test_a_copy_serves_both(tmp_path):
-    run = trainer(tmp_path, **EXTEND, **PI, self_distill_args={"teacher": "native"}, restore_every=2)
+    run = trainer(tmp_path, **EXTEND, **PI, objective_args={"teacher": "native", "restore": {"every": 2}})
     objective = run._objective
     assert objective.restore.forward_loss.teacher is objective.extend.forward_loss.teacher is not None
 
 
 def test_resuming_in_a_step_that_restores(tmp_path):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, **EXTEND, **PI, "restore_every": 2}
+    options = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        **EXTEND,
+        **PI,
+        "objective_args": {"restore": {"every": 2}},
+    }
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     whole = trainer(tmp_path, peft_config=config, **options)
     whole.train()
@@ -62,15 +70,6 @@ def test_resuming_in_a_step_that_restores(tmp_path):
     assert logged(again, *names)[-3:] == logged(whole, *names)[-3:]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({**EXTEND, "restore_every": 2}, "restore_every restores a rescaled model"),
-        ({**EXTEND, **PI, "restore_every": 1}, "a number of steps of at least 2, got 1"),
-        ({"objective": "clm", **PI, "restore_every": 2}, "restore_every belongs to objective='self-distill'"),
-        ({**EXTEND, **PI, "relation_args": {"v": 0.5}}, "relation_args belongs to objective='relation-distill'"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, **options)
+def test_without_a_rescaling_there_is_nothing_to_restore(tmp_path):
+    with pytest.raises(ValueError, match="restore of objective_args restores a rescaled model"):
+        trainer(tmp_path, **EXTEND, objective_args={"restore": {"every": 2}})

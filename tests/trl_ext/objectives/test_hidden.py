@@ -5,7 +5,6 @@ from peft import LoraConfig
 from support.training import documents, logged, trainer
 
 from rope_patch.losses import HiddenTargets
-from trl_ext import RopeSFTConfig
 
 HIDDEN = {"objective": "hidden-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
 
@@ -24,7 +23,7 @@ def test_training_brings_the_student_to_its_teacher(peft, tmp_path):
 
 def test_hidden_states_short_to_long(tmp_path):
     data = documents(2)
-    far = {"view": "cream", "view_args": {"target": 200}, "hidden_args": {"short_to_long": 10.0}}
+    far = {"view": "cream", "view_args": {"target": 200}, "objective_args": {"short_to_long": 10.0}}
     run = trainer(tmp_path, max_steps=60, train_dataset=data, learning_rate=3e-3, **{**HIDDEN, **far})
     run.train()
     steps = logged(run, "loss", "hidden")
@@ -38,8 +37,3 @@ def test_states_that_are_alike_from_the_start_are_no_target():
         with pytest.raises(ValueError, match="layers=.0. are the embeddings"):
             HiddenTargets(layers=layers)
     assert HiddenTargets(layers=[0], short_to_long=1.0).layers == (0,) and HiddenTargets(layers=[0, 1])
-
-
-def test_a_weight_of_0_is_refused_before_a_model_is_loaded(tmp_path):
-    with pytest.raises(ValueError, match="weight must be a finite number above 0"):
-        RopeSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **HIDDEN, hidden_args={"weight": 0.0})

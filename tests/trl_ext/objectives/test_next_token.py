@@ -10,9 +10,7 @@ SELF = {"objective": "self-distill", "view": "skip", "view_args": {"max_skip": 4
 def test_longce_weighs_tokens_and_evaluation_does_not(objective, tmp_path):
     data = documents(4)
     options = {"train_dataset": data, "eval_dataset": data, "max_steps": 2, "learning_rate": 0.0, **objective}
-    weighted = trainer(
-        tmp_path, **options, token_weighting="longce", longce_args={"short_context": 6, "stride": 4, "cap": 3.0}
-    )
+    weighted = trainer(tmp_path, **options, objective_args={"longce": {"short_context": 6, "stride": 4, "cap": 3.0}})
     weighted.train()
     plain = trainer(tmp_path, **options)
     plain.train()

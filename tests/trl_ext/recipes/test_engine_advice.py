@@ -142,8 +142,8 @@ def test_a_dry_run_tells_where_gpus_cannot_share_the_rows_of_a_recipe(family, fi
 
 def test_a_ring_is_refused_for_those_numbers_of_gpus_that_it_does_not_go_with(dry_run):
     fields = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
-    printed = dry_run(tiny(), **fields, relation_args={"attention": 1.0})  # 4 heads of queries, 2 of keys
-    assert printed.count("refused: attention=... of relation_args needs 4 and 2 heads") == 2
+    printed = dry_run(tiny(), **fields, objective_args={"attention": 1.0})  # 4 heads of queries, 2 of keys
+    assert printed.count("refused: attention=... of objective_args needs 4 and 2 heads") == 2
     assert "zero3-sp is refused" not in printed
     assert "refused" in dry_run(tiny("mistral-sliding"), "--accelerate_config", "fsdp2-cp", "--num_processes", "2")
 

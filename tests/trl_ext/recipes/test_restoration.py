@@ -234,7 +234,7 @@ def test_too_little_memory_is_not_taken_for_damaged_weights(folder, monkeypatch)
 def test_rows_beyond_the_window_of_the_teacher_are_refused_before_a_model_is_loaded(folder, monkeypatch):
     monkeypatch.setattr(module.AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
     longer = {**STAGES["distil"], "max_length": WINDOW + 1}
-    native = {"objective": "self-distill", "self_distill_args": {"teacher": "native"}}
+    native = {"objective": "self-distill", "objective_args": {"teacher": "native"}}
     for objective in ({}, {"objective": "hidden-distill"}, {"objective": "native-distill"}, native):
         with pytest.raises(ValueError, match=r"window of 64 positions .* got 65. Give distil={'max_length': 64}"):
             run(folder, distil={**longer, **objective})
@@ -499,7 +499,7 @@ def stop_behind_first_step(monkeypatch, begin):
         # the weights of stage 1 would teach
         ({"extend": {"objective": "native-distill"}}, False, "extend: objective 'native-distill' learns from the mod"),
         (
-            {"extend": {"objective": "self-distill", "view": "skip", "restore_every": 2}},
+            {"extend": {"objective": "self-distill", "view": "skip", "objective_args": {"restore": {"every": 2}}}},
             False,
             "which would teach in its place: give peft_config",
         ),

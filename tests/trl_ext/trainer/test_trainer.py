@@ -383,7 +383,7 @@ def test_a_collator_that_drops_document_borders_is_refused(tmp_path):
             "documents of 24 tokens reach beyond target=23",
         ),
         (
-            {"view": "skip", "objective": "self-distill", "self_distill_args": {"teacher": "native"}},
+            {"view": "skip", "objective": "self-distill", "objective_args": {"teacher": "native"}},
             "teacher='native' reads documents of at most 23 tokens, its window, got one of 24",
         ),
     ],
@@ -580,7 +580,7 @@ def test_a_window_of_pose_cuts_rows_of_objectives_too(objective, tmp_path):
     options = {"objective": objective, "rescale": "pi", "rescale_args": {"factor": 2.0}, "view": "pose"}
     options |= {"max_steps": 1, "per_device_train_batch_size": 2}
     if objective == "hidden-distill":
-        options["hidden_args"] = {"short_to_long": 1.0}
+        options["objective_args"] = {"short_to_long": 1.0}
     run = trainer(tmp_path, train_dataset=documents(2), view_args={"target": 64, "window": 8}, **options)
     inputs = Inputs(run)
     run.train()

@@ -105,9 +105,9 @@ YARN = {"rescale": "yarn", "rescale_args": {"factor": 4.0}}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({**YARN, "objective": "self-distill", "self_distill_args": {"teacher": "native"}}, "have no view"),
+        ({**YARN, "objective": "self-distill", "objective_args": {"teacher": "native"}}, "have no view"),
         ({"shifted_attention": 0.5, "max_length": 64}, "they do not say where documents begin"),
-        ({"token_weighting": "longce", "longce_args": {"short_context": 8, "stride": 4}}, "without its images"),
+        ({"objective_args": {"longce": {"short_context": 8, "stride": 4}}}, "without its images"),
     ],
     ids=["native", "shifted", "longce"],
 )
@@ -131,7 +131,7 @@ def test_distillation_at_true_positions_takes_images(objective, tmp_path):
             RopeSFTConfig(
                 **settings(
                     tmp_path, objective=objective, rescale="pi", rescale_args={"factor": factor}, max_steps=1,
-                    native_args={"clm_weight": 0.0} if objective == "native-distill" else None,
+                    objective_args={"clm_weight": 0.0} if objective == "native-distill" else None,
                 )
             ),
             train_dataset=images.conversations(),
@@ -199,7 +199,7 @@ def test_models_without_rope_resume(tmp_path):
         {"objective": "hidden-distill"},
         {"shifted_attention": 0.25, "max_length": 32},
         {"trainable": "qkv"},
-        {"token_weighting": "longce", "max_length": None},
+        {"objective_args": {"longce": {}}, "max_length": None},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -552,7 +552,7 @@ def test_what_trls_trainer_takes_besides_does_the_same(name, tmp_path):
         {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 1.0}},
         {"objective": "hidden-distill", "rescale": "pi", "rescale_args": {"factor": 1.0}},
         {"objective": "native-distill", "view": "skip"},
-        {"token_weighting": "longce", "longce_args": {"short_context": 4}},
+        {"objective_args": {"longce": {"short_context": 4}}},
     ],
     ids=lambda options: options.get("objective", "longce"),
 )

@@ -58,7 +58,7 @@ def test_longlora_trains_adapters_norms_and_embeddings(tmp_path):
         ({"shifted_attention": 0.01}, "needs a max_length of which 0.01 is 2 tokens or more, got 64"),
         ({"shifted_attention": 0.25, "objective": "self-distill", "view": "skip"}, "is for next-token training"),
         (
-            {"shifted_attention": 0.25, "token_weighting": "longce", "longce_args": {"short_context": 8, "stride": 4}},
+            {"shifted_attention": 0.25, "objective_args": {"longce": {"short_context": 8, "stride": 4}}},
             "is for next-token training",
         ),
     ],

@@ -79,8 +79,8 @@ def expected(texts, draws, reduction="sequence", counts=lambda length: length > 
 def test_documents_that_end_before_a_fixed_split_are_no_part_of_the_kl(way, reduction, tmp_path, caplog):
     texts = rows()
     run = trainer(
-        tmp_path, train_dataset=dataset(texts), max_steps=1, learning_rate=0.0, kl_weight=0.7,
-        self_distill_args={"reduction": reduction}, **FIXED, **WAYS[way],
+        tmp_path, train_dataset=dataset(texts), max_steps=1, learning_rate=0.0,
+        objective_args={"kl_weight": 0.7, "reduction": reduction}, **FIXED, **WAYS[way],
     )  # fmt: skip
     assert "5 of 8 documents, 48 of 183 tokens, add nothing to the KL" in caplog.text
     run.train()
@@ -119,7 +119,7 @@ def test_a_native_teacher_compares_every_document_with_a_prediction(tmp_path):
     """One of 10 tokens, which the view leaves alone, differs from the model as it was pretrained all the same."""
     runs = []
     for lengths in ([10], [10, 1]):
-        options = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "self_distill_args": {"teacher": "native"}}
+        options = {"rescale": "pi", "rescale_args": {"factor": 4.0}, "objective_args": {"teacher": "native"}}
         options |= {"max_steps": 1, "learning_rate": 0.0, **DRAWN}
         run = trainer(tmp_path, train_dataset=dataset(rows(lengths)), **options)
         run.train()
@@ -150,8 +150,8 @@ def watch_draws(run):
 def test_what_is_logged_of_ragged_rows_adds_up_to_the_loss(way, passes, tmp_path):
     texts = rows()
     run = trainer(
-        tmp_path, train_dataset=dataset(texts), max_steps=2, learning_rate=0.0, kl_weight=0.7, shuffle_dataset=False,
-        self_distill_args={"passes": passes, "view_clm": 0.3}, **DRAWN, **WAYS[way],
+        tmp_path, train_dataset=dataset(texts), max_steps=2, learning_rate=0.0, shuffle_dataset=False,
+        objective_args={"kl_weight": 0.7, "passes": passes, "view_clm": 0.3}, **DRAWN, **WAYS[way],
     )  # fmt: skip
     drawn = watch_draws(run)
     run.train()
@@ -168,8 +168,8 @@ def test_what_is_logged_of_ragged_rows_adds_up_to_the_loss(way, passes, tmp_path
 
 @pytest.mark.parametrize("objective", ["clm", "self-distill"])
 def test_weighted_cross_entropy_is_logged_as_the_loss_has_it(objective, tmp_path):
-    options = {**DRAWN, "objective": objective, "token_weighting": "longce"}
-    options |= {"longce_args": {"short_context": 6, "stride": 4}, "max_steps": 2, "learning_rate": 0.0}
+    options = {**DRAWN, "objective": objective}
+    options |= {"objective_args": {"longce": {"short_context": 6, "stride": 4}}, "max_steps": 2, "learning_rate": 0.0}
     run = trainer(tmp_path, train_dataset=dataset(rows()), **options, **WAYS["accumulated"])
     run.train()
     for entry in logged(run, "loss", "ce", "weighted_ce", "kl"):
@@ -179,7 +179,7 @@ def test_weighted_cross_entropy_is_logged_as_the_loss_has_it(objective, tmp_path
 
 def test_relations_of_a_step_are_logged_as_the_loss_has_them(tmp_path):
     options = {"objective": "relation-distill", "rescale": "pi", "rescale_args": {"factor": 4.0}}
-    options |= {"logit_kl_args": {"weight": 0.5, "last": 5}, "max_steps": 2, "learning_rate": 0.0}
+    options |= {"objective_args": {"logit_kl": {"weight": 0.5, "last": 5}}, "max_steps": 2, "learning_rate": 0.0}
     run = trainer(tmp_path, train_dataset=dataset(rows()), **options, **WAYS["accumulated"])
     run.train()
     for entry in logged(run, "loss", "relation/"):
@@ -229,7 +229,7 @@ def test_a_view_that_weighs_nothing_is_not_run_in_training(tmp_path):
     """The control arm: next-token training under true positions, with the KL measured in evaluation."""
     texts = dataset(rows([40, 30, 20, 12]))
     options = {"train_dataset": texts, "eval_dataset": texts, "max_steps": 3, "per_device_train_batch_size": 2}
-    ours = trainer(tmp_path, **options, **DRAWN, kl_weight=0.0)
+    ours = trainer(tmp_path, **options, **DRAWN, objective_args={"kl_weight": 0.0})
     drawn, tokens = watch_draws(ours), []
     layer = ours.model.model.layers[0]
     layer.register_forward_pre_hook(lambda _, args, kwargs: tokens.append(args[0].shape[1]), with_kwargs=True)

@@ -203,12 +203,12 @@ POSE = {"view": "pose", "view_args": {"target": 64}}
 UNREADABLE = {
     "native-distill": ({"objective": "native-distill", **YARN}, "the teacher, .* at most 64 tokens, .* got one of 100"),
     "native teacher": (
-        {"objective": "self-distill", "self_distill_args": {"teacher": "native"}, **YARN},
+        {"objective": "self-distill", "objective_args": {"teacher": "native"}, **YARN},
         "teacher='native' reads documents of at most 64 tokens, its window, got one of 100",
     ),
     "view": ({"objective": "self-distill", **POSE}, "view 'pose': documents of 100 tokens reach beyond target=64"),
     "alternating": (
-        {"objective": "self-distill", "restore_every": 2, **YARN, **POSE},
+        {"objective": "self-distill", "objective_args": {"restore": {"every": 2}}, **YARN, **POSE},
         "view 'pose': documents of 100 tokens reach beyond target=64",
     ),
 }
@@ -240,7 +240,7 @@ def test_evaluation_documents_of_a_view_that_is_always_on_are_looked_at_too(tmp_
 READABLE = {
     "true positions": POSE,
     "a view of training alone": {"objective": "native-distill", **YARN, "view": "pose", "view_args": {"target": 50}},
-    "weights of training alone": {"token_weighting": "longce", "longce_args": {"short_context": 15, "stride": 2}},
+    "weights of training alone": {"objective_args": {"longce": {"short_context": 15, "stride": 2}}},
     "a split behind all": {"objective": "self-distill", "view": "skip", "view_args": {"split": 15, "skip": 20}},
 }
 
