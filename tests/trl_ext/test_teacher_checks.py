@@ -13,11 +13,7 @@ NATIVE = {
     "hidden": {**PI, "objective": "hidden-distill"},
     "native": {**PI, "objective": "native-distill"},
     "self-distill": {**PI, "objective": "self-distill", "view": "skip", "objective_args": {"teacher": "native"}},
-    "objective_args": {
-        "restore": {
-            "every": {**PI, "objective": "self-distill", "view": "skip", "objective_args": {"restore": {"every": 2}}}
-        }
-    },
+    "restore": {**PI, "objective": "self-distill", "view": "skip", "objective_args": {"restore": {"every": 2}}},
 }
 LONGCE = {"objective_args": {"longce": {"short_context": 4, "stride": 2}}}
 OWN_LOSS = {**NATIVE, "self": {"objective": "self-distill", "view": "skip"}, "longce": LONGCE}

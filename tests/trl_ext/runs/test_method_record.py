@@ -115,8 +115,8 @@ OTHERS = [
     (
         {**END, "view_args": {"target": 128}},
         {**END, "view_args": {"target": 128}, "cue": "w3", "objective_args": {"cue_weight": 0.1}},
-        "objective_args.cue_weight=1.0, cue='End.'",
-        "objective_args.cue_weight=0.1, cue='w3'",
+        "objective_args.cue_weight=1.0, view_args.cue_tokens=2, cue='End.'",
+        "objective_args.cue_weight=0.1, view_args.cue_tokens=1, cue='w3'",
     ),
 ]
 
