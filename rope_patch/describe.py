@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from .adapter_watch import adapter_configs
-from .capabilities import missing_capabilities
-from .local_layers import LocalLayers
+from .families.capabilities import missing_capabilities
+from .families.local_layers import LocalLayers
 from .rescale import names_no_window
 from .rotary import find_causal_lm, find_decoder, is_nested, named_rotary_modules
 from .sidecar import SIDECAR_NAME

@@ -10,7 +10,7 @@ from torch import nn
 
 from .adapter_watch import adapter_configs
 from .attention.calls import AttentionCall, watched_attention
-from .capabilities import why_unreachable
+from .families.capabilities import why_unreachable
 from .layout.shards import SequenceShard
 from .rotary import find_causal_lm, find_decoder
 from .state import state_of

@@ -16,7 +16,7 @@ from .bound import Batch, BoundIndex, BoundView
 from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_in
 from .cached_draws import forget_draws
 from .call_stack import frames
-from .capabilities import why_no_checkpointing
+from .families.capabilities import why_no_checkpointing
 from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
 from .layout.documents import real_tokens_of
 from .rotary import parameter_names, picks_by_row, rope_types

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
-from .capabilities import why_fixed_frequencies, why_no_layers_apart, why_no_native_rope, why_no_views
+from .families.capabilities import why_fixed_frequencies, why_no_layers_apart, why_no_native_rope, why_no_views
+from .families.local_layers import LocalLayers
 from .hooks import attach_hooks, detach_hooks, is_checkpointing
-from .local_layers import LocalLayers
 from .methods import resolve_method, resolve_view
 from .one_config import require_frequencies_of_config, require_one_config, require_saved_rope, text_config
 from .rescale import RopeParameters, healed, names_no_window, own_config, rescaled

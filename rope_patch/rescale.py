@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .local_layers import far_looking_types, why_no_layers
+from .families.local_layers import far_looking_types, why_no_layers
 from .older_form import older_keys, resumable_form, unscaled_keys, write_older_keys
 from .rescalings import NativeRope, Rescaling
 from .rotary import (

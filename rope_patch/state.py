@@ -13,8 +13,8 @@ from torch import nn
 
 from .bound import Batch, BoundIndex, BoundTable, BoundView
 from .cached_draws import keep_draws, set_in_view
+from .families.local_layers import LocalLayers
 from .layout.shards import SequenceShard
-from .local_layers import LocalLayers
 from .open_views import OpenSources
 from .sources import TableSource, ViewSource
 from .turns import Turns

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from .capabilities import is_noisy
+from .families.capabilities import is_noisy
 from .rotary import find_decoder, text_modules
 
 TILE = 4096

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_patch.attention.calls import attention_name
-from rope_patch.local_layers import is_local
+from rope_patch.families.local_layers import is_local
 from rope_patch.rotary import find_causal_lm
 
 from .engines.sequence_ranks import Engine, SequenceRanks

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..cache_arguments import cache_of
-from ..capabilities import keeps_from_attention
+from ..families.capabilities import keeps_from_attention
 from ..layout.labelled import Labelled
 from ..rotary import find_causal_lm, find_decoder
 from .calls import AttentionCall, attention_kernel, sliding_window, watched_attention

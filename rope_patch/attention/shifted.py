@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..cache_arguments import cache_of
-from ..capabilities import has_sinks, keeps_from_attention
+from ..families.capabilities import has_sinks, keeps_from_attention
 from ..layout.documents import real_tokens_of
 from ..layout.labelled import Labelled
 from ..rotary import find_causal_lm, find_decoder, parameter_names

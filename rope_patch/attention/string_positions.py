@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..cache_arguments import cache_of, tokens_in
-from ..capabilities import keeps_from_attention, why_not_relative
 from ..checked_numbers import require_integer
+from ..families.capabilities import keeps_from_attention, why_not_relative
 from ..layout.documents import locate_documents
 from ..rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
 from ..state import has_view

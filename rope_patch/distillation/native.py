@@ -9,8 +9,8 @@ from torch import nn
 from rope_kernels import RowMetrics
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
-from ..capabilities import why_no_losses
 from ..checked_numbers import require_number
+from ..families.capabilities import why_no_losses
 from ..forward_loss import DecoderCall, Steps, Tape, require
 from ..heads import head_losses
 from ..layout.labelled import Labelled

@@ -13,7 +13,7 @@ from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.common.autocast import as_multiplied
 
 from ..attention.calls import AttentionCall
-from ..capabilities import why_no_losses, why_no_relations
+from ..families.capabilities import why_no_losses, why_no_relations
 from ..forward_loss import TAPE, DecoderCall, Steps, Tape, require
 from ..heads import head_kl
 from ..rotary import find_decoder, named_rotary_modules

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..bound import BoundView
-from ..capabilities import why_no_losses, why_no_self_distillation, why_two_passes
+from ..families.capabilities import why_no_losses, why_no_self_distillation, why_two_passes
 from ..forward_loss import DecoderCall, Steps, require
 from ..layout.labelled import Labelled
 from ..next_token import LongCE, NextTokenTape, next_token_loss

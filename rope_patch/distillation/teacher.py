@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..adapter_watch import adapter_configs
-from ..capabilities import is_noisy
+from ..families.capabilities import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
 from ..rescale import RopeParameters, healed
 from ..rotary import find_causal_lm, find_decoder

@@ -14,8 +14,8 @@ from rope_kernels import linear_ce_rows
 
 from ..attention.plain import last_hidden_states
 from ..cache_arguments import cache_argument
-from ..capabilities import why_no_head
 from ..describe import describe
+from ..families.capabilities import why_no_head
 from ..rescale import pretrained_window
 from ..rotary import base_model_name, find_causal_lm, rows_forgotten
 

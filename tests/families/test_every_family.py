@@ -17,7 +17,6 @@ from torch.nn import functional as F  # noqa: N812
 from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
 from rope_patch.attention.calls import sliding_window, watched_attention
 from rope_patch.cache_arguments import cache_argument, returned_cache
-from rope_patch.capabilities import why_not_relative
 from rope_patch.distillation import (
     TAPE,
     CopiedTeacher,
@@ -27,6 +26,7 @@ from rope_patch.distillation import (
     ViewConsistency,
     ViewTape,
 )
+from rope_patch.families.capabilities import why_not_relative
 from rope_patch.layout.labelled import Labelled
 from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.views import Skip, View

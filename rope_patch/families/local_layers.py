@@ -1,0 +1,106 @@
+"""Layers that look back no further than a window of their own: rescalings and views leave them as they are.
+
+What such a layer attends to is at most a window away in a text of any length, so it never meets a distance that
+training did not show it. A gap in its indices would be one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..rotary import RotaryState, is_nested, rotary_states
+from .table import family_of
+
+# in names of layer types, as of "sliding_attention", "chunked_attention" and "hybrid_sliding"
+_LOCAL = ("sliding", "chunked")
+# the same, of layers that carry a state from token to token instead of attending
+_WITHOUT_ATTENTION = ("linear", "conv", "mamba", "recurrent")
+# lists of configs, with false or 0 for each layer without RoPE
+_ROPE_BY_LAYER = ("no_rope_layers", "layer_rope_theta")
+
+
+def is_local(layer_type: str) -> bool:
+    """Whether layers of this type look back no further than a window or a chunk."""
+    return any(word in layer_type for word in _LOCAL)
+
+
+def far_looking_types(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryState]) -> set[str]:
+    """Layer types with RoPE whose layers exist and are not local.
+
+    Args:
+        rope_parameters: a set for each layer type.
+        rotary: states of the model's rotary modules.
+    """
+    return {layer_type for layer_type in _rotated_types(rope_parameters, rotary) if not is_local(layer_type)}
+
+
+def _rotated_types(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryState]) -> set[str]:
+    present = {name.removesuffix("_inv_freq") for state in rotary.values() for name in state.buffers}
+    return {layer_type for layer_type, parameters in rope_parameters.items() if parameters is not None} & present
+
+
+def why_no_layers(decoder: PreTrainedModel) -> str | None:
+    """Why neither a rescaling nor a view has layers to act on, None where there are some."""
+    if _applies_no_rope(decoder):
+        return f"the config of this {type(decoder).__name__} switches RoPE off in every layer."
+    rope_parameters = decoder.config.rope_parameters
+    if not is_nested(rope_parameters) or far_looking_types(rope_parameters, rotary_states(decoder)):
+        return None
+    return "all layers of this model that have RoPE look back no further than a window of their own."
+
+
+def _applies_no_rope(decoder: Any) -> bool:
+    """Whether a config that can switch RoPE off in a layer does so in each."""
+    config = decoder.config
+    if getattr(config, "alibi", False):  # Falcon's other kind of positions
+        return True
+    layers = range(len(getattr(decoder, "layers", ())))
+    can_switch = family_of(config).has_rope or any(getattr(config, name, None) for name in _ROPE_BY_LAYER)
+    return bool(can_switch and layers) and not any(has_rope(config, i) for i in layers)
+
+
+@dataclass(frozen=True)
+class LocalLayers:
+    """The local layers of a model whose full-attention layers have RoPE too. Views leave them at true positions.
+
+    Both fields are empty where one table of cosines and sines serves local layers alone, or none: a view moves all
+    layers there, as a rescaling of that table rescales all.
+
+    Args:
+        types: their layer types.
+        layers: their indices, where one table serves layers of both kinds; empty where the rotary module is called once
+            for each layer type.
+    """
+
+    types: frozenset[str] = frozenset()
+    layers: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, decoder: PreTrainedModel) -> "LocalLayers":
+        """Those of `decoder`."""
+        rope_parameters = decoder.config.rope_parameters
+        if is_nested(rope_parameters):
+            rotated = _rotated_types(rope_parameters, rotary_states(decoder))
+            named = frozenset(filter(is_local, rotated))
+            return cls() if len(named) == len(rotated) else cls(named)
+        types = getattr(decoder.config, "layer_types", None) or ()
+        if not any(map(is_local, types)):
+            return cls()
+        present = types[: len(getattr(decoder, "layers", ()))]
+        layers = {i: layer_type for i, layer_type in enumerate(present) if has_rope(decoder.config, i)}
+        local = {i: layer_type for i, layer_type in layers.items() if is_local(layer_type)}
+        return cls() if len(local) == len(layers) else cls(frozenset(local.values()), frozenset(local))
+
+
+def has_rope(config: Any, layer: int) -> bool:
+    """Whether a layer applies RoPE: in some families those of one kind do not, as the full ones of Cohere2."""
+    types = getattr(config, "layer_types", None)
+    if types and any(word in types[layer] for word in _WITHOUT_ATTENTION):
+        return False
+    by_layer = (getattr(config, name, None) for name in _ROPE_BY_LAYER)
+    if not all(layers[layer] for layers in by_layer if layers):
+        return False
+    rule = family_of(config).has_rope
+    return rule is None or rule(config, layer)
