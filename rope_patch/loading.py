@@ -24,6 +24,9 @@ from .base.remote_code import load_pretrained
 from .forward.state import state_of
 from .patch import patch_model, unpatch_model
 from .rope.rotary import find_causal_lm, find_decoder, with_factors
+from .rotary import find_causal_lm, find_decoder, with_factors
+from .sidecar import CONFIG_MARK, SIDECAR_NAME, always_view_of, read_adapter_config, read_sidecar, rescalings_of
+from .state import state_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -95,8 +98,7 @@ def load_adapter(model: PreTrainedModel, directory: str | os.PathLike[str], **kw
             patch_model(model, view[0], seed=view[1], when="always")
         fit_embeddings(model, Path(beside))
         with warnings.catch_warnings():
-            for mark in CONFIG_MARKS:  # what it asks for is being done
-                warnings.filterwarnings("ignore", message=f".*{re.escape(mark)}")
+            warnings.filterwarnings("ignore", message=f".*{re.escape(CONFIG_MARK)}")  # what it asks for is being done
             adapted = PeftModel.from_pretrained(model, directory, **kwargs)
         take_along(model, Path(beside))
     except Exception:
@@ -183,15 +185,7 @@ def adapter_folder_of(model: Any) -> Path | None:
 def _require_own_weights(directory: str | os.PathLike[str], specification: dict[str, Any]) -> None:
     """Raise ValueError if the adapter was saved anew, by a model without patches, which leaves the specification."""
     recorded, digest = specification.get("adapter_weights"), digest_of_folder(directory)
-    if digest is None:
-        return  # PEFT says what is missing
-    if recorded is None:
-        logger.warning(
-            f"{SIDECAR_NAME} in {directory} does not record which weights it belongs to, as of rope-patch "
-            f"{specification['rope_patch_version']}: an adapter that was saved over it later would be loaded with a "
-            "RoPE that is not its own."
-        )
-    elif recorded != digest:
+    if None not in (recorded, digest) and recorded != digest:  # PEFT says which weights are missing
         raise ValueError(
             f"{SIDECAR_NAME} in {directory} does not belong to the weights beside it, which were saved later, or "
             "changed. If they were trained without rope_patch, delete the file and use PeftModel.from_pretrained; if "

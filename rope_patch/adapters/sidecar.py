@@ -19,6 +19,12 @@ from ..methods import resolve_rescaling, resolve_view
 from ..rescalings import Rescaling
 from ..rope.rotary import find_causal_lm, find_decoder, with_factors
 from ..views import View
+from .json_records import read_record
+from .methods import resolve_rescaling, resolve_view
+from .rescalings import Rescaling
+from .rotary import find_causal_lm, find_decoder, with_factors
+from .version import __version__
+from .views import View
 
 if TYPE_CHECKING:
     from ..forward.state import RopeState
@@ -31,9 +37,17 @@ CONFIG_MARK = (
     "This adapter needs the RoPE scaling that it was trained with and gives wrong output without it: load it with "
     "rope_patch.load_adapter (pip install rope-patch). Upgrading PEFT does not help."
 )
-CONFIG_MARKS = frozenset((CONFIG_MARK, "load_with_rope_patch_load_adapter"))  # the other one is of older versions
 _FORMAT = 1
-_STACKED = 2  # of several rescalings, which a version that knows format 1 alone would load as the last one
+_SHAPE = {
+    "format": int,
+    "rescalings": [{"method": str, "options": dict}],
+    "view": dict | None,
+    "rope_parameters": dict,
+    "max_position_embeddings": int | None,
+    "native_rope_parameters": dict,
+    "native_max_position_embeddings": int | None,
+    "rope_patch_version": str,
+}
 
 
 def specification(state: "RopeState") -> dict[str, Any]:
@@ -50,11 +64,9 @@ def specification(state: "RopeState") -> dict[str, Any]:
         }
     # those that come back, inside a `native_rope` block
     current = state.current if state.beside_native is None else state.beside_native[0]
-    rescalings = [{"method": rescaling.name, "options": rescaling.options()} for rescaling in state.rescalings]
     return {
-        "format": _STACKED if rescalings[1:] else _FORMAT,
-        "rescaling": rescalings[-1] if rescalings else None,
-        **({"rescalings": rescalings} if rescalings[1:] else {}),
+        "format": _FORMAT,
+        "rescalings": [{"method": rescaling.name, "options": rescaling.options()} for rescaling in state.rescalings],
         "view": view,
         "rope_parameters": current.rope_parameters,
         "max_position_embeddings": current.max_position_embeddings,
@@ -75,7 +87,7 @@ def mark_config(directory: Path) -> None:
 def require_no_lost_sidecar(directory: Path) -> None:
     """Raise FileNotFoundError if an adapter was saved with a specification that does not lie beside it any more."""
     path = directory / "adapter_config.json"
-    if path.is_file() and not CONFIG_MARKS.isdisjoint(read_adapter_config(directory)):
+    if path.is_file() and CONFIG_MARK in read_adapter_config(directory):
         raise FileNotFoundError(
             f"{directory / SIDECAR_NAME} does not exist, and an entry of {path} says that it was saved with the "
             "adapter, whose RoPE is not that of its base model: copy it from where the adapter was saved. If you know "
@@ -114,13 +126,10 @@ def read_sidecar(directory: str | os.PathLike[str]) -> dict[str, Any]:
             "it was trained with is not known. Load it with peft.PeftModel.from_pretrained, and call patch_model if "
             "you know it."
         )
-    specification = read_record(path, "Copy it again from where the adapter was saved.")
+    specification = read_record(path, "Copy it again from where the adapter was saved.", _SHAPE)
+    if specification["format"] != _FORMAT:
+        raise ValueError(f"{path} must be of format {_FORMAT}, got {specification['format']}. Update rope-patch.")
     try:
-        if specification.get("format") not in (_FORMAT, _STACKED):
-            raise ValueError(
-                f"must be of format {_FORMAT} or {_STACKED}, got {specification!r:.200}. Update rope-patch."
-            )
-        _check(specification)
         rescalings_of(specification)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -137,63 +146,13 @@ def require_no_named_adapters(directory: Path) -> None:
         )
 
 
-_KEYS = {
-    "format": int,
-    "rescaling": dict | None,
-    "view": dict | None,
-    "rope_parameters": dict,
-    "max_position_embeddings": int | None,
-    "native_rope_parameters": dict,
-    "native_max_position_embeddings": int | None,
-    "rope_patch_version": str,
-}
-_OPTIONAL_KEYS = {"rescalings": list, "adapter_weights": str | None}
-_METHOD_KEYS = {"method": str, "options": dict}
-_VIEW_KEYS = {"method": str, "repr": str, "when": str}
-_OPTIONAL_VIEW_KEYS = {"options": dict | None, "seed": int}
-
-
-def _check(specification: dict[str, Any]) -> None:
-    _require_keys("it", specification, _KEYS, _OPTIONAL_KEYS)
-    if (specification["format"] == _STACKED) != ("rescalings" in specification):
-        raise ValueError(
-            f"'rescalings' belongs to format {_STACKED}, and that to it; got format {specification['format']}."
-        )
-    for rescaling in [
-        *specification.get("rescalings", []),
-        *([specification["rescaling"]] if specification["rescaling"] is not None else []),
-    ]:
-        _require_keys("a rescaling", rescaling, _METHOD_KEYS)
-    if specification["view"] is not None:
-        _require_keys("'view'", specification["view"], _VIEW_KEYS, _OPTIONAL_VIEW_KEYS)
-        if specification["view"]["when"] not in ("train", "always"):
-            raise ValueError(f"'when' of 'view' must be 'train' or 'always', got {specification['view']['when']!r}.")
-
-
-def _require_keys(owner: str, entry: object, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
-    """Raise ValueError unless `entry` has these keys and no others, with values of these types."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{owner} must be an object, got {entry!r:.200}.")
-    known = {**required, **(optional or {})}
-    for name, value in entry.items():
-        if name not in known:
-            raise unknown("key", name, known, of=owner)
-        if not isinstance(value, known[name]) or isinstance(value, bool):
-            raise ValueError(f"{name!r} of {owner} must be {known[name]}, got {value!r:.200}.")
-    missing = [name for name in required if name not in entry]
-    if missing:
-        raise ValueError(f"{owner} must have {', '.join(map(repr, missing))}, got {', '.join(map(repr, entry))}.")
-
-
 def rescalings_of(specification: dict[str, Any]) -> list[Rescaling]:
     """Each rescaling of a specification, in the order in which they are applied.
 
     Raises:
         ValueError: one of them is none, e.g. the name of a view, or has options that it does not take.
     """
-    last = specification["rescaling"]
-    recorded = specification["rescalings"] if specification["format"] == _STACKED else [last] if last else []
-    return [resolve_rescaling(entry["method"], entry["options"]) for entry in recorded]
+    return [resolve_rescaling(entry["method"], entry["options"]) for entry in specification["rescalings"]]
 
 
 def always_view_of(specification: dict[str, Any]) -> tuple[View, int] | None:

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# the config has a window that no mask keeps to: the KV cache alone is cut to it, and in a forward without one, as in
-# training, each query sees all tokens before it
-_SEES_BEYOND_WINDOW = ("moshi",)
+from ..families.table import family_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def sliding_window(call: AttentionCall, config: Any) -> int | None:
     if "sliding_window" in call.options:
         window: int | None = call.options["sliding_window"]
         return window
-    if config.model_type in _SEES_BEYOND_WINDOW:
+    if family_of(config).sees_beyond_window:
         return None
     types = getattr(config, "layer_types", None)
     if types and types[call.module.layer_idx] != "sliding_attention":

@@ -1,4 +1,4 @@
-"""What a model family can do, and why not.
+"""What model families can do, and why not: `table` for what their code alone shows, config and modules for the rest.
 
-Other rooms ask `capabilities` before they start; `local_layers` tells which layers have a window of their own.
+Everything that asks about a family imports `capabilities` and `local_layers`; nothing here reads modeling code.
 """

@@ -1,21 +1,21 @@
 """What a family cannot do, and why. Distillers ask before they start, `describe` tells."""
 
-import ast
 import inspect
 import re
-from collections.abc import Callable
-from functools import cache
+import sys
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..base.attention_calls import attention_kernel, attention_name
-from ..rope.layerwise import hands_embeddings
-from ..rope.rotary import (
+from ..attention.calls import attention_kernel, attention_name
+from ..layerwise import hands_embeddings
+from ..rotary import (
     find_causal_lm,
     find_decoder,
     is_nested,
+    is_of_other_modality,
     layers_call_rotary,
     named_rotary_modules,
     rotary_states,
@@ -24,13 +24,11 @@ from ..rope.rotary import (
 from ..views.base import TRUE_POSITIONS
 from .local_layers import LocalLayers, why_no_layers
 from .source import function_tree
+from .table import family_of
 
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
 _MODELLING_FILES = ("transformers.models.", "transformers_modules.")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-# q or k gets a weight a channel after RoPE there, so that scores no longer depend on differences of indices alone
-_WEIGHTS_AFTER_ROPE = ("dory", "hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
 def missing_capabilities(model: nn.Module) -> dict[str, str]:
@@ -76,7 +74,7 @@ def _scale_by_position(config: Any) -> str | None:
     # Llama 4 does so in its layers without RoPE
     if getattr(config, "attn_temperature_tuning", False) and 0 in getattr(config, "no_rope_layers", ()):
         return "attn_temperature_tuning"
-    return "a learned scale" if config.model_type == "mistral_large4_text" else None
+    return family_of(config).query_scale
 
 
 def why_no_layers_apart(decoder: nn.Module) -> str | None:
@@ -153,7 +151,7 @@ def why_no_head(causal_lm: Any, decoder: nn.Module) -> str | None:
         return _without_head(causal_lm)
     for name, child in causal_lm.named_children():
         beside = child is not head and decoder not in child.modules() and any(True for _ in child.parameters())
-        if beside and name in _read_by(causal_lm):
+        if beside and not is_of_other_modality(name):
             return (
                 f"{type(causal_lm).__name__} puts its {name} ({type(child).__name__}) between the decoder and the "
                 "output head, and losses of hidden states take the head alone."
@@ -192,28 +190,23 @@ def why_no_relations(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
     return why_unreachable(causal_lm, decoder) or (keeps and f"{keeps}, so that relations cannot be distilled.")
 
 
-def why_no_native_rope(decoder: nn.Module) -> str | None:
+def why_no_native_rope(decoder: Any) -> str | None:
     """Why the native RoPE parameters cannot be put in force for a while, the config staying as it is."""
-    reason = why_fixed_frequencies(decoder)
-    for _, module in text_modules(decoder):
-        if reason is None and module is not decoder and "rope_parameters" in _read_by(module):
-            reason = f"{type(module).__name__} reads the RoPE parameters from the config in every forward"
+    reason, reader = why_fixed_frequencies(decoder), family_of(decoder.config).rope_parameters_from_config
+    if reason is None and reader is not None:
+        reason = f"{reader} reads the RoPE parameters from the config in every forward"
     return reason and f"{reason}, so the native ones cannot be put in force for a while: use a copy."
 
 
-def why_fixed_frequencies(decoder: nn.Module) -> str | None:
+def why_fixed_frequencies(decoder: Any) -> str | None:
     """Why frequencies cannot be others than those of the config for the time of a forward."""
-    for _, module in named_rotary_modules(decoder):
-        if "config" in _read_by(module):
-            return f"{type(module).__name__} works its frequencies out from the config in every forward"
-    return None
+    reader = family_of(decoder.config).frequencies_from_config
+    return reader and f"{reader} works its frequencies out from the config in every forward"
 
 
 def why_not_relative(decoder: Any) -> str | None:
     """Why a shift of all indices changes predictions."""
-    if decoder.config.model_type in _WEIGHTS_AFTER_ROPE:
-        return "weights on queries and keys after RoPE, so that a shift of all indices counts"
-    return None
+    return family_of(decoder.config).not_relative
 
 
 def is_noisy(module: Any) -> bool:
@@ -239,39 +232,39 @@ def has_sinks(decoder: nn.Module) -> bool:
 
 def keeps_from_attention(decoder: nn.Module) -> str | None:
     """What keeps keyword arguments of a forward from the attention functions of Transformers, None if nothing does."""
-    places = [name for name, module in text_modules(decoder) if _asks_for_attention(module)]
-    if not places:
+    if computes_own_attention(decoder):
         return f"{type(decoder).__name__} computes attention in code of its own, outside Transformers' functions"
     modules = dict(decoder.named_modules())
-    chain = {type(modules[part]) for name in places for part in _above(name)}
-    for kind in sorted(chain - set(_CONTAINERS), key=lambda kind: kind.__name__):
-        if not _passes_on(kind.forward):
-            return f"{kind.__name__} does not pass keyword arguments on to attention"
-    return None
+    chain = {type(modules[part]) for name in _names_of_attention(decoder) for part in _above(name)}
+    kinds = [kind.__name__ for kind in chain - set(_CONTAINERS) if not _passes_on(kind, decoder)]
+    return f"{min(kinds)} does not pass keyword arguments on to attention" if kinds else None
 
 
 def why_unreachable(causal_lm: nn.Module, decoder: nn.Module) -> str | None:
     """Why a keyword argument of a causal LM does not reach its decoder."""
     modules = dict(causal_lm.named_modules())
     name = next(name for name, module in modules.items() if module is decoder)
-    kinds = [type(modules[part]) for part in _above(name)[:-1]]
-    for kind in kinds:
-        if not _passes_on(kind.forward):
+    for part in _above(name)[:-1]:
+        kind = type(modules[part])
+        if not _passes_on(kind, decoder):
             return (
                 f"{kind.__name__} does not pass keyword arguments on to its decoder, so a distillation cannot reach it."
             )
     return None
 
 
-def computes_own_attention(model: nn.Module) -> bool:
-    """Whether no module of a model looks its attention up in Transformers' table, where calls can be watched."""
-    return not any(_asks_for_attention(module) for module in model.modules())
+def computes_own_attention(decoder: nn.Module) -> bool:
+    """Whether no layer takes its attention from Transformers' table of attention functions, where calls are watched."""
+    kinds = [
+        kind for kind in type(decoder).__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel
+    ]
+    tables = [vars(sys.modules[kind.__module__]).get("ALL_ATTENTION_FUNCTIONS") for kind in kinds]
+    return all(table is not ALL_ATTENTION_FUNCTIONS for table in tables) or not _names_of_attention(decoder)
 
 
-def _asks_for_attention(module: nn.Module) -> bool:
-    """Whether `forward` looks its attention up in Transformers' table; a family may have a table of its own."""
-    table = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
-    return table is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _read_by(module)
+def _names_of_attention(decoder: nn.Module) -> list[str]:
+    """Transformers' attention functions read `is_causal` of the modules that call them."""
+    return [name for name, module in text_modules(decoder) if hasattr(module, "is_causal")]
 
 
 def _above(name: str) -> list[str]:
@@ -280,31 +273,7 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts) + 1)]
 
 
-def _read_by(module: nn.Module) -> frozenset[str]:
-    """Names and attributes that the module's `forward` mentions."""
-    return _names_in(type(module).forward)
-
-
-@cache
-def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
-    function = function_tree(forward)
-    if function is None:
-        return frozenset()
-    names = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    return frozenset(names | {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)})
-
-
-@cache
-def _passes_on(forward: Callable[..., Any]) -> bool:
-    """Whether a `forward` hands its own **kwargs to more than the loss; yes where its code cannot be read."""
-    function = function_tree(forward)
-    if function is None:
-        return True
-    keywords = function.args.kwarg
-    return keywords is not None and any(
-        keyword.arg is None and isinstance(keyword.value, ast.Name) and keyword.value.id == keywords.arg
-        for call in ast.walk(function)
-        if isinstance(call, ast.Call)
-        and not (isinstance(call.func, ast.Attribute) and call.func.attr == "loss_function")
-        for keyword in call.keywords
-    )
+def _passes_on(kind: type[nn.Module], decoder: Any) -> bool:
+    """Whether the `forward` of a module hands its own **kwargs on."""
+    takes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(kind.forward).parameters.values())
+    return takes and kind.__name__ not in family_of(decoder.config).drops_keywords

@@ -4,22 +4,21 @@ What such a layer attends to is at most a window away in a text of any length, s
 training did not show it. A gap in its indices would be one.
 """
 
-import ast
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..rope.rotary import RotaryState, is_nested, rotary_states
-from .source import function_tree
+from ..rotary import RotaryState, is_nested, rotary_states
+from .table import family_of
 
 # in names of layer types, as of "sliding_attention", "chunked_attention" and "hybrid_sliding"
 _LOCAL = ("sliding", "chunked")
-
-_ROTATION = re.compile(r"_?apply_rotary")
+# the same, of layers that carry a state from token to token instead of attending
+_WITHOUT_ATTENTION = ("linear", "conv", "mamba", "recurrent")
+# lists of configs, with false or 0 for each layer without RoPE
+_ROPE_BY_LAYER = ("no_rope_layers", "layer_rope_theta")
 
 
 def is_local(layer_type: str) -> bool:
@@ -53,13 +52,13 @@ def why_no_layers(decoder: PreTrainedModel) -> str | None:
 
 
 def _applies_no_rope(decoder: Any) -> bool:
-    """Whether each layer has code that rotates and a config that keeps it from being run."""
-    if getattr(decoder.config, "alibi", False):  # Falcon's other kind of positions
+    """Whether a config that can switch RoPE off in a layer does so in each."""
+    config = decoder.config
+    if getattr(config, "alibi", False):  # Falcon's other kind of positions
         return True
-    layers = getattr(decoder, "layers", ())
-    if any(_is_rotated(decoder, i) for i in range(len(layers))):
-        return False
-    return any(_rotates(type(module).forward, None) for layer in layers for module in layer.modules())
+    layers = range(len(getattr(decoder, "layers", ())))
+    can_switch = family_of(config).has_rope or any(getattr(config, name, None) for name in _ROPE_BY_LAYER)
+    return bool(can_switch and layers) and not any(has_rope(config, i) for i in layers)
 
 
 @dataclass(frozen=True)
@@ -86,66 +85,22 @@ class LocalLayers:
             rotated = _rotated_types(rope_parameters, rotary_states(decoder))
             named = frozenset(filter(is_local, rotated))
             return cls() if len(named) == len(rotated) else cls(named)
-        types = dict(enumerate(getattr(decoder.config, "layer_types", None) or ()))
-        if not any(map(is_local, types.values())):
+        types = getattr(decoder.config, "layer_types", None) or ()
+        if not any(map(is_local, types)):
             return cls()
-        layers = {i: layer_type for i, layer_type in types.items() if _is_rotated(decoder, i)}
+        present = types[: len(getattr(decoder, "layers", ()))]
+        layers = {i: layer_type for i, layer_type in enumerate(present) if has_rope(decoder.config, i)}
         local = {i: layer_type for i, layer_type in layers.items() if is_local(layer_type)}
         return cls() if len(local) == len(layers) else cls(frozenset(local.values()), frozenset(local))
 
 
-def _is_rotated(decoder: Any, layer: int) -> bool:
+def has_rope(config: Any, layer: int) -> bool:
     """Whether a layer applies RoPE: in some families those of one kind do not, as the full ones of Cohere2."""
-    layers = getattr(decoder, "layers", ())
-    bases = getattr(decoder.config, "layer_rope_theta", None)  # 0 stands for no RoPE
-    if layer >= len(layers) or (bases is not None and not bases[layer]) or not _gets_embeddings(decoder, layer):
+    types = getattr(config, "layer_types", None)
+    if types and any(word in types[layer] for word in _WITHOUT_ATTENTION):
         return False
-    return any(_rotates(type(module).forward, module) for module in layers[layer].modules())
-
-
-def _gets_embeddings(decoder: Any, layer: int) -> bool:
-    """Whether a decoder hands cosines and sines to a layer: that of LaraMini gives `None` to the full ones."""
-    tree = function_tree(type(decoder).forward)
-    if tree is None:
-        return True
-    layer_types = getattr(decoder.config, "layer_types", None)
-    names = {
-        "self": decoder,
-        "layer_type": layer_types and layer_types[layer],
-        "decoder_layer": decoder.layers[layer],
-        "i": layer,
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg == "position_embeddings" and isinstance(node.value, ast.IfExp):
-            is_true = _value(node.value.test, names)
-            chosen = node.value.body if is_true else node.value.orelse
-            if is_true is not None and isinstance(chosen, ast.Constant) and chosen.value is None:
-                return False
-    return True
-
-
-def _rotates(forward: Callable[..., Any], module: nn.Module | None) -> bool:
-    """Whether `forward` applies RoPE as a method of `module`, of some module if None."""
-    tree = function_tree(forward)
-    return tree is not None and _reaches_rotation(tree.body, module)
-
-
-def _reaches_rotation(statements: Sequence[ast.stmt], module: nn.Module | None) -> bool:
-    """Whether a call of apply_rotary... is run; both branches are, where the arguments of a call decide."""
-    for statement in statements:
-        if isinstance(statement, ast.If):
-            is_true = _value(statement.test, {"self": module})
-            branches = [*(statement.body if is_true is not False else ()), *(statement.orelse if not is_true else ())]
-            if _reaches_rotation(branches, module):
-                return True
-        elif any(_ROTATION.match(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name)):
-            return True
-    return False
-
-
-def _value(condition: ast.expr, names: dict[str, Any]) -> bool | None:
-    """What a condition on `names` comes to, None if it depends on more than those."""
-    try:
-        return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), names))
-    except Exception:  # names of arguments, and whatever they would be asked for
-        return None
+    by_layer = (getattr(config, name, None) for name in _ROPE_BY_LAYER)
+    if not all(layers[layer] for layers in by_layer if layers):
+        return False
+    rule = family_of(config).has_rope
+    return rule is None or rule(config, layer)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .families.table import family_of
+
 _ROTARY_CLASS = re.compile(r"(Rotary|RoPE|Rope).*Embed")
 # what DeepSpeed ZeRO-3 hangs on every module of a model
 _OF_DEEPSPEED = re.compile(r"ds_|(pre|post)_bwd_fn$|applied_pre_backward_ref_cnt$")
@@ -25,18 +27,17 @@ _ROUNDING = 2**-7
 # one formula gives other last bits of float32 on another device; no cast to 16 bits rounds all frequencies so little
 _LAST_BITS = 1e-6
 
-_NO_ROTARY_MODULE = {
-    "gptj": "it gathers sines from a table of n_positions rows inside attention, which holds no other index",
-    "codegen": "it gathers sines from a table of n_positions rows inside attention, which holds no other index",
-    "roformer": "it rotates by token index and never looks at positions",
-}
-
 
 def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`named_modules()` without encoders of images and sound."""
     for name, module in model.named_modules():
-        if not any(part in name for part in _OTHER_MODALITIES):
+        if not is_of_other_modality(name):
             yield name, module
+
+
+def is_of_other_modality(name: str) -> bool:
+    """Whether a module of this name reads images or sound."""
+    return any(part in name for part in _OTHER_MODALITIES)
 
 
 def named_rotary_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -91,11 +92,11 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             f"model must be or wrap a transformers.PreTrainedModel, got {type(model).__name__}, which holds none."
         )
     if not rotary:
-        family = getattr(candidates[0].config, "model_type", type(candidates[0]).__name__)
-        reason = _NO_ROTARY_MODULE.get(family, "no rotary module was found in it")
+        config = candidates[0].config
+        reason = family_of(config).no_rotary_module or "no rotary module was found in it"
         raise ValueError(
-            f"model type {family!r} has no RoPE that can be patched: {reason}. Use a model whose decoder has a rotary "
-            "module, as Llama, Qwen, Mistral and Gemma have."
+            f"model type {config.model_type!r} has no RoPE that can be patched: {reason}. Use a model whose decoder "
+            "has a rotary module, as Llama, Qwen, Mistral and Gemma have."
         )
     owners = rotary_owners(model)
     if len(owners) > 1:

@@ -88,7 +88,7 @@ def test_several_adapters_share_the_rope(tmp_path):
     assert not torch.equal(seen["one"], seen["two"])
     wrapped.save_pretrained(tmp_path)
     for name in ("one", "two"):
-        assert json.loads((tmp_path / name / "rope_patch.json").read_text())["rescaling"]["method"] == "pi"
+        assert json.loads((tmp_path / name / "rope_patch.json").read_text())["rescalings"][0]["method"] == "pi"
         assert torch.equal(under_view(load_adapter(tiny(), tmp_path / name), ids), seen[name])
     wrapped.delete_adapter("two")
     wrapped.set_adapter("one")

@@ -15,6 +15,13 @@ from ...generation.subject import Subject
 from ...rope.rotary import find_causal_lm, rotary_owners
 from ..results.progress import token_bar
 from ..results.result import Result
+from ..attention.calls import AttentionCall, attention_name
+from ..attention.plain import last_hidden_states
+from ..families.capabilities import computes_own_attention
+from ..rotary import find_causal_lm, find_decoder, rotary_owners
+from .progress import token_bar
+from .result import Result
+from .subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -313,7 +320,7 @@ def require_recomputable_attention(model: nn.Module) -> None:
     elif len(owners := rotary_owners(causal_lm)) > 1:
         names = ", ".join(sorted(type(owner).__name__ for owner in owners))
         why = f"has several transformers ({names}) over sequences of their own, whose distances are not of tokens"
-    elif computes_own_attention(causal_lm):
+    elif computes_own_attention(find_decoder(causal_lm)):
         why = "computes attention in code of its own, where q and k cannot be seen"
     else:
         return

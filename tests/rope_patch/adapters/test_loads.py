@@ -106,23 +106,9 @@ def test_one_on_the_hub_without_specification_is_loaded_with_a_warning(tmp_path,
     assert "what RoPE it was trained with is not known" in caplog.text
 
 
-OLDER_MARK = "load_with_rope_patch_load_adapter"
-
-
-def with_older_mark(folder):
-    """The config as versions before wrote it."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config[OLDER_MARK] = config.pop(CONFIG_MARK)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("older", [False, True])
-def test_peft_alone_says_what_is_to_be_done_and_load_adapter_says_nothing(older, tmp_path):
+def test_peft_alone_says_what_is_to_be_done_and_load_adapter_says_nothing(tmp_path):
     saved(tmp_path)
     says = "'This adapter needs the RoPE scaling .* load it with rope_patch.load_adapter .* PEFT does not help.'"
-    if older:
-        with_older_mark(tmp_path)
-        says = f"'{OLDER_MARK}'"
     with pytest.warns(UserWarning, match=f"Unexpected keyword arguments .{says}"):
         PeftModel.from_pretrained(tiny(), tmp_path)
     with warnings.catch_warnings():
@@ -136,12 +122,9 @@ def test_the_config_of_an_adapter_on_native_rope_is_pefts_own(method, tmp_path):
     assert CONFIG_MARK not in json.loads((tmp_path / "adapter_config.json").read_text())
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_an_adapter_whose_specification_was_lost_is_refused(older, tmp_path):
+def test_an_adapter_whose_specification_was_lost_is_refused(tmp_path):
     """As by a copy of the weights and their config alone."""
     saved(tmp_path / "adapter")
-    if older:
-        with_older_mark(tmp_path / "adapter")
     (tmp_path / "adapter" / "rope_patch.json").unlink()
     lost = "does not exist, and an entry of .*adapter_config.json says that it was saved with the adapter"
     for load in (
