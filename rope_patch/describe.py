@@ -12,13 +12,6 @@ from .families.local_layers import LocalLayers
 from .forward.state import state_of
 from .rescalings.in_place import names_no_window
 from .rope.rotary import find_causal_lm, find_decoder, is_nested, named_rotary_modules
-from .adapter_watch import adapter_configs
-from .families.capabilities import missing_capabilities
-from .families.local_layers import LocalLayers
-from .rescale import names_no_window
-from .rotary import find_causal_lm, find_decoder, is_nested, named_rotary_modules
-from .sidecar import SIDECAR_NAME
-from .state import state_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .adapters.sidecar import (
-    CONFIG_MARKS,
+    CONFIG_MARK,
     SIDECAR_NAME,
     always_view_of,
     read_adapter_config,
@@ -24,9 +24,6 @@ from .base.remote_code import load_pretrained
 from .forward.state import state_of
 from .patch import patch_model, unpatch_model
 from .rope.rotary import find_causal_lm, find_decoder, with_factors
-from .rotary import find_causal_lm, find_decoder, with_factors
-from .sidecar import CONFIG_MARK, SIDECAR_NAME, always_view_of, read_adapter_config, read_sidecar, rescalings_of
-from .state import state_of
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -19,10 +19,6 @@ from .forward.config_agrees import require_frequencies_of_config, require_one_co
 from .forward.hooks import attach_hooks, detach_hooks, is_checkpointing
 from .forward.sources import TableSource, ViewSource
 from .forward.state import STATE_ATTRIBUTE, RopeState, When, inside_native_rope, state_of
-from .adapter_watch import forget_adapters, require_no_decoder_in_adapters, watch_adapters
-from .families.capabilities import why_fixed_frequencies, why_no_layers_apart, why_no_native_rope, why_no_views
-from .families.local_layers import LocalLayers
-from .hooks import attach_hooks, detach_hooks, is_checkpointing
 from .methods import resolve_method, resolve_view
 from .rescalings import Rescaling
 from .rescalings.in_place import RopeParameters, healed, names_no_window, own_config, rescaled

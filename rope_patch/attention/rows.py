@@ -14,8 +14,6 @@ from torch import nn
 from ..base.attention_calls import AttentionCall, attention_kernel, sliding_window, watched_attention
 from ..families.capabilities import keeps_from_attention
 from ..forward.cache_arguments import cache_of
-from ..cache_arguments import cache_of
-from ..families.capabilities import keeps_from_attention
 from ..layout.labelled import Labelled
 from ..rope.rotary import find_causal_lm, find_decoder
 from .masks import finished_mask

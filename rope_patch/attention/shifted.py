@@ -11,8 +11,6 @@ from torch import nn
 from ..base.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
 from ..families.capabilities import has_sinks, keeps_from_attention
 from ..forward.cache_arguments import cache_of
-from ..cache_arguments import cache_of
-from ..families.capabilities import has_sinks, keeps_from_attention
 from ..layout.documents import real_tokens_of
 from ..layout.labelled import Labelled
 from ..rope.rotary import find_causal_lm, find_decoder, parameter_names

@@ -14,9 +14,6 @@ from ..base.validators import require_integer
 from ..families.capabilities import keeps_from_attention, why_not_relative
 from ..forward.cache_arguments import cache_of, tokens_in
 from ..forward.state import has_view
-from ..cache_arguments import cache_of, tokens_in
-from ..checked_numbers import require_integer
-from ..families.capabilities import keeps_from_attention, why_not_relative
 from ..layout.documents import locate_documents
 from ..rope.rotary import find_causal_lm, find_decoder, named_rotary_modules, parameter_names, picks_by_row, rope_types
 from .masks import additive_mask

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention.calls import attention_kernel, attention_name
-from ..layerwise import hands_embeddings
-from ..rotary import (
+from ..base.attention_calls import attention_kernel, attention_name
+from ..rope.layerwise import hands_embeddings
+from ..rope.rotary import (
     find_causal_lm,
     find_decoder,
     is_nested,
@@ -23,7 +23,6 @@ from ..rotary import (
 )
 from ..views.base import TRUE_POSITIONS
 from .local_layers import LocalLayers, why_no_layers
-from .source import function_tree
 from .table import family_of
 
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..rotary import RotaryState, is_nested, rotary_states
+from ..rope.rotary import RotaryState, is_nested, rotary_states
 from .table import family_of
 
 # in names of layer types, as of "sliding_attention", "chunked_attention" and "hybrid_sliding"

@@ -21,11 +21,6 @@ from ..views.base import TRUE_POSITIONS
 from .cache_arguments import cache_of, has_paged_cache, returned_cache, tokens_in
 from .cached_draws import forget_draws
 from .drawn_view import Batch, BoundIndex, BoundView
-from .call_stack import frames
-from .families.capabilities import why_no_checkpointing
-from .layerwise import LayerwiseEmbeddings, attach_layer_hooks, detach_layer_hooks, hands_embeddings
-from .layout.documents import real_tokens_of
-from .rotary import parameter_names, picks_by_row, rope_types
 from .sources import ViewSource
 from .state import RopeState
 from .trainers import is_generating

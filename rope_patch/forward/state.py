@@ -17,8 +17,6 @@ from ..views.base import View
 from .cached_draws import keep_draws, set_in_view
 from .drawn_view import Batch, BoundIndex, BoundTable, BoundView
 from .forward_lock import Turns
-from .families.local_layers import LocalLayers
-from .layout.shards import SequenceShard
 from .open_views import OpenSources
 from .sources import TableSource, ViewSource
 

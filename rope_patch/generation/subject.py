@@ -18,11 +18,6 @@ from ..families.capabilities import why_no_head
 from ..forward.cache_arguments import cache_argument
 from ..rescalings.in_place import pretrained_window
 from ..rope.rotary import base_model_name, find_causal_lm, rows_forgotten
-from ..cache_arguments import cache_argument
-from ..describe import describe
-from ..families.capabilities import why_no_head
-from ..rescale import pretrained_window
-from ..rotary import base_model_name, find_causal_lm, rows_forgotten
 
 _CHUNK_BYTES = 2**28  # of float32 logits
 

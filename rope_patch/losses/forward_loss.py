@@ -14,12 +14,6 @@ from ..families.capabilities import why_unreachable
 from ..forward.state import state_of
 from ..layout.shards import SequenceShard
 from ..rope.rotary import find_causal_lm, find_decoder
-from .adapter_watch import adapter_configs
-from .attention.calls import AttentionCall, watched_attention
-from .families.capabilities import why_unreachable
-from .layout.shards import SequenceShard
-from .rotary import find_causal_lm, find_decoder
-from .state import state_of
 
 TAPE = "distillation_tape"
 """Name of the keyword argument that carries a `Tape` through a model, down to its attention."""

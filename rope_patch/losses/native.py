@@ -11,10 +11,6 @@ from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from ..base.validators import require_number
 from ..families.capabilities import why_no_losses
-from ..checked_numbers import require_number
-from ..families.capabilities import why_no_losses
-from ..forward_loss import DecoderCall, Steps, Tape, require
-from ..heads import head_losses
 from ..layout.labelled import Labelled
 from .consistency import Direction
 from .distiller import Distiller

@@ -10,8 +10,6 @@ from rope_kernels import RowMetrics
 from rope_kernels.vocabulary.checks import IGNORE_INDEX
 
 from ..families.capabilities import why_no_losses
-from ..forward_loss import DecoderCall, ForwardLoss, Steps, Tape, require
-from ..heads import head_losses
 from ..layout.labelled import Labelled
 from .cue import CueWeight
 from .forward_loss import DecoderCall, ForwardLoss, Steps, Tape, require

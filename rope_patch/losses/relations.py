@@ -15,11 +15,6 @@ from rope_kernels.common.autocast import as_multiplied
 from ..base.attention_calls import AttentionCall
 from ..families.capabilities import why_no_losses, why_no_relations
 from ..rope.rotary import find_decoder, named_rotary_modules
-from ..attention.calls import AttentionCall
-from ..families.capabilities import why_no_losses, why_no_relations
-from ..forward_loss import TAPE, DecoderCall, Steps, Tape, require
-from ..heads import head_kl
-from ..rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
 from .forward_loss import TAPE, DecoderCall, Steps, Tape, require
 from .heads import head_kl

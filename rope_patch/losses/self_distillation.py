@@ -11,9 +11,6 @@ from transformers.utils import logging
 from ..families.capabilities import why_no_losses, why_no_self_distillation, why_two_passes
 from ..forward.drawn_view import BoundView
 from ..forward.sources import ViewSource
-from ..bound import BoundView
-from ..families.capabilities import why_no_losses, why_no_self_distillation, why_two_passes
-from ..forward_loss import DecoderCall, Steps, require
 from ..layout.labelled import Labelled
 from ..rope.rotary import parameter_names
 from ..views import Standard

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..adapters.watch import adapter_configs
-from ..adapter_watch import adapter_configs
 from ..families.capabilities import is_noisy
 from ..patch import native_rope, rope_view, unpatch_model
 from ..rescalings.in_place import RopeParameters, healed

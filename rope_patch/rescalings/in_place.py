@@ -15,10 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .families.local_layers import far_looking_types, why_no_layers
-from .older_form import older_keys, resumable_form, unscaled_keys, write_older_keys
-from .rescalings import NativeRope, Rescaling
-from .rotary import (
+from ..families.local_layers import far_looking_types, why_no_layers
+from ..rope.older_form import older_keys, resumable_form, unscaled_keys, write_older_keys
+from ..rope.rotary import (
     RotaryState,
     attention_scales,
     find_causal_lm,

@@ -15,9 +15,11 @@ from support.tiny import WINDOW, tokens
 from torch.nn import functional as F  # noqa: N812
 
 from rope_patch import describe, native_rope, patch_model, rope_view, unpatch_model
-from rope_patch.attention.calls import sliding_window, watched_attention
-from rope_patch.cache_arguments import cache_argument, returned_cache
-from rope_patch.distillation import (
+from rope_patch.base.attention_calls import sliding_window, watched_attention
+from rope_patch.families.capabilities import why_not_relative
+from rope_patch.forward.cache_arguments import cache_argument, returned_cache
+from rope_patch.layout.labelled import Labelled
+from rope_patch.losses import (
     TAPE,
     CopiedTeacher,
     RelationDistiller,
@@ -27,9 +29,6 @@ from rope_patch.distillation import (
     ViewTape,
 )
 from rope_patch.rope.rotary import find_causal_lm, find_decoder
-from rope_patch.families.capabilities import why_not_relative
-from rope_patch.layout.labelled import Labelled
-from rope_patch.rotary import find_causal_lm, find_decoder
 from rope_patch.views import Skip, View
 
 N, SPLIT, SKIP = 20, 8, 30

@@ -23,7 +23,7 @@ from rope_patch.families.capabilities import (
 )
 from rope_patch.families.local_layers import has_rope
 from rope_patch.families.table import family_of
-from rope_patch.rotary import find_decoder
+from rope_patch.rope.rotary import find_decoder
 
 LAYERS = 6
 # a model of speech whose head of time stamps is beside the output head, which losses of hidden states are refused for

@@ -9,7 +9,7 @@ from functools import cache
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rope_patch.rotary import named_rotary_modules, text_modules
+from rope_patch.rope.rotary import named_rotary_modules, text_modules
 
 _ROTATION = re.compile(r"_?apply_rotary")
 

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from rope_patch.families.capabilities import is_noisy
 from rope_patch.rope.rotary import find_decoder, text_modules
-from .families.capabilities import is_noisy
-from .rotary import find_decoder, text_modules
 
 TILE = 4096
 """Tokens that pass through at once: enough to keep a GPU busy, at 128 MiB for each 16-bit copy of 16384 channels."""

@@ -7,9 +7,6 @@ from torch import nn
 from rope_patch.base.attention_calls import attention_name
 from rope_patch.families.local_layers import is_local
 from rope_patch.rope.rotary import find_causal_lm
-from rope_patch.attention.calls import attention_name
-from rope_patch.families.local_layers import is_local
-from rope_patch.rotary import find_causal_lm
 
 from ..engines.sequence_ranks import Engine, SequenceRanks
 from ..objectives import objective_of

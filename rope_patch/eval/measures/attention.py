@@ -12,16 +12,9 @@ from ...attention.plain import last_hidden_states
 from ...base.attention_calls import AttentionCall, attention_name
 from ...families.capabilities import computes_own_attention
 from ...generation.subject import Subject
-from ...rope.rotary import find_causal_lm, rotary_owners
+from ...rope.rotary import find_causal_lm, find_decoder, rotary_owners
 from ..results.progress import token_bar
 from ..results.result import Result
-from ..attention.calls import AttentionCall, attention_name
-from ..attention.plain import last_hidden_states
-from ..families.capabilities import computes_own_attention
-from ..rotary import find_causal_lm, find_decoder, rotary_owners
-from .progress import token_bar
-from .result import Result
-from .subject import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
