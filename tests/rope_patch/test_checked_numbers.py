@@ -12,7 +12,6 @@ INF = float("inf")
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("yarn", {"factor": 4.0, "truncate": "false"}, "truncate must be true, false or None, got 'false'"),
         ("yarn", {"factor": 4.0, "beta_fast": 1.0, "beta_slow": 32.0}, "beta_fast must be above beta_slow"),
         ("yarn", {"factor": 4.0, "beta_slow": 32}, "beta_fast must be above beta_slow"),
         ("yarn", {"factor": 4.0, "rope_theta": 1.0}, "rope_theta must be a finite number above 1, got 1.0"),
@@ -48,16 +47,6 @@ def test_a_rescaling_refuses(method, options, message):
 def test_an_index_is_refused(index, message):
     with pytest.raises(ValueError, match=message), rope_view(tiny(), index=index):
         pass
-
-
-@pytest.mark.parametrize("seed", [None, 1.5, "7", True])
-def test_a_seed_is_refused_before_anything_is_put_on(seed):
-    model = tiny()
-    with pytest.raises(ValueError, match="seed must be an integer"):
-        patch_model(model, "skip", seed=seed)
-    with pytest.raises(ValueError, match="seed must be an integer"), rope_view(model, "skip", seed=seed):
-        pass
-    assert not model.model._forward_pre_hooks
 
 
 def test_angles_are_as_rough_as_the_docs_of_the_largest_index_say():

@@ -236,8 +236,6 @@ def test_a_native_teacher_holds_the_model_to_it(tmp_path):
             "strength of 'dropout' must be a number above 0 and below 1, got True",
         ),
         ({"restore_every": True}, "restore_every must be a number of steps of at least 2, got True"),
-        ({"kl_weight": 0.0, "self_distill_args": {"kl_top": 0.5}}, "kl_top chooses rows of a KL that weighs 0"),
-        ({"kl_weight": 0.0, "self_distill_args": {"kl_longce": {}}}, "kl_longce chooses rows of a KL that weighs 0"),
         ({"kl_weight": 0.0, "self_distill_args": {"passes": "sequential"}}, "are of two views, and training runs one"),
         ({"kl_weight": 0.0, "self_distill_args": {"max_copies": 0.5}}, "are of two views, and training runs one"),
         ({"token_weighting": "longce", "longce_args": {"cap": True}}, "cap must be a number above 0, got True"),
