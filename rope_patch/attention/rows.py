@@ -13,6 +13,7 @@ from torch import nn
 
 from ..base.attention_calls import AttentionCall, attention_kernel, sliding_window, watched_attention
 from ..families.capabilities import keeps_from_attention
+from ..families.local_layers import other_layer_types
 from ..forward.cache_arguments import cache_of
 from ..layout.labelled import Labelled
 from ..rope.rotary import find_causal_lm, find_decoder
@@ -34,9 +35,8 @@ def why_masks_stay(model: nn.Module) -> str | None:
     kernel, config = attention_kernel(causal_lm), decoder.config
     if kernel != "sdpa":
         return f"attention is not sdpa's but {kernel or 'of another kind'}."
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
-        return f"it has layers of type {', '.join(sorted(other))}."
+    if other := other_layer_types(config):
+        return f"it has layers of type {other}."
     keeps = keeps_from_attention(decoder)
     if keeps is not None:
         return f"{keeps}."

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from ..base.attention_calls import AttentionCall, attention_kernel, attention_name, sliding_window, watched_attention
+from ..base.validators import require_integer
 from ..families.capabilities import has_sinks, keeps_from_attention
+from ..families.local_layers import other_layer_types
 from ..forward.cache_arguments import cache_of
 from ..layout.documents import real_tokens_of
 from ..layout.labelled import Labelled
@@ -47,8 +49,7 @@ class ShiftedAttention:
         self.causal_lm: Any = find_causal_lm(model)
         self.decoder: Any = find_decoder(model)
         config = self.decoder.config
-        if isinstance(group, bool) or not isinstance(group, int) or group < 2:
-            raise ValueError(f"group must be an integer of at least 2 tokens, got {group!r}.")
+        require_integer("group", group, least=2)
         if attention_kernel(self.causal_lm) is None:
             raise ValueError(
                 "shifted attention runs with sdpa, eager, flash and flex attention, got "
@@ -57,11 +58,8 @@ class ShiftedAttention:
         keeps = keeps_from_attention(self.decoder)
         if keeps is not None:  # each token would see all others
             raise ValueError(f"shifted attention needs attention that takes keyword arguments, and {keeps}.")
-        other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-        if other:
-            raise ValueError(
-                f"shifted attention is for attention layers, and this model has {', '.join(sorted(other))}."
-            )
+        if other := other_layer_types(config):
+            raise ValueError(f"shifted attention is for attention layers, and this model has {other}.")
         if getattr(config, "num_key_value_heads", config.num_attention_heads) < 2:
             raise ValueError("shifted attention needs two or more key-value heads, of which it shifts a half.")
         if has_sinks(self.decoder) and attention_kernel(self.causal_lm) != "flex":  # which runs all heads in one call

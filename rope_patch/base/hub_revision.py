@@ -17,5 +17,3 @@ def require_revision(revision: str | None, name: str, argument: str) -> None:
             f"{argument} {revision} is of a model on the hub, and {is_folder}: leave it out, or name the model by its "
             "hub id."
         )
-    if revision == "":
-        raise ValueError(f"{argument} must name a branch, tag or commit on the hub, got an empty name.")

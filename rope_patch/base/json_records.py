@@ -22,8 +22,6 @@ def read_record(file: Path, remedy: str, shape: dict[str, Any] | None = None) ->
     """
     try:
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{file} is nested too deeply. {remedy}") from None
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}. {remedy}") from error
     problem = _misfit(values, shape or {}, "")

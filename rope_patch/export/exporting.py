@@ -1,7 +1,6 @@
 """`rope_patch.export`: from a model or an adapter to a folder that one program serves right."""
 
 import copy
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from ..adapters.watch import base_revision, require_no_decoder_in_adapters
-from ..attention.string_positions import string_in_force
 from ..base.hub_revision import require_revision
 from ..base.registry import unknown
 from ..base.remote_code import load_pretrained
-from ..base.validators import require_integer
+from ..base.validators import require_integer, require_number
 from ..checkpoints.files_beside import Source, copy_license, copy_tokenizer, require_no_links_out, tokenizer_files
 from ..checkpoints.tokenizer_window import narrow_tokenizer, warn_of_short_tokenizer, widen_tokenizer_of
 from ..forward.config_agrees import require_frequencies_of_config, require_saved_rope, text_config
@@ -129,12 +127,8 @@ def export(
     """
     if target not in PROGRAMS:
         raise unknown("target", target, PROGRAMS)
-    is_size = isinstance(max_shard_gb, int | float) and not isinstance(max_shard_gb, bool)
-    if not is_size or not 0 < max_shard_gb < math.inf:
-        raise ValueError(f"max_shard_gb must be a finite number above 0, got {max_shard_gb!r}.")
+    require_number("max_shard_gb", max_shard_gb)
     chosen_converter = find_converter(converter) if target == "llama.cpp" else None
-    if converter is not None and chosen_converter is None:
-        raise ValueError(f"converter belongs to target 'llama.cpp', got {str(converter)!r} with target {target!r}.")
     model = model if isinstance(model, nn.Module) else os.path.expanduser(model)
     source = None if isinstance(model, nn.Module) else Path(model)
     name = model if isinstance(model, str) else str(find_causal_lm(model).config._name_or_path)
@@ -272,8 +266,6 @@ def _require_plain(causal_lm: PreTrainedModel, decoder: PreTrainedModel) -> None
                 "can say so. For 'nope' use the rescaling 'drop-rope'; else take the view off with unpatch_model, or "
                 "patch it with when='train'."
             )
-    if string_in_force(decoder) is not None:
-        raise ValueError("export was called inside string_positions, and no checkpoint can say so: leave the block.")
     if causal_lm.is_remote_code():
         raise ValueError(
             f"{type(causal_lm).__name__} is code of a repository, which other programs do not run: save_pretrained "
@@ -287,11 +279,7 @@ def _promised(window: int | None, config: Any) -> int | None:
     if window is None:
         return reached
     require_integer("window", window, least=1)
-    if reached is None:
-        raise ValueError(
-            f"window must be left out for model type {config.model_type!r}, whose config names none, got {window}."
-        )
-    if window > reached:
+    if reached is None or window > reached:
         raise ValueError(f"window must be at most the {reached} positions of the model's config, got {window}.")
     parameters = config.rope_parameters
     of_layer_types = parameters.values() if is_nested(parameters) else [parameters]

@@ -22,7 +22,7 @@ from ..rope.rotary import (
     text_modules,
 )
 from ..views.base import TRUE_POSITIONS
-from .local_layers import LocalLayers, why_no_layers
+from .local_layers import LocalLayers, other_layer_types, why_no_layers
 from .table import family_of
 
 _MIXES_TOKENS = re.compile("Mamba|Conv|SSM|Recurrent|Delta|Rwkv|LinearAttention|Lightning")
@@ -120,9 +120,8 @@ def why_two_passes(causal_lm: nn.Module, decoder: Any) -> str | None:
     if kernel == "flash" and _aligns_masks_at_the_top():
         return "a FlashAttention that aligns causal masks at the first query"
     config = decoder.config
-    other = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if other:
-        return f"layers of type {', '.join(sorted(other))}"
+    if other := other_layer_types(config):
+        return f"layers of type {other}"
     keeps = keeps_from_attention(decoder)
     if keeps is not None:
         return f"attention that cannot be told of copies: {keeps}"

@@ -26,6 +26,11 @@ def is_local(layer_type: str) -> bool:
     return any(word in layer_type for word in _LOCAL)
 
 
+def other_layer_types(config: Any) -> str:
+    """Layer types of a config besides full attention and sliding windows, in words; "" if there are none."""
+    return ", ".join(sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}))
+
+
 def far_looking_types(rope_parameters: dict[str, Any], rotary: Mapping[str, RotaryState]) -> set[str]:
     """Layer types with RoPE whose layers exist and are not local.
 

@@ -13,8 +13,6 @@ class ViewSource:
     """A view in force with its clock; gives each forward its RoPE indices."""
 
     def __init__(self, view: View, seed: int) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ValueError(f"seed must be an integer, got {seed!r}.")
         self.view = view
         self.clock = DrawClock(seed)
         self.last: BoundView | None = None  # of the last forward that drew: for logging

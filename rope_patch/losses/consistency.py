@@ -75,12 +75,6 @@ class ViewConsistency:
             raise ValueError(f"kl_longce must hold the fields of LongCE, or be None, got {self.kl_longce!r}.")
         if self.kl_top is not None:
             require_number("kl_top", self.kl_top, below=1)
-        for name in ("kl_longce", "kl_top"):
-            if getattr(self, name) is not None and not self.kl_weight:
-                raise ValueError(
-                    f"{name} chooses rows of a KL that weighs 0, got {name}={getattr(self, name)!r}: leave it out, or "
-                    "give the KL a weight above 0."
-                )
 
 
 @dataclass(frozen=True)

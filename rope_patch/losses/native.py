@@ -59,15 +59,8 @@ class NativeTargets:
         require_number("temperature", self.temperature)
         if self.direction not in get_args(Direction):
             raise ValueError(f"direction must be one of {get_args(Direction)}, got {self.direction!r}.")
-        if self.weight:
-            return
-        if not self.has_ce:
+        if not (self.weight or self.has_ce):
             raise ValueError("weight, clm_weight and text_weight are all 0, so there is nothing to learn: raise one.")
-        of_kl = {"temperature": 1.0, "direction": "forward"}
-        if given := [name for name, default in of_kl.items() if getattr(self, name) != default]:
-            raise ValueError(
-                f"weight=0 leaves the KL out, whose {' and '.join(given)} would have no effect: leave out."
-            )
 
     @property
     def has_ce(self) -> bool:

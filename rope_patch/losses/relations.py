@@ -13,12 +13,13 @@ from rope_kernels import Visibility, attention_map_kl, relation_kl, relation_mse
 from rope_kernels.common.autocast import as_multiplied
 
 from ..base.attention_calls import AttentionCall
+from ..base.validators import require_number
 from ..families.capabilities import why_no_losses, why_no_relations
 from ..rope.rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
 from .forward_loss import TAPE, DecoderCall, Steps, Tape, require
 from .heads import head_kl
-from .targets import RelationTargets, require_number
+from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
 
 
@@ -37,8 +38,8 @@ class LogitKL:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        require_number("weight", self.weight)
-        require_number("temperature", self.temperature, above_zero=True)
+        require_number("weight", self.weight, least=0)
+        require_number("temperature", self.temperature)
         if type(self.last) is not int or self.last < 1:
             raise ValueError(f"last must be a number of tokens of at least 1, got {self.last!r}.")
 

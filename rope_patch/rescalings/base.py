@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..base.registry import RESCALINGS as RESCALINGS
+from ..base.validators import require_number
 from ..views.base import MAX_INDEX
 
 
@@ -96,27 +97,23 @@ def stretched(window: int, factor: float) -> int:
     return round(window * factor)
 
 
-def require_factor(owner: Rescaling, factor: object) -> None:
+def require_factor(owner: Rescaling, factor: Any) -> None:
     """Raise unless `factor` is a finite number of at least 1."""
-    if not isinstance(factor, int | float) or not 1 <= factor < math.inf:
-        twice = f"{owner.factor_per_window:g} * " if owner.factor_per_window != 1 else ""
-        raise ValueError(
-            f"rescaling {owner.name!r}: factor must be a finite number of at least 1 ({twice}target window / trained "
-            f"window), got {factor!r}."
-        )
+    twice = f"{owner.factor_per_window:g} * " if owner.factor_per_window != 1 else ""
+    require_number(f"rescaling {owner.name!r}: factor ({twice}target window / trained window)", factor, least=1)
 
 
 def require_positive(owner: Rescaling, **values: float | None) -> None:
     """Raise unless every value is None or a finite number above 0."""
     for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"rescaling {owner.name!r}: {name} must be a finite number above 0, got {value!r}.")
+        if value is not None:
+            require_number(f"rescaling {owner.name!r}: {name}", value)
 
 
 def require_base(owner: Rescaling, name: str, base: float | None) -> None:
     """Raise unless `base` is None or a finite number above 1, of which frequencies B^(-2j/d) fall with j."""
-    if base is not None and not 1 < base < math.inf:
-        raise ValueError(f"rescaling {owner.name!r}: {name} must be a finite number above 1, got {base!r}.")
+    if base is not None:
+        require_number(f"rescaling {owner.name!r}: {name}", base, above=1)
 
 
 def require_window(owner: Rescaling, name: str, window: int | None) -> None:

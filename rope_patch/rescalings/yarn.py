@@ -83,8 +83,6 @@ class Yarn(Rescaling):
                 f"rescaling 'yarn': beta_fast must be above beta_slow (32 and 1 by default), got {fast} and {slow}: "
                 "the ramp between kept and interpolated frequencies would run backwards."
             )
-        if self.truncate is not None and not isinstance(self.truncate, bool):
-            raise ValueError(f"rescaling 'yarn': truncate must be true, false or None, got {self.truncate!r}.")
 
     def rope_parameters(self, native: NativeRope) -> dict[str, Any]:
         return {

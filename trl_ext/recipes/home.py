@@ -4,14 +4,11 @@ import os
 import re
 from typing import Any
 
-_HOME = re.compile(r"((?:[^=/]*=)?)~(?=/)")  # also behind the name of a flag or a label
-
 
 def with_home(value: Any) -> Any:
     """The home in place of the `~` of `~/...`, in an argument of the command line or in all values of a recipe."""
     if isinstance(value, str):
-        found = _HOME.match(value)
-        return value if found is None else found[1] + os.path.expanduser("~") + value[found.end() :]
+        return re.sub(r"^(--[\w-]+=)?~(?=/)", lambda found: (found[1] or "") + os.path.expanduser("~"), value)
     if isinstance(value, list):
         return [with_home(item) for item in value]
     return {name: with_home(item) for name, item in value.items()} if isinstance(value, dict) else value

@@ -124,10 +124,6 @@ class Launch:
         elif not file.is_file():
             raise unknown("accelerate_config", self.config, config_names())
         settings: dict[str, Any] = read_yaml(file, f"--accelerate_config {self.config}")
-        if not isinstance(settings, dict):
-            raise ValueError(
-                f"--accelerate_config {self.config} must hold the settings of accelerate, got {settings!r}."
-            )
         n = self.n_processes or settings.get("num_processes") or torch.cuda.device_count()
         if not n:
             raise ValueError(f"--accelerate_config {self.config} is for GPUs, and torch sees none. {_ON_CPUS}")

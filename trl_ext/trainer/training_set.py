@@ -120,13 +120,6 @@ def _require_integers_in_each_row(dataset: Dataset, name: str) -> None:
         kind = getattr(feature, "feature", feature)
         if not (isinstance(feature, List | LargeList) and "int" in str(getattr(kind, "dtype", ""))):
             raise ValueError(f"{name} must have a list of integers in {column!r} of each row, got {feature}.")
-        for first, rows in _batches(dataset, column):
-            if rows.null_count or pc.list_flatten(rows).null_count:
-                row = next(i for i, ids in enumerate(rows.to_pylist()) if ids is None or None in ids)
-                raise ValueError(
-                    f"{name}: row {first + row} must have a list of integers in {column!r}, got null in it or in its "
-                    "place. Correct the row, or leave it out."
-                )
 
 
 def require_known_tokens(dataset: Any, name: str, vocab_size: int | None) -> None:

@@ -57,7 +57,7 @@ def check_window(model: Any, view: View, longest: int | None, *, tell: bool = Tr
     if tell and view.perturbs and reach is not None and reach >= max(window, longest):
         logger.warning(
             f"view {view.name!r} shows RoPE indices up to {reach}, beyond the model's window of {window} positions. "
-            "Nothing is to do if this is meant."
+            "If this is intended, ignore this warning."
         )
 
 

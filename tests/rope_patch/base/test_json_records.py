@@ -14,7 +14,6 @@ SHAPE = {"name": str, "steps": int | float | None, "run": {"papers": [str]}, "st
     [
         ("", "is no JSON: Expecting value"),
         ('{"name": "a', "is no JSON: Unterminated string"),
-        ("[" * 100_000, "is nested too deeply"),
         ("[]", r"must hold an object, got \[\]"),
         ("{}", "must hold a text as name, got None"),
         ('{"name": 5}', "must hold a text as name, got 5"),

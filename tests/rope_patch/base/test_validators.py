@@ -12,17 +12,20 @@ INF = float("inf")
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("yarn", {"factor": 4.0, "truncate": "false"}, "truncate must be true, false or None, got 'false'"),
         ("yarn", {"factor": 4.0, "beta_fast": 1.0, "beta_slow": 32.0}, "beta_fast must be above beta_slow"),
         ("yarn", {"factor": 4.0, "beta_slow": 32}, "beta_fast must be above beta_slow"),
-        ("yarn", {"factor": 4.0, "rope_theta": 1.0}, "rope_theta must be a finite number above 1, got 1.0"),
-        ("pi", {"factor": INF}, "factor must be a finite number of at least 1"),
-        ("pi", {"factor": 2.0, "rope_theta": 0.5}, "rope_theta must be a finite number above 1"),
-        ("abf", {"theta": 1e-300}, "theta must be a finite number above 1, got 1e-300"),
-        ("abf", {"theta": float("nan")}, "theta must be a finite number above 1"),
-        ("llama3", {"factor": 2.0, "rope_theta": 1}, "rope_theta must be a finite number above 1"),
-        ("longrope", {"factor": 2.0, "long_factor": [1.0] * 4, "rope_theta": -5}, "rope_theta must be a finite"),
-        ("dynamic-ntk", {"factor": 2.0, "rope_theta": 1.0}, "rope_theta must be a finite number above 1"),
+        ("yarn", {"factor": 4.0, "rope_theta": 1.0}, "rope_theta must be a number above 1, got 1.0"),
+        ("pi", {"factor": INF}, "factor .* must be a number of at least 1"),
+        ("pi", {"factor": 2.0, "rope_theta": 0.5}, "rope_theta must be a number above 1"),
+        ("abf", {"theta": 1e-300}, "theta must be a number above 1, got 1e-300"),
+        ("abf", {"theta": float("nan")}, "theta must be a number above 1"),
+        ("llama3", {"factor": 2.0, "rope_theta": 1}, "rope_theta must be a number above 1"),
+        (
+            "longrope",
+            {"factor": 2.0, "long_factor": [1.0] * 4, "rope_theta": -5},
+            "rope_theta must be a number above 1",
+        ),
+        ("dynamic-ntk", {"factor": 2.0, "rope_theta": 1.0}, "rope_theta must be a number above 1"),
     ],
 )
 def test_a_rescaling_refuses(method, options, message):
@@ -48,16 +51,6 @@ def test_a_rescaling_refuses(method, options, message):
 def test_an_index_is_refused(index, message):
     with pytest.raises(ValueError, match=message), rope_view(tiny(), index=index):
         pass
-
-
-@pytest.mark.parametrize("seed", [None, 1.5, "7", True])
-def test_a_seed_is_refused_before_anything_is_put_on(seed):
-    model = tiny()
-    with pytest.raises(ValueError, match="seed must be an integer"):
-        patch_model(model, "skip", seed=seed)
-    with pytest.raises(ValueError, match="seed must be an integer"), rope_view(model, "skip", seed=seed):
-        pass
-    assert not model.model._forward_pre_hooks
 
 
 def test_angles_are_as_rough_as_the_docs_of_the_largest_index_say():

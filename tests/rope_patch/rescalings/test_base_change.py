@@ -28,7 +28,7 @@ def test_ntk_declares_half_of_its_factor_in_windows_and_tells_the_factor_of_a_lo
 @pytest.mark.parametrize("factor", [0.5, None])
 def test_what_ntk_means_by_a_factor_is_said(factor):
     require_refused(
-        "ntk", {"factor": factor}, r"at least 1 \(2 \* target window / trained window\), got " + str(factor)
+        "ntk", {"factor": factor}, r"\(2 \* target window / trained window\) must be .* 1, got " + str(factor)
     )
 
 
@@ -72,7 +72,7 @@ def test_a_window_beside_the_base_is_refused_where_scaling_begins_at_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"theta": 0}, "rescaling 'abf': theta must be a finite number above 1, got 0."),
+        ({"theta": 0}, "rescaling 'abf': theta must be a number above 1, got 0."),
         ({"theta": 1e6, "max_position_embeddings": 1.5}, "max_position_embeddings must be an integer"),
     ],
 )

@@ -130,12 +130,5 @@ def test_another_form_is_one_line(tmp_path, capsys, model, says):
     assert says.format(folder=tmp_path / "model") in capsys.readouterr().err
 
 
-def test_a_converter_for_another_target_is_named_as_it_was_typed(tmp_path, capsys):
-    tiny().save_pretrained(tmp_path / "model")
-    command = ["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--converter", "a.py"]
-    assert main(command) == 2
-    assert "converter belongs to target 'llama.cpp', got 'a.py' with target 'transformers'." in capsys.readouterr().err
-
-
 def test_the_targets_are_those_of_the_package():
     assert tuple(PROGRAMS) == TARGETS

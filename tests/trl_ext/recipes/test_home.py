@@ -28,7 +28,6 @@ def home(tmp_path, monkeypatch):
     [
         ("~/x", "{home}/x"),
         ("--output=~/x", "--output={home}/x"),
-        ("yarn=~/x@yarn:factor=4", "yarn={home}/x@yarn:factor=4"),
         ({"datasets": [{"data_files": ["~/a.jsonl"]}]}, {"datasets": [{"data_files": ["{home}/a.jsonl"]}]}),
     ],
 )

@@ -173,10 +173,7 @@ def test_what_a_machine_lacks_is_said(monkeypatch):
         Launch("fsdp2").settings()
 
 
-@pytest.mark.parametrize(
-    ("text", "said"), [("{a: [", "is no YAML: "), ("", "must hold the settings of accelerate, got N")]
-)
-def test_a_file_that_is_no_config_is_refused(text, said, tmp_path):
-    (tmp_path / "own.yaml").write_text(text)
-    with pytest.raises(ValueError, match=said):
+def test_a_file_that_is_no_config_is_refused(tmp_path):
+    (tmp_path / "own.yaml").write_text("{a: [")
+    with pytest.raises(ValueError, match="is no YAML: "):
         Launch(str(tmp_path / "own.yaml"), n_processes=2).settings()

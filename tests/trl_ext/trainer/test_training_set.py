@@ -376,8 +376,6 @@ MALFORMED = {
     "negative": ([{"input_ids": [5, -1, 6]}], "row 0 .* has -1 in 'input_ids', and the model knows tokens 0 to"),
     "floats": ([{"input_ids": [5.0, 6.0]}], INTEGERS + "'input_ids' of each row, got"),
     "words": ([{"input_ids": ["w5", "w6"]}], INTEGERS + "'input_ids' of each row, got"),
-    "null-ids": ([{"input_ids": [5, 6]}, {"input_ids": None}], f"row 1 {INTEGERS}'input_ids', got null"),
-    "null-id": ([{"input_ids": [5, 6]}, {"input_ids": [5, None]}], f"row 1 {INTEGERS}'input_ids', got null"),
     "labels": ([{"input_ids": [5, 6], "labels": [-1, 6]}], "row 0 .* has -1 in 'labels', .* or -100 for none"),
     "float-labels": ([{"input_ids": [5, 6], "labels": [5.0, 6.0]}], INTEGERS + "'labels' of each row, got"),
 }
