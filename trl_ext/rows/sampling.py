@@ -10,8 +10,8 @@ from tqdm.auto import tqdm
 
 from rope_patch.checked_numbers import require_number
 from rope_patch.eval.decoding import end_tokens, first_end
+from rope_patch.eval.inference import InferenceModel
 from rope_patch.eval.sampling import sampled_tokens
-from rope_patch.eval.subject import Subject
 from rope_patch.rotary import find_decoder
 from rope_patch.special_tokens import SpecialTokens
 from rope_patch.state import has_view
@@ -214,7 +214,7 @@ class _Sampler:
         self, model: nn.Module, tokenizer: Any, temperature: float, seed: int, batch_size: int | None, progress: bool
     ) -> None:
         require_number("temperature", temperature)
-        self.subject = Subject(model)
+        self.subject = InferenceModel(model)
         self.causal_lm = self.subject.causal_lm
         if has_view(find_decoder(self.causal_lm), training=False):
             raise ValueError(

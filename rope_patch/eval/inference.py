@@ -1,0 +1,127 @@
+"""A causal LM that is read and not trained: hidden states and log-probabilities without logits of a whole row."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..attention.plain import last_hidden_states
+from ..cache_arguments import cache_argument
+from ..capabilities import why_no_head
+from ..describe import describe
+from ..rescale import pretrained_window
+from ..rotary import base_model_name, find_causal_lm, rows_forgotten
+
+
+class InferenceModel:
+    """A Transformers causal LM, patched or not, bare or with adapters.
+
+    Args:
+        model: the model; it is not changed.
+
+    Raises:
+        ValueError: it has no output head, something between decoder and head, or no decoder of its own below it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.causal_lm: Any = find_causal_lm(model)
+        self.head: Any = self.causal_lm.get_output_embeddings()
+        if not isinstance(getattr(self.head, "weight", None), torch.Tensor):
+            raise ValueError(f"{type(self.causal_lm).__name__} has no linear output head: a causal LM is needed.")
+        name = base_model_name(self.causal_lm)
+        if name is None:
+            raise ValueError(
+                f"{type(self.causal_lm).__name__} has no Transformers model below its output head: not supported."
+            )
+        self._base_name: str = name
+        reason = why_no_head(self.causal_lm, self._base_model)
+        if reason is not None:
+            raise ValueError(reason)
+
+    @property
+    def _base_model(self) -> Any:
+        """What turns ids into hidden states."""
+        return getattr(self.causal_lm, self._base_name)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        return self.head.weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return self.causal_lm.get_input_embeddings().weight.device
+
+    @cached_property
+    def trained_window(self) -> int | None:
+        """Positions that the model was pretrained on, also where a rescaled config promises more; None if unnamed."""
+        description = describe(self.causal_lm)
+        return pretrained_window(description.native_rope_parameters, description.trained_window)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients and eval mode, so that views which are sampled in training are not in force.
+
+        Afterwards every module is in the mode that it was in, and dynamic NTK has the frequencies that it had.
+        """
+        was_training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            with torch.no_grad(), rows_forgotten(self.model):
+                yield
+        finally:
+            for module, training in was_training.items():  # a part may be in another mode than the whole
+                module.training = training
+
+    def hidden(self, ids: torch.Tensor, cache: Any = None, **inputs: Any) -> torch.Tensor:
+        """Last hidden states, [batch, seq_len, hidden], of ids [batch, seq_len], behind what is in `cache`.
+
+        Whole rows are read by `last_hidden_states`, which makes no masks of n x n that it can do without.
+        """
+        if cache is None and not inputs:
+            return last_hidden_states(self.causal_lm, ids)
+        decoder = self._base_model
+        behind = {} if cache is None else cache_argument(decoder, cache)
+        return decoder(input_ids=ids, use_cache=cache is not None, **behind, **inputs).last_hidden_state
+
+    def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the next token, float32 [n, vocab_size], for a small n of hidden states [n, hidden]."""
+        return self._logits(hidden).float().log_softmax(-1)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] of hidden states [n, hidden] by the model's own forward, without its decoder."""
+        modules, name = self.causal_lm._modules, self._base_name
+        decoder = modules[name]
+        modules[name] = _Given(hidden[None], decoder)
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            return self.causal_lm(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            modules[name] = decoder
+
+
+class _Given(nn.Module):
+    """Stands for a decoder whose output is known; what else a causal LM reads of it is the decoder's."""
+
+    def __init__(self, hidden: torch.Tensor, decoder: nn.Module) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.__dict__["decoder"] = decoder  # and not as a child, which it stays of the model alone
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["decoder"], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Output(last_hidden_state=self.hidden)
+
+
+class _Output(BaseModelOutputWithPast):
+    def __getattr__(self, name: str) -> None:
+        """What a family's decoder returns beside hidden states is not there."""
+        return None
