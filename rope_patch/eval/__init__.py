@@ -6,11 +6,12 @@ from .comparisons import in_distribution_penalty, recovery_ratio
 from .context_gain import ContextGain, context_gain
 from .lm_eval_tasks import LmEval, lm_eval_tasks
 from .loss_by_position import LossByPosition, loss_by_position
+from .measure import Job, Measure
 from .paired import mcnemar, paired_interval
 from .probe import ProbeResult, probe
 from .regressions import Cell, Regressions, regressions
 from .report import write_report
-from .result import Result
+from .result import Pairs, Result
 from .retrieval import niah, passkey, retrieval
 from .retrieval_grid import RetrievalGrid
 from .ruler import Ruler, ruler
@@ -27,8 +28,11 @@ __all__ = [
     "ContextGain",
     "EntropyRatio",
     "EvalPlan",
+    "Job",
     "LmEval",
     "LossByPosition",
+    "Measure",
+    "Pairs",
     "ProbeResult",
     "Regressions",
     "Result",

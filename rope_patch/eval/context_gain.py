@@ -9,6 +9,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..rotary import forget_rows
+from .measure import Measure
 from .progress import token_bar
 from .result import Result
 from .subject import Subject
@@ -216,3 +217,15 @@ def _refuse_sliding_windows(subject: Subject) -> None:
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "sliding_window", None) and (kinds is None or any("full" not in kind for kind in kinds)):
         raise ValueError("kind='paper' cuts the KV cache, which sliding-window layers cut already; use kind='exact'.")
+
+
+GAIN = Measure(
+    name="gain",
+    result=ContextGain,
+    run=lambda job: context_gain(job.model, job.rows, begin=job.begin),
+    help=f"context gain: how much lower the loss is when the model reads the whole text instead of its last {SHORT} "
+    "tokens",
+    by_default=True,
+    reads_rows=True,
+    least=lambda window: SHORT + 1,
+)

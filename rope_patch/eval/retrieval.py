@@ -1,9 +1,10 @@
 """Passkey and needle-in-a-haystack: what a model writes and, beside it, teacher-forced, by length and depth."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -11,11 +12,24 @@ from transformers import PreTrainedTokenizerBase
 from .asking import ChatTemplate
 from .cache import Remember, afresh
 from .generation import ask_greedily, times_read
+from .measure import Job, Measure
 from .needles import KINDS, Kind
 from .progress import token_bar
-from .prompt_grid import ALL_WORDINGS, DEPTHS, Haystacks, PromptGrid, haystacks_of, needles_of
+from .prompt_grid import (
+    ALL_WORDINGS,
+    DEPTHS,
+    Haystacks,
+    PromptGrid,
+    check_retrieval,
+    haystacks_of,
+    needles_of,
+    shortest_prompt,
+)
 from .reading import Question, Reply
 from .retrieval_grid import RetrievalGrid
+
+if TYPE_CHECKING:
+    from .suite import EvalPlan
 
 Ask = Callable[[Sequence[Question], Callable[[int], None]], tuple[list[Reply], str]]
 """(questions, what is told how many are read) -> replies, and a sentence about who gave them or ""."""
@@ -251,3 +265,66 @@ class _Together:
                 **self.grids[kind].part(self.length, of_kind, of_grid),
                 "said": [said] if said else [],
             }
+
+
+_HELP: dict[Kind, str] = {
+    "passkey": "retrieval of a five-digit number that stands somewhere in repeated filler sentences",
+    "single": "needle in a haystack: retrieval of sentences hidden in your text. One; one of several; several at once; "
+    "the first, second, ... of several. Also accuracy by the place of the answer",
+}
+_KINDS: dict[str, Kind] = {kind if kind == "passkey" else f"niah-{kind}": kind for kind in KINDS}
+
+
+def kinds_of(plan: "EvalPlan") -> list[Kind]:
+    """The kinds of prompts that a plan asks."""
+    return [_KINDS[name] for name in plan.measures if name in _KINDS]
+
+
+def _measured(job: Job) -> RetrievalGrid:
+    """The grid of the measure that runs; all others that are missing are measured with it, as they share prompts."""
+    from .vllm_backend import vllm_answers
+
+    plan, names = job.plan, {kind: name for name, kind in _KINDS.items()}
+    kind = _KINDS[job.name]
+    if kind not in job.shared:
+        by_vllm = plan.backend == "vllm"
+        with vllm_answers(job.model, job.checkpoint, max(plan.lengths, default=0)) if by_vllm else nullcontext() as ask:
+            job.shared |= retrieval(
+                job.model,
+                job.tokenizer,
+                job.texts,
+                plan.lengths,
+                kinds=[k for k in kinds_of(plan) if not job.is_kept(names[k])],
+                depths=plan.depths,
+                trials=plan.trials,
+                batch_size=plan.batch_size,
+                seed=plan.seed,
+                chat_template=plan.chat_template,
+                remember=lambda k: job.memory(names[k]),
+                ask=ask,
+            )
+    grid: RetrievalGrid = job.shared[kind]
+    return grid
+
+
+def _check(plan: "EvalPlan", tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
+    # the kind with the longest prompts first: the length that its error names is enough for the others
+    for kind in sorted(kinds_of(plan), key=lambda k: -shortest_prompt(k, tokenizer, plan.chat_template)):
+        check_retrieval(kind, tokenizer, texts, plan.lengths, plan.chat_template)
+
+
+RETRIEVAL = tuple(
+    Measure(
+        name=name,
+        result=RetrievalGrid,
+        run=_measured,
+        flag="passkey" if kind == "passkey" else "niah",
+        by_default=kind in ("passkey", "single", "multikey"),
+        asks=True,
+        settings=("trials", "depths", "seed", "chat_template", "backend"),
+        parts=("lengths",),
+        check=_check,
+        help=_HELP.get(kind, ""),
+    )
+    for name, kind in _KINDS.items()
+)
