@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_patch.eval
 from rope_patch import __version__, patch_model
-from rope_patch.eval import MEASURES, LossByPosition
+from rope_patch.eval import MEASURES
 from trl_ext import cli
 from trl_ext.cli.measure import _default_length
 from trl_ext.cli.model_spec import ModelSpec
@@ -64,7 +65,7 @@ def test_a_full_disk_is_told_with_the_report_and_what_is_measured_is_kept(folder
         context.setattr(rope_patch.eval, "write_report", full)
         assert run(folder, "eval", *arguments) == 2
     assert f"eval: {folder}/report could not be written, on a disk with " in capsys.readouterr().err
-    monkeypatch.setitem(MEASURES, "cliff", (lambda _: pytest.fail("measured"), LossByPosition))
+    monkeypatch.setitem(MEASURES, "cliff", replace(MEASURES["cliff"], run=lambda _: pytest.fail("measured")))
     assert run(folder, "eval", *arguments) == 0
 
 
