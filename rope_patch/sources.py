@@ -4,6 +4,7 @@ import torch
 
 from .bound import Batch, BoundTable, BoundView
 from .cached_draws import draws_of, why_other_indices, why_other_view
+from .checked_numbers import require_integer
 from .draw_clock import DrawClock
 from .layout.documents import Documents, locate_documents
 from .views.base import View
@@ -13,8 +14,7 @@ class ViewSource:
     """A view in force with its clock; gives each forward its RoPE indices."""
 
     def __init__(self, view: View, seed: int) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ValueError(f"seed must be an integer, got {seed!r}.")
+        require_integer("seed", seed)
         self.view = view
         self.clock = DrawClock(seed)
         self.last: BoundView | None = None  # of the last forward that drew: for logging

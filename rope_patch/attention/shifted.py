@@ -10,6 +10,7 @@ from torch import nn
 
 from ..cache_arguments import cache_of
 from ..capabilities import has_sinks, keeps_from_attention
+from ..checked_numbers import require_integer
 from ..layout.documents import real_tokens_of
 from ..layout.labelled import Labelled
 from ..rotary import find_causal_lm, find_decoder, parameter_names
@@ -47,8 +48,7 @@ class ShiftedAttention:
         self.causal_lm: Any = find_causal_lm(model)
         self.decoder: Any = find_decoder(model)
         config = self.decoder.config
-        if isinstance(group, bool) or not isinstance(group, int) or group < 2:
-            raise ValueError(f"group must be an integer of at least 2 tokens, got {group!r}.")
+        require_integer("group", group, least=2)
         if attention_kernel(self.causal_lm) is None:
             raise ValueError(
                 "shifted attention runs with sdpa, eager, flash and flex attention, got "

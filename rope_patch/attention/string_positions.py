@@ -86,10 +86,7 @@ class _StringPositions:
         if offset is None:
             offset = int(config.max_position_embeddings) // 3
         require_integer("local", local, least=0)
-        if isinstance(offset, bool) or not isinstance(offset, int) or offset <= local:
-            raise ValueError(
-                f"offset must be an integer of at least {local + 1}, got {offset!r}; offset is above local."
-            )
+        require_integer("offset", offset, least=local + 1)
         self.offset, self.local = offset, local
         self.kind = attention_name(self.causal_lm)
         if self.kind not in ("sdpa", "eager"):

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from ..checked_numbers import require_number
 from ..forward_loss import DecoderCall, Steps, Tape
 from ..patch import rope_view
 from .distiller import Distiller
-from .targets import checked_layers, require_number
+from .targets import checked_layers
 from .teacher import CopiedTeacher, SharedTeacher
 
 
@@ -37,8 +38,8 @@ class HiddenTargets:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        require_number("weight", self.weight, above_zero=True)
-        require_number("short_to_long", self.short_to_long)
+        require_number("weight", self.weight)
+        require_number("short_to_long", self.short_to_long, least=0)
         object.__setattr__(self, "layers", checked_layers(self.layers))
         if self.layers == (0,) and not self.short_to_long:
             raise ValueError(

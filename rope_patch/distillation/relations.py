@@ -14,11 +14,12 @@ from rope_kernels.common.autocast import as_multiplied
 
 from ..attention.calls import AttentionCall
 from ..capabilities import why_no_losses, why_no_relations
+from ..checked_numbers import require_integer, require_number
 from ..forward_loss import TAPE, DecoderCall, Steps, Tape, require
 from ..heads import head_kl
 from ..rotary import find_decoder, named_rotary_modules
 from .distiller import Distiller
-from .targets import RelationTargets, require_number
+from .targets import RelationTargets
 from .teacher import CopiedTeacher, SharedTeacher
 
 
@@ -37,10 +38,9 @@ class LogitKL:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        require_number("weight", self.weight)
-        require_number("temperature", self.temperature, above_zero=True)
-        if type(self.last) is not int or self.last < 1:
-            raise ValueError(f"last must be a number of tokens of at least 1, got {self.last!r}.")
+        require_number("weight", self.weight, least=0)
+        require_number("temperature", self.temperature)
+        require_integer("last", self.last, least=1)
 
     def chosen(self, document: torch.Tensor) -> torch.Tensor:
         """Which tokens count, bool [batch, n], from the document of each, int64 [batch, n], -1 on padding."""

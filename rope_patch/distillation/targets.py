@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..checked_numbers import require_number
+
 Denominator = Literal["own_heads", "query_heads"]
 Rope = Literal["post", "pre"]
 Divergence = Literal["kl", "mse"]
@@ -45,7 +47,7 @@ class RelationTargets:
 
     def __post_init__(self) -> None:
         for name in ("q", "k", "v", "attention"):
-            require_number(f"the weight of {name!r}", getattr(self, name))
+            require_number(f"the weight of {name!r}", getattr(self, name), least=0)
         if not isinstance(self.strip_attention_factor, bool):
             raise ValueError(f"strip_attention_factor must be True or False, got {self.strip_attention_factor!r}.")
         if not self.weights:
@@ -66,14 +68,6 @@ class RelationTargets:
     def weights(self) -> dict[str, float]:
         """Target -> weight, for those that count."""
         return {name: float(getattr(self, name)) for name in ("q", "k", "v", "attention") if getattr(self, name)}
-
-
-def require_number(name: str, value: object, *, above_zero: bool = False) -> None:
-    """Raise ValueError unless `value` is a finite number of at least 0, or above it; True is none."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < float("inf") or (above_zero and value == 0):  # type: ignore[operator]
-        least = "above 0" if above_zero else "of at least 0"
-        raise ValueError(f"{name} must be a finite number {least}, got {value!r}.")
 
 
 def checked_layers(layers: Sequence[int] | None) -> tuple[int, ...] | None:

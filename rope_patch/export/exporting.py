@@ -1,7 +1,6 @@
 """`rope_patch.export`: from a model or an adapter to a folder that one program serves right."""
 
 import copy
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers.utils import logging
 from ..adapter_watch import base_revision, require_no_decoder_in_adapters
 from ..adapters import adapter_folder_of
 from ..attention.string_positions import string_in_force
-from ..checked_numbers import require_integer
+from ..checked_numbers import require_integer, require_number
 from ..files_beside import Source, copy_license, copy_tokenizer, require_no_links_out, tokenizer_files
 from ..hub_revision import require_revision
 from ..model_card import base_of_runs, read_runs
@@ -129,9 +128,7 @@ def export(
     """
     if target not in PROGRAMS:
         raise unknown("target", target, PROGRAMS)
-    is_size = isinstance(max_shard_gb, int | float) and not isinstance(max_shard_gb, bool)
-    if not is_size or not 0 < max_shard_gb < math.inf:
-        raise ValueError(f"max_shard_gb must be a finite number above 0, got {max_shard_gb!r}.")
+    require_number("max_shard_gb", max_shard_gb)
     chosen_converter = find_converter(converter) if target == "llama.cpp" else None
     if converter is not None and chosen_converter is None:
         raise ValueError(f"converter belongs to target 'llama.cpp', got {str(converter)!r} with target {target!r}.")

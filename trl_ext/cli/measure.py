@@ -377,10 +377,11 @@ def _without_too_long(plan: "EvalPlan", *, named: bool) -> "EvalPlan":
 
 
 def _require_positive(args: argparse.Namespace) -> None:
+    from rope_patch.checked_numbers import require_integer
+
     for name in ("length", "rows", "trials", "ruler_samples", "batch_size", "limit", "window"):
-        given = getattr(args, name, None)
-        if given is not None and given < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {given}.")
+        if getattr(args, name, None) is not None:
+            require_integer(f"--{name.replace('_', '-')}", getattr(args, name), least=1)
 
 
 def _device(args: argparse.Namespace) -> tuple[str, Any]:

@@ -72,7 +72,7 @@ def test_a_window_beside_the_base_is_refused_where_scaling_begins_at_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"theta": 0}, "rescaling 'abf': theta must be a finite number above 1, got 0."),
+        ({"theta": 0}, "rescaling 'abf': theta must be a number above 1, got 0."),
         ({"theta": 1e6, "max_position_embeddings": 1.5}, "max_position_embeddings must be an integer"),
     ],
 )

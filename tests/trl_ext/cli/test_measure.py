@@ -286,7 +286,7 @@ def test_the_core_package_names_the_command_line(monkeypatch, capsys):
 
 def test_a_traceback_is_shown_on_request(folder, monkeypatch, capsys):
     monkeypatch.setenv("ROPE_PATCH_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="--trials must be at least 1"):
+    with pytest.raises(ValueError, match="--trials must be an integer of at least 1"):
         run(folder, "eval", "--model", "tiny", "--trials", "0")
 
 
@@ -405,8 +405,8 @@ def test_what_rows_are_too_short_for_is_left_out_and_told_unless_it_is_named(fol
     ("arguments", "message"),
     [
         (["--model", "x=tiny", "--model", "x=tiny"], "labels must differ, got x, x"),
-        (["--model", "tiny", "--trials", "0"], "--trials must be at least 1, got 0"),
-        (["--model", "tiny", "--length", "0"], "--length must be at least 1, got 0"),
+        (["--model", "tiny", "--trials", "0"], "--trials must be an integer of at least 1, got 0"),
+        (["--model", "tiny", "--length", "0"], "--length must be an integer of at least 1, got 0"),
         (["--model", "tiny", "--model", "nowhere/model"], "--model: nowhere/model is no folder with a"),
         (["--model", "tiny", "--cliff", "--length", "9000"], "the texts give 0 rows of 9000 tokens; 2 are needed"),
         (["--model", "tiny", "--short", "--short-data", "nowhere"], "there is no file or folder nowhere"),
@@ -436,7 +436,7 @@ def test_the_callback_logs_the_curve_where_the_trainer_logs(tmp_path):
     assert logged[-1]["long/cliff"] == pytest.approx(curve.cliff(WINDOW), abs=1e-5)
     assert logged[0]["long/loss_in_window"] != logged[-1]["long/loss_in_window"]
     assert trainer.model.training
-    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="every must be an integer of at least 1, got 0"):
         LossByPositionCallback(trainer, rows, every=0)
     with pytest.raises(ValueError, match=f"seq_len >= {WINDOW + 2}"):
         LossByPositionCallback(trainer, tokens(1, WINDOW))
